@@ -1,0 +1,33 @@
+# Every target makes .venv by itself; nothing here needs a compiler.
+#   make demo | test | lint | bench | clean        PYTHON=python3.12 make test        PYTEST_ARGS='-k netlab' make test
+
+PYTHON ?= python3
+VENV   := .venv
+STAMP  := $(VENV)/.installed
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(BIN)/fusionrun -np 2 $(BIN)/python examples/digits.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.allreduce --ranks 2,4
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,200 @@
+"""`Netlab`: makes the namespaces, links and rates of one lab, and sees to it that they go away again.
+
+The ways to go: the end of the `with` block, an exception, Ctrl-C, SIGTERM and SIGHUP, the end of the interpreter. After
+a SIGKILL the next lab on this machine, or `python -m benchmarks.netlab clean`, removes what was left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from benchmarks.netlab import registry
+from benchmarks.netlab.iproute import NetlabError, bits_per_second, command, preflight, shape
+
+MAX_HOSTS = 250  # the last byte of the address
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a lab.
+
+    Attributes:
+        index: 0, 1, …
+        name: name of its namespace, which every host of the lab resolves to `address`.
+        address: its IPv4 address, on interface eth0.
+    """
+
+    index: int
+    name: str
+    address: str
+
+
+class Netlab:
+    """Several hosts on one machine, as a context manager.
+
+    Args:
+        hosts: how many, 1 to 250.
+        rate: limit of every link in each direction, such as "1gbit"; None for no limit.
+        rates: limits of single hosts by index, in place of `rate`.
+        mtu: bytes in a packet, on every interface.
+
+    Raises:
+        NetlabError: no lab can be made (the message says why), or an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        rate: str | None = None,
+        *,
+        rates: Mapping[int, str | None] | None = None,
+        mtu: int = 1500,
+    ) -> None:
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise NetlabError(f"{hosts} hosts cannot be made: ask for 1 to {MAX_HOSTS}.")
+        if unknown := sorted(set(rates or {}) - set(range(hosts))):
+            raise NetlabError(f"there is no host {unknown[0]} to limit: the hosts are 0 to {hosts - 1}.")
+        self._rates = [(rates or {}).get(index, rate) for index in range(hosts)]
+        for each in filter(None, self._rates):
+            bits_per_second(each)
+        self._mtu = mtu
+        self._lab = -1
+        self._owner = -1
+        self._started: list[subprocess.Popen[Any]] = []
+        self._replaced_handlers: dict[int, Any] = {}
+        self._ended_by: int | None = None
+        self.hosts: tuple[Host, ...] = ()
+
+    @property
+    def agent(self) -> str:
+        """How to reach a host, for `fusionrun --rsh-agent`. The command runs as given, without a shell in between."""
+        return "ip netns exec {host}"
+
+    def __enter__(self) -> Netlab:
+        if problem := preflight():
+            raise NetlabError(problem)
+        self._owner = os.getpid()
+        self._catch_signals()
+        try:
+            self._lab = registry.claim()
+            atexit.register(self.close)
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, host: int | str | Host, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
+        """Starts `argv` on a host; keyword arguments are those of `subprocess.Popen`. What still runs when the lab ends
+        is terminated, and killed a second later, with all that it started.
+
+        Raises:
+            NetlabError: the lab has no such host.
+        """
+        process = subprocess.Popen(["ip", "netns", "exec", self._find(host).name, *argv], **popen)
+        self._started.append(process)
+        return process
+
+    def set_rate(self, host: int | str | Host, rate: str | None) -> None:
+        """Limits a host's link in both directions from now on, or lifts the limit; open connections live on.
+
+        Raises:
+            NetlabError: the lab has no such host, or `rate` is not a rate.
+        """
+        found = self._find(host)
+        shape(found.name, "eth0", rate)
+        shape(registry.bridge_name(self._lab), f"h{found.index}", rate)
+
+    def close(self) -> None:
+        """Removes the lab; once is enough, and what a fork inherited does nothing.
+
+        Raises:
+            NetlabError: something could not be removed.
+        """
+        if self._owner != os.getpid():
+            return
+        if self._lab >= 0:
+            registry.destroy(self._lab, [each.pid for each in self._started if each.poll() is None])
+            for process in self._started:
+                process.wait()
+            atexit.unregister(self.close)
+        self._lab = self._owner = -1
+        self._started.clear()
+        self.hosts = ()
+        self._release_signals()
+
+    def _build(self) -> None:
+        lab, bridge = self._lab, registry.bridge_name(self._lab)
+        self.hosts = tuple(
+            Host(index, registry.host_name(lab, index), f"10.77.{lab}.{index + 1}") for index in range(len(self._rates))
+        )
+        command("ip", "netns", "add", bridge)
+        command("ip", "-n", bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+        command("ip", "-n", bridge, "link", "set", "br0", "mtu", str(self._mtu), "up")
+        for host, rate in zip(self.hosts, self._rates, strict=True):
+            command("ip", "netns", "add", host.name)
+            port = f"h{host.index}"
+            # Made inside the two namespaces: neither end is ever seen in the machine's own network.
+            veth = ("type", "veth", "peer", "name", "eth0", "mtu", str(self._mtu), "netns", host.name)
+            command("ip", "-n", bridge, "link", "add", port, "mtu", str(self._mtu), *veth)
+            command("ip", "-n", bridge, "link", "set", port, "master", "br0", "up")
+            command("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            command("ip", "-n", host.name, "link", "set", "eth0", "up")
+            command("ip", "-n", host.name, "link", "set", "lo", "up")
+            if rate is not None:
+                self.set_rate(host, rate)
+            self._write_hosts_file(host)
+
+    def _write_hosts_file(self, host: Host) -> None:
+        # All hosts share the machine's own name. On each it means that host's address, so that programs which look up
+        # "my name" to find the address to listen on (gloo does) get one that their peers can reach.
+        lines = ["127.0.0.1 localhost", "::1 localhost", f"{host.address} {socket.gethostname()}"]
+        lines += [f"{each.address} {each.name}" for each in self.hosts]
+        folder = registry.NETNS_ETC / host.name
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text("\n".join(lines) + "\n")
+
+    def _find(self, host: int | str | Host) -> Host:
+        for each in self.hosts:
+            if host in (each, each.index, each.name):
+                return each
+        names = ", ".join(each.name for each in self.hosts) or "none, it is not running"
+        raise NetlabError(f"{host!r} is not a host of this lab: it has {names}.")
+
+    def _catch_signals(self) -> None:
+        """Turns the default death by a signal into an exception that unwinds the `with` blocks. A handler that the
+        program has set itself stays: what it does is the program's business."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may set handlers; the next lab clears up after a death by signal
+        for number in _ENDING_SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._replaced_handlers[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        for each in self._replaced_handlers:
+            signal.signal(each, signal.SIG_IGN)  # a second one must not cut the removal short
+        self._ended_by = number
+        raise SystemExit(128 + number)
+
+    def _release_signals(self) -> None:
+        for number, handler in self._replaced_handlers.items():
+            signal.signal(number, handler)
+        self._replaced_handlers.clear()
+        if self._ended_by is not None:
+            # The lab is gone; now die of the signal as if it had not been caught, even where SystemExit is swallowed.
+            os.kill(os.getpid(), self._ended_by)

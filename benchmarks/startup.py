@@ -1,0 +1,126 @@
+"""How long a hello-world takes: `fusionrun -np 2` and `torchrun --nproc-per-node 2`, alternating, on warm caches.
+
+    python -m benchmarks.startup
+    python -m benchmarks.startup --rounds 10 --verbose
+
+Each worker joins its job, all-reduces one number, prints it and leaves. What is measured is the command from its start
+to its end. With --verbose also when the last of the workers had got how far, in seconds since the command started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+from benchmarks.launch import environment, free_port
+
+_BEGAN = "BENCHMARK_BEGAN"  # environment variable: when the command was started, in seconds of the machine's clock
+_PHASES = (
+    "the worker runs",
+    "torch is imported",
+    "the job is joined",
+    "the number is reduced",
+    "the command has ended",
+)
+
+
+def worker(runtime: str) -> None:
+    """What each rank runs."""
+    phases = [time.time()]
+    import torch
+
+    if runtime == "fusionrun":
+        import fusion_rt.torch as hvd
+
+        phases.append(time.time())
+        hvd.init()
+        phases.append(time.time())
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
+        phases.append(time.time())
+        hvd.shutdown()
+    else:
+        import torch.distributed as dist
+
+        phases.append(time.time())
+        dist.init_process_group("gloo")
+        phases.append(time.time())
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        phases.append(time.time())
+        dist.destroy_process_group()
+    began = float(os.environ[_BEGAN])
+    line = " ".join(["hello", str(int(total.item())), *(f"{phase - began:.3f}" for phase in phases)]) + "\n"
+    os.write(1, line.encode())  # in one piece: torchrun lets its workers write into each other's lines
+
+
+def measure(runtime: str, ranks: int) -> list[float]:
+    """Runs the hello-world once; seconds after which the last worker had reached each phase.
+
+    Raises:
+        subprocess.CalledProcessError: the job failed; why is on standard error.
+        RuntimeError: it printed something else than it should.
+    """
+    if runtime == "fusionrun":
+        command = ["fusion_rt.runner", "-np", str(ranks), sys.executable]
+    else:
+        command = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", *command, "-m", "benchmarks.startup", "--worker", runtime]
+    began = time.time()
+    run = subprocess.run(
+        command, env={**environment(), _BEGAN: str(began)}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    ended = time.time() - began
+    found = re.findall(rf"hello {ranks} ([\d. ]+)", run.stdout)
+    if len(found) != ranks:
+        raise RuntimeError(f"{ranks} workers of {runtime} should have said hello, but they printed: {run.stdout!r}")
+    return [max(phase) for phase in zip(*(map(float, line.split()) for line in found), strict=True)] + [ended]
+
+
+def show(times: dict[str, list[list[float]]], ranks: int, verbose: bool) -> None:
+    """A table of medians, and the ratio."""
+    from rich.console import Console
+    from rich.table import Table
+
+    medians = {
+        name: [statistics.median(phase) for phase in zip(*rounds, strict=True)] for name, rounds in times.items()
+    }
+    table = Table(title=f"hello-world on {ranks} ranks, seconds")
+    table.add_column("until")
+    for name in medians:
+        table.add_column(name, justify="right")
+    table.add_column(" / ".join(medians), justify="right")
+    for index, phase in enumerate(_PHASES):
+        if verbose or index == len(_PHASES) - 1:
+            seconds = [each[index] for each in medians.values()]
+            table.add_row(phase, *(f"{second:.2f}" for second in seconds), f"{seconds[0] / seconds[1]:.2f}")
+    Console(width=100).print(table)
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, default=2, help="ranks, on one host (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each, after one for warming up (%(default)s)")
+    parser.add_argument("--verbose", action="store_true", help="also when the phases of the start were reached")
+    parser.add_argument("--worker", metavar="RUNTIME", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker)
+        return
+    times: dict[str, list[list[float]]] = {"fusionrun": [], "torchrun": []}
+    for number in range(arguments.rounds + 1):
+        for name in times:
+            found = measure(name, arguments.ranks)
+            if number:
+                times[name].append(found)
+    show(times, arguments.ranks, arguments.verbose)
+
+
+if __name__ == "__main__":
+    main()

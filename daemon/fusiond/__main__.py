@@ -1,0 +1,5 @@
+"""`python -m fusiond`."""
+
+from fusiond.cli import main
+
+main()

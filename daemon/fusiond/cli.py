@@ -1,0 +1,232 @@
+"""The `fusiond` command: start, status, stop, logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from fusion_rt import bootstrap, local, wire
+from fusion_rt.errors import FusionError
+from fusion_rt.settings import Settings
+from fusion_rt.topology import Topology
+
+app = typer.Typer(
+    help="The fusion_rt daemon: one on each node of a job, owner of all its communication.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_LOG_TAIL = 2000  # characters of the log of a daemon that did not start
+JobOption = Annotated[str, typer.Option(help="Id of the job; needed when daemons of several jobs run on this host.")]
+NodeOption = Annotated[int, typer.Option(help="Index of the node, when several nodes of a job share this host.")]
+
+
+@app.command()
+def start(
+    job: Annotated[str, typer.Option(help="Id of the job: letters, digits, - and _.")] = "default",
+    size: Annotated[int, typer.Option(help="Number of workers, all on this host.", min=1)] = 1,
+    foreground: Annotated[bool, typer.Option(help="Stay in the foreground and log to standard error.")] = False,
+    config_stdin: Annotated[
+        bool, typer.Option(help="Read the configuration from standard input (what fusionrun does).")
+    ] = False,
+) -> None:
+    """Starts a daemon; by default in the background, for `--size` workers on this host."""
+    if config_stdin:
+        line, rest = _read_line(0)
+        try:
+            config = bootstrap.decode_line(line, bootstrap.DaemonConfig)
+        except FusionError as error:
+            _cannot_start(str(error), as_json=True)
+        _serve(config, rest, as_json=True)
+    topology = Topology((socket.gethostname(),), (tuple(range(size)),))
+    try:
+        config = bootstrap.decode_line(
+            bootstrap.encode_line(bootstrap.DaemonConfig(job, 0, topology, attached=False)), bootstrap.DaemonConfig
+        )
+    except FusionError as error:
+        _cannot_start(f"the job cannot be called {job!r}: {error}", as_json=False)
+    if foreground:
+        _serve(config, b"", as_json=False)
+    _detach(config)
+
+
+@app.command()
+def status(
+    job: JobOption = "",
+    node: NodeOption = -1,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
+) -> None:
+    """Shows the daemons of this user on this host: workers, operations, traffic."""
+    found = [_ask(path, wire.StatusRequest()) for path in _sockets(job, node)]
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from fusiond.report import show_status  # rich is imported only where a table is drawn
+
+    show_status(found)
+
+
+@app.command()
+def stop(job: JobOption = "", node: NodeOption = -1) -> None:
+    """Ends a job: its workers raise an error that says so."""
+    paths = _sockets(job, node)
+    if len({os.path.dirname(path).rsplit(".", 1)[0] for path in paths}) > 1:
+        raise typer.BadParameter("daemons of several jobs run here; name one with --job")
+    for path in paths:
+        answer = _ask(path, wire.StopRequest("fusiond stop"))
+        if answer.get("state") == "gone":
+            typer.echo(f"the daemon at {path} is gone: {answer['failure']}", err=True)
+        else:
+            _wait_until_gone(path)
+
+
+@app.command()
+def logs(
+    job: JobOption = "",
+    node: NodeOption = -1,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines from the end.", min=1)] = 100,
+) -> None:
+    """Prints the end of the logs of daemons that run, or ran, in the background on this host."""
+    directories = list(_directories(job, node))
+    shown = False
+    for directory in directories:
+        path = os.path.join(directory, "log")
+        if os.path.exists(path):
+            shown = True
+            with open(path, errors="replace") as file:
+                typer.echo(f"==> {path} <==")
+                typer.echo("".join(file.readlines()[-lines:]), nl=False)
+    if not shown:
+        typer.echo("no daemon of this user has left a log on this host", err=True)
+        raise typer.Exit(1)
+
+
+def _serve(config: bootstrap.DaemonConfig, stdin_start: bytes, as_json: bool) -> None:
+    """Runs a daemon in this process until its job is over, and exits."""
+    from fusiond.daemon import Daemon, configure_logging
+
+    try:
+        settings = Settings.from_env()
+        configure_logging(settings.log_level)
+        daemon = Daemon(config, settings, 0, stdin_start)
+    except (FusionError, OSError) as error:
+        _cannot_start(str(error), as_json)
+    if as_json:
+        os.write(1, bootstrap.encode_line(daemon.endpoint()))
+    else:
+        typer.echo(f"fusiond of job {config.job!r} listens (pid {os.getpid()})")
+    try:
+        code = daemon.run()
+    except FusionError as error:
+        typer.echo(f"fusiond: {error}", err=True)
+        code = 1
+    sys.exit(code)
+
+
+def _cannot_start(error: str, as_json: bool) -> None:
+    if as_json:
+        os.write(1, bootstrap.encode_line(bootstrap.StartError(error)))
+    typer.echo(f"fusiond: {error}", err=True)
+    raise typer.Exit(1)
+
+
+def _detach(config: bootstrap.DaemonConfig) -> None:
+    """Starts the daemon in a session of its own, its standard error in its log."""
+    settings = Settings.from_env()
+    directory = bootstrap.job_directory(settings.runtime_root(), config.job, config.node)
+    try:
+        bootstrap.make_private_directory(settings.runtime_root())
+        bootstrap.make_private_directory(directory)
+    except FusionError as error:
+        _cannot_start(str(error), as_json=False)
+    with open(os.path.join(directory, "log"), "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout:
+        process.stdin.write(bootstrap.encode_line(config))
+        process.stdin.close()
+        line = process.stdout.readline()
+        if not line:
+            with open(os.path.join(directory, "log"), errors="replace") as file:
+                _cannot_start(f"it ended with status {process.wait()}:\n{file.read()[-_LOG_TAIL:]}", as_json=False)
+        answer = bootstrap.decode_line(line, bootstrap.Endpoint | bootstrap.StartError)  # type: ignore[arg-type]
+    if isinstance(answer, bootstrap.StartError):
+        process.wait()
+        _cannot_start(answer.error, as_json=False)
+    typer.echo(f"fusiond of job {config.job!r} listens (pid {process.pid})")
+    process.returncode = 0  # it goes on by itself; no warning about that when this process ends
+
+
+def _directories(job: str, node: int) -> Iterator[str]:
+    root = Settings.from_env().runtime_root()
+    for name in sorted(os.listdir(root)) if os.path.isdir(root) else []:
+        found_job, _, found_node = name.rpartition(".")
+        if job in ("", found_job) and node in (-1, int(found_node) if found_node.isdigit() else -2):
+            yield os.path.join(root, name)
+
+
+def _sockets(job: str, node: int) -> list[str]:
+    """Sockets of the daemons that are meant; exits with a sentence when there is none."""
+    paths = [os.path.join(d, "sock") for d in _directories(job, node)]
+    paths = [path for path in paths if os.path.exists(path)]
+    if not paths:
+        typer.echo(f"no daemon{f' of job {job!r}' if job else ''} of this user runs on this host", err=True)
+        raise typer.Exit(1)
+    return paths
+
+
+def _ask(path: str, request: wire.StatusRequest | wire.StopRequest) -> dict[str, object]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(10)
+        try:
+            sock.connect(path)
+            local.Packet(wire.encode(request)).send(sock)
+            data, _ = local.receive(sock)
+            answer = wire.decode_daemon_message(data)
+        except (OSError, FusionError) as error:
+            return {"socket": path, "state": "gone", "failure": f"it does not answer: {error}"}
+    assert isinstance(answer, wire.Status)
+    found: dict[str, object] = json.loads(answer.json)
+    return found
+
+
+def _wait_until_gone(path: str, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while os.path.exists(path):
+        if time.monotonic() > deadline:
+            typer.echo(f"the daemon at {path} has not ended within {seconds:g} s", err=True)
+            raise typer.Exit(1)
+        time.sleep(0.05)
+
+
+def _read_line(fd: int) -> tuple[bytes, bytes]:
+    """The first line of a descriptor, and what was read beyond it."""
+    data = b""
+    while b"\n" not in data and len(data) <= bootstrap.MAX_LINE:
+        piece = os.read(fd, 1 << 16)
+        if not piece:
+            break
+        data += piece
+    line, _, rest = data.partition(b"\n")
+    return line, rest
+
+
+def main() -> None:
+    """Entry point of the `fusiond` command."""
+    try:
+        app()
+    except FusionError as error:
+        typer.echo(f"fusiond: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,113 @@
+"""Allgather(v) and alltoall(v): every rank's block of rows goes from the node that has it to the nodes that want it.
+
+Each node sends its blocks straight to the others, the next one first, so that no node is everybody's first target.
+That moves the least bytes there are, N - 1 blocks out and in, and needs one hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion_rt import wire
+from fusiond.collectives.base import (
+    Array,
+    Exchange,
+    ExchangeError,
+    Job,
+    Once,
+    Port,
+    Result,
+    chunk_starts,
+    raw,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes that go from one node to another as one part.
+
+    Attributes:
+        part: number of the block in the operation, the same on all nodes.
+        source, target: positions of the nodes.
+        nbytes: its length.
+    """
+
+    part: int
+    source: int
+    target: int
+    nbytes: int
+
+
+class Blocks(Exchange):
+    """Moves blocks between nodes, and within the node.
+
+    Args:
+        port: N >= 1 nodes.
+        blocks: all blocks of the operation that leave or enter this node.
+        outgoing: bytes of each outgoing block, by part.
+        results: length in bytes and `sizes` of each local member's result; equal members may share one (allgather).
+        shared: there is one result, for all local members.
+        local_copies: (result, offset in it, bytes) of each block that stays on this node.
+        incoming: (result, offset in it) of each incoming block, by part.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        blocks: Sequence[Block],
+        outgoing: Mapping[int, Array],
+        results: Sequence[tuple[int, tuple[int, ...]]],
+        local_copies: Sequence[tuple[int, int, Array]],
+        incoming: Mapping[int, tuple[int, int]],
+    ) -> None:
+        super().__init__(port)
+        self._blocks = {block.part: block for block in blocks}
+        self._outgoing = outgoing
+        self._shapes = results
+        self._local_copies = local_copies
+        self._incoming = incoming
+        self.local_nbytes = sum(nbytes for nbytes, _ in results)
+        step = port.chunk_bytes
+        self._once = Once(sum(len(chunk_starts(self._blocks[part].nbytes, step)) for part in incoming))
+
+    def jobs(self, threads: int) -> Sequence[Job]:
+        return [self._allocate_and_copy]
+
+    def _allocate_and_copy(self) -> None:
+        self.results = [Result.allocate(nbytes, sizes) for nbytes, sizes in self._shapes]
+        for result, offset, data in self._local_copies:
+            np.copyto(self.results[result].array[offset : offset + len(data)], data)
+
+    def start(self) -> None:
+        here, nodes = self.port.position, self.port.nodes
+        leaving = [block for block in self._blocks.values() if block.part in self._outgoing]
+        for block in sorted(leaving, key=lambda block: ((block.target - here) % nodes, block.part)):
+            for start in chunk_starts(block.nbytes, self.port.chunk_bytes):
+                data = self._outgoing[block.part][start : start + self.port.chunk_bytes]
+                self.port.send(block.target, block.part, start, 0, raw(data))
+        if self._once.complete:
+            self.port.finish()
+
+    def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        place = self._incoming.get(chunk.part)
+        block = self._blocks.get(chunk.part)
+        step = self.port.chunk_bytes
+        if (
+            place is None
+            or block is None
+            or block.source != position
+            or chunk.start % step
+            or chunk.start >= block.nbytes
+            or len(payload) != min(step, block.nbytes - chunk.start)
+            or chunk.hop
+        ):
+            raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} is no part of this operation")
+        self._once.note(chunk)
+        result, offset = place
+        low = offset + chunk.start
+        self.results[result].array[low : low + len(payload)] = np.frombuffer(payload, np.uint8)
+        if self._once.complete:
+            self.port.finish()

@@ -1,0 +1,101 @@
+"""Recursive doubling all-reduce for small arrays: log2 N rounds in which pairs exchange everything they have.
+
+In round k a position exchanges its partial result with the position whose number differs in bit k. When N is no power
+of two, the positions beyond the largest one first fold their part into a partner's and get the result back at the
+end. Both of a pair compute the same sum, in the same order, so the bits are equal everywhere. Source: Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, section 4.4.
+
+The array travels as one chunk (`hop` is the round), and is copied when it is sent. It also serves as the barrier,
+with no elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion_rt import wire
+from fusion_rt.codecs.base import BucketCodec
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, Reducer
+from fusiond.collectives.one_node import local_jobs
+
+_FOLD = 0
+_UNFOLD = 255  # hop of the result on its way back; rounds are hops 1 to log2 N
+
+
+class Doubling(Exchange):
+    """All-reduce of equal arrays, each at most one chunk, on N >= 2 nodes. Arguments as for `Ring`."""
+
+    def __init__(
+        self, port: Port, reducer: Reducer, codec: BucketCodec, sources: Sequence[Array], outputs: Sequence[Array]
+    ) -> None:
+        super().__init__(port)
+        self._reducer = reducer
+        self._codec = codec
+        self._sources = sources
+        self._outputs = outputs
+        self._value = outputs[0]
+        self.local_nbytes = len(self._value) * reducer.dtype.itemsize * len(sources)
+        power = port.nodes.bit_length() - 1
+        self._pairs = 1 << power
+        self._folded = port.nodes - self._pairs
+        self._early: dict[int, memoryview] = {}  # by hop: a partner may be a round ahead
+        position = port.position
+        if position >= self._pairs:
+            self._awaited = [_UNFOLD]
+        else:
+            self._awaited = ([_FOLD] if position < self._folded else []) + list(range(1, power + 1))
+        self._partner = {hop: position ^ (1 << (hop - 1)) for hop in range(1, power + 1)}
+        self._partner[_FOLD] = position + self._pairs
+        self._partner[_UNFOLD] = position - self._pairs
+        self._once = Once(len(self._awaited))
+
+    def jobs(self, threads: int) -> Sequence[Job]:
+        return local_jobs(self._reducer, self._sources, self._value, threads)
+
+    def start(self) -> None:
+        if self._awaited[0] == _UNFOLD:
+            self._send(self.port.position - self._pairs, _FOLD)
+        elif self._awaited[0] == 1:
+            self._send(self._partner[1], 1)
+        self._advance()
+
+    def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        if chunk.hop not in self._awaited or position != self._partner[chunk.hop] or chunk.part or chunk.start:
+            raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this exchange")
+        self._once.note(chunk)
+        self._early[chunk.hop] = payload
+        self._advance()
+
+    def _advance(self) -> None:
+        """Takes every round that is due and whose chunk has come."""
+        while self._awaited and self._awaited[0] in self._early:
+            hop = self._awaited.pop(0)
+            theirs = self._codec.decoded(0, self._early.pop(hop), len(self._value))
+            if hop == _UNFOLD:
+                self._value[:] = theirs
+            else:
+                mine = self._mine_as_sent(hop)
+                pair = [mine, theirs] if self.port.position < self._partner[hop] else [theirs, mine]
+                self._reducer.combine(pair[0], pair[1], self._value)
+            if self._awaited:
+                self._send(self._partner[self._awaited[0]], self._awaited[0])
+            else:
+                self._end()
+
+    def _mine_as_sent(self, hop: int) -> Array:
+        """What the partner used for this node's part: a lossy codec changes it, and both have to add the same."""
+        if self._codec.lossless or hop == _FOLD:
+            return self._value
+        packed = memoryview(self._codec.encode(0, self._value))
+        return self._codec.decoded(0, packed, len(self._value))
+
+    def _end(self) -> None:
+        if self._folded and self.port.position < self._pairs and not self._codec.lossless:
+            self._value[:] = self._mine_as_sent(_UNFOLD)  # also where nobody folded: all ranks get the same bits
+        if self.port.position < self._folded:
+            self._send(self._partner[_FOLD], _UNFOLD)
+        self._reducer.final([self._value], self._outputs)
+        self.port.finish()
+
+    def _send(self, position: int, hop: int) -> None:
+        self.port.send(position, 0, 0, hop, bytes(self._codec.encode(0, self._value)))

@@ -1,0 +1,125 @@
+"""Ring all-reduce: reduce-scatter, then all-gather, in a pipeline of chunks; sends 2 n (N - 1) / N whatever N is.
+
+The bucket is divided into N segments. Segment s starts at position s and travels to the right: at each of the next N
+- 1 nodes that node's part is added (hops 0 to N - 2). The last of them owns the segment: it computes the final value,
+once, and the segment goes round again as it is (hops N - 1 to 2 N - 3). So all ranks get the same bits, and the order
+in which parts are added depends on the topology alone. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", 2009.
+
+Each chunk goes on as soon as it has come, without a barrier between the steps. The reduction is in place in the first
+local worker's part of the arena. That is safe by causality: a chunk is overwritten with its final value only after
+the final value has come, which contains what had been sent from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion_rt import wire
+from fusion_rt.codecs.base import BucketCodec
+from fusiond.collectives.base import (
+    Array,
+    Exchange,
+    ExchangeError,
+    Job,
+    Once,
+    Port,
+    Reducer,
+    chunk_starts,
+)
+from fusiond.collectives.one_node import local_jobs
+
+
+class Ring(Exchange):
+    """All-reduce of equal arrays on every node.
+
+    Args:
+        port: N nodes, N >= 2.
+        reducer: how to combine.
+        codec: what chunks look like on the wire.
+        sources, outputs: n elements each, of the local members; an output may be a source.
+    """
+
+    def __init__(
+        self, port: Port, reducer: Reducer, codec: BucketCodec, sources: Sequence[Array], outputs: Sequence[Array]
+    ) -> None:
+        super().__init__(port)
+        self._reducer = reducer
+        self._codec = codec
+        self._sources = sources
+        self._outputs = outputs
+        self._mine = outputs[0]
+        n, nodes = len(self._mine), port.nodes
+        self.local_nbytes = n * reducer.dtype.itemsize * len(sources)
+        self._bounds = [n * i // nodes for i in range(nodes + 1)]
+        self._step = max(1, port.chunk_bytes // reducer.dtype.itemsize)
+        self._right = (port.position + 1) % nodes
+        self._left = (port.position - 1) % nodes
+        counts = [len(chunk_starts(self._length(s), self._step)) for s in range(nodes)]
+        owned = (port.position + 1) % nodes
+        self._once = Once(2 * sum(counts) - counts[port.position] - counts[owned])
+
+    def jobs(self, threads: int) -> Sequence[Job]:
+        return local_jobs(self._reducer, self._sources, self._mine, threads)
+
+    def start(self) -> None:
+        segment = self.port.position
+        for start in chunk_starts(self._length(segment), self._step):
+            low, high = self._range(segment, start)
+            self._send(segment, start, 0, self._codec.encode(low, self._mine[low:high]))
+        if self._once.complete:  # nothing to come: fewer elements than nodes, or none
+            self.port.finish()
+
+    def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        nodes, hop = self.port.nodes, chunk.hop
+        travelled = (self.port.position - chunk.part - 1) % nodes  # hops before it came here for the first time
+        gathering = hop >= nodes - 1
+        if (
+            position != self._left
+            or chunk.part >= nodes
+            or hop > 2 * nodes - 3
+            or chunk.start % self._step
+            or chunk.start >= self._length(chunk.part)
+            or hop != (travelled + nodes if gathering and travelled < nodes - 1 else travelled)
+        ):
+            raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this ring")
+        self._once.note(chunk)
+        low, high = self._range(chunk.part, chunk.start)
+        if gathering:
+            values = self._codec.decoded(low, payload, high - low)
+            for output in self._outputs:
+                output[low:high] = values
+            passed_on: memoryview | bytes = payload
+        elif hop < nodes - 2:
+            mine = self._mine[low:high]
+            self._reducer.combine(self._codec.decoded(low, payload, high - low), mine, mine)
+            passed_on = self._codec.encode(low, mine)
+        else:
+            passed_on = self._finalize(low, high, payload)
+        if hop < 2 * nodes - 3:
+            self._send(chunk.part, chunk.start, hop + 1, passed_on)
+        if self._once.complete:
+            self.port.finish()
+
+    def _finalize(self, low: int, high: int, payload: memoryview) -> memoryview | bytes:
+        """Computes the final value of an owned chunk, here and as it will be everywhere else."""
+        parts = [self._codec.decoded(low, payload, high - low), self._mine[low:high]]
+        outputs = [output[low:high] for output in self._outputs]
+        self._reducer.final(parts, outputs)
+        packed = self._codec.encode(low, outputs[0])
+        if not self._codec.lossless:
+            values = self._codec.decoded(low, memoryview(packed), high - low)
+            for output in outputs:
+                output[:] = values
+        return packed
+
+    def _send(self, segment: int, start: int, hop: int, payload: memoryview | bytes) -> None:
+        self.port.send(self._right, segment, start, hop, payload)
+
+    def _length(self, segment: int) -> int:
+        return self._bounds[segment + 1] - self._bounds[segment]
+
+    def _range(self, segment: int, start: int) -> tuple[int, int]:
+        """Elements of the bucket in the chunk at `start` of a segment."""
+        low = self._bounds[segment] + start
+        return low, min(low + self._step, self._bounds[segment + 1])

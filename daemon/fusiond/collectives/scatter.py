@@ -1,0 +1,125 @@
+"""Reduce-scatter: every rank gets its rows of the reduction, from slots at its node in which the parts meet.
+
+Each node sends its part of a rank's rows straight to that rank's node, their *home*. A chunk of the rows is complete
+when all N parts of it lie in its slot; they are then combined at once and in the order of the nodes, whatever order
+they came in, so results do not depend on timing. Parts that wait are bounded by the length of the input.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fusion_rt import wire
+from fusion_rt.codecs.base import BucketCodec
+from fusiond.collectives.base import (
+    Array,
+    Exchange,
+    ExchangeError,
+    Job,
+    Once,
+    Port,
+    Reducer,
+    Result,
+    chunk_starts,
+)
+
+
+class ReduceScatter(Exchange):
+    """Reduces equal arrays of n elements and gives each member its range of the result.
+
+    Args:
+        port: N >= 1 nodes.
+        reducer, codec: as for `Ring`.
+        sources: of each local member, n elements; they are not changed.
+        ranges: for each member of the process set, by its index, first and last element (exclusive) of what it gets.
+        homes: position of each member's node.
+        local: indices of the local members, in rank order.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        reducer: Reducer,
+        codec: BucketCodec,
+        sources: Sequence[Array],
+        ranges: Sequence[tuple[int, int]],
+        homes: Sequence[int],
+        local: Sequence[int],
+    ) -> None:
+        super().__init__(port)
+        self._reducer = reducer
+        self._codec = codec
+        self._sources = sources
+        self._ranges = ranges
+        self._homes = homes
+        self._local = local
+        self._step = max(1, port.chunk_bytes // reducer.dtype.itemsize)
+        self._slots: dict[tuple[int, int], dict[int, Array]] = {}
+        self._mine: Array = np.empty(0, reducer.dtype.storage)
+        self._outputs: Mapping[int, Array] = {}
+        self.local_nbytes = len(sources[0]) * reducer.dtype.itemsize * len(sources)
+        chunks = sum(len(self._starts(member)) for member in local)
+        self._once = Once(chunks * (port.nodes - 1))
+
+    def jobs(self, threads: int) -> Sequence[Job]:
+        return [self._reduce_local]
+
+    def _reduce_local(self) -> None:
+        itemsize = self._reducer.dtype.itemsize
+        self.results = [Result.allocate((self._ranges[m][1] - self._ranges[m][0]) * itemsize) for m in self._local]
+        self._outputs = {
+            member: result.array.view(self._reducer.dtype.storage)
+            for member, result in zip(self._local, self.results, strict=True)
+        }
+        self._mine = np.empty(len(self._sources[0]), self._reducer.dtype.storage)
+        self._reducer.local(self._sources, self._mine)
+
+    def start(self) -> None:
+        nodes, here = self.port.nodes, self.port.position
+        for member in sorted(range(len(self._ranges)), key=lambda m: ((self._homes[m] - here) % nodes, m)):
+            for start in self._starts(member):
+                if self._homes[member] == here:
+                    self._fill(member, start, here, self._mine[slice(*self._range(member, start))])
+                else:
+                    low, high = self._range(member, start)
+                    packed = self._codec.encode(low, self._mine[low:high])
+                    self.port.send(self._homes[member], member, start, 0, packed)
+        if self._once.complete:
+            self.port.finish()
+
+    def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        member = chunk.part
+        if member not in self._outputs or chunk.start not in self._starts(member) or chunk.hop != 0:
+            raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} is no part of this operation")
+        self._once.note(chunk, position)
+        low, high = self._range(member, chunk.start)
+        self._fill(member, chunk.start, position, self._codec.decoded(low, payload, high - low))
+        if self._once.complete:
+            self.port.finish()
+
+    def _fill(self, member: int, start: int, position: int, part: Array) -> None:
+        slot = self._slots.setdefault((member, start), {})
+        slot[position] = part
+        if len(slot) == self.port.nodes:
+            output = self._outputs[member][start : start + len(part)]
+            self._reducer.final([slot[p] for p in range(self.port.nodes)], [output])
+            slot.clear()
+
+    def _starts(self, member: int) -> range:
+        low, high = self._ranges[member]
+        return chunk_starts(high - low, self._step)
+
+    def _range(self, member: int, start: int) -> tuple[int, int]:
+        """Elements of the input in the chunk at `start` of a member's range."""
+        low, high = self._ranges[member]
+        return low + start, min(low + start + self._step, high)
+
+
+def rows_of_members(rows: int, members: int) -> list[tuple[int, int]]:
+    """First and last row (exclusive) that each member gets: as equal as possible, the first ones get one more."""
+    each, more = divmod(rows, members)
+    bounds = [m * each + min(m, more) for m in range(members + 1)]
+    return list(itertools.pairwise(bounds))

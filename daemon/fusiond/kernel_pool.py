@@ -1,0 +1,71 @@
+"""The thread pool that runs kernels: they release the GIL, hold no state, and finish in the event loop's thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from fusiond.loop import EventLoop
+
+Job = Callable[[], None]
+Then = Callable[[BaseException | None], None]
+
+
+class KernelPool:
+    """`threads` threads that take jobs in order.
+
+    Args:
+        loop: where completions run.
+        threads: how many jobs run at the same time.
+    """
+
+    def __init__(self, loop: EventLoop, threads: int) -> None:
+        self.threads = threads
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[tuple[Job, Callable[[BaseException | None], None]] | None] = queue.SimpleQueue()
+        self._submitted = 0
+        self._workers = [threading.Thread(target=self._work, name=f"kernel-{i}", daemon=True) for i in range(threads)]
+        for worker in self._workers:
+            worker.start()
+
+    def run(self, jobs: Sequence[Job], then: Then) -> None:
+        """Runs jobs side by side; when all have ended, `then` gets the first exception, or None, in the loop."""
+        remaining = len(jobs)
+        first_error: BaseException | None = None
+
+        def finished(error: BaseException | None) -> None:
+            def in_loop() -> None:
+                nonlocal remaining, first_error
+                remaining -= 1
+                first_error = first_error or error
+                if remaining == 0:
+                    then(first_error)
+
+            self._loop.call_from_thread(in_loop)
+
+        self._submitted += len(jobs)
+        for job in jobs:
+            self._jobs.put((job, finished))
+
+    def close(self) -> None:
+        """Ends the threads once their jobs have ended."""
+        for _ in self._workers:
+            self._jobs.put(None)
+        for worker in self._workers:
+            worker.join()
+
+    def statistics(self) -> dict[str, int]:
+        """`threads` and the number of `jobs` submitted so far."""
+        return {"threads": self.threads, "jobs": self._submitted}
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, finished = item
+            try:
+                job()
+            except BaseException as error:  # handed to `then`, which fails the operation
+                finished(error)
+            else:
+                finished(None)
+            del item, job, finished  # a waiting thread must not keep the last operation's arrays alive

@@ -1,0 +1,104 @@
+"""The plan: which tensors share a bucket, in which order, and where each lies. Pure functions.
+
+Buckets follow the order in which gradients arrived on the lowest rank, so that a bucket is full as early in the
+backward pass as its last tensor allows; a bucket holds one dtype. Every tensor starts on a cache line, and so does
+every bucket, so that views of the fusion buffer are as fast as tensors of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from fusion_rt.arena import ALIGNMENT
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.topology import Topology
+from fusion_rt.wire import Bucket, Plan, PlannedTensor, Proposal, TensorSpec
+
+_PAGE = 4096  # bytes; buckets start on pages, so that two threads never write one page
+
+
+def disagreement(proposals: Mapping[int, Proposal], topology: Topology) -> str:
+    """Why the ranks' proposals do not fit together, as a sentence that names ranks and tensor; empty when they do.
+
+    The order of the tensors may differ between ranks; everything else has to be equal.
+    """
+    first = min(proposals)
+    reference = proposals[first]
+    expected = {tensor.name: tensor for tensor in reference.tensors}
+    for rank in sorted(proposals):
+        proposal = proposals[rank]
+        both = f"{topology.describe([first])} and {topology.describe([rank])}"
+        if proposal.reduction != reference.reduction:
+            return (
+                f"{both} do not agree how the gradients of {reference.group!r} are combined: "
+                f"{_reduction(reference)} on the first, {_reduction(proposal)} on the second"
+            )
+        found = {tensor.name: tensor for tensor in proposal.tensors}
+        if len(found) != len(proposal.tensors):
+            return f"{topology.describe([rank])} proposed two tensors of one name in {reference.group!r}"
+        for name in expected.keys() ^ found.keys():
+            has, lacks = (first, rank) if name in expected else (rank, first)
+            where = f"{topology.describe([has])} but not on {topology.describe([lacks])}"
+            return f"tensor {name!r} of {reference.group!r} is on {where}"
+        for name, tensor in found.items():
+            if tensor != expected[name]:
+                return (
+                    f"tensor {name!r} of {reference.group!r} differs between {both}: "
+                    f"{_tensor(expected[name])} on the first, {_tensor(tensor)} on the second"
+                )
+    return ""
+
+
+def make_plan(plan_id: int, proposal: Proposal, threshold: int) -> Plan:
+    """Fuses the proposed tensors, in their order, into buckets of at most `threshold` bytes.
+
+    A tensor larger than that has a bucket of its own; a threshold of 0 gives every tensor one.
+    """
+    open_buckets: dict[str, list[TensorSpec]] = {}  # by dtype: tensors of the bucket being filled
+    filled: dict[str, int] = {}
+    closed: list[list[TensorSpec]] = []
+    for tensor in proposal.tensors:
+        nbytes = _padded(math.prod(tensor.shape), tensor.dtype) * DTYPES[tensor.dtype].itemsize
+        if tensor.dtype in open_buckets and filled[tensor.dtype] + nbytes > threshold:
+            closed.append(open_buckets.pop(tensor.dtype))
+        if tensor.dtype not in open_buckets:
+            open_buckets[tensor.dtype] = []
+            filled[tensor.dtype] = 0
+        open_buckets[tensor.dtype].append(tensor)
+        filled[tensor.dtype] += nbytes
+    closed.extend(open_buckets.values())
+    buckets: list[Bucket] = []
+    offset = 0
+    for index, tensors in enumerate(closed):
+        bucket = _bucket(index, tensors, offset)
+        buckets.append(bucket)
+        nbytes = bucket.numel * DTYPES[bucket.dtype].itemsize
+        offset += -(-nbytes // _PAGE) * _PAGE
+    return Plan(plan_id, proposal.group, proposal.process_set, proposal.reduction, tuple(buckets), offset)
+
+
+def _bucket(index: int, tensors: Sequence[TensorSpec], offset: int) -> Bucket:
+    dtype = tensors[0].dtype
+    start = 0
+    places: list[PlannedTensor] = []
+    for tensor in tensors:
+        numel = math.prod(tensor.shape)
+        places.append(PlannedTensor(tensor.name, start, numel))
+        start += _padded(numel, dtype)
+    return Bucket(index, dtype, start, offset, tuple(places))
+
+
+def _padded(numel: int, dtype: str) -> int:
+    """Elements that a tensor takes up, so that the next one starts on a cache line."""
+    line = ALIGNMENT // DTYPES[dtype].itemsize
+    return -(-numel // line) * line
+
+
+def _reduction(proposal: Proposal) -> str:
+    r = proposal.reduction
+    return f"{r.op} (prescale {r.prescale:g}, postscale {r.postscale:g}) with {r.codec} by {r.algorithm}"
+
+
+def _tensor(tensor: TensorSpec) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,52 @@
+"""Measures the links when the job starts: the coordinator sends each peer small and large payloads and times the echo.
+
+No I/O: `begin` and `echo` return what to send next. One peer at a time, so that measurements do not disturb each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fusiond.collectives.cost import CostModel, measured, worst
+
+SMALL, LARGE = 1, 256 * 1024  # bytes of payload
+_ROUNDS = (SMALL,) * 6 + (LARGE,) * 4  # the best of each counts: the first ones pay for warming up
+
+Probe = tuple[int, int, int]  # node, serial, bytes of payload
+
+
+class LinkProbe:
+    """Measures the links to `nodes`; `cost` is set when all have been measured."""
+
+    def __init__(self, nodes: Sequence[int], clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._todo = [(node, nbytes) for node in nodes for nbytes in _ROUNDS]
+        self._serial = 0
+        self._sent_at = 0.0
+        self._best: dict[tuple[int, int], float] = {}
+        self.cost: CostModel | None = None
+
+    def begin(self) -> Probe | None:
+        """The first probe, if there is a link to measure."""
+        return self._next()
+
+    def echo(self, node: int, serial: int) -> Probe | None:
+        """An echo came: the next probe, or None when there is none, or when the echo is not the one awaited."""
+        if self.cost is not None or serial != self._serial or not self._todo or self._todo[0][0] != node:
+            return None
+        measurement = self._todo.pop(0)
+        seconds = self._clock() - self._sent_at
+        self._best[measurement] = min(seconds, self._best.get(measurement, seconds))
+        return self._next()
+
+    def _next(self) -> Probe | None:
+        if self._todo:
+            self._serial += 1
+            self._sent_at = self._clock()
+            node, nbytes = self._todo[0]
+            return node, self._serial, nbytes
+        nodes = {node for node, _ in self._best}
+        links = [measured(self._best[n, SMALL], self._best[n, LARGE], LARGE - SMALL) for n in nodes]
+        self.cost = worst(links) if links else CostModel()
+        return None

@@ -1,0 +1,47 @@
+"""What `fusiond status` draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH = 180  # characters, where there is no terminal that has a width
+
+
+def show_status(found: list[dict[str, Any]]) -> None:
+    """One row a daemon."""
+    table = Table(title="fusiond")
+    for column in ("job", "node", "host", "pid", "state", "ranks", "operations", "reduced", "sent", "CPU", "uptime"):
+        table.add_column(column)
+    for daemon in found:
+        if "engine" not in daemon:
+            table.add_row("?", "?", "?", "?", str(daemon["state"]), str(daemon["failure"]))
+            continue
+        peers = daemon["mesh"]["peers"] if daemon["mesh"] else []
+        table.add_row(
+            str(daemon["job"]),
+            f"{daemon['node']} of {daemon['nodes']}",
+            str(daemon["host"]),
+            str(daemon["pid"]),
+            f"{daemon['state']}{': ' + daemon['failure'] if daemon['failure'] else ''}",
+            f"{len(daemon['joined'])}/{len(daemon['ranks'])} here, {daemon['size']} in all",
+            f"{daemon['engine']['completed']} done, {daemon['engine']['under_way']} under way",
+            _size(daemon["engine"]["bytes"]),
+            _size(sum(peer["sent_bytes"] for peer in peers)),
+            f"{daemon['cpu_seconds']:.1f} s",
+            f"{daemon['uptime_seconds']:.0f} s",
+        )
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(table)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

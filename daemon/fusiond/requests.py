@@ -1,0 +1,276 @@
+"""A worker's submissions: checked on arrival, and turned into exchanges once every rank's sizes are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion_rt import codecs, wire
+from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.errors import FusionError
+from fusion_rt.topology import ProcessSet, Topology
+from fusiond.collectives.base import Array, Exchange, Port, Reducer
+from fusiond.collectives.blocks import Block, Blocks
+from fusiond.collectives.broadcast import Broadcast
+from fusiond.collectives.doubling import Doubling
+from fusiond.collectives.one_node import OneNode
+from fusiond.collectives.scatter import ReduceScatter, rows_of_members
+
+_BYTE = DTYPES["uint8"]
+_NOTHING = wire.Signature("barrier")
+_MAX_PLAN = 2**46  # bytes
+
+
+class RequestError(FusionError):
+    """A worker asked for something that cannot be done; the text says why."""
+
+
+@dataclass(slots=True)
+class Part:
+    """A local member's part of an operation.
+
+    Attributes:
+        handle: the worker's number for it.
+        source: its elements.
+        place: where in the arena the result goes, which is where the elements came from; None when they came in a
+            message, and the result goes back in one.
+        signature, splits: as submitted; of no meaning for a planned bucket.
+    """
+
+    handle: int
+    source: Array
+    place: Array | None
+    signature: wire.Signature = _NOTHING
+    splits: tuple[int, ...] = ()
+
+
+def outputs_of(local: Sequence[Part]) -> tuple[list[Array], Array | None]:
+    """Where an operation of the same result for all writes it, for its local parts.
+
+    Returns: the distinct arrays, the places in the arena first; and the one that serves all inline parts, if any.
+    """
+    outputs = [part.place for part in local if part.place is not None]
+    if len(outputs) == len(local):
+        return outputs, None
+    shared = np.empty_like(local[0].source)
+    return [*outputs, shared], shared
+
+
+@dataclass(frozen=True)
+class Members:
+    """A process set as this node sees it: its nodes, ascending, and its local members in order of local_rank."""
+
+    set: ProcessSet
+    nodes: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What all operations of one signature have in common, worked out once.
+
+    Attributes:
+        layout: dtype and number of elements of one rank's tensor.
+        nbytes: of one rank's tensor; `local_nbytes`: of all local members' together.
+    """
+
+    signature: wire.Signature
+    members: Members
+    reducer: Reducer
+    codec: codecs.Codec
+    layout: codecs.Layout
+    nbytes: int
+    local_nbytes: int
+
+    def part(self, rank: int, submit: wire.Submit, memory: Array | None) -> Part:
+        """The part that a submission of this signature describes.
+
+        Args:
+            memory: the tensor's bytes (uint8) in the arena, or None when they are in the message.
+
+        Raises:
+            RequestError: it makes no sense, whatever the other ranks submit.
+        """
+        if rank not in self.members.local:
+            members = self.members.set
+            raise RequestError(f"rank {rank} is not in process set {members.id}, whose ranks are {list(members.ranks)}")
+        storage = self.layout.dtype.storage
+        if memory is None:
+            data = submit.inline or b""
+            if len(data) != self.nbytes:
+                raise self._wrong_length(len(data))
+            part = Part(submit.handle, np.frombuffer(data, storage), None, submit.signature, submit.splits)
+        else:
+            if len(memory) != self.nbytes:
+                raise self._wrong_length(len(memory))
+            values = memory.view(storage)
+            part = Part(submit.handle, values, values, submit.signature, submit.splits)
+        if self.signature.kind == "alltoall":
+            self._check_splits(submit.splits)
+        return part
+
+    def _wrong_length(self, nbytes: int) -> RequestError:
+        shape = list(self.signature.shape)
+        return RequestError(f"{self.layout.dtype} {shape} takes {self.nbytes} bytes, but {nbytes} were given")
+
+    def _check_splits(self, splits: tuple[int, ...]) -> None:
+        members, rows = len(self.members.set.ranks), self.signature.shape[0]
+        if len(splits) != members or sum(splits) != rows:
+            raise RequestError(f"alltoall needs {members} splits that add up to {rows} rows, not {list(splits)}")
+
+
+def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
+    """Works out what operations of this signature need.
+
+    Raises:
+        FusionError: no rank can submit this.
+    """
+    if signature.kind == "barrier":
+        dtype, elements = _BYTE, 0
+    else:
+        dtype, elements = DType.named(signature.dtype), math.prod(signature.shape)
+    if signature.kind in ("allgather", "alltoall", "reducescatter") and not signature.shape:
+        raise RequestError(f"{signature.kind} needs a tensor of at least one dimension")
+    if signature.kind == "broadcast" and signature.root not in members.set.ranks:
+        raise RequestError(f"the root rank {signature.root} is not in process set {members.set.id}")
+    check_scales(signature)
+    scaled = signature.op == "average" or (signature.prescale, signature.postscale) != (1.0, 1.0)
+    if signature.kind in ("allreduce", "reducescatter") and dtype.name == "bool" and scaled:
+        raise RequestError("bool elements can be neither averaged nor scaled; use sum (or), product (and), min or max")
+    nbytes = elements * dtype.itemsize
+    return Recipe(
+        signature,
+        members,
+        reducer_of(signature, dtype, len(members.set.ranks)),
+        codecs.parse(signature.codec),
+        codecs.Layout(dtype, elements),
+        nbytes,
+        nbytes * len(members.local),
+    )
+
+
+def check_proposal(proposal: wire.Proposal) -> None:
+    """Raises `FusionError` when no plan can be made of this."""
+    nbytes = sum(math.prod(tensor.shape) * DType.named(tensor.dtype).itemsize for tensor in proposal.tensors)
+    if nbytes > _MAX_PLAN:
+        raise RequestError(f"its tensors take {nbytes} bytes, more than the {_MAX_PLAN} that a plan may have")
+    check_scales(proposal.reduction)
+
+
+def check_scales(how: wire.Reduction | wire.Signature) -> None:
+    """Raises `RequestError` unless the factors are numbers; NaN would not even be equal on all ranks."""
+    if not (math.isfinite(how.prescale) and math.isfinite(how.postscale)):
+        raise RequestError(f"the scale factors {how.prescale:g} and {how.postscale:g} have to be finite")
+
+
+def reducer_of(how: wire.Reduction | wire.Signature, dtype: DType, ranks: int) -> Reducer:
+    """The kernel's parameters: an average is a sum with the number of ranks as divisor."""
+    op, divisor = ("sum", ranks) if how.op == "average" else (how.op, 1)
+    return Reducer(op, dtype, how.prescale, how.postscale, divisor)
+
+
+def collective_exchange(
+    port: Port,
+    recipe: Recipe,
+    topology: Topology,
+    local: Sequence[Part],
+    outputs: Sequence[Array],
+    rows: Sequence[int],
+    splits: Sequence[Sequence[int]],
+) -> Exchange:
+    """The exchange of an operation other than all-reduce, on which all ranks agree.
+
+    Args:
+        local: parts of the local members, in rank order.
+        outputs: where they want a broadcast tensor, from `outputs_of`.
+        rows: first dimension of every member's tensor.
+        splits: for alltoall, every member's splits.
+
+    Raises:
+        RequestError: the members' sizes do not fit together.
+    """
+    signature, members = recipe.signature, recipe.members
+    if signature.kind == "barrier":
+        nothing = [part.source for part in local[:1]]
+        if port.nodes == 1:
+            return OneNode(port, recipe.reducer, nothing, outputs)
+        return Doubling(port, recipe.reducer, recipe.codec.open(recipe.layout), nothing, outputs)
+    homes = [members.nodes.index(topology.node_of(rank)) for rank in members.set.ranks]
+    here = [members.set.ranks.index(rank) for rank in members.local]
+    if signature.kind == "broadcast":
+        root = members.set.ranks.index(signature.root)
+        source = local[here.index(root)].source.view(np.uint8) if root in here else None
+        return Broadcast(port, homes[root], source, [output.view(np.uint8) for output in outputs])
+    row_elements = math.prod(signature.shape[1:])
+    row_nbytes = row_elements * recipe.layout.dtype.itemsize
+    if signature.kind == "allgather":
+        return _allgather(port, homes, here, local, [r * row_nbytes for r in rows], tuple(rows))
+    if signature.kind == "alltoall":
+        return _alltoall(port, homes, here, local, splits, row_nbytes)
+    ranges = [(a * row_elements, b * row_elements) for a, b in rows_of_members(signature.shape[0], len(homes))]
+    sources = [part.source for part in local]
+    return ReduceScatter(port, recipe.reducer, recipe.codec.open(recipe.layout), sources, ranges, homes, here)
+
+
+def _allgather(
+    port: Port,
+    homes: Sequence[int],
+    here: Sequence[int],
+    local: Sequence[Part],
+    nbytes: Sequence[int],
+    rows: tuple[int, ...],
+) -> Blocks:
+    """Every member's block to every other node; one result, which the local members share."""
+    members, nodes, position = len(homes), port.nodes, port.position
+    offsets = [sum(nbytes[:m]) for m in range(members)]
+    data = {m: part.source.view(np.uint8) for m, part in zip(here, local, strict=True)}
+    blocks = []
+    for m in range(members):
+        for target in range(nodes):
+            if target != homes[m] and position in (homes[m], target):
+                blocks.append(Block(m * nodes + target, homes[m], target, nbytes[m]))
+    return Blocks(
+        port,
+        blocks,
+        {b.part: data[b.part // nodes] for b in blocks if b.source == position},
+        [(sum(nbytes), rows)],
+        [(0, offsets[m], data[m]) for m in here],
+        {b.part: (0, offsets[b.part // nodes]) for b in blocks if b.target == position},
+    )
+
+
+def _alltoall(
+    port: Port,
+    homes: Sequence[int],
+    here: Sequence[int],
+    local: Sequence[Part],
+    splits: Sequence[Sequence[int]],
+    row_nbytes: int,
+) -> Blocks:
+    """Rows `splits[i][j]` of member i to member j; each member has a result of its own."""
+    members = len(homes)
+    nbytes = [[rows * row_nbytes for rows in splits[m]] for m in range(members)]
+    blocks = []
+    outgoing: dict[int, Array] = {}
+    incoming: dict[int, tuple[int, int]] = {}
+    copies: list[tuple[int, int, Array]] = []
+    data = {m: part.source.view(np.uint8) for m, part in zip(here, local, strict=True)}
+    for i in range(members):
+        for j in range(members):
+            part = i * members + j
+            start = sum(nbytes[i][:j])
+            place = (here.index(j), sum(nbytes[m][j] for m in range(i))) if j in here else None
+            if i in here and place is not None:
+                copies.append((*place, data[i][start : start + nbytes[i][j]]))
+            elif i in here:
+                outgoing[part] = data[i][start : start + nbytes[i][j]]
+            elif place is not None:
+                incoming[part] = place
+            if (i in here) != (j in here):
+                blocks.append(Block(part, homes[i], homes[j], nbytes[i][j]))
+    received = [tuple(splits[i][j] for i in range(members)) for j in here]
+    sizes = [(sum(nbytes[i][j] for i in range(members)), received[k]) for k, j in enumerate(here)]
+    return Blocks(port, blocks, outgoing, sizes, copies, incoming)

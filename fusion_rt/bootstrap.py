@@ -1,0 +1,132 @@
+"""How a daemon comes up and how the others find it: its configuration, its endpoint and its files.
+
+Whoever starts a daemon (`fusionrun`'s agent on each host, or the first worker of a job without a launcher) writes one
+line of JSON to its standard input, a `DaemonConfig`, and reads one line from its standard output, an `Endpoint` (or a
+`StartError`). In a job of several nodes it then writes a second line, the `PeerTable` with every node's endpoint. No
+secret ever stands on a command line or in a file: each daemon makes its own CURVE key pair, and only public keys
+travel, over the launcher's own channel.
+
+When the config says `attached`, the end of standard input means that the starter is gone, and the daemon ends the
+job.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+
+from fusion_rt.errors import FusionError, WireError
+from fusion_rt.topology import Topology
+
+MAX_LINE = 16 * 1024 * 1024  # bytes of one line of JSON
+Job: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
+Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
+
+
+class DaemonConfig(msgspec.Struct, frozen=True):
+    """What a daemon has to know before it can listen; everything else is in its settings (environment).
+
+    Attributes:
+        job: id of the job, part of the path of the daemon's directory.
+        node: index of this daemon's node in the topology.
+        topology: all nodes and ranks.
+        address: IP address to listen on for peers; unused in a job of one node.
+        attached: end the job when standard input ends.
+    """
+
+    job: Job
+    node: int
+    topology: Topology
+    address: str = "127.0.0.1"
+    attached: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node < len(self.topology.hosts):
+            raise ValueError(f"there is no node {self.node} in a job of {len(self.topology.hosts)} nodes")
+        ipaddress.ip_address(self.address)  # raises ValueError
+
+
+class Endpoint(msgspec.Struct, frozen=True, tag="endpoint"):
+    """Where a daemon listens for its peers. `public_key`: CURVE key in Z85. Ports are 0 in a job of one node."""
+
+    node: int
+    pid: int
+    address: str
+    control_port: Port
+    payload_port: Port
+    public_key: str
+
+    def __post_init__(self) -> None:
+        ipaddress.ip_address(self.address)  # raises ValueError
+
+
+class StartError(msgspec.Struct, frozen=True, tag="error"):
+    """Why a daemon did not come up: a sentence."""
+
+    error: str
+
+
+class PeerTable(msgspec.Struct, frozen=True):
+    """Every node's endpoint, by node index."""
+
+    endpoints: tuple[Endpoint, ...]
+
+
+_T = TypeVar("_T")
+
+
+def encode_line(message: msgspec.Struct) -> bytes:
+    """One line of JSON, newline included."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode_line(line: bytes, kind: type[_T]) -> _T:
+    """The message in a line of JSON.
+
+    Raises:
+        WireError: the line is too long, or not a message of that kind.
+    """
+    if len(line) > MAX_LINE:
+        raise WireError(f"a start-up line of {len(line)} bytes is longer than the limit of {MAX_LINE}")
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"not a start-up message: {error}") from None
+
+
+def job_directory(runtime_root: str, job: str, node: int) -> str:
+    """The directory of one daemon's files (socket, lock, log)."""
+    return os.path.join(runtime_root, f"{job}.{node}")
+
+
+def socket_path(runtime_root: str, job: str, node: int) -> str:
+    """Path of the daemon's local socket.
+
+    Raises:
+        FusionError: the path is longer than a Unix socket's may be.
+    """
+    path = os.path.join(job_directory(runtime_root, job, node), "sock")
+    if len(os.fsencode(path)) > 107:
+        raise FusionError(f"the socket path {path} is longer than the 107 bytes a Unix socket's path may have; "
+                          "set FUSION_RUNTIME_DIR to a shorter directory")  # fmt: skip
+    return path
+
+
+def make_private_directory(path: str) -> None:
+    """Makes a directory that only this user can enter, with its parents, or checks that it is one.
+
+    Raises:
+        FusionError: it belongs to another user or others may enter it.
+    """
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise FusionError(f"{path} is not a directory that only user {os.getuid()} can enter (mode 0700); "
+                              "remove it, or set FUSION_RUNTIME_DIR to another one") from None  # fmt: skip

@@ -1,0 +1,341 @@
+"""A worker's side of the local channel: submits operations to the node's daemon and waits for them. Knows no torch.
+
+There is no thread: whoever waits reads the socket, for itself and for every other thread that waits. A message that
+completes an operation costs one `recv`, and a worker that computes costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from fusion_rt import local, wire
+from fusion_rt.arena import Arena, Region, Segment
+from fusion_rt.errors import FusionError, HorovodInternalError
+from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
+
+_DONTWAIT = int(socket.MSG_DONTWAIT)
+
+
+class Operation:
+    """An operation under way.
+
+    Attributes:
+        name: the tensor's name, for messages to people.
+        done: whether it has ended, well or not.
+        error: why it failed, or None.
+        inline: the result, when it is small.
+        output: private copy-on-write mapping of the result, when the daemon made one (allgather, alltoall).
+        sizes: rows received from each rank (allgather, alltoall).
+        plan: the answer to a proposal.
+    """
+
+    __slots__ = ("done", "error", "handle", "inline", "name", "output", "plan", "release", "sizes")
+
+    def __init__(self, handle: int, name: str) -> None:
+        self.handle = handle
+        self.name = name
+        self.done = False
+        self.error: str | None = None
+        self.inline: bytes | None = None
+        self.output: Segment | None = None
+        self.sizes: tuple[int, ...] = ()
+        self.plan: wire.Plan | None = None
+        self.release: Callable[[], None] | None = None
+
+
+class Client:
+    """A connection to the node's daemon, and the worker's arena.
+
+    Args:
+        path: the daemon's socket.
+        job: id of the job.
+        rank: this worker's rank.
+        timeout: seconds for every process of the job to come up.
+
+    Raises:
+        FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time.
+    """
+
+    def __init__(self, path: str, job: str, rank: int, timeout: float) -> None:
+        self.rank = rank
+        self._pid = os.getpid()
+        self._socket = _connect(path, time.monotonic() + timeout, timeout)
+        self._operations: dict[int, Operation] = {}
+        self._next_handle = 0
+        self._clocks: dict[tuple[int, str], int] = {}
+        self._in_flight: set[tuple[int, str]] = set()
+        self._failure: str | None = None
+        self._reading = False
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self.arena = Arena(self._offer, self._drop)
+        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid())
+        self._send(local.Packet(wire.encode(hello)))
+        try:
+            self.welcome = self._await_welcome(timeout)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.topology: Topology = self.welcome.topology
+        self.process_sets = {GLOBAL_SET: ProcessSet(GLOBAL_SET, tuple(range(self.topology.size)))}
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        name: str | None,
+        signature: wire.Signature,
+        *,
+        inline: bytes | None = None,
+        place: tuple[int, int] | None = None,
+        splits: tuple[int, ...] = (),
+    ) -> Operation:
+        """Submits one operation on a tensor that is `inline` or lies at `place` (segment id, offset) in the arena.
+
+        An operation without a name is paired with those of other ranks by kind and order; several may be under way.
+
+        Raises:
+            HorovodInternalError: the job has failed, or an operation of this name is still under way here.
+        """
+        unnamed = name is None
+        if name is None:
+            name = f"{signature.kind}.noname"
+        identity = (signature.process_set, name)
+        if identity in self._in_flight:
+            raise HorovodInternalError(
+                f"an operation named {name!r} was submitted on rank {self.rank} while an earlier one of that name was "
+                "still under way; wait for it with synchronize(), or give each its own name"
+            )
+        operation = self._begin(name)
+        clock = self._clocks.get(identity, 0)
+        message = wire.Submit(
+            operation.handle,
+            name,
+            clock,
+            signature,
+            None if place is None else wire.Place(*place),
+            inline,
+            splits,
+        )
+        packet = local.Packet(wire.encode(message))
+        self._clocks[identity] = clock + 1
+        if not unnamed:
+            self._in_flight.add(identity)
+            operation.release = lambda: self._in_flight.discard(identity)
+        self._send(packet)
+        return operation
+
+    def propose(self, proposal: wire.Proposal) -> Operation:
+        """Asks for a plan; the answer is the operation's `plan`."""
+        operation = self._begin(proposal.group)
+        self._send(local.Packet(wire.encode(wire.Propose(operation.handle, proposal))))
+        return operation
+
+    def ready(self, name: str, plan: int, bucket: int, clock: int) -> Operation:
+        """Says that this worker's part of a planned bucket is in the arena."""
+        operation = self._begin(name)
+        self._send(local.Packet(wire.encode(wire.Ready(operation.handle, plan, bucket, clock))))
+        return operation
+
+    def plan_segment(self, plan: wire.Plan) -> tuple[int, Segment]:
+        """A new segment of the arena for the plan's buckets."""
+        return self.arena.new_segment(max(plan.nbytes, 1), plan.id)
+
+    def poll(self, operation: Operation) -> bool:
+        """Whether the operation has ended; reads what has arrived, without waiting."""
+        if not operation.done:
+            self._read_available()
+        return operation.done
+
+    def wait(self, operation: Operation) -> Operation:
+        """Waits until the operation has ended.
+
+        Raises:
+            HorovodInternalError: it failed, on all ranks.
+        """
+        if not operation.done:
+            self._read_until(operation)
+        if operation.error is not None:
+            raise HorovodInternalError(operation.error)
+        return operation
+
+    def allocate(self, nbytes: int) -> Region:
+        """A region of the arena; give it back with `arena.free`."""
+        return self.arena.allocate(nbytes)
+
+    def close(self, error: str = "") -> None:
+        """Leaves the job; `error` is this worker's unhandled exception, if that is why it leaves."""
+        ours = self._pid == os.getpid()  # in a forked child the connection is the parent's to end
+        if ours:
+            try:
+                if self._failure is None:
+                    self._send(local.Packet(wire.encode(wire.Bye(error))))
+            except (HorovodInternalError, OSError):
+                pass  # the daemon is gone already, and so there is nobody to tell
+        self._fail("fusion_rt has been shut down on this rank")
+        if ours:
+            with contextlib.suppress(OSError):  # gone already
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads; close would not
+        self._socket.close()
+        self.arena.close()
+
+    def abandon(self) -> None:
+        """In a forked child: closes its copy of the connection, which goes on being the parent's.
+
+        Without this the daemon would not notice the parent's death before the child's.
+        """
+        self._failure = "the connection belongs to the parent of this forked process"
+        self._socket.close()
+
+    # --- the channel ------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str) -> Operation:
+        if self._failure is not None:
+            raise HorovodInternalError(self._failure)
+        with self._sending:
+            self._next_handle += 1
+            operation = Operation(self._next_handle, name)
+            self._operations[operation.handle] = operation
+        return operation
+
+    def _send(self, packet: local.Packet) -> None:
+        try:
+            with self._sending:
+                packet.send(self._socket)
+        except (BrokenPipeError, ConnectionError):
+            self._read_available()  # the reason may stand in what the daemon sent last
+            self._fail(self._lost())
+            raise HorovodInternalError(self._failure) from None
+
+    def _offer(self, segment_id: int, segment: Segment, plan: int) -> None:
+        fd = segment.fd
+        segment.fd = -1  # the packet owns the descriptor now; the mapping does not need it
+        message = wire.AddSegment(segment_id, segment.nbytes, plan)
+        self._send(local.Packet(wire.encode(message), fd))
+
+    def _drop(self, segment_id: int) -> None:
+        if self._failure is None:
+            self._send(local.Packet(wire.encode(wire.DropSegment(segment_id))))
+
+    def _read_until(self, operation: Operation) -> None:
+        """Reads messages until the operation has ended, or waits for the thread that is reading already."""
+        while True:
+            with self._changed:
+                if operation.done:  # asked with the lock held: nothing wakes a thread that waits after the last news
+                    return
+                if self._reading:
+                    self._changed.wait()
+                    continue
+                self._reading = True
+            try:
+                while not operation.done:
+                    self._read_one(0)
+            finally:
+                with self._changed:
+                    self._reading = False
+                    self._changed.notify_all()
+
+    def _read_available(self) -> None:
+        with self._changed:
+            if self._reading:
+                return
+            self._reading = True
+        try:
+            while self._read_one(_DONTWAIT):
+                pass
+        finally:
+            with self._changed:
+                self._reading = False
+                self._changed.notify_all()
+
+    def _read_one(self, flags: int) -> bool:
+        try:
+            data, fd = local.receive(self._socket, flags)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data, fd = b"", -1
+        if not data:
+            self._fail(self._lost())
+            return False
+        self._handle(wire.decode_daemon_message(data), fd)
+        return True
+
+    def _handle(self, message: wire.DaemonMessage, fd: int) -> None:
+        if isinstance(message, wire.JobFailed):
+            self._fail(message.message)
+            return
+        if isinstance(message, (wire.Welcome, wire.Status)):
+            raise FusionError(f"the daemon sent {type(message).__name__}, which nobody asked for")
+        operation = self._operations.pop(message.handle)
+        if operation.release is not None:
+            operation.release()
+        if isinstance(message, wire.Done):
+            operation.inline = message.inline
+            operation.sizes = message.sizes
+            if message.nbytes:
+                operation.output = Segment.open(fd, message.nbytes, private=True)
+                operation.output.close_fd()
+        elif isinstance(message, wire.Planned):
+            operation.plan = message.plan
+        else:
+            operation.error = message.message
+        operation.done = True
+        if self._reading:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _fail(self, message: str) -> None:
+        """The job is over: every operation under way, and every later one, fails with the first reason given."""
+        if self._failure is None:
+            self._failure = message
+        for operation in list(self._operations.values()):
+            operation.error = self._failure
+            operation.done = True
+        self._operations.clear()
+        self._in_flight.clear()
+
+    def _lost(self) -> str:
+        host = socket.gethostname()
+        return (f"the daemon of rank {self.rank}'s node (host {host}) is gone: it was killed or has crashed; "
+                "see its log (`fusiond logs`)")  # fmt: skip
+
+    def _await_welcome(self, timeout: float) -> wire.Welcome:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                raise FusionError(f"rank {self.rank} waited {timeout:g} s for the other processes of the job; "
+                                  "raise --start-timeout if they need longer to start")  # fmt: skip
+        data, _ = local.receive(self._socket)
+        if not data:
+            raise FusionError(self._lost())
+        message = wire.decode_daemon_message(data)
+        if isinstance(message, wire.JobFailed):
+            raise FusionError(message.message)
+        if not isinstance(message, wire.Welcome):
+            raise FusionError(f"the daemon answered Hello with {type(message).__name__}")
+        return message
+
+
+def _connect(path: str, deadline: float, timeout: float) -> socket.socket:
+    """Connects to the daemon's socket, which may be about to appear."""
+    wait = 0.002
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            sock.close()
+            if time.monotonic() + wait > deadline:
+                raise FusionError(f"no daemon listens at {path} after {timeout:g} s ({error.strerror}); was it "
+                                  "started, and did it come up? See its log (`fusiond logs`)") from None  # fmt: skip
+            time.sleep(wait)
+            wait = min(2 * wait, 0.05)
+        else:
+            return sock

@@ -1,0 +1,24 @@
+"""The exceptions people see, in one place so that a worker, the launcher and the daemon raise the same ones."""
+
+
+class FusionError(Exception):
+    """Base of every error this project raises on purpose; its text is a sentence meant for a person."""
+
+
+class SettingError(FusionError, ValueError):
+    """A setting (flag, YAML key or environment variable) has a value that cannot be used."""
+
+
+class WireError(FusionError):
+    """Bytes from another process are not a message of this protocol, or break one of its limits."""
+
+
+class ArenaError(FusionError, MemoryError):
+    """Shared memory could not be had, or what another process offered as an arena is not a sealed memfd."""
+
+
+class HorovodInternalError(FusionError, RuntimeError):
+    """A collective operation failed on every rank; the text names the rank, the host and the tensor.
+
+    The name is Horovod's, so that `except HorovodInternalError` in existing scripts keeps working.
+    """

@@ -1,0 +1,103 @@
+"""The functions of `cpu` in plain numpy, as their documentation says and nothing else; the tests compare with this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce as fold
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion_rt.dtypes import DType
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@np.errstate(all="ignore")
+def reduce(
+    op: str,
+    dtype: DType,
+    sources: Sequence[Array],
+    outputs: Sequence[Array],
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    divisor: int = 1,
+) -> None:
+    """See `cpu.reduce`."""
+    parts = [_scale(dtype, widen(dtype, source), prescale) for source in sources]
+    combined = fold(lambda left, right: _combine(op, dtype, left, right), parts)
+    result = narrow(dtype, _divide(dtype, _scale(dtype, combined, postscale), divisor))
+    for output in outputs:
+        output[...] = result
+
+
+@np.errstate(all="ignore")
+def convert(source: Array, source_dtype: DType, target: Array, target_dtype: DType) -> None:
+    """See `cpu.convert`."""
+    target[...] = narrow(target_dtype, widen(source_dtype, source))
+
+
+@np.errstate(all="ignore")
+def widen(dtype: DType, stored: Array) -> Array:
+    """Elements as stored to what they are combined in: float64, float32, or the integer type itself; exact."""
+    wide: Array = stored.copy()
+    if dtype.name == "float16":
+        wide = stored.view(np.float16).astype(np.float32)
+    elif dtype.name == "bfloat16":
+        wide = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif dtype.name == "bool":
+        wide = (stored != 0).astype(np.uint8)
+    return wide
+
+
+@np.errstate(all="ignore")
+def narrow(dtype: DType, values: Array) -> Array:
+    """The opposite of `widen`: floating values rounded to the nearest, ties to even."""
+    stored: Array = values.astype(np.float32 if dtype.is_half else dtype.storage)
+    if dtype.name == "float16":
+        stored = stored.astype(np.float16).view(np.uint16)
+    elif dtype.name == "bfloat16":
+        bits = stored.view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        stored = np.where(np.isnan(stored), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    return stored
+
+
+def _combine(op: str, dtype: DType, left: Array, right: Array) -> Array:
+    if dtype.name == "bool":
+        op = {"sum": "max", "product": "min"}.get(op, op)
+    functions = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
+    result: Array = functions[op](left, right)
+    if dtype.is_floating and op in ("min", "max"):  # numpy leaves open which of -0 and +0 it is
+        signs = np.signbit(left), np.signbit(right)
+        negative = signs[0] | signs[1] if op == "min" else signs[0] & signs[1]
+        zeros = (left == 0) & (right == 0)
+        result[zeros] = np.where(negative, -0.0, 0.0)[zeros]
+    return result
+
+
+def _scale(dtype: DType, values: Array, factor: float) -> Array:
+    if factor == 1.0:
+        return values
+    scaled: Array
+    if dtype.is_floating:
+        scaled = values * values.dtype.type(factor)
+    else:
+        exact = np.nan_to_num(np.trunc(values.astype(np.float64) * factor), nan=0.0)
+        longs = [max(-(2**63), min(2**63 - 1, int(value))) for value in exact.clip(-1e30, 1e30)]
+        scaled = np.array(longs, np.int64).astype(values.dtype)
+    return scaled
+
+
+def _divide(dtype: DType, values: Array, divisor: int) -> Array:
+    if divisor == 1:
+        return values
+    quotients: Array
+    if dtype.is_floating:
+        quotients = values / values.dtype.type(divisor)
+    else:
+        exact = [abs(int(value)) // divisor * (1 if value >= 0 else -1) for value in values]
+        quotients = np.array(exact, values.dtype)
+    return quotients

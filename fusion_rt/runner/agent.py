@@ -1,0 +1,225 @@
+"""The launcher's hands on one host: checks it, starts the daemon and the workers, passes on what they print.
+
+Run as `python -m fusion_rt.runner.agent`, locally or through ssh. It reads a `messages.Job` and commands from standard
+input and writes `messages.FromAgent` to standard output. The end of input means that the launcher, or the connection to
+it, is gone; it then ends everything, as it does on TERM, INT and HUP. When the agent itself is killed, the kernel kills
+its children (`supervise`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line, job_directory
+from fusion_rt.errors import FusionError, WireError
+from fusion_rt.runner import environment, preflight, supervise
+from fusion_rt.runner.daemon import Daemon
+from fusion_rt.runner.messages import (
+    DaemonDown,
+    DaemonUp,
+    Exited,
+    Job,
+    Output,
+    Peers,
+    Ready,
+    Refused,
+    Stop,
+    Stopped,
+    Versions,
+    WorkersUp,
+    decode_command,
+)
+from fusion_rt.runner.pipes import Channel, Pump, Reader, settle
+from fusion_rt.settings import Settings
+
+LOST_GRACE = 3.0  # seconds between TERM and KILL when the launcher is gone: with the rest, nothing is left after 5
+_DAEMON_S = 1.0  # seconds the daemon has to end by itself
+_DRAIN_S = 5.0  # seconds the launcher has to take the last output
+
+
+class Agent:
+    """One job on one host."""
+
+    def __init__(self, job: Job, channel: Channel) -> None:
+        self._job = job
+        self._channel = channel
+        self._daemon: Daemon | None = None
+        self._children = supervise.Children()
+        self._root = ""  # absolute path of the directory that holds the job's
+        self._grace: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._hurry = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pumps: list[Pump] = []
+
+    def stop(self, grace: float) -> None:
+        """Ends the job here, with `grace` seconds between TERM and KILL. A second call matters only if it has none."""
+        if not self._grace.done():
+            self._grace.set_result(grace)
+        if grace == 0:
+            self._hurry.set()
+
+    async def run(self, commands: Reader) -> None:
+        """Runs the job until the launcher says stop or is gone; then nothing of it is left."""
+        bring_up = self._spawn(self._bring_up())
+        self._spawn(self._follow(commands))
+        grace = await self._grace
+        bring_up.cancel()
+        await self._end(grace)
+        for task in self._tasks:
+            task.cancel()
+        await self._channel.send(Stopped())
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs a coroutine beside the others."""
+        task = asyncio.create_task(self._reporting(coroutine))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _reporting(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Tells the launcher what the coroutine fails with; the launcher then ends the job."""
+        try:
+            await coroutine
+        except FusionError as error:
+            await self._refuse(str(error))
+        except Exception as error:
+            await self._refuse(f"the agent failed: {type(error).__name__}: {error}")
+            raise
+
+    async def _refuse(self, *reasons: str) -> None:
+        await self._channel.send(Refused(reasons))
+
+    async def _follow(self, commands: Reader) -> None:
+        """Does what the launcher says, and ends the job when it cannot be followed any more."""
+        try:
+            while line := await asyncio.wait_for(commands.line(), self._job.silence_limit or None):
+                command = decode_command(line)
+                if isinstance(command, Stop):
+                    self.stop(command.grace)
+                elif isinstance(command, Peers):
+                    if self._daemon is None:
+                        raise WireError("the launcher sent the table of peers before the daemon was up")
+                    self._daemon.introduce(command.table)
+        except asyncio.TimeoutError:
+            pass  # the connection is as good as lost
+        finally:
+            self.stop(LOST_GRACE)
+
+    async def _bring_up(self) -> None:
+        """Checks the host, and starts the daemon and the workers."""
+        job = self._job
+        environ = environment.on_host(job, os.environb)
+        os.environb.clear()
+        os.environb.update(environ)
+        directory = os.fsdecode(job.directory)
+        self._root = root = os.path.normpath(os.path.join(directory, Settings.from_env().runtime_root()))
+        environ[b"FUSION_RUNTIME_DIR"] = os.fsencode(root)
+        if problems := preflight.check(job, root):
+            await self._refuse(*problems)
+            return
+        address = "127.0.0.1"
+        if len(job.topology.hosts) > 1:
+            # Imported here because it takes psutil, which a job of one host need not wait for.
+            from fusion_rt.runner.address import listen_address
+
+            address = listen_address(job.topology.hosts[job.node], job.interfaces, job.loopback)
+        await self._channel.send(Ready())
+        config = DaemonConfig(job.job, job.node, job.topology, address)
+        self._daemon = await Daemon.start(config, environ, job.directory, self._children, self._channel)
+        # The workers need not wait until it listens: they import torch meanwhile, and try until it does.
+        self._spawn(self._watch_daemon(self._daemon))
+        await self._start_workers(environ)
+
+    async def _watch_daemon(self, daemon: Daemon) -> None:
+        """Tells the launcher where the daemon listens, or why it does not, and when it ends."""
+        stderr, stdout = daemon.log
+        self._pump(stderr)
+        answer = await daemon.endpoint()
+        if isinstance(answer, StartError):
+            status = await daemon.last_status()
+            await settle([stderr], self._channel)
+            await self._channel.send(DaemonDown(status, answer.error))
+            return
+        self._pump(stdout)
+        await self._channel.send(DaemonUp(answer))
+        status = await daemon.wait()
+        if not self._grace.done():
+            await settle(daemon.log, self._channel)
+            await self._channel.send(DaemonDown(status))
+
+    async def _start_workers(self, environ: dict[bytes, bytes]) -> None:
+        job = self._job
+        for rank in job.topology.ranks[job.node]:
+            env = environment.of_worker(environ, job, rank, self._root)
+            try:
+                worker = await self._children.start(job.command, env, job.directory)
+            except OSError as error:
+                await self._refuse(f"the command {os.fsdecode(job.command[0])!r} cannot be run: {error.strerror}")
+                return
+            self._spawn(self._watch_worker(rank, worker))
+        await self._channel.send(WorkersUp())
+
+    async def _watch_worker(self, rank: int, worker: supervise.Child) -> None:
+        pumps = (
+            Pump(worker.stdout, self._channel, partial(Output, rank, "stdout")),
+            Pump(worker.stderr, self._channel, partial(Output, rank, "stderr")),
+        )
+        for pump in pumps:
+            self._pump(pump)
+        status = await worker.exit
+        await settle(pumps, self._channel)
+        await self._channel.send(Exited(rank, status))
+
+    def _pump(self, pump: Pump) -> None:
+        self._pumps.append(pump)
+        self._spawn(pump.run())
+
+    async def _end(self, grace: float) -> None:
+        """Ends the workers, then the daemon, then whatever else is left, files of a killed daemon included."""
+        if self._daemon is not None:
+            await supervise.end_descendants([self._daemon.pid], grace, self._hurry)
+            await self._daemon.close(_DAEMON_S)
+        survivors = await supervise.end_descendants([], 0.0, self._hurry)
+        if self._daemon is not None:
+            with suppress(FileNotFoundError):  # a daemon that was not killed has removed it
+                shutil.rmtree(job_directory(self._root, self._job.job, self._job.node))
+        try:
+            await asyncio.wait_for(settle(self._pumps, self._channel), _DRAIN_S)
+        except asyncio.TimeoutError:
+            return  # nobody reads: the launcher is gone, or as good as
+        if survivors:
+            await self._refuse(f"processes {survivors} did not end when they were killed")
+
+
+async def _serve(fd: int) -> None:
+    commands = await Reader.open(os.fdopen(0, "rb", buffering=0))
+    channel = await Channel.open(os.fdopen(fd, "wb", buffering=0))
+    line = await commands.line()
+    if line:
+        if problems := preflight.check_versions(decode_line(line, Versions)):
+            await channel.send(Refused(tuple(problems)))
+        else:
+            agent = Agent(decode_line(line, Job), channel)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, agent.stop, LOST_GRACE)
+            await agent.run(commands)
+    await channel.close(_DRAIN_S)
+
+
+def main() -> None:
+    """Serves one job. What anything here prints goes to standard error: standard output is for messages."""
+    supervise.adopt_orphans()
+    fd = os.dup(1)
+    os.dup2(2, 1)
+    asyncio.run(_serve(fd))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The environment of a job: what of the launcher's is forwarded, and what daemon and workers get on each host."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from fusion_rt.bootstrap import socket_path
+from fusion_rt.runner.messages import Job
+
+_OWN_OF_HOST = re.compile(rb"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|XDG_RUNTIME_DIR")
+
+
+def forwarded(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """What of the launcher's environment goes to all hosts: all but Horovod's exceptions and XDG_RUNTIME_DIR, which
+    names a directory of one host."""
+    return {name: value for name, value in environ.items() if not _OWN_OF_HOST.fullmatch(name)}
+
+
+def on_host(job: Job, own: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """The environment of the job on one host: what was forwarded, and of the exceptions what the host itself has (so
+    that `CUDA_VISIBLE_DEVICES=1 fusionrun …` means what it says on the launcher's own host)."""
+    kept = {name: value for name, value in own.items() if _OWN_OF_HOST.fullmatch(name)}
+    return {**dict(job.environment), **kept}
+
+
+def absolute_path_list(paths: bytes, directory: bytes) -> bytes:
+    """A list of paths such as PYTHONPATH, its relative entries taken from `directory`; empty entries are dropped."""
+    return b":".join(os.path.join(directory, path) for path in paths.split(b":") if path)
+
+
+def of_worker(base: Mapping[bytes, bytes], job: Job, rank: int, runtime_root: str) -> dict[bytes, bytes]:
+    """One worker's environment: Horovod's variables, and where its daemon is.
+
+    Raises:
+        FusionError: the path of the daemon's socket is too long.
+    """
+    topology = job.topology
+    added = {
+        "HOROVOD_HOSTNAME": topology.hosts[job.node],
+        "HOROVOD_RANK": rank,
+        "HOROVOD_SIZE": topology.size,
+        "HOROVOD_LOCAL_RANK": topology.local_rank(rank),
+        "HOROVOD_LOCAL_SIZE": topology.local_size(rank),
+        "HOROVOD_CROSS_RANK": topology.cross_rank(rank),
+        "HOROVOD_CROSS_SIZE": topology.cross_size(rank),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "PYTHONUNBUFFERED": "1",
+        "FUSION_JOB_ID": job.job,
+        "FUSION_NODE": job.node,
+        "FUSION_SOCKET": socket_path(runtime_root, job.job, job.node),
+    }
+    return {**base, **{name.encode(): os.fsencode(str(value)) for name, value in added.items()}}

@@ -1,0 +1,161 @@
+"""What the launcher and the agent of a host say to each other: one JSON object a line, limited and validated.
+
+The launcher writes to the agent's standard input: first a `Job`, then `Peers`, `Ping` and at last `Stop`. The agent
+writes to its standard output. Command, environment and paths are bytes, since Unix does not promise that they are text.
+JSON lines and not a binary framing, because a login shell may print a banner in front of the first one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from fusion_rt.bootstrap import Endpoint, PeerTable
+from fusion_rt.bootstrap import Job as JobId
+from fusion_rt.errors import WireError
+from fusion_rt.topology import Topology
+
+MAX_AGENT_LINE = 256 * 1024  # bytes of one line from an agent
+OUTPUT_CHUNK = 32 * 1024  # bytes of a worker's output in one message; base64 makes a third more of it
+LINE_START = b'{"type":"'  # how each message starts; any other line is not ours
+
+Stream: TypeAlias = Literal["stdout", "stderr"]
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """The part of a `Job` that every version of the package can read: who wrote it."""
+
+    python: str  # such as 3.11
+    package: str
+
+
+class Job(msgspec.Struct, frozen=True, tag="job"):
+    """Everything an agent has to know.
+
+    Attributes:
+        python: the launcher's Python, major.minor.
+        package: the launcher's version of the package.
+        job: id of the job.
+        node: index of this host in the topology.
+        topology: all hosts and ranks.
+        command: the worker's command line.
+        environment: names and values of the variables that are forwarded.
+        directory: working directory of the workers.
+        interfaces: network interfaces of which the first that the host has gives the daemon's address; may be empty.
+        loopback: every node is on this machine, so that the daemons listen on 127.0.0.1.
+        silence_limit: seconds without a line after which the launcher is taken for gone; 0: never.
+    """
+
+    python: str
+    package: str
+    job: JobId
+    node: int
+    topology: Topology
+    command: tuple[bytes, ...]
+    environment: tuple[tuple[bytes, bytes], ...]
+    directory: bytes
+    interfaces: tuple[str, ...] = ()
+    loopback: bool = True
+    silence_limit: float = 0.0
+
+
+class Peers(msgspec.Struct, frozen=True, tag="peers"):
+    """Every node's endpoint, to be passed on to the daemon."""
+
+    table: PeerTable
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """The launcher is there."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the workers (TERM, KILL after `grace` seconds) and the daemon. The end of input means the same."""
+
+    grace: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The host passed all checks; its daemon is being started."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Why the job cannot run on this host: a sentence each."""
+
+    reasons: tuple[str, ...]
+
+
+class DaemonUp(msgspec.Struct, frozen=True, tag="daemon_up"):
+    """The daemon listens."""
+
+    endpoint: Endpoint
+
+
+class DaemonDown(msgspec.Struct, frozen=True, tag="daemon_down"):
+    """The daemon ended before it was told to. `status` as in `Exited`; `reason`: its own last word, or empty."""
+
+    status: int
+    reason: str = ""
+
+
+class WorkersUp(msgspec.Struct, frozen=True, tag="workers_up"):
+    """All workers of the host were started."""
+
+
+class Output(msgspec.Struct, frozen=True, tag="output"):
+    """Bytes that a worker printed, cut anywhere."""
+
+    rank: int
+    stream: Stream
+    data: bytes
+
+
+class DaemonLog(msgspec.Struct, frozen=True, tag="daemon_log"):
+    """Bytes that the daemon logged, cut anywhere."""
+
+    data: bytes
+
+
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """A worker ended; its output was sent before. `status`: its exit status, or minus the signal that ended it."""
+
+    rank: int
+    status: int
+
+
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """Nothing of the job is left on this host; the agent's last message."""
+
+
+Command: TypeAlias = Peers | Ping | Stop
+FromAgent: TypeAlias = Ready | Refused | DaemonUp | DaemonDown | WorkersUp | Output | DaemonLog | Exited | Stopped
+
+_COMMAND = msgspec.json.Decoder(Command)
+_FROM_AGENT = msgspec.json.Decoder(FromAgent)
+
+
+def decode_command(line: bytes) -> Command:
+    """What the launcher says after the job, in one line.
+
+    Raises:
+        WireError: it is no command.
+    """
+    try:
+        command: Command = _COMMAND.decode(line)
+        return command
+    except msgspec.MsgspecError as error:
+        raise WireError(f"{line[:80]!r} is not a command of the launcher: {error}") from None
+
+
+def decode_from_agent(line: bytes) -> FromAgent:
+    """The message in one line of an agent.
+
+    Raises:
+        WireError: it is not one.
+    """
+    try:
+        message: FromAgent = _FROM_AGENT.decode(line)
+        return message
+    except msgspec.MsgspecError as error:
+        raise WireError(f"{line[:80]!r} is not a message of an agent: {error}") from None

@@ -1,0 +1,156 @@
+"""Which of a job's failures came first, and how it is told.
+
+When one part of a job fails, others fail because of it: their collectives raise HorovodInternalError. So the cause is
+the first failure that is no such echo. Where all ranks raise that error (they disagree about a shape), it is the first
+that raised its own, and not one that quotes another rank's traceback.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fusion_rt.topology import Topology
+
+_TRACEBACK = "Traceback (most recent call last):"
+_ECHO = re.compile(r"[\w.]*\bHorovodInternalError\b")
+_TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class HostFailure:
+    """A host on which the job cannot run, or that was lost.
+
+    Attributes:
+        host: its name.
+        reasons: a sentence each.
+        echo: how far it tells of another failure only: 0 not at all, 1 it does, 2 in the other one's own words.
+    """
+
+    host: str
+    reasons: tuple[str, ...]
+
+    echo: ClassVar[int] = 0
+
+    def tell(self) -> list[str]:
+        return [f"fusionrun: host {self.host}: {reason}" for reason in self.reasons]
+
+
+@dataclass(frozen=True)
+class DaemonFailure:
+    """A daemon that ended by itself. `status`: exit status or minus a signal; `reason`: its own word, or empty."""
+
+    host: str
+    status: int
+    reason: str
+    ranks: str  # such as `ranks 0-1 (host a)`
+
+    echo: ClassVar[int] = 0
+
+    def tell(self) -> list[str]:
+        why = f": {self.reason}" if self.reason else ""
+        return [f"fusionrun: the daemon of {self.ranks} {ending(self.status)}{why}"]
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """A worker that failed. `status`: exit status or minus a signal; `stderr`: the end of what it printed there."""
+
+    host: str
+    rank: int
+    status: int
+    stderr: str
+
+    @property
+    def echo(self) -> int:
+        if self.status < 0 or not _ECHO.match(last_error(self.stderr)):
+            return 0
+        return 2 if any(_is_quote(line) for line in _excerpt(self.stderr)[1:]) else 1
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it: 128 more than the signal for a worker that one ended."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def exit_line(self) -> str:
+        """What Horovod prints to its standard output when a worker fails, word for word."""
+        return f"Process {self.rank} exit with status code {self.exit_code}."
+
+    def tell(self) -> list[str]:
+        who = f"rank {self.rank} on host {self.host}"
+        if self.status < 0:
+            hint = " (perhaps by the kernel, which was out of memory)" if self.status == -signal.SIGKILL else ""
+            return [f"fusionrun: {who} {ending(self.status)}{hint}"]
+        error = last_error(self.stderr)
+        if not error:
+            return [f"fusionrun: {who} {ending(self.status)} and printed nothing to stderr"]
+        excerpt = [f"  {line}" for line in _excerpt(self.stderr)]
+        return [f"The end of the stderr of {who}:", *excerpt, f"fusionrun: {who} failed first: {error}"]
+
+
+Failure = HostFailure | DaemonFailure | WorkerFailure
+
+
+def daemon_failure(topology: Topology, node: int, status: int, reason: str) -> DaemonFailure:
+    return DaemonFailure(topology.hosts[node], status, reason, topology.describe(topology.ranks[node]))
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others follow from; `failures`, at least one, are in the order in which they happened."""
+    return min(failures, key=lambda failure: failure.echo)  # the first of equals
+
+
+def tell(failures: Sequence[Failure]) -> list[str]:
+    """What is printed last, line by line; the cause is in the last line.
+
+    Hosts that fail at the start usually do so together, and all of them want mending: all are told.
+    """
+    cause = first_cause(failures)
+    if isinstance(cause, HostFailure):
+        return [line for failure in failures if isinstance(failure, HostFailure) for line in failure.tell()]
+    return cause.tell()
+
+
+def ending(status: int) -> str:
+    """`ended with status 3`, `was killed by SIGKILL`."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"
+
+
+def last_error(stderr: str) -> str:
+    """The line that says what went wrong: of the last Python traceback, or the last line that is not empty."""
+    lines = _excerpt(stderr)
+    if not lines:
+        return ""
+    line = lines[-1].strip()
+    if lines[0].startswith(_TRACEBACK):
+        line = next((line for line in lines[1:] if not line.startswith(" ")), line)
+    if _is_quote(line):
+        line = line[: -len(_TRACEBACK)] + lines[-1].strip()  # of the traceback quoted, its last line says most
+    return line
+
+
+def _is_quote(line: str) -> bool:
+    """Whether a message goes on with another process's traceback after this line."""
+    return line.endswith(_TRACEBACK) and not line.startswith(_TRACEBACK)
+
+
+def _excerpt(stderr: str) -> list[str]:
+    """The last traceback and what follows it, or the last lines; at most `_TAIL_LINES`."""
+    lines = [line for line in re.split(r"\r\n|\r|\n", stderr) if line.strip()]
+    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    if not starts:
+        return lines[-_TAIL_LINES // 3 :]
+    traceback = lines[starts[-1] :]
+    if len(traceback) <= _TAIL_LINES:
+        return traceback
+    return [traceback[0], "  ...", *traceback[2 - _TAIL_LINES :]]

@@ -1,0 +1,103 @@
+"""The thread that writes, so that a full pipe or a slow disk stops neither Ctrl-C nor the time-outs of the launcher.
+
+What is written leaves in the order it was given, over all descriptors. Whoever produces output awaits `room`, so that a
+reader that is slow slows the workers down (as without a launcher) instead of filling the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import select
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+ROOM = 4 * 1024 * 1024  # bytes that may wait
+
+
+@dataclass(frozen=True)
+class PrinterStatistics:
+    """Counters of a `Printer`: bytes written, bytes waiting, and bytes dropped because writing failed."""
+
+    written: int
+    waiting: int
+    dropped: int
+
+
+class Printer:
+    """Writes bytes to file descriptors from its own thread. To be made inside the event loop that awaits `room`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._waits = True
+        self._waiting = 0  # changed by the event loop's thread only
+        self._written = 0
+        self._dropped = 0
+        self.failures: dict[int, OSError] = {}  # by descriptor: why nothing more is written to it
+        self._thread = threading.Thread(target=self._run, name="printer", daemon=True)
+        self._thread.start()
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Queues `data` for a descriptor; never blocks."""
+        if self._waiting > ROOM and not self._waits:
+            self._dropped += len(data)
+            return
+        self._waiting += len(data)
+        if self._waiting > ROOM and self._waits:
+            self._room.clear()
+        self._queue.put((fd, data))
+
+    async def room(self) -> None:
+        """Waits until less than `ROOM` bytes wait."""
+        await self._room.wait()
+
+    def wait_no_more(self) -> None:
+        """From now on, drops what there is no room for, because the producers have to be heard to the end soon."""
+        self._waits = False
+        self._room.set()
+
+    async def close(self, timeout: float) -> bool:
+        """Writes what waits, for at most `timeout` seconds. Returns whether all was written (or dropped)."""
+        self._queue.put(None)
+        deadline = time.monotonic() + timeout
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+        return not self._thread.is_alive()
+
+    def statistics(self) -> PrinterStatistics:
+        return PrinterStatistics(self._written, self._waiting, self._dropped)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            fd, data = item
+            try:
+                if fd not in self.failures:
+                    self._write_all(fd, data)
+            except OSError as error:
+                self.failures[fd] = error
+            if fd in self.failures:
+                self._dropped += len(data)
+            with suppress(RuntimeError):  # the loop was closed because `close` ran out of time
+                self._loop.call_soon_threadsafe(self._done, len(data))
+
+    def _write_all(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                count = os.write(fd, view)
+            except BlockingIOError:  # whoever started the launcher left this descriptor non-blocking
+                select.select([], [fd], [])
+                continue
+            self._written += count
+            view = view[count:]
+
+    def _done(self, count: int) -> None:
+        self._waiting -= count
+        if self._waiting <= ROOM:
+            self._room.set()

@@ -1,0 +1,472 @@
+"""The messages between processes: typed, limited in size, and validated when they are decoded.
+
+Two channels use them. The *local channel* joins a worker to its node's daemon (Unix SEQPACKET, one message a packet);
+the *mesh* joins daemons (ZeroMQ, a message in the first frame, a payload in the second). Messages are msgspec structs
+in MessagePack, encoded as tagged arrays: decoding is validation, and nothing received is ever unpickled.
+
+Every decoder here refuses what is longer than its limit before it looks at it, and raises `WireError` for everything
+that is not a well-formed message; no other exception leaves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Annotated, Literal, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from fusion_rt.errors import WireError
+from fusion_rt.topology import Topology
+
+PROTOCOL_VERSION = 1
+MAX_PACKET = 64 * 1024  # bytes of a local message; a longer one travels in a memfd (see `local.py`)
+MAX_MESSAGE = 64 * 1024 * 1024  # bytes of any encoded message
+MAX_INLINE = 8 * 1024  # bytes of a tensor that travels inside a local message instead of in the arena
+MAX_NAME = 1024
+MAX_RANKS = 65536
+MAX_DIMS = 64
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
+Kind: TypeAlias = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
+Op: TypeAlias = Literal["sum", "average", "min", "max", "product"]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256 * 1024)]
+
+
+class Signature(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks have to agree on before an operation runs, apart from its name.
+
+    Attributes:
+        kind: the collective.
+        dtype: name of an entry of `dtypes.DTYPES`; empty for a barrier.
+        shape: dimensions of this rank's tensor. Ranks may differ in the first one in an allgather and an alltoall.
+        op: how the elements of different ranks are combined, for allreduce and reducescatter.
+        prescale, postscale: factors applied to each rank's elements before and to the result after combining.
+        root: the rank whose tensor is broadcast; 0 otherwise.
+        process_set: id of the set of ranks that take part.
+        codec: spec of the codec between nodes.
+    """
+
+    kind: Kind
+    dtype: Name = ""
+    shape: Shape = ()
+    op: Op = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: Rank = 0
+    process_set: Count = 0
+    codec: Name = "dense"
+
+    def common(self) -> Signature:
+        """The part that must be equal on all ranks: without the first dimension where ranks may differ in it."""
+        if self.kind in ("allgather", "alltoall") and self.shape:
+            return msgspec.structs.replace(self, shape=(0, *self.shape[1:]))
+        return self
+
+
+@lru_cache(maxsize=4096)
+def digest(signature: Signature) -> int:
+    """64 bits that stand for a signature in data messages, so that a mismatch cannot be reduced unnoticed."""
+    packed = msgspec.msgpack.encode(signature.common())
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "big") >> 1
+
+
+class OpKey(NamedTuple):
+    """Identifies one run of one operation, the same on all nodes.
+
+    Attributes:
+        process_set: id of the process set.
+        plan: id of the plan for a planned bucket, 0 for any other operation.
+        name: the tensor's name, or the bucket's index in its plan.
+        clock: how many operations of this name the worker had submitted before.
+    """
+
+    process_set: int
+    plan: int
+    name: str
+    clock: int
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where in a worker's arena a tensor lies: segment id and offset in bytes."""
+
+    segment: Count
+    offset: Count
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A named tensor that is to be part of a plan."""
+
+    name: Name
+    dtype: Name
+    shape: Shape
+
+
+class PlannedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor's place in a bucket: elements [start, start + numel)."""
+
+    name: Name
+    start: Count
+    numel: Count
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Tensors fused into one contiguous fusion buffer of `numel` elements, `offset` bytes into the plan's segment."""
+
+    index: Count
+    dtype: Name
+    numel: Count
+    offset: Count
+    tensors: tuple[PlannedTensor, ...]
+
+
+class Reduction(msgspec.Struct, frozen=True):
+    """How the buckets of a plan are combined."""
+
+    op: Op = "average"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    codec: Name = "dense"
+    algorithm: Name = "allreduce"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The agreed, ordered list of buckets of one group of tensors; `id` grows with every plan of a job."""
+
+    id: Annotated[int, msgspec.Meta(ge=1)]
+    group: Name
+    process_set: Count
+    reduction: Reduction
+    buckets: tuple[Bucket, ...]
+    nbytes: Count
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """What one rank asks to have planned: tensors in the order in which their gradients arrived there."""
+
+    group: Name
+    process_set: Count
+    clock: Count
+    reduction: Reduction
+    tensors: tuple[TensorSpec, ...]
+
+
+# --- local channel: worker to daemon ----------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """First message of a worker."""
+
+    version: int
+    job: Name
+    rank: Rank
+    pid: Count
+
+
+class AddSegment(msgspec.Struct, tag="segment", array_like=True):
+    """Offers a sealed memfd (attached) as a segment of the worker's arena; `plan` when it holds a plan's buckets."""
+
+    segment: Count
+    nbytes: Count
+    plan: Count = 0
+
+
+class DropSegment(msgspec.Struct, tag="drop", array_like=True):
+    """The daemon may unmap a segment; the worker has no operation in it."""
+
+    segment: Count
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True):
+    """One operation on one tensor, which lies in the arena (`place`) or in the message (`inline`).
+
+    `splits`: for alltoall, rows for each rank of the process set.
+    """
+
+    handle: Count
+    name: Name
+    clock: Count
+    signature: Signature
+    place: Place | None = None
+    inline: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] | None = None
+    splits: tuple[Count, ...] = ()
+
+
+class Propose(msgspec.Struct, tag="propose", array_like=True):
+    """Asks for a plan; answered with `Planned`."""
+
+    handle: Count
+    proposal: Proposal
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """This worker's part of a planned bucket is in the arena: the only message a bucket costs in a step."""
+
+    handle: Count
+    plan: Count
+    bucket: Count
+    clock: Count
+
+
+class Bye(msgspec.Struct, tag="bye", array_like=True):
+    """The worker leaves; `error` is its unhandled exception, with traceback, if that is why."""
+
+    error: Text = ""
+
+
+class StatusRequest(msgspec.Struct, tag="status", array_like=True):
+    """Asks for the daemon's statistics (also before, and instead of, a `Hello`)."""
+
+
+class StopRequest(msgspec.Struct, tag="stop", array_like=True):
+    """Asks the daemon to end the job (also before, and instead of, a `Hello`)."""
+
+    reason: Text = ""
+
+
+WorkerMessage: TypeAlias = (
+    Hello | AddSegment | DropSegment | Submit | Propose | Ready | Bye | StatusRequest | StopRequest
+)
+
+# --- local channel: daemon to worker ----------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, tag="welcome", array_like=True):
+    """Every process of the job is up; answers `Hello`."""
+
+    topology: Topology
+    node: Count
+    fusion_threshold: Count
+    algorithm: Name
+    compression: Name
+
+
+class Done(msgspec.Struct, tag="done", array_like=True):
+    """An operation is complete. The result lies where the input lay, in `inline`, or in an attached memfd.
+
+    `sizes`: for allgather, rows that came from each rank; for alltoall likewise (the received splits).
+    `nbytes`: length of the attached memfd, 0 when there is none.
+    """
+
+    handle: Count
+    inline: bytes | None = None
+    sizes: tuple[Count, ...] = ()
+    nbytes: Count = 0
+
+
+class Planned(msgspec.Struct, tag="planned", array_like=True):
+    """The plan that a proposal led to."""
+
+    handle: Count
+    plan: Plan
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """One operation failed, on all ranks; the job goes on."""
+
+    handle: Count
+    message: Text
+
+
+class JobFailed(msgspec.Struct, tag="job_failed", array_like=True):
+    """The job cannot go on; every operation under way and every later one fails with this text."""
+
+    message: Text
+
+
+class Status(msgspec.Struct, tag="statistics", array_like=True):
+    """The daemon's statistics, as JSON."""
+
+    json: Text
+
+
+DaemonMessage: TypeAlias = Welcome | Done | Planned | Failed | JobFailed | Status
+
+# --- mesh: daemon to daemon -------------------------------------------------------------------------------------------
+
+
+class PeerHello(msgspec.Struct, tag="peer_hello", array_like=True):
+    """First message to a peer. `tokens`: routing ids under which the peer may open payload connections to us."""
+
+    version: int
+    job: Name
+    node: Rank
+    tokens: tuple[Annotated[bytes, msgspec.Meta(max_length=64)], ...]
+
+
+class Heartbeat(msgspec.Struct, tag="hb", array_like=True):
+    """The sender's event loop turns."""
+
+
+class Probe(msgspec.Struct, tag="probe", array_like=True):
+    """Asks for an `Echo`, to measure the link. Travels like a chunk: its payload is the next frame."""
+
+    serial: Count
+
+
+class Echo(msgspec.Struct, tag="echo", array_like=True):
+    serial: Count
+
+
+class Up(msgspec.Struct, tag="up", array_like=True):
+    """To the coordinator: this node's workers have said hello and its connections stand."""
+
+
+class Start(msgspec.Struct, tag="start", array_like=True):
+    """From the coordinator: every node is up; the measured cost model that all nodes use from now on.
+
+    Attributes:
+        latency: seconds that a message without payload takes one way.
+        seconds_per_byte: further seconds for each byte of payload.
+    """
+
+    latency: float
+    seconds_per_byte: float
+
+
+class Request(msgspec.Struct, tag="request", array_like=True):
+    """To the coordinator: all local workers submitted this operation; their signatures and splits by rank."""
+
+    key: OpKey
+    signatures: dict[Rank, Signature]
+    splits: dict[Rank, tuple[Count, ...]]
+
+
+class Verdict(msgspec.Struct, tag="verdict", array_like=True):
+    """From the coordinator: the ranks agree, the operation may start.
+
+    `rows`: first dimension of every rank's tensor by position in the process set; `splits`: of every rank, likewise.
+    Both are empty for an operation that was approved before.
+    """
+
+    key: OpKey
+    rows: tuple[Count, ...] = ()
+    splits: tuple[tuple[Count, ...], ...] = ()
+
+
+class PlanRequest(msgspec.Struct, tag="plan_request", array_like=True):
+    """To the coordinator: what one rank proposes."""
+
+    rank: Rank
+    proposal: Proposal
+
+
+class PlanVerdict(msgspec.Struct, tag="plan_verdict", array_like=True):
+    """From the coordinator: the plan of a group, or why its proposals do not fit together."""
+
+    process_set: Count
+    group: Name
+    clock: Count
+    plan: Plan | None = None
+    error: Text = ""
+
+
+class Mismatch(msgspec.Struct, tag="mismatch", array_like=True):
+    """To the coordinator: the ranks do not agree about this operation, or wait for some that do not submit it."""
+
+    key: OpKey
+    waited: float = 0.0
+
+
+class Inquiry(msgspec.Struct, tag="inquiry", array_like=True):
+    """From the coordinator: which of your ranks have submitted this operation, and as what?"""
+
+    key: OpKey
+
+
+class Report(msgspec.Struct, tag="report", array_like=True):
+    """To the coordinator: the answer to an `Inquiry`."""
+
+    key: OpKey
+    signatures: dict[Rank, Signature]
+
+
+class OpFailed(msgspec.Struct, tag="op_failed", array_like=True):
+    """One operation fails on all ranks."""
+
+    key: OpKey
+    error: Text
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True):
+    """The job cannot go on, because of what happened on the sender's node."""
+
+    error: Text
+
+
+class Departed(msgspec.Struct, tag="departed", array_like=True):
+    """Ranks have shut down in good order; operations that still need them fail."""
+
+    ranks: tuple[Rank, ...]
+
+
+class Chunk(msgspec.Struct, tag="c", array_like=True):
+    """A part of an operation's data; its payload is the next frame.
+
+    Attributes:
+        key: the operation.
+        digest: the signature's digest (`wire.digest`), or the plan's bucket digest.
+        part: which part of the data, in the collective's own terms (a ring's segment, a sender's rank).
+        start: first element within the part.
+        hop: how many nodes the part has passed through.
+    """
+
+    key: OpKey
+    digest: int
+    part: Count
+    start: Count
+    hop: Count
+
+
+class Credit(msgspec.Struct, tag="k", array_like=True):
+    """The receiver has consumed `chunks` further chunks of an operation: the sender may send as many more."""
+
+    key: OpKey
+    chunks: Count
+
+
+PeerMessage: TypeAlias = (
+    PeerHello | Heartbeat | Probe | Echo | Up | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch
+    | Inquiry | Report | OpFailed | Abort | Departed | Chunk | Credit
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+_daemon_decoder: msgspec.msgpack.Decoder[DaemonMessage] = msgspec.msgpack.Decoder(DaemonMessage)
+_peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+encode = _encoder.encode
+_Message = TypeVar("_Message")
+
+
+def decode_worker_message(data: bytes | memoryview) -> WorkerMessage:
+    """What a worker, or a tool such as `fusiond status`, sent to the daemon.
+
+    Raises:
+        WireError: the bytes are longer than MAX_MESSAGE or not such a message.
+    """
+    return _decode(_worker_decoder, data)
+
+
+def decode_daemon_message(data: bytes | memoryview) -> DaemonMessage:
+    """What the daemon sent to a worker. Raises `WireError` as `decode_worker_message` does."""
+    return _decode(_daemon_decoder, data)
+
+
+def decode_peer_message(data: bytes | memoryview) -> PeerMessage:
+    """What another daemon sent. Raises `WireError` as `decode_worker_message` does."""
+    return _decode(_peer_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes | memoryview) -> _Message:
+    if len(data) > MAX_MESSAGE:
+        raise WireError(f"a message of {len(data)} bytes is longer than the limit of {MAX_MESSAGE}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"not a message of this protocol (version {PROTOCOL_VERSION}): {error}") from None

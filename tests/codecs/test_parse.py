@@ -1,0 +1,116 @@
+"""Codecs as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_rt import codecs
+from fusion_rt.codecs import BucketCodec, Codec, CodecError, Layout, parse
+from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs.half import Bf16, Fp16
+from fusion_rt.dtypes import DType
+
+
+@dataclass(frozen=True)
+class Picky(Codec):
+    """A codec with arguments, as later ones will be."""
+
+    name = "picky"
+    lossless = False
+    stateful = True
+    selecting = True
+
+    k: int
+    density: float = 0.01
+    value: str = "fp16"
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise CodecError(f"density of the codec picky is a share above 0 and at most 1, not {self.density}")
+
+    def applies_to(self, dtype: DType) -> bool:
+        return False
+
+    def open(self, layout: Layout) -> BucketCodec:
+        return Dense().open(layout)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _picky() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(codecs.CODECS, "picky", Picky)
+        yield
+
+
+@pytest.mark.parametrize(("text", "codec"), [("dense", Dense()), ("fp16", Fp16()), ("bf16", Bf16())])
+def test_a_name_alone_is_a_codec(text: str, codec: Codec) -> None:
+    assert parse(text) == codec
+    assert parse(f" {text}() ") == codec
+    assert str(codec) == text
+
+
+def test_arguments_have_names_and_defaults() -> None:
+    assert parse("picky(k=3)") == Picky(3)
+    assert parse('picky(value="int8", k=3, density=1, exact=False)') == Picky(3, 1.0, "int8", False)
+
+
+@given(
+    k=st.integers(),
+    density=st.floats(0, 1, exclude_min=True),
+    value=st.text(st.characters(codec="ascii"), max_size=20),
+    exact=st.booleans(),
+)
+def test_the_canonical_text_of_a_codec_parses_to_it(k: int, density: float, value: str, exact: bool) -> None:
+    codec = Picky(k % 10**9, density, value, exact)
+    assert parse(str(codec)) == codec
+    assert str(parse(str(codec))) == str(codec)
+
+
+def test_equal_codecs_have_the_same_text() -> None:
+    texts = ["picky(k=3)", "picky(density=0.01, k=3)", "picky( k = 3, exact=True, density=1e-2,)"]
+    assert {str(parse(text)) for text in texts} == {"picky(k=3)"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fp61", "no codec 'fp61'; did you mean 'fp16'"),
+        ("Dense", "no codec 'Dense'; did you mean 'dense'"),
+        ("zzz", "no codec 'zzz'; did you mean"),
+        ("fp16(density=1)", "fp16 has no arguments"),
+        ("picky(k=3, densty=0.1)", "no argument 'densty'; did you mean 'density'"),
+        ("picky", r"picky needs k; write picky\(k=...\)"),
+        ("picky(k=3, density='a lot')", "density of the codec picky is of type float, which 'a lot' is not"),
+        ("picky(k=True)", "k of the codec picky is of type int, which True is not"),
+        ("picky(k=3, exact=1)", "exact of the codec picky is of type bool"),
+        ("picky(k=3, density=0.0)", "above 0 and at most 1, not 0.0"),
+        ("picky(k=3, k=4)", "a codec is written as"),
+        ("picky(3)", "a codec is written as"),
+        ("picky(k=print)", "a codec is written as"),
+        ("picky(k=__import__('os'))", "a codec is written as"),
+        ("picky(k=3", "a codec is written as"),
+        ("", "a codec is written as"),
+        ("dense\0", "a codec is written as"),
+        ("(" * 150, "a codec is written as"),
+        ("-" * 199 + "1", "a codec is written as"),
+        ("dense" + " " * 200, "a codec is written as"),
+    ],
+)
+def test_what_is_wrong_with_a_text_is_said(text: str, said: str) -> None:
+    with pytest.raises(CodecError, match=said):
+        parse(text)
+
+
+@given(st.text(max_size=40) | st.text("picky(k=3,)de nse*[]{}'\"-.", max_size=60))
+def test_any_text_is_a_codec_or_a_codec_error(text: str) -> None:
+    try:
+        codec = parse(text)
+    except CodecError:
+        return
+    assert parse(str(codec)) == codec

@@ -1,0 +1,119 @@
+"""Fixtures that every test may use, and the leak check that watches the tests marked `multiprocess`.
+
+A process that outlives its test is found even when its parent is gone: the check puts a random word into the
+environment, which every descendant inherits, and afterwards looks for that word in all processes of the machine. Names
+of commands would not do: other test runs, and real jobs, may be running beside this one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest_plugins = ["pytester"]
+
+LEAK_MARK = "FUSION_TEST_LEAK_MARK"
+GRACE_S = 3.0  # for what is on its way out: init has to reap an orphan, a killed process to unmap its memory
+
+
+@pytest.fixture
+def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short directory with mode 0700, exported as FUSION_RUNTIME_DIR.
+
+    Not `tmp_path`: the path of a Unix socket has at most 107 bytes, and pytest's directories eat most of them.
+    """
+    path = Path(tempfile.mkdtemp(prefix="frt", dir="/tmp"))
+    monkeypatch.setenv("FUSION_RUNTIME_DIR", str(path))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test marked `multiprocess` that leaves a process, a /dev/shm file or a descriptor behind; kills and
+    removes what was left, so that the next test starts clean."""
+    if request.node.get_closest_marker("multiprocess") is None:
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing starts it on first use and keeps it: not this test's leak
+    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    os.environ[LEAK_MARK] = mark
+    children = set(psutil.Process().children(recursive=True))
+    shm = _shm_files()
+    descriptors = _descriptors()
+    try:
+        yield
+    finally:
+        del os.environ[LEAK_MARK]
+
+    left: list[str] = []
+    processes = _processes_of(mark) | (set(psutil.Process().children(recursive=True)) - children)
+    _, alive = psutil.wait_procs(processes, timeout=GRACE_S)
+    for process in alive:
+        left.append(f"process {_describe(process)}")
+        process.kill()
+    psutil.wait_procs(alive, timeout=GRACE_S)
+
+    for name in sorted(_settled(lambda: _shm_files() - shm)):
+        left.append(f"shared memory /dev/shm/{name}")
+        Path("/dev/shm", name).unlink(missing_ok=True)
+
+    gc.collect()
+    for fd, target in sorted(_descriptors().items() - descriptors.items()):
+        left.append(f"descriptor {fd} ({target})")
+        os.close(fd)
+
+    if left:
+        pytest.fail(f"{request.node.name} left behind: " + "; ".join(left), pytrace=False)
+
+
+def _processes_of(mark: str) -> set[psutil.Process]:
+    """Live processes whose environment holds this test's mark, this process excepted."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(LEAK_MARK) == mark:
+                found.add(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # ended meanwhile, or another user's: neither can be this test's leftover
+    return found
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({process.status()}): {' '.join(process.cmdline()) or process.name()}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid} (ended meanwhile)"
+
+
+def _shm_files() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _settled(leftovers: Callable[[], set[str]]) -> set[str]:
+    """Polls `leftovers()` until it is empty or the grace is over, and returns what is still there."""
+    deadline = time.monotonic() + GRACE_S
+    while (left := leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _descriptors() -> dict[int, str]:
+    """Open descriptors of this process and what they point to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the one that listed the directory
+    return found

@@ -1,0 +1,250 @@
+"""The three all-reduces, with any number of nodes and workers, sizes, ops and dtypes, against numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_rt import codecs
+from fusion_rt.codecs import CodecError, Layout
+from fusion_rt.dtypes import DTYPES
+from fusiond.collectives.base import Exchange, ExchangeError, Reducer
+from fusiond.collectives.doubling import Doubling
+from fusiond.collectives.one_node import OneNode
+from fusiond.collectives.ring import Ring
+from tests.fusiond.collectives.group import Array, Group, GroupPort, combined, loaded, small_values, stored
+
+OPS = ("sum", "average", "min", "max", "product")
+DTYPE_NAMES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+KINDS = [(Ring, n) for n in range(2, 8)] + [(Doubling, n) for n in range(2, 8)] + [(OneNode, 1)]
+kinds = pytest.mark.parametrize(("kind", "nodes"), KINDS, ids=[f"{k.__name__}{n}" for k, n in KINDS])
+between_nodes = pytest.mark.parametrize(("kind", "nodes"), KINDS[:-1], ids=[f"{k.__name__}{n}" for k, n in KINDS[:-1]])
+
+
+class AllReduce:
+    """One all-reduce of `parts` (by node, then by local worker) in place, and what is left in them."""
+
+    def __init__(
+        self,
+        kind: Callable[..., Exchange],
+        parts: list[list[Array]],
+        dtype: str = "float32",
+        op: str = "sum",
+        codec: str = "dense",
+        seed: int = 0,
+        chunk_bytes: int = 256,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        self.values = [[part.copy() for part in node] for node in parts]
+        ranks = sum(len(node) for node in parts)
+        what, divisor = ("sum", ranks) if op == "average" else (op, 1)
+        reducer = Reducer(what, DTYPES[dtype], prescale, postscale, divisor)
+        layout = Layout(DTYPES[dtype], len(parts[0][0]))
+
+        def make(port: GroupPort) -> Exchange:
+            mine = self.values[port.position]
+            if kind is OneNode:
+                return OneNode(port, reducer, mine, mine)
+            return kind(port, reducer, codecs.parse(codec).open(layout), mine, mine)
+
+        self.group = Group(len(parts), make, seed, chunk_bytes)
+        self.group.may_send_last = True
+
+    def run(self) -> bytes:
+        """The result, which is the same on every rank, bit by bit."""
+        self.group.run()
+        results = {value.tobytes() for node in self.values for value in node}
+        assert len(results) == 1
+        return results.pop()
+
+
+def parts_of(nodes: int, count: int, op: str, dtype: str, workers: int = 1, seed: int = 0) -> list[list[Array]]:
+    """Different numbers of workers on different nodes, if there are to be several."""
+    local = [1 + (node * (workers - 1)) % workers if workers > 1 else 1 for node in range(nodes)]
+    ranks = iter(range(100))
+    return [
+        [stored(small_values(count, op, dtype, 1000 * seed + next(ranks)), dtype) for _ in range(local[node])]
+        for node in range(nodes)
+    ]
+
+
+def sizes(nodes: int) -> list[int]:
+    """None, fewer elements than nodes, as many, and several chunks of which the last is not full."""
+    return sorted({0, 1, nodes - 1, nodes, 97, 1009})
+
+
+@kinds
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_every_size_and_op_gives_what_numpy_gives(kind: Callable[..., Exchange], nodes: int, dtype: str) -> None:
+    for count, op in product(sizes(nodes), OPS):
+        if dtype == "bool" and op == "average":
+            continue
+        parts = parts_of(nodes, count, op, dtype, workers=3)
+        chunk_bytes = 256 if kind is Ring else 1 << 20
+        result = AllReduce(kind, parts, dtype, op, seed=count, chunk_bytes=chunk_bytes).run()
+        everyone = [part for node in parts for part in node]
+        what, divisor = ("sum", len(everyone)) if op == "average" else (op, 1)
+        expected = combined(what, dtype, everyone, divisor)
+        found = np.frombuffer(result, DTYPES[dtype].storage)
+        if op == "average" and dtype.startswith(("float", "bf")):
+            tolerance = {"bfloat16": 2**-7, "float16": 2**-10}.get(dtype, 1e-6)
+            np.testing.assert_allclose(loaded(found, dtype), loaded(expected, dtype), tolerance)
+        else:
+            np.testing.assert_array_equal(found, expected, f"{op} of {count}")
+
+
+@between_nodes
+@pytest.mark.parametrize("codec", ["dense", "fp16", "bf16"])
+def test_bits_are_equal_on_all_ranks_whatever_the_order_of_delivery(
+    kind: Callable[..., Exchange], nodes: int, codec: str
+) -> None:
+    choose = np.random.default_rng(nodes)
+    workers = [1 + node % 2 for node in range(nodes)]
+    parts = [[choose.standard_normal(517, np.float32) for _ in range(workers[node])] for node in range(nodes)]
+    chunk_bytes = 256 if kind is Ring else 1 << 20
+    results = {
+        AllReduce(kind, parts, op="average", codec=codec, seed=s, chunk_bytes=chunk_bytes).run() for s in range(8)
+    }
+    assert len(results) == 1
+    expected = np.mean([part for node in parts for part in node], axis=0, dtype=np.float64)
+    tolerance = {"dense": 1e-6, "fp16": 2**-9, "bf16": 2**-6}[codec]
+    np.testing.assert_allclose(np.frombuffer(results.pop(), np.float32), expected, atol=tolerance * nodes)
+
+
+@kinds
+def test_parts_are_scaled_before_and_the_result_after(kind: Callable[..., Exchange], nodes: int) -> None:
+    parts = parts_of(nodes, 97, "sum", "float32", workers=2)
+    chunk_bytes = 256 if kind is Ring else 1 << 20
+    result = AllReduce(kind, parts, prescale=0.5, postscale=4.0, chunk_bytes=chunk_bytes).run()
+    expected = 4 * sum(0.5 * part for node in parts for part in node)
+    np.testing.assert_array_equal(np.frombuffer(result, np.float32), expected)
+
+
+@pytest.mark.parametrize("nodes", range(2, 8))
+def test_a_ring_moves_the_least_bytes_there_are(nodes: int) -> None:
+    count = nodes * 1000
+    reduction = AllReduce(Ring, parts_of(nodes, count, "sum", "float32", workers=2))
+    reduction.run()
+    assert reduction.group.sent_bytes == [2 * 4 * count * (nodes - 1) // nodes] * nodes
+    half = AllReduce(Ring, parts_of(nodes, count, "sum", "float32"), codec="fp16")
+    half.run()
+    assert half.group.sent_bytes == [2 * 2 * count * (nodes - 1) // nodes] * nodes
+
+
+@pytest.mark.parametrize(("nodes", "messages"), [(2, 2), (3, 4), (4, 8), (5, 10), (7, 14), (8, 24)])
+def test_doubling_sends_a_message_in_each_round(nodes: int, messages: int) -> None:
+    reduction = AllReduce(Doubling, parts_of(nodes, 5, "sum", "float32"))
+    reduction.run()
+    assert len(reduction.group.delivered) == messages
+
+
+@given(
+    nodes=st.integers(2, 5),
+    count=st.integers(0, 300),
+    chunk=st.integers(1, 100),
+    seed=st.integers(0, 99),
+    kind=st.sampled_from([Ring, Doubling]),
+)
+def test_any_size_and_chunk(nodes: int, count: int, chunk: int, seed: int, kind: Callable[..., Exchange]) -> None:
+    parts = parts_of(nodes, count, "sum", "int32", workers=2, seed=seed)
+    chunk_bytes = 4 * chunk if kind is Ring else 1 << 20
+    result = AllReduce(kind, parts, "int32", seed=seed, chunk_bytes=chunk_bytes).run()
+    expected = combined("sum", "int32", [part for node in parts for part in node])
+    np.testing.assert_array_equal(np.frombuffer(result, np.int32), expected)
+
+
+# --- peers that send what they should not -----------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[Ring, Doubling], ids=["Ring", "Doubling"])
+def kind(request: pytest.FixtureRequest) -> Callable[..., Exchange]:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7])
+def test_a_chunk_that_comes_twice_is_refused(kind: Callable[..., Exchange], nodes: int) -> None:
+    reduction = AllReduce(kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind is Ring else 1 << 20)
+    result = reduction.run()
+    for source, target, chunk, payload in list(reduction.group.delivered):
+        with pytest.raises(ExchangeError):
+            reduction.group.exchanges[target].receive(source, chunk, memoryview(payload))
+    assert {value.tobytes() for node in reduction.values for value in node} == {result}
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7])
+def test_every_chunk_comes_twice_at_once(kind: Callable[..., Exchange], nodes: int) -> None:
+    reduction = AllReduce(kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind is Ring else 1 << 20)
+    group, refused = reduction.group, 0
+    while group.step():
+        if group.delivered:
+            source, target, chunk, payload = group.delivered[-1]
+            with pytest.raises(ExchangeError):
+                group.exchanges[target].receive(source, chunk, memoryview(payload))
+            refused += 1
+    assert refused
+    reduction.run()
+
+
+def changed_fields(nodes: int) -> list[dict[str, int]]:
+    """Fields that are wrong in any chunk."""
+    return [
+        {"part": nodes},
+        {"part": 2**48 - 1},
+        {"start": 1},
+        {"start": 2**48 - 1},
+        {"start": 64 * 1000},
+        {"hop": 2 * nodes},
+        {"hop": 2**48 - 1},
+        {"hop": 254},
+    ]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+def test_a_chunk_that_has_no_place_is_refused_and_changes_nothing(kind: Callable[..., Exchange], nodes: int) -> None:
+    from msgspec.structs import replace
+
+    reduction = AllReduce(kind, parts_of(nodes, 300, "sum", "float32"), chunk_bytes=256 if kind is Ring else 1 << 20)
+    group = reduction.group
+    tried = 0
+    while group.step():
+        found = group.to_started_nodes()
+        if not found:
+            continue
+        source, target, chunk, payload = found[-1]
+        before = [value.copy() for value in reduction.values[target]]
+        wrong = [(source, replace(chunk, **fields), payload) for fields in changed_fields(nodes)]
+        hops = [hop for hop in (chunk.hop - 1, chunk.hop + 1) if hop >= 0]
+        wrong += [(source, replace(chunk, hop=hop), payload) for hop in hops]
+        wrong += [(other, chunk, payload) for other in range(nodes) if other not in (source, target)]
+        for position, bad, data in wrong:
+            with pytest.raises(ExchangeError):
+                group.exchanges[target].receive(position, bad, memoryview(data))
+            tried += 1
+        np.testing.assert_array_equal(reduction.values[target], before)
+    assert tried
+    reduction.run()
+
+
+@pytest.mark.parametrize("codec", ["dense", "fp16"])
+@pytest.mark.parametrize("length", [0, 3, 12, 252, 260, 5000])
+def test_a_payload_of_the_wrong_size_is_refused(kind: Callable[..., Exchange], codec: str, length: int) -> None:
+    guarded = [np.full(300, 7, np.float32) for _ in range(2)]
+    parts = [[whole[100:164].copy()] for whole in guarded]
+    reduction = AllReduce(kind, parts, codec=codec)
+    for position, whole in enumerate(guarded):
+        reduction.values[position][0] = whole[100:164]
+    group = reduction.group
+    while not group.under_way or group._to_start:
+        group.step()
+    source, target, chunk, _ = group.under_way[0]
+    with pytest.raises(CodecError):
+        group.exchanges[target].receive(source, chunk, memoryview(bytes(length)))
+    for whole in guarded:
+        assert (whole[:100] == 7).all()
+        assert (whole[164:] == 7).all()

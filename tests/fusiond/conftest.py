@@ -1,0 +1,41 @@
+"""Fixtures of the daemon's tests."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusiond import flow
+from tests.fusiond.processes import Daemons
+
+
+@pytest.fixture
+def small_loans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Payloads from 1 KiB on are borrowed, so that a simulated job borrows memory with little data."""
+    monkeypatch.setattr(flow, "BORROW_FROM", 1024)
+
+
+@pytest.fixture(scope="module")
+def short_directory() -> Iterator[Path]:
+    """As `runtime_dir`, for a whole module; to be passed on to daemons, since it is not exported."""
+    path = Path(tempfile.mkdtemp(prefix="frt", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def daemons(runtime_dir: Path) -> Iterator[Callable[..., Daemons]]:
+    """Makes the (real) daemons of a job, which are ended with the test."""
+    made: list[Daemons] = []
+
+    def make(*local_sizes: int, attached: bool = True, **environment: str) -> Daemons:
+        made.append(Daemons(runtime_dir, local_sizes, attached, **environment))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

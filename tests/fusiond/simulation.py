@@ -1,0 +1,304 @@
+"""A whole job in one thread: an engine for each node, a network that delivers in any order, and workers with arenas.
+
+What could happen at the same time happens in an order that the seed decides: deliveries of different connections, jobs
+of the kernel pool, and the next thing that each worker does. Two things are as bad as they can be:
+
+- A payload that the network has borrowed is read when it is delivered, not when it is sent.
+- A worker overwrites its memory as soon as it is told that the operation is done.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion_rt import wire
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.settings import Settings
+from fusion_rt.topology import ProcessSet, Topology
+from fusiond import flow
+from fusiond.collectives.base import Job, Result
+from fusiond.engine import Engine
+
+Array = npt.NDArray[Any]
+GARBAGE = 0xA5
+
+
+class Node:
+    """One node's `Outside`: messages to nodes go to the network, messages to workers are kept."""
+
+    def __init__(self, job: SimulatedJob, node: int) -> None:
+        self._job = job
+        self.node = node
+        self.engine = Engine(job.topology, node, job.settings, self, self._job_failed)
+        self.failure = ""
+
+    def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
+        assert self._job.topology.node_of(rank) == self.node
+        data = result.array.copy() if result is not None and result.segment is not None else None
+        self._job.answered(rank, wire.decode_daemon_message(wire.encode(message)), data)
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        assert node != self.node
+        self._job.sent.append((self.node, node, message))
+        self._job.post(self.node, node, "control", wire.encode(message), None)
+
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
+        assert len(payload) <= self._job.settings.chunk_bytes
+        borrowed = len(payload) >= self._job.borrow_from
+        self._job.post_payload(self.node, node, wire.encode(chunk), payload if borrowed else bytes(payload))
+        return borrowed
+
+    def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
+        def later() -> None:
+            error = None
+            for job in jobs:
+                try:
+                    job()
+                except Exception as failure:
+                    error = failure
+            then(error)
+
+        self._job.deferred.append(later)
+
+    def clock(self) -> float:
+        return self._job.now
+
+    def _job_failed(self, error: str) -> None:
+        self.failure = error
+        self.engine.fail_job(error)
+
+
+class SimulatedJob:
+    """A job of `len(local_sizes)` nodes with those numbers of workers.
+
+    The network keeps the order of what goes from one node to another on the control connection, and on each of
+    `settings.connections` payload connections, and no other order.
+
+    Args:
+        ranks: of each node's workers; by default they fill the nodes in order.
+        process_sets: besides the one that holds every rank.
+        settings: those of the daemons that are not the default.
+    """
+
+    def __init__(
+        self,
+        local_sizes: Sequence[int],
+        seed: int = 0,
+        ranks: Sequence[tuple[int, ...]] = (),
+        process_sets: Sequence[ProcessSet] = (),
+        **settings: Any,
+    ) -> None:
+        starts = [sum(local_sizes[:node]) for node in range(len(local_sizes))]
+        filled = [tuple(range(start, start + n)) for start, n in zip(starts, local_sizes, strict=True)]
+        self.topology = Topology(tuple(f"host{n}" for n in range(len(local_sizes))), tuple(ranks or filled))
+        self.settings = Settings(
+            **{"chunk_bytes": 4096, "window_bytes": 4 * 4096, "fusion_threshold": 1024, **settings}
+        )
+        self.now = 0.0
+        self.borrow_from = flow.BORROW_FROM
+        self.answers: dict[int, list[tuple[wire.DaemonMessage, Array | None]]] = {}
+        self.deferred: deque[Callable[[], None]] = deque()
+        self.sent: list[tuple[int, int, wire.PeerMessage]] = []  # control messages: from, to, what
+        self.payload_bytes = [0] * len(local_sizes)
+        self.lost: set[tuple[int, int]] = set()  # from and to: payloads sent there never arrive
+        self._channels: dict[tuple[int, int, str], deque[tuple[bytes, Any]]] = {}
+        self._chunks = 0
+        self._scripts: dict[int, deque[Callable[[], object]]] = {}
+        self._memory: dict[tuple[int, int], Array] = {}  # rank and handle: the tensor's bytes in the rank's arena
+        self._random = random.Random(seed)
+        self._handles = 0
+        self.nodes = [Node(self, node) for node in range(len(local_sizes))]
+        for node in self.nodes:
+            node.engine._sets.update({members.id: members for members in process_sets})
+
+    @property
+    def size(self) -> int:
+        return self.topology.size
+
+    @property
+    def ranks(self) -> range:
+        return range(self.size)
+
+    def engine(self, rank: int) -> Engine:
+        return self.nodes[self.topology.node_of(rank)].engine
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    def post(self, source: int, target: int, channel: str, message: bytes, payload: Any) -> None:
+        if channel == "control" or (source, target) not in self.lost:
+            self._channels.setdefault((source, target, channel), deque()).append((message, payload))
+
+    def post_payload(self, source: int, target: int, message: bytes, payload: bytes | memoryview) -> None:
+        self.payload_bytes[source] += len(payload)
+        self._chunks += 1
+        self.post(source, target, f"payload{self._chunks % self.settings.connections}", message, payload)
+
+    def step(self) -> bool:
+        """Delivers a message, runs a deferred job, or lets a worker do its next thing; False when all is done."""
+        channels = [key for key, queue in self._channels.items() if queue]
+        scripts = [rank for rank, script in self._scripts.items() if script]
+        choices = len(channels) + len(scripts) + bool(self.deferred)
+        if not choices:
+            return False
+        pick = self._random.randrange(choices)
+        if pick < len(channels):
+            self._deliver(channels[pick])
+        elif pick < len(channels) + len(scripts):
+            self._scripts[scripts[pick - len(channels)]].popleft()()
+        else:
+            self.deferred.popleft()()
+        return True
+
+    def _deliver(self, key: tuple[int, int, str]) -> None:
+        source, target, _ = key
+        message, payload = self._channels[key].popleft()
+        decoded = wire.decode_peer_message(message)
+        # As ZeroMQ hands it over: read-only, and at any address.
+        view = None if payload is None else memoryview(b"\0" + bytes(payload))[1:]
+        self.nodes[target].engine.peer_message(source, decoded, view)
+
+    def settle(self) -> None:
+        """Goes on until nothing is under way; fails when a node's daemon reported a failure of the job."""
+        while self.step():
+            pass
+        assert [node.failure for node in self.nodes] == [""] * len(self.nodes)
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes, a second at a time, as the daemons see it."""
+        for _ in range(round(seconds)):
+            self.now += 1
+            for node in self.nodes:
+                if not node.engine.idle:
+                    node.engine.tick()
+            self.settle()
+
+    def leave(self, rank: int) -> None:
+        """A rank leaves in good order, and all nodes hear of it."""
+        for node in self.nodes:
+            node.engine.depart([rank])
+
+    # --- the workers --------------------------------------------------------------------------------------------------
+
+    def later(self, rank: int, action: Callable[[], object]) -> None:
+        """What a worker does after what it was to do before, at some time."""
+        self._scripts.setdefault(rank, deque()).append(action)
+
+    def submit(
+        self,
+        rank: int,
+        name: str,
+        signature: wire.Signature,
+        values: Array | None = None,
+        clock: int = 0,
+        splits: tuple[int, ...] = (),
+        inline: bool = False,
+    ) -> int:
+        """A rank submits `values` (as they are stored) in its arena, or in the message; returns the handle."""
+        self._handles += 1
+        handle, memory, data = self._handles, None, None
+        if values is not None and inline:
+            data = values.tobytes()
+        elif values is not None:
+            memory = self._memory[rank, handle] = values.reshape(-1).view(np.uint8).copy()
+        place = None if memory is None else wire.Place(1, 0)
+        submit = wire.Submit(handle, name, clock, signature, place, data, splits)
+        decoded = wire.decode_worker_message(wire.encode(submit))
+        assert isinstance(decoded, wire.Submit)
+        self.engine(rank).submit(rank, decoded, memory)
+        return handle
+
+    def on_all_ranks(self, action: Callable[[int], int]) -> list[int]:
+        """Every rank does `action`, which returns a handle, at some time; the handles by rank once all is done."""
+        handles = [0] * self.size
+        for rank in self.ranks:
+            self.later(rank, lambda rank=rank: handles.__setitem__(rank, action(rank)))  # type: ignore[misc]
+        self.settle()
+        return handles
+
+    def submit_all(
+        self, name: str, signature: wire.Signature, values: Sequence[Array], clock: int = 0, inline: bool = False
+    ) -> list[int]:
+        """Every rank submits its values, at some time; returns the handles by rank once all is done."""
+        return self.on_all_ranks(lambda rank: self.submit(rank, name, signature, values[rank], clock, inline=inline))
+
+    def propose(self, rank: int, proposal: wire.Proposal) -> int:
+        """A rank asks for a plan; returns the handle."""
+        self._handles += 1
+        self.engine(rank).propose(rank, self._handles, proposal)
+        return self._handles
+
+    def plan(self, proposal: Callable[[int], wire.Proposal] | wire.Proposal) -> wire.Plan:
+        """All ranks ask for a plan and give memory for it."""
+        make = (lambda _: proposal) if isinstance(proposal, wire.Proposal) else proposal
+        handles = self.on_all_ranks(lambda rank: self.propose(rank, make(rank)))
+        plans = []
+        for rank in self.ranks:
+            message, _ = self.answer(rank, handles[rank])
+            assert isinstance(message, wire.Planned), message
+            plans.append(message.plan)
+        assert plans == plans[:1] * self.size
+        return plans[0]
+
+    def add_plan_memory(self, plan: wire.Plan) -> list[Array]:
+        """Every rank's segment for a plan, in bytes."""
+        memory = [np.full(plan.nbytes, GARBAGE, np.uint8) for _ in self.ranks]
+        for rank in self.ranks:
+            self.engine(rank).add_plan_memory(rank, plan.id, memory[rank])
+        return memory
+
+    def ready(self, rank: int, plan: wire.Plan, bucket: int, clock: int) -> int:
+        """A rank's part of a bucket is in its segment."""
+        self._handles += 1
+        self.engine(rank).ready(rank, wire.Ready(self._handles, plan.id, bucket, clock))
+        return self._handles
+
+    def answered(self, rank: int, message: wire.DaemonMessage, data: Array | None) -> None:
+        """A worker is told something; what it had in its arena is overwritten at once."""
+        memory = self._memory.pop((rank, getattr(message, "handle", -1)), None)
+        if memory is not None and data is None and isinstance(message, wire.Done):
+            data = memory.copy()
+        if memory is not None:
+            memory[:] = GARBAGE
+        self.answers.setdefault(rank, []).append((message, data))
+
+    def answer(self, rank: int, handle: int) -> tuple[wire.DaemonMessage, Array | None]:
+        """What the rank was told about an operation."""
+        found = [pair for pair in self.answers.get(rank, []) if getattr(pair[0], "handle", None) == handle]
+        assert len(found) == 1, f"rank {rank} has {len(found)} answers for handle {handle}: {self.answers.get(rank)}"
+        return found[0]
+
+    def is_answered(self, rank: int, handle: int) -> bool:
+        return any(getattr(message, "handle", None) == handle for message, _ in self.answers.get(rank, []))
+
+    def result(self, rank: int, handle: int, dtype: str = "float32") -> Array:
+        """The elements that a rank got, as they are stored; fails when it got an error."""
+        message, data = self.answer(rank, handle)
+        assert isinstance(message, wire.Done), message
+        if message.inline is not None:
+            return np.frombuffer(message.inline, DTYPES[dtype].storage)
+        assert data is not None
+        return data.view(DTYPES[dtype].storage)
+
+    def error(self, rank: int, handle: int) -> str:
+        """The sentence that a rank got; fails when it got a result."""
+        message, _ = self.answer(rank, handle)
+        assert isinstance(message, wire.Failed), message
+        return message.message
+
+    def messages(self, kind: type) -> int:
+        """How many control messages of a kind went between nodes."""
+        return sum(isinstance(message, kind) for _, _, message in self.sent)
+
+    def nothing_is_left(self) -> None:
+        """Fails when an engine still remembers an operation that is over."""
+        for node in self.nodes:
+            assert node.engine.statistics()["under_way"] == 0
+            assert node.engine.idle
+            if node.engine.coordinator is not None:
+                assert node.engine.coordinator.statistics()["pending"] == 0

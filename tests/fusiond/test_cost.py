@@ -1,0 +1,45 @@
+"""The cost model: what it says about the two all-reduces, and how it is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusiond.collectives.cost import CostModel, measured, worst
+
+LINK = CostModel(latency=100e-6, seconds_per_byte=1e-9)
+
+
+def test_a_ring_moves_two_thirds_twice_among_three() -> None:
+    assert LINK.ring(3_000_000, 3) == pytest.approx(4 * 100e-6 + 4_000_000 * 1e-9)
+
+
+@pytest.mark.parametrize(("nodes", "rounds"), [(2, 1), (3, 3), (4, 2), (5, 4), (7, 4), (8, 3)])
+def test_doubling_takes_log_rounds_and_two_more_to_fold(nodes: int, rounds: int) -> None:
+    assert LINK.doubling(1000, nodes) == pytest.approx(rounds * (100e-6 + 1000e-9))
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8])
+def test_small_arrays_double_and_large_ones_go_round(nodes: int) -> None:
+    chunk = 1 << 30
+    assert LINK.prefers_doubling(4, nodes, chunk)
+    # With two nodes both move the same bytes, and the ring needs a second message.
+    assert LINK.prefers_doubling(100_000_000, nodes, chunk) == (nodes == 2)
+
+
+def test_an_array_that_is_more_than_a_chunk_never_doubles() -> None:
+    assert LINK.prefers_doubling(4096, 2, 4096)
+    assert not LINK.prefers_doubling(4097, 2, 4096)
+
+
+def test_a_link_is_measured_by_the_difference_of_two_round_trips() -> None:
+    link = measured(small_round_trip=200e-6, large_round_trip=700e-6, extra_nbytes=250_000)
+    assert link.latency == pytest.approx(100e-6)
+    assert link.seconds_per_byte == pytest.approx(2e-9)
+
+
+def test_a_large_message_that_happened_to_be_faster_costs_next_to_nothing_but_not_less() -> None:
+    assert 0 < measured(200e-6, 100e-6, 1000).seconds_per_byte <= 1e-9
+
+
+def test_the_worst_link_counts() -> None:
+    assert worst([CostModel(1e-3, 1e-9), CostModel(1e-4, 5e-9)]) == CostModel(1e-3, 5e-9)

@@ -1,0 +1,383 @@
+"""The daemon of one node as a process: who may come, and what happens when somebody goes."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusion_rt import local, wire
+from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line, encode_line, job_directory
+from fusion_rt.client import Client
+from fusion_rt.errors import FusionError, HorovodInternalError
+from fusion_rt.topology import Topology
+from tests.fusiond.processes import COMMAND, JOB, TIMEOUT_S, Daemons, kill, read_line
+
+pytestmark = pytest.mark.multiprocess
+MakeDaemons = Callable[..., Daemons]
+SUM = wire.Signature("allreduce", "float32", (2,))
+WAITING = """
+print("joined", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(scope="module")
+def running(short_directory: Path) -> Iterator[Daemons]:
+    """A job of two workers, for the tests that leave it running."""
+    job = Daemons(short_directory, [2]).start()
+    job.join()
+    yield job
+    job.close()
+
+
+def add(client: Client, name: str = "x", second: float = 1) -> np.ndarray:  # type: ignore[type-arg]
+    """Adds (rank, second) over all ranks."""
+    operation = client.submit(name, SUM, inline=np.array([client.rank, second], np.float32).tobytes())
+    inline = client.wait(operation).inline
+    assert inline is not None
+    return np.frombuffer(inline, np.float32)
+
+
+def average(client: Client) -> float:
+    """The average of the ranks, in a large tensor in the arena."""
+    region = client.allocate(400_000)
+    array = np.frombuffer(region.view, np.float32)[:100_000]
+    array[:] = client.rank
+    signature = wire.Signature("allreduce", "float32", (100_000,), "average")
+    client.wait(client.submit("large", signature, place=(region.segment, region.offset)))
+    assert (array == array[0]).all()
+    return float(array[0])
+
+
+# --- a job, from its start to its end ---------------------------------------------------------------------------------
+
+
+def test_a_job_of_one_node_from_start_to_end(daemons: MakeDaemons) -> None:
+    job = daemons(3).start()
+    job.join()
+    for result in job.on_clients(add).values():
+        np.testing.assert_array_equal(result, [3, 3])
+    assert job.on_clients(average) == {0: 1.0, 1: 1.0, 2: 1.0}
+    diverging = job.on_clients(lambda client: add(client, "loss", np.inf if client.rank else -np.inf))
+    assert all(np.isnan(result[1]) for result in diverging.values())
+    status = job.status()
+    assert (status["job"], status["state"], status["joined"]) == (JOB, "running", [0, 1, 2])
+    assert status["engine"]["completed"] == 3
+    assert status["workers"]["arenas"] >= 3 * 400_000
+    for client in job.clients.values():
+        client.close()
+    assert job.wait_until(lambda status: status["left"] == [0, 1, 2])["state"] == "running"
+    assert job.files(0) == {"sock", "lock"}
+    assert job.end(0) == 0
+    assert job.files(0) == set()
+    assert job.log(0) == ""
+
+
+def test_a_plan_from_proposal_to_result(running: Daemons) -> None:
+    tensors = (wire.TensorSpec("w", "float32", (100,)), wire.TensorSpec("b", "float32", (3,)))
+
+    def train(client: Client) -> float:
+        plan = client.wait(client.propose(wire.Proposal("opt", 0, 0, wire.Reduction(), tensors))).plan
+        assert plan is not None
+        segment_id, segment = client.plan_segment(plan)
+        array = np.frombuffer(segment.view, np.float32)
+        for clock in range(3):
+            array[:] = client.rank + clock
+            client.wait(client.ready("opt.0", plan.id, 0, clock))
+        total = float(array[0])
+        del array
+        client.arena.drop_segment(segment_id)
+        return total
+
+    assert running.on_clients(train) == {0: 2.5, 1: 2.5}
+
+
+def test_an_idle_daemon_uses_no_processor_time(running: Daemons) -> None:
+    running.on_clients(add)
+    before = running.status()
+    time.sleep(0.5)
+    after = running.status()
+    assert after["cpu_seconds"] - before["cpu_seconds"] < 0.05
+    assert after["loop"]["turns"] - before["loop"]["turns"] < 20
+
+
+# --- who may come -----------------------------------------------------------------------------------------------------
+
+HELLO = wire.Hello(wire.PROTOCOL_VERSION, JOB, 0, 1)
+REFUSED = {
+    "another job": (wire.Hello(wire.PROTOCOL_VERSION, "other", 0, 1), "rank 0 belongs to job 'other', and this daemon"),
+    "a rank that is not there": (
+        wire.Hello(wire.PROTOCOL_VERSION, JOB, 5, 1),
+        r"rank 5 does not belong on node 0 \(host host0\), whose ranks are \[0, 1\]",
+    ),
+    "another version": (wire.Hello(99, JOB, 0, 1), "rank 0 speaks version 99 of the protocol and its daemon 1"),
+}
+
+
+def test_who_does_not_belong_is_told_why_and_nobody_else_is_disturbed(running: Daemons) -> None:
+    job = running
+    for hello, why in REFUSED.values():
+        (answer,) = job.say(hello)
+        assert isinstance(answer, wire.JobFailed)
+        assert re.search(why, answer.message)
+    (answer,) = job.say(HELLO)
+    assert answer == wire.JobFailed("rank 0 is taken: another process on host host0 has joined the job as rank 0")
+    before = job.wait_until(lambda status: status["workers"]["connections"] == 3)  # two workers, and this question
+    descriptors = len(os.listdir(f"/proc/{job.processes[0].pid}/fd"))
+    garbage = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 1000,
+        os.urandom(60_000),
+        wire.encode(wire.Heartbeat()),
+        wire.encode(wire.Submit(1, "x", 0, SUM, None, bytes(8))),
+        wire.encode(wire.AddSegment(1, 4096)),
+        wire.encode(wire.Bye()),
+    ]
+    for message in garbage:
+        assert job.say(message) == []
+    for message in (b"garbage", wire.encode(HELLO), wire.encode(wire.Bye())) * 3:
+        with job.connection() as sock:  # a descriptor that comes with it is closed there
+            local.Packet(message, os.dup(0)).send(sock)
+            assert local.receive(sock) == (b"", -1)
+    with job.connection():  # and somebody who comes and goes
+        pass
+    for result in job.on_clients(add).values():
+        np.testing.assert_array_equal(result, [1, 2])
+    status = job.wait_until(lambda status: status["workers"]["connections"] == 3)
+    assert status["state"] == "running"
+    assert status["workers"]["refused"] == before["workers"]["refused"] + len(garbage) + 9
+    assert len(os.listdir(f"/proc/{job.processes[0].pid}/fd")) <= descriptors + 1  # the question's
+
+
+def test_the_descriptors_of_a_daemon_may_run_out_for_a_while(daemons: MakeDaemons) -> None:
+    job = daemons(2).start()
+    job.join()
+    job.on_clients(average)  # with kernels, which are files; they have been loaded now
+    pid = job.processes[0].pid
+    limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_now + 2, limit[1]))
+    crowd = [job.connection() for _ in range(10)]
+    for result in job.on_clients(add).values():
+        np.testing.assert_array_equal(result, [1, 2])  # those who have joined are served
+    for sock in crowd:
+        sock.close()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
+    status = job.wait_until(lambda status: status["workers"]["connections"] == 3)
+    assert (status["state"], status["failure"]) == ("running", "")
+
+
+def test_a_daemon_may_open_as_many_descriptors_as_the_system_allows(daemons: MakeDaemons) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        job = daemons(1).start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    job.status()
+    assert resource.prlimit(job.processes[0].pid, resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+# --- workers that go --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_named_within_a_second(daemons: MakeDaemons) -> None:
+    job = daemons(2).start()
+    victim = job.worker_process(1, WAITING)
+    job.join([0])
+    assert read_line(victim) == "joined"
+    operation = job.clients[0].submit("x", SUM, inline=bytes(8))
+    kill(victim)
+    began = time.monotonic()
+    with pytest.raises(HorovodInternalError) as raised:
+        job.clients[0].wait(operation)
+    assert time.monotonic() - began < 1
+    assert str(raised.value) == (
+        f"rank 1 (host host0, pid {victim.pid}) died (killed, or crashed) without leaving the job"
+    )
+    with pytest.raises(HorovodInternalError, match="rank 1"):
+        job.clients[0].submit("y", SUM, inline=bytes(8))
+    assert job.status()["workers"]["arenas"] == 0  # its memory has been given back
+    assert job.end(0) == 1
+
+
+def test_an_exception_of_a_worker_reaches_the_others(daemons: MakeDaemons) -> None:
+    job = daemons(2).start()
+    job.join()
+    operation = job.clients[0].submit("x", SUM, inline=bytes(8))
+    job.clients[1].close("Traceback ...\nValueError: no such file")
+    with pytest.raises(HorovodInternalError) as raised:
+        job.clients[0].wait(operation)
+    assert str(raised.value) == "rank 1 (host host0) failed: Traceback ...\nValueError: no such file"
+
+
+def test_a_worker_that_leaves_early_is_named(daemons: MakeDaemons) -> None:
+    job = daemons(2).start()
+    job.join()
+    operation = job.clients[0].submit("x", SUM, inline=bytes(8))
+    job.clients[1].close()
+    with pytest.raises(HorovodInternalError, match=r"waits for rank 1 \(host host0\), which left the job"):
+        job.clients[0].wait(operation)
+
+
+NONSENSE = {
+    "garbage": b"garbage",
+    "a second Hello": wire.encode(wire.Hello(wire.PROTOCOL_VERSION, JOB, 1, 1)),
+    "memory that is not there": wire.encode(wire.Submit(1, "x", 0, SUM, wire.Place(9, 0))),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_worker_that_talks_nonsense_fails_the_job(daemons: MakeDaemons, what: str) -> None:
+    job = daemons(2).start()
+    job.join()
+    operation = job.clients[0].submit("x", SUM, inline=bytes(8))
+    job.clients[1]._socket.send(NONSENSE[what])
+    with pytest.raises(
+        HorovodInternalError, match=r"rank 1 \(host host0, pid \d+\) sent a message that makes no sense"
+    ):
+        job.clients[0].wait(operation)
+    assert job.status()["state"] == "failed"
+
+
+def test_a_worker_that_says_goodbye_twice_harms_nobody(daemons: MakeDaemons) -> None:
+    job = daemons(2).start()
+    job.join()
+    for _ in range(2):
+        local.Packet(wire.encode(wire.Bye())).send(job.clients[1]._socket)
+    job.wait_until(lambda status: status["left"] == [1])
+    assert job.status()["state"] == "running"
+
+
+# --- daemons that go --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_daemon_is_noticed_and_makes_room_for_the_next(daemons: MakeDaemons) -> None:
+    job = daemons(1).start()
+    job.join()
+    operation = job.clients[0].submit("alone", SUM, inline=bytes(8))
+    job.clients[0].wait(operation)
+    kill(job.processes[0])
+    first = job.clients.pop(0)
+    with pytest.raises(HorovodInternalError, match=r"the daemon of rank 0's node \(host .*\) is gone"):
+        first.submit("x", SUM, inline=bytes(8))
+    first.close()
+    assert job.files(0) == {"sock", "lock"}  # stale
+    job.endpoints.clear()
+    job.start()
+    job.join()
+    np.testing.assert_array_equal(add(job.clients[0]), [0, 1])
+
+
+def test_a_daemon_cannot_be_started_twice(daemons: MakeDaemons) -> None:
+    job = daemons(1).start()
+    second = job.launch(0)
+    answer = job.answer_of(second)
+    assert isinstance(answer, StartError)
+    assert answer.error == (
+        f"a daemon of job 'test' runs on this host already (pid {job.processes[0].pid}); stop it with `fusiond stop "
+        "--job test`, or give the new job another name"
+    )
+    assert second.wait(TIMEOUT_S) == 1
+    assert job.join()[0].topology == job.topology  # the first one is not disturbed
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
+def test_a_daemon_that_is_told_to_stop_tells_its_workers(daemons: MakeDaemons, signal_number: signal.Signals) -> None:
+    job = daemons(1).start()
+    job.join()
+    os.kill(job.processes[0].pid, signal_number)
+    assert job.processes[0].wait(TIMEOUT_S) == 1
+    with pytest.raises(HorovodInternalError, match=rf"daemon of host host0 was told to stop \({signal_number.name}\)"):
+        add(job.clients[0])
+    assert job.files(0) == set()
+
+
+def test_the_end_of_standard_input_ends_a_daemon_and_its_job(daemons: MakeDaemons) -> None:
+    job = daemons(1).start()
+    job.join()
+    assert job.end(0) == 1
+    with pytest.raises(HorovodInternalError, match="whoever started the daemon of host host0 is gone"):
+        add(job.clients[0])
+    assert job.files(0) == set()
+
+
+def test_a_daemon_that_nobody_attends_ends_with_its_last_worker(daemons: MakeDaemons) -> None:
+    job = daemons(2, attached=False).start()
+    stdin = job.processes[0].stdin
+    assert stdin is not None
+    stdin.close()  # means nothing to it
+    job.join()
+    job.clients[0].close()
+    np.testing.assert_array_equal(job.wait_until(lambda status: status["left"] == [0])["joined"], [0, 1])
+    job.clients[1].close()
+    assert job.processes[0].wait(TIMEOUT_S) == 0
+    assert job.files(0) == set()
+
+
+def test_a_daemon_that_nobody_attends_ends_when_its_job_fails(daemons: MakeDaemons) -> None:
+    job = daemons(2, attached=False).start()
+    victim = job.worker_process(1, WAITING)
+    job.join([0])
+    assert read_line(victim) == "joined"
+    kill(victim)
+    with pytest.raises(HorovodInternalError, match="rank 1"):
+        add(job.clients[0])
+    job.clients[0].close()
+    assert job.processes[0].wait(TIMEOUT_S) == 1
+
+
+def test_a_job_that_does_not_come_up_names_who_is_missing(daemons: MakeDaemons) -> None:
+    job = daemons(2, HOROVOD_START_TIMEOUT="300ms").start()
+    with pytest.raises(FusionError) as raised:
+        job.join([1])
+    assert str(raised.value) == (
+        "the job did not come up within 0.3 s: rank 0 (host host0) did not connect to the daemon"
+    )
+
+
+# --- start-up errors --------------------------------------------------------------------------------------------------
+
+
+def test_a_runtime_directory_that_others_may_enter_is_refused(daemons: MakeDaemons, runtime_dir: Path) -> None:
+    runtime_dir.chmod(0o755)
+    job = daemons(1)
+    answer = job.answer_of(job.launch(0))
+    assert isinstance(answer, StartError)
+    assert "is not a directory that only user" in answer.error
+
+
+@pytest.mark.parametrize("line", [b"", b"nonsense\n", encode_line(StartError("x"))])
+def test_a_configuration_that_is_none_is_refused(runtime_dir: Path, line: bytes) -> None:
+    done = subprocess.run(COMMAND, input=line, capture_output=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    answer = decode_line(done.stdout, StartError)
+    assert "not a start-up message" in answer.error
+    assert b"Traceback" not in done.stderr
+
+
+def test_standard_input_has_to_be_a_pipe(runtime_dir: Path) -> None:
+    path = runtime_dir / "config"
+    path.write_bytes(encode_line(DaemonConfig(JOB, 0, Topology(("a",), ((0,),)))))
+    with path.open("rb") as file:
+        done = subprocess.run(COMMAND, stdin=file, capture_output=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    assert b"standard input has to be a pipe" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert not os.path.exists(job_directory(str(runtime_dir), JOB, 0))
+
+
+def test_a_setting_that_cannot_be_used_is_refused(daemons: MakeDaemons) -> None:
+    job = daemons(1, FUSION_CHUNK_BYTES="tiny")
+    answer = job.answer_of(job.launch(0))
+    assert isinstance(answer, StartError)
+    assert answer.error.startswith("FUSION_CHUNK_BYTES='tiny'")

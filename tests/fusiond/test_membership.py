@@ -1,0 +1,73 @@
+"""Who has come and who has left."""
+
+from __future__ import annotations
+
+from fusion_rt.topology import Topology
+from fusiond.membership import Membership
+
+TWO = Topology(("a", "b"), ((0, 2), (1,)))
+ONE = Topology(("a",), ((0, 1),))
+
+
+def test_a_worker_joins_once_and_on_its_node() -> None:
+    membership = Membership(TWO, 0)
+    assert membership.may_join(2) == ""
+    membership.joined.add(2)
+    assert membership.may_join(2) == "rank 2 is taken: another process on host a has joined the job as rank 2"
+    assert membership.may_join(0) == ""
+    assert membership.may_join(1) == "rank 1 does not belong on node 0 (host a), whose ranks are [0, 2]"
+    assert membership.may_join(3) == "rank 3 does not belong on node 0 (host a), whose ranks are [0, 2]"
+
+
+def test_a_node_is_up_once_its_workers_and_its_connections_are_there() -> None:
+    membership = Membership(TWO, 0)
+    membership.joined.update((0, 2))
+    assert not membership.became_up()
+    membership.mesh_up = True
+    assert membership.became_up()
+    assert not membership.became_up()  # said once
+
+
+def test_a_job_of_one_node_needs_no_connections() -> None:
+    membership = Membership(ONE, 0)
+    membership.joined.add(0)
+    assert not membership.became_up()
+    membership.joined.add(1)
+    assert membership.became_up()
+
+
+def test_the_coordinator_waits_for_every_node() -> None:
+    membership = Membership(TWO, 0)
+    membership.nodes_up.add(0)
+    assert not membership.all_up
+    membership.nodes_up.add(1)
+    assert membership.all_up
+
+
+def test_everyone_has_left_when_every_local_worker_has() -> None:
+    membership = Membership(TWO, 0)
+    membership.left.add(0)
+    assert not membership.everyone_left
+    membership.left.add(2)
+    assert membership.everyone_left
+
+
+def test_who_is_missing() -> None:
+    membership = Membership(TWO, 0)
+    membership.joined.add(0)
+    assert membership.missing() == "rank 2 (host a) did not connect to the daemon"
+    membership.joined.add(2)
+    membership.nodes_up.add(0)
+    assert membership.missing() == "node 1 (host b) did not come up"
+
+
+def test_only_the_coordinator_knows_which_node_is_missing() -> None:
+    membership = Membership(TWO, 1)
+    membership.joined.add(1)
+    assert membership.missing() == "node 0 (host a) did not say that every node is up"
+
+
+def test_several_nodes_are_missing() -> None:
+    membership = Membership(Topology(("a", "b", "c"), ((0,), (1,), (2,))), 0)
+    membership.joined.add(0)
+    assert membership.missing() == "nodes 1 (host b), 2 (host c) did not come up"

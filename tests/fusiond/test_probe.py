@@ -1,0 +1,78 @@
+"""Measuring links, with a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusiond.collectives.cost import CostModel
+from fusiond.probe import LinkProbe
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(probe: LinkProbe, clock: Clock, round_trip: dict[int, tuple[float, float]]) -> list[int]:
+    """Echoes every probe after `latency + nbytes * rate` of its node; the nodes in the order in which they came."""
+    order = []
+    due = probe.begin()
+    while due is not None:
+        node, serial, nbytes = due
+        order.append(node)
+        latency, rate = round_trip[node]
+        clock.now += latency + nbytes * rate
+        due = probe.echo(node, serial)
+    return order
+
+
+def test_the_worst_link_of_the_job_counts() -> None:
+    clock = Clock()
+    probe = LinkProbe([1, 2], clock)
+    order = run(probe, clock, {1: (200e-6, 1e-9), 2: (400e-6, 0.5e-9)})
+    assert probe.cost is not None
+    assert probe.cost.latency == pytest.approx(200e-6, rel=0.01)
+    assert probe.cost.seconds_per_byte == pytest.approx(1e-9)
+    assert order == sorted(order)  # one peer at a time
+    assert set(order) == {1, 2}
+
+
+def test_the_best_of_several_rounds_counts() -> None:
+    clock = Clock()
+    probe = LinkProbe([1], clock)
+    due = probe.begin()
+    slow = 0.1
+    while due is not None:
+        _, serial, nbytes = due
+        clock.now += 200e-6 + nbytes * 1e-9 + slow
+        slow = 0.1 - slow  # every other round is disturbed
+        due = probe.echo(1, serial)
+    assert probe.cost is not None
+    assert probe.cost.latency == pytest.approx(100e-6, rel=0.01)
+    assert probe.cost.seconds_per_byte == pytest.approx(1e-9)
+
+
+def test_an_echo_that_nobody_waits_for_is_ignored() -> None:
+    clock = Clock()
+    probe = LinkProbe([1, 2], clock)
+    first = probe.begin()
+    assert first is not None
+    node, serial, _ = first
+    assert probe.echo(2, serial) is None
+    assert probe.echo(node, serial + 1) is None
+    second = probe.echo(node, serial)
+    assert second is not None
+    assert second[1] != serial
+    assert probe.echo(node, serial) is None  # it came twice
+    while second is not None:
+        second = probe.echo(second[0], second[1])
+    assert probe.cost is not None
+    assert probe.echo(2, 1) is None
+
+
+def test_without_a_link_the_model_is_a_guess() -> None:
+    probe = LinkProbe([], Clock())
+    assert probe.begin() is None
+    assert probe.cost == CostModel()

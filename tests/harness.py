@@ -1,0 +1,270 @@
+"""Jobs for tests: real daemons and real workers on this machine, which run functions of the test modules.
+
+Importing torch takes seconds, so a `Job` keeps its workers and runs many functions on them; tests share one (see
+`tests/torch/conftest.py`) unless they break it. Nodes are daemons on loopback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line, encode_line, socket_path
+from fusion_rt.topology import Topology
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 60.0  # for one function; a test that waits longer hangs
+END_S = 10.0  # for a process to end by itself
+_FD = "FUSION_TEST_FD"
+
+
+class WorkerError(Exception):
+    """A function failed on some ranks.
+
+    Attributes:
+        errors: by rank: name of the exception's class, and its text.
+    """
+
+    def __init__(self, failures: Mapping[int, tuple[str, str, str]]) -> None:
+        self.errors = {rank: (name, text) for rank, (name, text, _) in failures.items()}
+        super().__init__("\n".join(f"--- rank {rank}\n{trace}" for rank, (_, _, trace) in failures.items()))
+
+
+class Job:
+    """A running job.
+
+    Args:
+        nodes: number of ranks on each node.
+        environment: variables for daemons and workers besides this process's.
+        init: whether the workers call `hvd.init()` before anything else.
+
+    Attributes:
+        daemons: processes, by node.
+        workers: processes, by rank.
+    """
+
+    def __init__(
+        self, nodes: Sequence[int] = (2,), environment: Mapping[str, str] | None = None, init: bool = True
+    ) -> None:
+        self.topology = _topology(nodes)
+        self._directory = tempfile.mkdtemp(prefix="frt", dir="/tmp")
+        # Two cores, and a process for each rank and node: more threads would only wait for each other.
+        threads = {"OMP_NUM_THREADS": "1", "FUSION_RUNTIME_DIR": self._directory}
+        self._environment = {**os.environ, **threads, **(environment or {})}
+        self.daemons: list[subprocess.Popen[bytes]] = []
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        try:
+            self._start_daemons()
+            for rank in range(self.topology.size):
+                self._start_worker(rank)
+            if init:
+                self.run(_init)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) -> list[Any]:
+        """Runs a module-level function on all ranks at once; its results, by rank.
+
+        Raises:
+            WorkerError: it raised, or a worker died.
+        """
+        self.start(function, *args)
+        return self.results(timeout)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """As `run`, without waiting."""
+        request = pickle.dumps((function, args))
+        for connection in self._connections:
+            connection.send_bytes(request)
+
+    def results(self, timeout: float = TIMEOUT_S, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The results of what `start` has started, from all ranks or these."""
+        deadline = time.monotonic() + timeout
+        results, failures = [], {}
+        for rank in range(self.topology.size) if ranks is None else ranks:
+            kind, value = self._answer(rank, deadline)
+            if kind == "error":
+                failures[rank] = value
+            results.append(value)
+        if failures:
+            raise WorkerError(failures)
+        return results
+
+    def close(self) -> None:
+        """Ends the workers, then the daemons, and waits for them; what does not end by itself is killed."""
+        for connection in self._connections:
+            connection.close()
+        for process in self.workers:
+            _end(process)
+        for process in self.daemons:
+            if process.stdin is not None:
+                process.stdin.close()
+            _end(process)
+            if process.stdout is not None:
+                process.stdout.close()
+        shutil.rmtree(self._directory)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start_daemons(self) -> None:
+        endpoints = []
+        for node in range(len(self.topology.hosts)):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment, cwd=ROOT,
+            )  # fmt: skip
+            self.daemons.append(process)
+            assert process.stdin is not None
+            process.stdin.write(encode_line(DaemonConfig("test", node, self.topology)))
+            process.stdin.flush()
+        for process in self.daemons:
+            assert process.stdout is not None
+            answer: Any = decode_line(process.stdout.readline(), Endpoint | StartError)  # type: ignore[arg-type]
+            if isinstance(answer, StartError):
+                raise RuntimeError(f"a daemon did not start: {answer.error}")
+            endpoints.append(answer)
+        if len(endpoints) > 1:
+            for process in self.daemons:
+                assert process.stdin is not None
+                process.stdin.write(encode_line(PeerTable(tuple(endpoints))))
+                process.stdin.flush()
+
+    def _start_worker(self, rank: int) -> None:
+        topology, node = self.topology, self.topology.node_of(rank)
+        ours, theirs = socket.socketpair()
+        environment = {
+            **self._environment,
+            "HOROVOD_RANK": str(rank),
+            "HOROVOD_SIZE": str(topology.size),
+            "HOROVOD_LOCAL_RANK": str(topology.local_rank(rank)),
+            "HOROVOD_LOCAL_SIZE": str(topology.local_size(rank)),
+            "HOROVOD_CROSS_RANK": str(topology.cross_rank(rank)),
+            "HOROVOD_CROSS_SIZE": str(topology.cross_size(rank)),
+            "FUSION_JOB_ID": "test",
+            "FUSION_NODE": str(node),
+            "FUSION_SOCKET": socket_path(self._directory, "test", node),
+            _FD: str(theirs.fileno()),
+        }
+        with theirs:
+            self.workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", "from tests.harness import serve; serve()"],
+                    env=environment,
+                    cwd=ROOT,
+                    pass_fds=[theirs.fileno()],
+                )
+            )
+        self._connections.append(Connection(ours.detach()))
+
+    def _answer(self, rank: int, deadline: float) -> tuple[str, Any]:
+        connection, process = self._connections[rank], self.workers[rank]
+        if not connection.poll(max(deadline - time.monotonic(), 0)):
+            process.send_signal(signal.SIGUSR1)  # writes its stacks to standard error
+            return "error", ("TimeoutError", "no answer in time", f"rank {rank} did not answer in time")
+        try:
+            answer: tuple[str, Any] = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            status = process.wait(END_S)
+            return "error", ("EOFError", f"status {status}", f"rank {rank} ended with status {status}")
+        return answer
+
+
+def run_workers(
+    function: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    nodes: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Runs a module-level function on the ranks of a new job, which are spread over the nodes; results by rank.
+
+    Raises:
+        WorkerError: it raised.
+    """
+    shares = [ranks // nodes + (node < ranks % nodes) for node in range(nodes)]
+    with Job(shares, environment) as job:
+        return job.run(function, *args)
+
+
+def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a function that runs on every rank of the job that the fixture `job` provides.
+
+    The function's parameters are the test's; it asserts on the ranks.
+    """
+
+    def test(job: Job, **arguments: Any) -> None:
+        job.run(_call_body, body.__module__, body.__qualname__, arguments)
+
+    test.__name__, test.__qualname__, test.__doc__ = body.__name__, body.__qualname__, body.__doc__
+    test.__module__ = body.__module__
+    test.body = body  # type: ignore[attr-defined]
+    parameters = inspect.signature(body).parameters.values()
+    fixture = inspect.Parameter("job", inspect.Parameter.KEYWORD_ONLY)
+    signature = inspect.Signature([fixture, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters)])
+    test.__signature__ = signature  # type: ignore[attr-defined]
+    return test
+
+
+def _call_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).body(**arguments)
+
+
+def serve() -> None:
+    """What a worker process runs: functions, as they are asked for, until the connection ends."""
+    faulthandler.register(signal.SIGUSR1)
+    connection = Connection(int(os.environ.pop(_FD)))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args = pickle.loads(request)
+            answer = pickle.dumps(("result", function(*args)))
+        except Exception as error:
+            answer = pickle.dumps(("error", (type(error).__name__, str(error), traceback.format_exc())))
+        connection.send_bytes(answer)
+
+
+def _init() -> None:
+    import fusion_rt.torch as hvd
+
+    hvd.init()
+
+
+def _topology(nodes: Sequence[int]) -> Topology:
+    starts = [sum(nodes[:node]) for node in range(len(nodes))]
+    ranks = tuple(tuple(range(start, start + count)) for start, count in zip(starts, nodes, strict=True))
+    return Topology(tuple(f"node{node}" for node in range(len(nodes))), ranks)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

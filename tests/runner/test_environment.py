@@ -1,0 +1,62 @@
+"""What daemon and workers find in their environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_rt.errors import FusionError
+from fusion_rt.runner.environment import absolute_path_list, of_worker, on_host
+from fusion_rt.runner.messages import Job
+from fusion_rt.topology import Topology
+
+TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
+
+
+def make_job(node: int, environment: tuple[tuple[bytes, bytes], ...] = ()) -> Job:
+    return Job("3.11", "0", "jobid", node, TOPOLOGY, (b"x",), environment, b"/")
+
+
+def test_a_worker_gets_horovods_variables_and_its_daemons_socket() -> None:
+    assert of_worker({b"PATH": b"/bin", b"HOROVOD_RANK": b"9"}, make_job(0), 1, "/run/f") == {
+        b"PATH": b"/bin",
+        b"HOROVOD_HOSTNAME": b"a",
+        b"HOROVOD_RANK": b"1",
+        b"HOROVOD_SIZE": b"3",
+        b"HOROVOD_LOCAL_RANK": b"1",
+        b"HOROVOD_LOCAL_SIZE": b"2",
+        b"HOROVOD_CROSS_RANK": b"0",
+        b"HOROVOD_CROSS_SIZE": b"1",
+        b"HOROVOD_CONTROLLER": b"gloo",
+        b"HOROVOD_CPU_OPERATIONS": b"gloo",
+        b"PYTHONUNBUFFERED": b"1",
+        b"FUSION_JOB_ID": b"jobid",
+        b"FUSION_NODE": b"0",
+        b"FUSION_SOCKET": b"/run/f/jobid.0/sock",
+    }
+
+
+def test_the_third_worker_is_the_first_of_the_second_host() -> None:
+    environment = of_worker({}, make_job(1), 2, "/run/f")
+    assert environment[b"HOROVOD_LOCAL_RANK"] == b"0"
+    assert environment[b"HOROVOD_CROSS_RANK"] == b"1"
+    assert environment[b"HOROVOD_CROSS_SIZE"] == b"2"
+    assert environment[b"FUSION_SOCKET"] == b"/run/f/jobid.1/sock"
+
+
+def test_a_host_keeps_what_is_its_own() -> None:
+    job = make_job(0, ((b"A", b"launcher"),))
+    own = {b"A": b"host", b"CUDA_VISIBLE_DEVICES": b"1", b"XDG_RUNTIME_DIR": b"/run/user/7", b"B": b"host"}
+    assert on_host(job, own) == {
+        b"A": b"launcher",
+        b"CUDA_VISIBLE_DEVICES": b"1",
+        b"XDG_RUNTIME_DIR": b"/run/user/7",
+    }
+
+
+def test_a_socket_path_that_no_socket_can_have_is_an_error() -> None:
+    with pytest.raises(FusionError, match="set FUSION_RUNTIME_DIR to a shorter directory"):
+        of_worker({}, make_job(0), 0, "/" + "x" * 200)
+
+
+def test_relative_paths_are_taken_from_the_working_directory() -> None:
+    assert absolute_path_list(b"a:/b::../c", b"/w") == b"/w/a:/b:/w/../c"

@@ -1,0 +1,86 @@
+"""What comes from an agent is checked before it is believed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_rt.bootstrap import Endpoint, PeerTable, decode_line, encode_line
+from fusion_rt.errors import WireError
+from fusion_rt.runner import messages
+from fusion_rt.topology import Topology
+
+ENDPOINT = Endpoint(0, 1, "127.0.0.1", 1, 2, "key")
+FROM_AGENT = [
+    messages.Ready(),
+    messages.Refused(("no disk", "no \u2713")),
+    messages.DaemonUp(ENDPOINT),
+    messages.DaemonDown(-9),
+    messages.WorkersUp(),
+    messages.Output(3, "stderr", b"\xff\0\r\n"),
+    messages.DaemonLog(b"x"),
+    messages.Exited(0, -11),
+    messages.Stopped(),
+]
+
+
+@pytest.mark.parametrize("message", FROM_AGENT)
+def test_a_message_of_an_agent_survives_its_line(message: messages.FromAgent) -> None:
+    line = encode_line(message)
+    assert line.startswith(messages.LINE_START)
+    assert line.count(b"\n") == 1
+    assert messages.decode_from_agent(line) == message
+
+
+@pytest.mark.parametrize("message", [messages.Peers(PeerTable((ENDPOINT,))), messages.Ping(), messages.Stop(5.0)])
+def test_a_command_survives_its_line(message: messages.Command) -> None:
+    assert messages.decode_command(encode_line(message)) == message
+
+
+def test_a_job_carries_bytes_that_are_no_text() -> None:
+    job = messages.Job("3", "0", "j", 0, Topology(("a",), ((0,),)), (b"\xff",), ((b"\xfe", b"\0"),), b"/\xfd")
+    assert decode_line(encode_line(job), messages.Job) == job
+
+
+def test_another_versions_job_still_tells_its_version() -> None:
+    line = b'{"type":"job","python":"4.0","package":"9.9","something":["new"]}\n'
+    assert decode_line(line, messages.Versions) == messages.Versions("4.0", "9.9")
+
+
+def test_a_full_piece_of_output_fits_into_a_line() -> None:
+    line = encode_line(messages.Output(65535, "stdout", b"\xff" * messages.OUTPUT_CHUNK))
+    assert len(line) < messages.MAX_AGENT_LINE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff",
+        b'{"type":"nonsense"}',
+        b'{"type":"exited","rank":"0","status":0}',
+        b'{"type":"exited","rank":0}',
+        b'{"type":"output","rank":0,"stream":"stdin","data":""}',
+        b'{"type":"output","rank":0,"stream":"stdout","data":"?"}',
+        b'{"type":"daemon_up","endpoint":{"type":"endpoint","node":0,"pid":1,"address":"a","control_port":70000,'
+        b'"payload_port":0,"public_key":""}}',
+        b'{"type":"stop","grace":1.0}',
+    ],
+)
+def test_what_is_no_message_is_refused(line: bytes) -> None:
+    with pytest.raises(WireError, match="is not a message of an agent"):
+        messages.decode_from_agent(line)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_wire_error(line: bytes) -> None:
+    for decode in (messages.decode_from_agent, messages.decode_command):
+        try:
+            message = decode(line)
+        except WireError:
+            continue
+        assert isinstance(message, msgspec.Struct)

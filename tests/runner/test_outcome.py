@@ -1,0 +1,136 @@
+"""Which failure is the cause, and what the last line says."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_rt.runner.outcome import DaemonFailure, HostFailure, WorkerFailure, first_cause, last_error, tell
+
+TRACEBACK = """some warning
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+ValueError: boom
+"""
+ECHO = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    hvd.allreduce(x)
+fusion_rt.errors.HorovodInternalError: rank 1 (host b) ended
+"""
+
+
+def worker(rank: int, status: int = 1, stderr: str = TRACEBACK) -> WorkerFailure:
+    return WorkerFailure("b", rank, status, stderr)
+
+
+def test_the_exception_of_the_last_traceback_is_the_last_line() -> None:
+    lines = tell([worker(1)])
+    assert lines[-1] == "fusionrun: rank 1 on host b failed first: ValueError: boom"
+    assert lines[:3] == [
+        "The end of the stderr of rank 1 on host b:",
+        "  Traceback (most recent call last):",
+        '    File "train.py", line 3, in <module>',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "error"),
+    [
+        ("", ""),
+        ("\n \n", ""),
+        ("only words\n", "only words"),
+        (TRACEBACK, "ValueError: boom"),
+        (TRACEBACK + "exit hooks talk\n", "ValueError: boom"),
+        (
+            ECHO + "\nDuring handling of the above exception, another exception occurred:\n\n" + TRACEBACK,
+            "ValueError: boom",
+        ),
+        ("Traceback (most recent call last):\n  File\n", "File"),
+        ("10%\r20%\rfailed\r", "failed"),
+    ],
+)
+def test_the_line_that_says_what_went_wrong_is_found(stderr: str, error: str) -> None:
+    assert last_error(stderr) == error
+
+
+def test_a_long_traceback_is_cut_in_the_middle() -> None:
+    frames = "".join(f'  File "deep.py", line {n}, in f\n' for n in range(500))
+    lines = tell([worker(0, stderr=f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n")])
+    assert len(lines) < 40
+    assert lines[2] == "    ..."
+    assert lines[-1].endswith("failed first: RecursionError: too deep")
+
+
+def test_the_first_failure_is_the_cause() -> None:
+    assert first_cause([worker(2), worker(1)]).tell()[-1].startswith("fusionrun: rank 2 ")
+
+
+@pytest.mark.parametrize(
+    "real",
+    [worker(3), worker(3, status=-9, stderr=""), HostFailure("c", ("gone",)), DaemonFailure("c", -9, "", "rank 3")],
+)
+def test_an_error_that_only_tells_of_another_one_never_hides_it(real: WorkerFailure) -> None:
+    assert first_cause([worker(0, stderr=ECHO), worker(1, stderr=ECHO), real]) is real
+
+
+def test_when_all_ranks_fail_together_the_first_speaks_for_them() -> None:
+    failures = [worker(1, stderr=ECHO), worker(0, stderr=ECHO)]
+    assert tell(failures)[-1] == (
+        "fusionrun: rank 1 on host b failed first: fusion_rt.errors.HorovodInternalError: rank 1 (host b) ended"
+    )
+
+
+QUOTE = """Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    hvd.allreduce(x)
+fusion_rt.errors.HorovodInternalError: rank 0 (host a) failed: Traceback (most recent call last):
+  File "train.py", line 9, in <module>
+    hvd.allreduce(x)
+fusion_rt.errors.HorovodInternalError: shapes differ
+
+"""
+
+
+def test_a_rank_that_quotes_another_ones_traceback_is_the_last_to_be_chosen() -> None:
+    own = worker(0, stderr=ECHO)
+    quote = worker(2, stderr=QUOTE)
+    assert first_cause([quote, own]) is own
+    assert tell([quote])[-1] == (
+        "fusionrun: rank 2 on host b failed first: fusion_rt.errors.HorovodInternalError: rank 0 (host a) failed: "
+        "fusion_rt.errors.HorovodInternalError: shapes differ"
+    )
+
+
+def test_a_worker_killed_while_it_reported_an_echo_is_no_echo() -> None:
+    assert worker(0, stderr=ECHO).echo
+    assert not worker(0, status=-9, stderr=ECHO).echo
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (3, 3, "ended with status 3 and printed nothing"),
+        (-9, 137, "was killed by SIGKILL (perhaps by the kernel, which was out of memory)"),
+        (-11, 139, "was killed by SIGSEGV"),
+        (-40, 168, "was killed by signal 40"),
+    ],
+)
+def test_a_silent_end_is_told_by_its_status(status: int, code: int, words: str) -> None:
+    failure = worker(5, status=status, stderr="")
+    assert failure.exit_line == f"Process 5 exit with status code {code}."
+    assert words in failure.tell()[-1]
+
+
+def test_all_hosts_that_failed_at_the_start_are_told() -> None:
+    failures = [worker(0, stderr=ECHO), HostFailure("a", ("no Python", "no disk")), HostFailure("b", ("no route",))]
+    assert tell(failures) == [
+        "fusionrun: host a: no Python",
+        "fusionrun: host a: no disk",
+        "fusionrun: host b: no route",
+    ]
+
+
+def test_a_daemons_end_names_its_host_and_signal() -> None:
+    assert DaemonFailure("a", -6, "out of descriptors", "ranks 0-1 (host a)").tell() == [
+        "fusionrun: the daemon of ranks 0-1 (host a) was killed by SIGABRT: out of descriptors"
+    ]

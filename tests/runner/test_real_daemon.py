@@ -1,0 +1,85 @@
+"""Whole jobs with the real daemon and real workers: it goes well, and it fails as people have to see it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+TRAIN = """
+import os, signal, sys, torch
+import fusion_rt.torch as hvd
+hvd.init()
+print("sum", hvd.allreduce(torch.ones(2) * (hvd.rank() + 1), op=hvd.Sum).tolist(), flush=True)
+if sys.argv[1] == "train":
+    while True:
+        hvd.allreduce(torch.ones(1000), name="step")
+        if hvd.rank() == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "differ":
+    hvd.allreduce(torch.ones(2 + hvd.rank()), name="loss")
+"""
+TWO_NODES = ("-np", "3", "-H", "127.0.0.1:2,localhost:1")
+SUMS = [f"[{rank}]<stdout>:sum [6.0, 6.0]" for rank in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def with_real_daemon(fusionrun) -> None:
+    fusionrun.real_daemon = True
+
+
+def test_a_job_on_two_nodes_adds_up_and_leaves_no_file(fusionrun) -> None:
+    result = fusionrun(*TWO_NODES, sys.executable, "-c", TRAIN, "once")
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == SUMS
+    assert os.listdir(fusionrun.runtime_dir) == []
+
+
+def test_a_killed_worker_is_the_last_line_and_every_survivor_names_it(fusionrun) -> None:
+    result = fusionrun(*TWO_NODES, sys.executable, "-c", TRAIN, "train", "1")
+    assert result.returncode == 1
+    assert "Process 1 exit with status code 137.\n" in result.stdout
+    assert result.stderr.splitlines()[-1].startswith("fusionrun: rank 1 on host 127.0.0.1 was killed by SIGKILL")
+    for rank in (0, 2):
+        assert re.search(
+            rf"^\[{rank}\]<stderr>:.*HorovodInternalError: .*rank 1 \(host 127", result.stderr, re.MULTILINE
+        )
+    assert os.listdir(fusionrun.runtime_dir) == []
+
+
+def start_training(fusionrun):
+    process = fusionrun.start(*TWO_NODES, sys.executable, "-c", TRAIN, "train", "9")
+    assert sorted(process.stdout.readline().rstrip() for _ in range(3)) == SUMS
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def test_a_killed_daemon_is_the_last_line(fusionrun) -> None:
+    process, everything = start_training(fusionrun)
+    daemon = next(p for p in everything if "fusiond" in p.cmdline())
+    daemon.kill()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.search(r"fusionrun: the daemon of ranks? [-0-9]+ \(host .*\) was killed by SIGKILL", err.splitlines()[-1])
+    assert not psutil.wait_procs(everything, timeout=1)[1]
+    assert os.listdir(fusionrun.runtime_dir) == []
+
+
+def test_ctrl_c_in_the_middle_of_training_leaves_nothing(fusionrun) -> None:
+    process, everything = start_training(fusionrun)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=5)
+    assert process.returncode == 130
+    assert not [p for p in everything if p.is_running()]
+    assert os.listdir(fusionrun.runtime_dir) == []
+
+
+def test_ranks_that_disagree_are_told_what_about(fusionrun) -> None:
+    result = fusionrun(*TWO_NODES, sys.executable, "-c", TRAIN, "differ")
+    assert result.returncode == 1
+    assert "'allreduce.loss'" in result.stderr.splitlines()[-1]
