@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,14 +151,21 @@ def test_leaving_after_the_daemon_is_no_error(daemon: Daemon) -> None:
     client.close()
 
 
-def test_leaving_wakes_a_thread_that_waits(daemon: Daemon) -> None:
+def test_leaving_wakes_a_thread_that_waits(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     client = daemon.connect()
     operation = client.submit("x", SUM, inline=bytes(8))
     failures: list[str] = []
+    reads = threading.Event()
+    receive = local.receive
+
+    def announced(sock: socket.socket, flags: int = 0) -> tuple[bytes, int]:
+        reads.set()  # and then the interpreter is this thread's until the system call gives it away
+        return receive(sock, flags)
+
+    monkeypatch.setattr(local, "receive", announced)
     thread = threading.Thread(target=lambda: failures.append(failure(client, operation)))
     thread.start()
-    while not client._reading:  # until it waits
-        pass
+    assert reads.wait(TIMEOUT_S)
     client.close()
     thread.join(TIMEOUT_S)
     assert failures == ["fusion_rt has been shut down on this rank"]
@@ -333,7 +341,7 @@ def test_a_thread_is_woken_when_another_one_reads_its_answer(daemon: Daemon, cli
     threads = [threading.Thread(target=client.wait, args=(operation,)) for operation in (other, mine)]
     threads[0].start()
     while not client._reading:  # until it reads
-        pass
+        time.sleep(0)
     threads[1].start()
     daemon.send(wire.Done(mine.handle, bytes(8)))  # read by the first thread, which goes on waiting for its own
     threads[1].join(TIMEOUT_S)

@@ -6,12 +6,13 @@ other.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from fusiond.collectives.cost import CostModel, measured, worst
 
 SMALL, LARGE = 1, 256 * 1024  # bytes of payload
-_ROUNDS = (SMALL,) * 6 + (LARGE,) * 4  # the best of each counts: the first ones pay for warming up
+_ROUNDS = (SMALL,) * 6 + (LARGE,) * 5
 
 Probe = tuple[int, int, int]  # node, serial, bytes of payload
 
@@ -24,7 +25,7 @@ class LinkProbe:
         self._todo = [(node, nbytes) for node in nodes for nbytes in _ROUNDS]
         self._serial = 0
         self._sent_at = 0.0
-        self._best: dict[tuple[int, int], float] = {}
+        self._seconds: dict[tuple[int, int], list[float]] = {}  # round trips by node and payload
         self.cost: CostModel | None = None
 
     def begin(self) -> Probe | None:
@@ -36,8 +37,7 @@ class LinkProbe:
         if self.cost is not None or serial != self._serial or not self._todo or self._todo[0][0] != node:
             return None
         measurement = self._todo.pop(0)
-        seconds = self._clock() - self._sent_at
-        self._best[measurement] = min(seconds, self._best.get(measurement, seconds))
+        self._seconds.setdefault(measurement, []).append(self._clock() - self._sent_at)
         return self._next()
 
     def _next(self) -> Probe | None:
@@ -46,7 +46,12 @@ class LinkProbe:
             self._sent_at = self._clock()
             node, nbytes = self._todo[0]
             return node, self._serial, nbytes
-        nodes = {node for node, _ in self._best}
-        links = [measured(self._best[n, SMALL], self._best[n, LARGE], LARGE - SMALL) for n in nodes]
+        links = [self._link(node) for node in {node for node, _ in self._seconds}]
         self.cost = worst(links) if links else CostModel()
         return None
+
+    def _link(self, node: int) -> CostModel:
+        """The best round trip of the small payloads, since the first pay for warming up, and the median of the large:
+        a shaped link lets the first of them through at once, from its burst."""
+        large = statistics.median(self._seconds[node, LARGE])
+        return measured(min(self._seconds[node, SMALL]), large, LARGE - SMALL)
