@@ -1,21 +1,25 @@
-"""How long a hello-world takes: `fusionrun -np 2` and `torchrun --nproc-per-node 2`, alternating, on warm caches.
+"""How long a hello-world takes: `fusionrun -np 2`, `torchrun --nproc-per-node 2` and, where it is installed,
+`horovodrun -np 2`, alternating, on warm caches.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --rounds 10 --verbose
 
 Each worker joins its job, all-reduces one number, prints it and leaves. What is measured is the command from its start
 to its end. With --verbose also when the last of the workers had got how far, in seconds since the command started.
+Under horovodrun the workers use `horovod.torch`, or `fusion_rt.torch` where horovod was built without PyTorch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 from benchmarks.launch import environment, free_port
 
@@ -27,6 +31,10 @@ _PHASES = (
     "the number is reduced",
     "the command has ended",
 )
+# Horovod's launcher needs nothing of Gloo itself, but refuses to start when horovod was built without any framework.
+_HOROVODRUN = (
+    "import horovod.runner.launch as launch; launch.gloo_built = lambda verbose=False: True; launch.run_commandline()"
+)
 
 
 def worker(runtime: str) -> None:
@@ -34,9 +42,8 @@ def worker(runtime: str) -> None:
     phases = [time.time()]
     import torch
 
-    if runtime == "fusionrun":
-        import fusion_rt.torch as hvd
-
+    if runtime != "torchrun":
+        hvd = _horovod() if runtime == "horovodrun" else importlib.import_module("fusion_rt.torch")
         phases.append(time.time())
         hvd.init()
         phases.append(time.time())
@@ -58,6 +65,12 @@ def worker(runtime: str) -> None:
     os.write(1, line.encode())  # in one piece: torchrun lets its workers write into each other's lines
 
 
+def _horovod() -> Any:
+    hvd = importlib.import_module("horovod.torch")
+    # Built without PyTorch, it is a module with nothing in it.
+    return hvd if hasattr(hvd, "init") else importlib.import_module("fusion_rt.torch")
+
+
 def measure(runtime: str, ranks: int) -> list[float]:
     """Runs the hello-world once; seconds after which the last worker had reached each phase.
 
@@ -65,11 +78,12 @@ def measure(runtime: str, ranks: int) -> list[float]:
         subprocess.CalledProcessError: the job failed; why is on standard error.
         RuntimeError: it printed something else than it should.
     """
-    if runtime == "fusionrun":
-        command = ["fusion_rt.runner", "-np", str(ranks), sys.executable]
-    else:
-        command = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
-    command = [sys.executable, "-m", *command, "-m", "benchmarks.startup", "--worker", runtime]
+    launcher = {
+        "fusionrun": ["-m", "fusion_rt.runner", "-np", str(ranks), sys.executable],
+        "torchrun": ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"],
+        "horovodrun": ["-c", _HOROVODRUN, "--gloo", "-np", str(ranks), sys.executable],
+    }[runtime]
+    command = [sys.executable, *launcher, "-m", "benchmarks.startup", "--worker", runtime]
     began = time.time()
     run = subprocess.run(
         command, env={**environment(), _BEGAN: str(began)}, stdout=subprocess.PIPE, text=True, check=True
@@ -82,7 +96,7 @@ def measure(runtime: str, ranks: int) -> list[float]:
 
 
 def show(times: dict[str, list[list[float]]], ranks: int, verbose: bool) -> None:
-    """A table of medians, and the ratio."""
+    """A table of medians, and of fusionrun's ratios to the others."""
     from rich.console import Console
     from rich.table import Table
 
@@ -93,12 +107,15 @@ def show(times: dict[str, list[list[float]]], ranks: int, verbose: bool) -> None
     table.add_column("until")
     for name in medians:
         table.add_column(name, justify="right")
-    table.add_column(" / ".join(medians), justify="right")
+    ours, *others = medians
+    for name in others:
+        table.add_column(f"{ours} / {name}", justify="right")
     for index, phase in enumerate(_PHASES):
         if verbose or index == len(_PHASES) - 1:
             seconds = [each[index] for each in medians.values()]
-            table.add_row(phase, *(f"{second:.2f}" for second in seconds), f"{seconds[0] / seconds[1]:.2f}")
-    Console(width=100).print(table)
+            ratios = [seconds[0] / other for other in seconds[1:]]
+            table.add_row(phase, *(f"{number:.2f}" for number in seconds + ratios))
+    Console(width=120).print(table)
 
 
 def main() -> None:
@@ -114,6 +131,8 @@ def main() -> None:
         worker(arguments.worker)
         return
     times: dict[str, list[list[float]]] = {"fusionrun": [], "torchrun": []}
+    if importlib.util.find_spec("horovod") is not None:
+        times["horovodrun"] = []
     for number in range(arguments.rounds + 1):
         for name in times:
             found = measure(name, arguments.ranks)

@@ -178,12 +178,12 @@ def _measure_fusion() -> Clock:
     import torch
 
     from fusion_rt import client, local
-    from fusion_rt.torch import buckets, optimizer
+    from fusion_rt.torch import optimizer, slots
 
     clock = Clock()
-    clock.measure(buckets.Slot, "arrived", "python")
-    clock.measure(optimizer._Distributed, "step", "python")
-    clock.measure(optimizer._Distributed, "zero_grad", "python")
+    clock.measure(slots.Slot, "arrived", "python")
+    clock.measure(optimizer.Distributed, "step", "python")
+    clock.measure(optimizer.Distributed, "zero_grad", "python")
     clock.measure(torch, "_foreach_copy_", "copy")
     clock.measure(local, "receive", "wait", busy="python")
     clock.measure(client.Client, "ready", "wait", busy="python")

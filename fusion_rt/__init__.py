@@ -2,7 +2,20 @@
 
 The package a training script imports. `fusion_rt.torch` holds the Horovod-compatible API; the flat modules here are
 what the worker, the launcher (`fusion_rt.runner`) and the daemon (`fusiond`) share, and import neither of them nor
-torch.
+torch. `fusion_rt.run` starts a job from a program.
 """
 
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fusion_rt.run_function import run as run
+else:
+
+    def __getattr__(name: str) -> object:
+        if name == "run":  # imported when it is used: workers and daemons never do
+            from fusion_rt.run_function import run
+
+            return run
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

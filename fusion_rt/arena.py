@@ -32,11 +32,13 @@ class Segment:
         nbytes: its length.
         view: writable view of all of it.
         address: address at which it is mapped in this process.
+        on_close: called before it is unmapped, by whoever has made its pages known to a device.
     """
 
     def __init__(self, fd: int, nbytes: int, *, private: bool = False) -> None:
         self.fd = fd
         self.nbytes = nbytes
+        self.on_close: Callable[[], None] | None = None
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self._map = mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         if nbytes >= _HUGE_PAGE:
@@ -108,6 +110,9 @@ class Segment:
     def close(self) -> None:
         """Unmaps the segment now, or when the last view of it (a tensor, an array) goes away."""
         # Neither the view nor the map is closed by force: a tensor may still look into it, which would raise.
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
         self.close_fd()
         self.view = memoryview(b"")
         del self._map
@@ -192,6 +197,10 @@ class Arena:
         """Gives a segment up, here and at the daemon."""
         self._segments.pop(segment_id).close()
         self._drop(segment_id)
+
+    def segment(self, segment_id: int) -> Segment:
+        """One of its segments."""
+        return self._segments[segment_id]
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Segment id and offset of memory that lies in the arena as a whole, else None."""

@@ -2,9 +2,10 @@
 
 Whoever starts a daemon (`fusionrun`'s agent on each host, or the first worker of a job without a launcher) writes one
 line of JSON to its standard input, a `DaemonConfig`, and reads one line from its standard output, an `Endpoint` (or a
-`StartError`). In a job of several nodes it then writes a second line, the `PeerTable` with every node's endpoint. No
-secret ever stands on a command line or in a file: each daemon makes its own CURVE key pair, and only public keys
-travel, over the launcher's own channel.
+`StartError`). In a job of several nodes it then writes a second line, the `PeerTable` with every node's endpoint. The
+daemon goes on to write a line, a `Phase`, whenever the start of the job has come further. No secret ever stands on a
+command line or in a file: each daemon makes its own CURVE key pair, and only public keys travel, over the launcher's
+own channel.
 
 When the config says `attached`, the end of standard input means that the starter is gone, and the daemon ends the
 job.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -68,6 +69,13 @@ class StartError(msgspec.Struct, frozen=True, tag="error"):
     """Why a daemon did not come up: a sentence."""
 
     error: str
+
+
+class Phase(msgspec.Struct, frozen=True, tag="phase"):
+    """How far the start has come on this node: its workers have `joined`; it is `connected` to the other daemons; the
+    links are measured and all ranks have been told that the job has `started`; one operation is done (`first_done`)."""
+
+    phase: Literal["joined", "connected", "started", "first_done"]
 
 
 class PeerTable(msgspec.Struct, frozen=True):

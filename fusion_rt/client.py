@@ -12,7 +12,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fusion_rt import local, wire
 from fusion_rt.arena import Arena, Region, Segment
@@ -20,6 +20,7 @@ from fusion_rt.errors import FusionError, HorovodInternalError
 from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
 
 _DONTWAIT = int(socket.MSG_DONTWAIT)
+_CLOCKS_OF_A_JOIN = 1 << 24  # clocks between one join and the next
 
 
 class Operation:
@@ -31,7 +32,7 @@ class Operation:
         error: why it failed, or None.
         inline: the result, when it is small.
         output: private copy-on-write mapping of the result, when the daemon made one (allgather, alltoall).
-        sizes: rows received from each rank (allgather, alltoall).
+        sizes: rows received from each rank (allgather, alltoall), or the answer of an operation without data.
         plan: the answer to a proposal.
     """
 
@@ -57,18 +58,23 @@ class Client:
         job: id of the job.
         rank: this worker's rank.
         timeout: seconds for every process of the job to come up.
+        previous: a client of the same job that has left; its connection is used again.
 
     Raises:
         FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time.
     """
 
-    def __init__(self, path: str, job: str, rank: int, timeout: float) -> None:
+    def __init__(self, path: str, job: str, rank: int, timeout: float, previous: Client | None = None) -> None:
+        self.job = job
         self.rank = rank
         self._pid = os.getpid()
-        self._socket = _connect(path, time.monotonic() + timeout, timeout)
+        self._socket: socket.socket = (
+            _connect(path, time.monotonic() + timeout, timeout) if previous is None else previous._socket
+        )
         self._operations: dict[int, Operation] = {}
         self._next_handle = 0
-        self._clocks: dict[tuple[int, str], int] = {}
+        self._clocks: dict[tuple[int, str | int], int] = {}  # of a name in a process set, of a bucket in a plan (< 0)
+        self._first_clock = 0
         self._in_flight: set[tuple[int, str]] = set()
         self._failure: str | None = None
         self._reading = False
@@ -78,11 +84,12 @@ class Client:
         hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid())
         self._send(local.Packet(wire.encode(hello)))
         try:
-            self.welcome = self._await_welcome(timeout)
+            self.welcome = self._await_welcome(timeout, previous is not None)
         except BaseException:
             self._socket.close()
             raise
         self.topology: Topology = self.welcome.topology
+        self._first_clock = self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH
         self.process_sets = {GLOBAL_SET: ProcessSet(GLOBAL_SET, tuple(range(self.topology.size)))}
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -101,19 +108,22 @@ class Client:
         An operation without a name is paired with those of other ranks by kind and order; several may be under way.
 
         Raises:
-            HorovodInternalError: the job has failed, or an operation of this name is still under way here.
+            HorovodInternalError: the job has failed.
+            ValueError: an operation of this name is still under way here.
         """
         unnamed = name is None
         if name is None:
             name = f"{signature.kind}.noname"
         identity = (signature.process_set, name)
         if identity in self._in_flight:
-            raise HorovodInternalError(
+            self._read_available()  # it may have ended, and nobody has looked
+        if identity in self._in_flight:
+            raise ValueError(
                 f"an operation named {name!r} was submitted on rank {self.rank} while an earlier one of that name was "
                 "still under way; wait for it with synchronize(), or give each its own name"
             )
         operation = self._begin(name)
-        clock = self._clocks.get(identity, 0)
+        clock = self._clocks.get(identity, self._first_clock)
         message = wire.Submit(
             operation.handle,
             name,
@@ -137,8 +147,47 @@ class Client:
         self._send(local.Packet(wire.encode(wire.Propose(operation.handle, proposal))))
         return operation
 
-    def ready(self, name: str, plan: int, bucket: int, clock: int) -> Operation:
+    def join(self) -> int:
+        """Waits until every rank has joined; until then this one contributes nothing to the others' all-reduces.
+
+        Returns: the last rank that joined.
+
+        Raises:
+            HorovodInternalError: it failed, on all ranks.
+        """
+        last = self.wait(self.submit("join", wire.Signature("join"))).sizes[0]
+        # Ranks have not taken the same number of steps. From here on they count alike again.
+        self._first_clock += _CLOCKS_OF_A_JOIN
+        self._clocks.clear()
+        return last
+
+    def add_process_set(self, ranks: Sequence[int]) -> ProcessSet:
+        """Makes a new process set of these ranks; every rank of the job has to ask for it.
+
+        Raises:
+            HorovodInternalError: the ranks do not agree, or there is no such set; on all ranks.
+        """
+        members = tuple(sorted(ranks))
+        operation = self.wait(self.submit("process_set", wire.Signature("add_process_set", ranks=members)))
+        added = ProcessSet(operation.sizes[0], members)
+        self.process_sets[added.id] = added
+        return added
+
+    def remove_process_set(self, process_set: int) -> None:
+        """Removes a process set; every rank of the job has to ask for it.
+
+        Raises:
+            HorovodInternalError: the ranks do not agree; on all ranks.
+        """
+        members = self.process_sets[process_set].ranks
+        self.wait(self.submit("process_set", wire.Signature("remove_process_set", ranks=members)))
+        del self.process_sets[process_set]
+
+    def ready(self, name: str, plan: int, bucket: int) -> Operation:
         """Says that this worker's part of a planned bucket is in the arena."""
+        identity = (-plan, bucket)
+        clock = self._clocks.get(identity, self._first_clock)
+        self._clocks[identity] = clock + 1
         operation = self._begin(name)
         self._send(local.Packet(wire.encode(wire.Ready(operation.handle, plan, bucket, clock))))
         return operation
@@ -169,21 +218,30 @@ class Client:
         """A region of the arena; give it back with `arena.free`."""
         return self.arena.allocate(nbytes)
 
-    def close(self, error: str = "") -> None:
-        """Leaves the job; `error` is this worker's unhandled exception, if that is why it leaves."""
-        ours = self._pid == os.getpid()  # in a forked child the connection is the parent's to end
-        if ours:
+    def leave(self, error: str = "") -> bool:
+        """Leaves the job; `error` is this worker's unhandled exception, if that is why it leaves.
+
+        Returns: whether it may come back with a client that has this one as `previous`.
+        """
+        if self._pid != os.getpid():  # in a forked child: the connection is the parent's to end
+            return False
+        returnable = self._failure is None
+        if returnable:
             try:
-                if self._failure is None:
-                    self._send(local.Packet(wire.encode(wire.Bye(error))))
+                self._send(local.Packet(wire.encode(wire.Bye(error))))
             except (HorovodInternalError, OSError):
-                pass  # the daemon is gone already, and so there is nobody to tell
+                returnable = False  # the daemon is gone already, and so there is nobody to tell
         self._fail("fusion_rt has been shut down on this rank")
-        if ours:
+        self.arena.close()
+        return returnable
+
+    def close(self, error: str = "") -> None:
+        """Leaves the job, if it has not yet, for good."""
+        self.leave(error)
+        if self._pid == os.getpid():
             with contextlib.suppress(OSError):  # gone already
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads; close would not
         self._socket.close()
-        self.arena.close()
 
     def abandon(self) -> None:
         """In a forked child: closes its copy of the connection, which goes on being the parent's.
@@ -306,21 +364,27 @@ class Client:
         return (f"the daemon of rank {self.rank}'s node (host {host}) is gone: it was killed or has crashed; "
                 "see its log (`fusiond logs`)")  # fmt: skip
 
-    def _await_welcome(self, timeout: float) -> wire.Welcome:
+    def _await_welcome(self, timeout: float, skip_answers: bool) -> wire.Welcome:
+        """`skip_answers`: what the daemon answered the client before may still come first."""
+        deadline = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
-            if not selector.select(timeout):
-                raise FusionError(f"rank {self.rank} waited {timeout:g} s for the other processes of the job; "
-                                  "raise --start-timeout if they need longer to start")  # fmt: skip
-        data, _ = local.receive(self._socket)
-        if not data:
-            raise FusionError(self._lost())
-        message = wire.decode_daemon_message(data)
-        if isinstance(message, wire.JobFailed):
-            raise FusionError(message.message)
-        if not isinstance(message, wire.Welcome):
-            raise FusionError(f"the daemon answered Hello with {type(message).__name__}")
-        return message
+            while True:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise FusionError(f"rank {self.rank} waited {timeout:g} s for the other processes of the job; "
+                                      "raise --start-timeout if they need longer to start")  # fmt: skip
+                data, fd = local.receive(self._socket)
+                if not data:
+                    raise FusionError(self._lost())
+                message = wire.decode_daemon_message(data)
+                if isinstance(message, wire.JobFailed):
+                    raise FusionError(message.message)
+                if isinstance(message, wire.Welcome):
+                    return message
+                if fd >= 0:
+                    os.close(fd)
+                if not skip_answers:
+                    raise FusionError(f"the daemon answered Hello with {type(message).__name__}")
 
 
 def _connect(path: str, deadline: float, timeout: float) -> socket.socket:

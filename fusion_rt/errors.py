@@ -22,3 +22,21 @@ class HorovodInternalError(FusionError, RuntimeError):
 
     The name is Horovod's, so that `except HorovodInternalError` in existing scripts keeps working.
     """
+
+
+class HostsUpdatedInterrupt(FusionError, RuntimeError):
+    """The hosts of an elastic job have changed: `elastic.run` keeps the state and brings it to all ranks.
+
+    The name is Horovod's.
+
+    Attributes:
+        skip_sync: hosts were only lost, so that every rank that is left has the state already.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
+
+
+class JobError(FusionError, RuntimeError):
+    """A job that `fusion_rt.run` started has failed; the text ends with the first failure and its traceback."""

@@ -1,10 +1,10 @@
-"""Every knob once: name, unit, default, environment variable, launcher flag and YAML key.
+"""Every knob once: flag, environment variable, YAML key, unit, default and meaning.
 
-A value is found in this order: launcher flag, YAML file, environment variable, default. Flags and YAML reach the
-workers and daemons as environment variables, so that reading the environment is all a process has to do.
+From this table come the settings of a process (`Settings.from_env`), the flags of `fusionrun` and its `--help`, the
+keys of its YAML file, and the page docs/settings.md, which `python -m fusion_rt.settings` writes.
 
-Sizes and durations accept suffixes everywhere (`64MiB`, `1ms`); a bare number has the unit that Horovod gave the
-variable (bytes for a size, seconds for a time), or the flag (MB for `--fusion-threshold-mb`).
+A value is found in this order: flag, YAML file, environment variable, default. Flags and YAML reach the workers and
+daemons as environment variables, so that reading the environment is all that a process has to do.
 """
 
 from __future__ import annotations
@@ -12,202 +12,228 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt.errors import SettingError
+from fusion_rt.units import BYTES, COUNT, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
 
-KIB = 1024
-MIB = 1024 * KIB
+START, HOSTS, REACH, OUTPUT, ELASTIC, FUSION, STALLS, DAEMON, LOGGING, TIMELINE, AUTOTUNE, COMPATIBLE = GROUPS = (
+    "start of a job",
+    "hosts",
+    "how hosts are reached",
+    "output",
+    "elastic jobs",
+    "tensor fusion and compression",
+    "stalls",
+    "daemons and network",
+    "logging",
+    "timeline",
+    "autotuning",
+    "accepted for compatibility",
+)
 
-_SIZE_SUFFIXES = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": 1024 * MIB,
-}
-_TIME_SUFFIXES = {"": 1.0, "s": 1.0, "us": 1e-6, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
+# Why nothing comes of a knob. Those in `_NOT_YET` wait for a later version; all others never will.
+_FIXED = "membership stays as it is at the start"
+_NO_TIMELINE = "no timeline is recorded"
+_NO_TUNING = "nothing is tuned"
+_NO_MPI = "MPI is not used"
+_NO_CYCLE = "buckets start when they are full, by a plan that is agreed once: there is neither a cycle nor a cache"
+_NODE_FIRST = "each node is reduced in shared memory first, then the nodes by whichever way is measured to be faster"
+_NO_NCCL = "Horovod's NCCL streams are not used"
+_NO_THREAD = "workers have no background thread"
+_NO_GLOO = "Gloo is not used; --stall-check-shutdown-time-seconds limits how long an operation may wait"
+_NO_CHECKS = "no checks are cached"
+_NOT_YET = (_FIXED, _NO_TIMELINE, _NO_TUNING)
 
 
-def parse_size(text: str, bare_unit: int = 1) -> int:
-    """Bytes in a size such as `67108864`, `64MiB` or `0.5 GB`.
+@dataclass(frozen=True)
+class Knob:
+    """One row of the table.
 
-    Args:
-        text: the number with an optional suffix, in any case.
-        bare_unit: bytes that a number without a suffix counts for (Horovod's `--fusion-threshold-mb` counts MiB).
-
-    Raises:
-        SettingError: the text is not a size.
+    Attributes:
+        name: of the attribute of `Settings`, or of the launcher's option.
+        group: under which heading it stands; one of `GROUPS`.
+        help: what it means.
+        unit: what kind of value it has.
+        default: its value when nobody gives one; None: there is none, or `absent` describes it.
+        flags: its flags, the usual one first.
+        off: flags that switch it off.
+        variable: its environment variable; "": only the launcher uses it.
+        inverse: the variable means the opposite of flag and YAML key.
+        yaml: its key in the YAML file, with a dot behind each mapping's key.
+        choices: all values there are.
+        least, most: the smallest and the largest value allowed.
+        bare: bytes or seconds that a number without a suffix counts after the flag and in YAML.
+        bare_variable: the same in the variable.
+        absent: what applies when no value is given, in words.
+        placeholder: what stands for the value in the help, if not the unit's name.
+        many: how many values the flag takes, when not one: a number; or "append": the flag may be repeated.
+        idle: why nothing comes of it, if so.
     """
-    number, suffix = _number_and_suffix(text, _SIZE_SUFFIXES, "a size such as 64MiB")
-    return round(number * (_SIZE_SUFFIXES[suffix] if suffix else bare_unit))
+
+    name: str
+    group: str
+    help: str
+    unit: Unit = TEXT
+    default: Any = None
+    flags: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
+    variable: str = ""
+    inverse: bool = False
+    yaml: str = ""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    bare: float = 1.0
+    bare_variable: float = 1.0
+    absent: str = ""
+    placeholder: str = ""
+    many: str = ""
+    idle: str = ""
+
+    @property
+    def is_yet_to_come(self) -> bool:
+        """Whether it does nothing in this version only."""
+        return self.idle in _NOT_YET
+
+    def parse(self, text: str, source: str) -> Any:
+        """The value in a text.
+
+        Args:
+            text: as somebody wrote it.
+            source: where it stands: the variable's name, or anything else, which is then where `bare` applies.
+
+        Raises:
+            SettingError: it cannot be used; the sentence begins with the source.
+        """
+        in_variable = source == self.variable
+        try:
+            value = self.unit.parse(text, self.bare_variable if in_variable else self.bare)
+        except SettingError as error:
+            raise SettingError(f"{source}: {error}") from None
+        if self.choices:
+            known = {choice.lower(): choice for choice in self.choices}
+            if value.lower() not in known:
+                raise SettingError(f"{source}: {text!r} is not one of {', '.join(self.choices)}")
+            value = known[value.lower()]
+        if self.least is not None and value < self.least:
+            raise SettingError(f"{source}: {text!r} is below the least value allowed, {self.least:g}")
+        if self.most is not None and value > self.most:
+            raise SettingError(f"{source}: {text!r} is above the largest value allowed, {self.most:g}")
+        return not value if in_variable and self.inverse else value
+
+    def write(self, value: Any) -> str:
+        """A value as the variable has it."""
+        return self.unit.write(not value if self.inverse else value, self.bare_variable)
+
+    @property
+    def default_text(self) -> str:
+        """What applies when nobody gives a value, for people; empty when that goes without saying."""
+        return self.absent or ("" if self.default in (None, "") else self.unit.show(self.default))
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in help texts."""
+        return "|".join(self.choices) or self.placeholder or self.unit.name
 
 
-def parse_seconds(text: str, bare_unit: float = 1.0) -> float:
-    """Seconds in a duration such as `30`, `1ms` or `2min`; a bare number counts `bare_unit` seconds.
+# A row of the table is easier to read in two or three lines than with a line for each argument.
+# fmt: off
 
-    Raises:
-        SettingError: the text is not a duration.
-    """
-    number, suffix = _number_and_suffix(text, _TIME_SUFFIXES, "a duration such as 30s or 1ms")
-    return number * (_TIME_SUFFIXES[suffix] if suffix else bare_unit)
-
-
-def _number_and_suffix(text: str, suffixes: Mapping[str, float], what: str) -> tuple[float, str]:
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in suffixes or not math.isfinite(float(match[1])):
-        raise SettingError(f"{text!r} is not {what}")
-    return float(match[1]), match[2].lower()
-
-
-def _parse_bool(text: str) -> bool:
-    if text.strip().lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.strip().lower() in ("0", "false", "no", "off", ""):
-        return False
-    raise SettingError(f"{text!r} is not a yes or no (1 or 0)")
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "bytes": parse_size,
-    "seconds": parse_seconds,
-    "bool": _parse_bool,
-    "count": int,
-    "text": str,
-}
-
-
-def _knob(
-    default: Any,
-    env: str,
-    help: str,
-    *,
-    unit: str = "text",
-    flag: str | None = None,
-    yaml: str | None = None,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-) -> Any:
-    """One row of the table of settings; `unit` is a key of `_PARSERS`, `least` the smallest value allowed."""
-    metadata = {
-        "env": env,
-        "help": help,
-        "unit": unit,
-        "flag": flag,
-        "yaml": yaml,
-        "choices": choices,
-        "least": least,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+def _row(default: Any, group: str, help: str, **columns: Any) -> Any:
+    """A row that is also an attribute of `Settings`."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, **columns})
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of one process, read from its environment by `Settings.from_env`."""
 
-    fusion_threshold: int = _knob(
-        16 * MIB,
-        "HOROVOD_FUSION_THRESHOLD",
-        "Largest bucket: gradients are fused until a bucket would grow beyond this.",
-        unit="bytes",
-        flag="--fusion-threshold-mb",
-        yaml="params.fusion_threshold_mb",
-        least=0,
-    )
-    start_timeout: float = _knob(
-        30.0,
-        "HOROVOD_START_TIMEOUT",
-        "How long every process of a job may take to come up before the job is given up.",
-        unit="seconds",
-        flag="--start-timeout",
-        least=0.001,
-    )
-    operation_timeout: float = _knob(
-        600.0,
-        "FUSION_OPERATION_TIMEOUT",
-        "How long an operation may wait for ranks that have not submitted it before it fails on all ranks.",
-        unit="seconds",
-        least=0.001,
-    )
-    log_level: str = _knob(
-        "warning",
-        "HOROVOD_LOG_LEVEL",
-        "Least severe message that is logged.",
-        flag="--log-level",
-        yaml="logging.level",
-        choices=("trace", "debug", "info", "warning", "error", "fatal"),
-    )
-    runtime_dir: str = _knob(
-        "",
-        "FUSION_RUNTIME_DIR",
-        "Directory (mode 0700) for the daemons' sockets and logs; empty: one for this user in XDG_RUNTIME_DIR or /tmp.",
-    )
-    algorithm: str = _knob("allreduce", "FUSION_ALGORITHM", "How the gradients of a DistributedOptimizer are combined.")
-    compression: str = _knob(
-        "dense", "FUSION_COMPRESSION", "Codec of the gradients of a DistributedOptimizer between nodes."
-    )
-    encryption: str = _knob(
-        "auto",
-        "FUSION_ENCRYPTION",
-        "What is encrypted between daemons: all, control (payloads travel in the clear, for trusted networks), or "
-        "auto: all, unless every daemon listens on loopback.",
-        flag="--encryption",
-        choices=("auto", "all", "control"),
-    )
-    chunk_bytes: int = _knob(
-        2 * MIB,
-        "FUSION_CHUNK_BYTES",
-        "Largest payload of a message between daemons; a bucket travels as a pipeline of them, smaller on slow links.",
-        unit="bytes",
-        least=4 * KIB,
-    )
-    window_bytes: int = _knob(
-        16 * MIB,
-        "FUSION_WINDOW_BYTES",
-        "Payload a daemon may have under way to one peer for one bucket before the peer has to grant more credit.",
-        unit="bytes",
-        least=4 * KIB,
-    )
-    connections: int = _knob(1, "FUSION_CONNECTIONS", "Payload connections to each peer daemon.", unit="count", least=1)
-    io_threads: int = _knob(1, "FUSION_IO_THREADS", "ZeroMQ I/O threads of a daemon.", unit="count", least=1)
-    kernel_threads: int = _knob(
-        2, "FUSION_KERNEL_THREADS", "Threads of a daemon that reduce local buckets.", unit="count", least=1
-    )
-    heartbeat_interval: float = _knob(
-        1.0,
-        "FUSION_HEARTBEAT_INTERVAL",
-        "How often a daemon's event loop tells its peers that it is alive.",
-        unit="seconds",
-        least=0.01,
-    )
-    heartbeat_timeout: float = _knob(
-        10.0,
-        "FUSION_HEARTBEAT_TIMEOUT",
-        "Silence after which a peer daemon is given up.",
-        unit="seconds",
-        least=0.05,
-    )
+    start_timeout: float = _row(
+        30.0, START, "How long every process of a job may take to come up before the job is given up.",
+        unit=SECONDS, flags=("--start-timeout",), variable="HOROVOD_START_TIMEOUT", least=0.001)
+    fusion_threshold: int = _row(
+        16 * MIB, FUSION, "Largest bucket: gradients are fused until it would grow beyond this (Horovod's is 128 MiB).",
+        unit=BYTES, flags=("--fusion-threshold-mb",), variable="HOROVOD_FUSION_THRESHOLD",
+        yaml="params.fusion_threshold_mb", bare=MIB)
+    compression: str = _row(
+        "dense", FUSION, "Codec of the gradients of a DistributedOptimizer between nodes, such as fp16; "
+        "`fusionrun --check-build` lists them.",
+        flags=("--compression",), variable="FUSION_COMPRESSION", yaml="params.compression", placeholder="CODEC")
+    algorithm: str = _row(
+        "allreduce", FUSION, "How the gradients of a DistributedOptimizer are combined.",
+        flags=("--algorithm",), variable="FUSION_ALGORITHM", yaml="params.algorithm", placeholder="NAME")
+    stall_check: bool = _row(
+        True, STALLS, "Whether operations that wait for ranks are warned about and ended; off: they may wait for ever.",
+        unit=SWITCH, flags=("--stall-check",), off=("--no-stall-check",), variable="HOROVOD_STALL_CHECK_DISABLE",
+        inverse=True, yaml="stall_check.enabled")
+    stall_warning_time: float = _row(
+        60.0, STALLS, "How long an operation may wait for ranks that have not submitted it before a warning names them "
+        "(0: never).",
+        unit=LIMIT, flags=("--stall-check-warning-time-seconds",), variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
+        yaml="stall_check.warning_time_seconds")
+    operation_timeout: float = _row(
+        600.0, STALLS, "How long an operation may wait for ranks that have not submitted it before it fails on all "
+        "ranks (0: never, which is Horovod's default).",
+        unit=LIMIT, flags=("--stall-check-shutdown-time-seconds",), variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        yaml="stall_check.shutdown_time_seconds")
+    log_level: str = _row(
+        "WARNING", LOGGING, "Least severe message that is logged.",
+        flags=("--log-level",), variable="HOROVOD_LOG_LEVEL", yaml="logging.level",
+        choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"))
+    log_timestamp: bool = _row(
+        True, LOGGING, "Whether the daemons' log lines begin with the time.",
+        unit=SWITCH, flags=("--log-with-timestamp", "--no-log-hide-timestamp"),
+        off=("--log-without-timestamp", "--log-hide-timestamp"), variable="HOROVOD_LOG_HIDE_TIME", inverse=True,
+        yaml="logging.with_timestamp")
+    encryption: str = _row(
+        "auto", DAEMON, "What is encrypted between daemons: all, control (payloads travel in the clear, for trusted "
+        "networks), or auto: all, unless every daemon listens on loopback.",
+        flags=("--encryption",), variable="FUSION_ENCRYPTION", yaml="params.encryption",
+        choices=("auto", "all", "control"))
+    runtime_dir: str = _row(
+        "", DAEMON, "Directory (mode 0700) for the daemons' sockets and logs.",
+        variable="FUSION_RUNTIME_DIR", absent="one for this user in XDG_RUNTIME_DIR or /tmp")
+    chunk_bytes: int = _row(
+        2 * MIB, DAEMON, "Largest payload of a message between daemons; a bucket travels as a pipeline of them, "
+        "smaller on slow links.",
+        unit=BYTES, variable="FUSION_CHUNK_BYTES", least=4 * KIB)
+    window_bytes: int = _row(
+        16 * MIB, DAEMON, "Payload a daemon may have under way to one peer for one bucket before the peer has to grant "
+        "more credit.",
+        unit=BYTES, variable="FUSION_WINDOW_BYTES", least=4 * KIB)
+    connections: int = _row(
+        1, DAEMON, "Payload connections to each peer daemon.", unit=COUNT, variable="FUSION_CONNECTIONS", least=1)
+    io_threads: int = _row(
+        1, DAEMON, "ZeroMQ I/O threads of a daemon.", unit=COUNT, variable="FUSION_IO_THREADS", least=1)
+    kernel_threads: int = _row(
+        2, DAEMON, "Threads of a daemon that reduce local buckets.",
+        unit=COUNT, variable="FUSION_KERNEL_THREADS", least=1)
+    heartbeat_interval: float = _row(
+        1.0, DAEMON, "How often a daemon's event loop tells its peers that it is alive.",
+        unit=SECONDS, variable="FUSION_HEARTBEAT_INTERVAL", least=0.01)
+    heartbeat_timeout: float = _row(
+        10.0, DAEMON, "Silence after which a peer daemon is given up.",
+        unit=SECONDS, variable="FUSION_HEARTBEAT_TIMEOUT", least=0.05)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """The settings that an environment describes; unset variables keep their defaults.
+        """The settings that an environment describes; unset and empty variables keep their defaults.
 
         Raises:
             SettingError: a variable's value cannot be used; the text names the variable.
         """
         environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        for knob in dataclasses.fields(cls):
-            text = environ.get(knob.metadata["env"], "")
-            if text != "":
-                values[knob.name] = _parse_knob(knob, text)
+        values = {
+            knob.name: knob.parse(environ[knob.variable], knob.variable)
+            for knob in OF_SETTINGS
+            if environ.get(knob.variable, "") != ""
+        }
+        if not values.get("stall_check", True):
+            values.update(stall_warning_time=math.inf, operation_timeout=math.inf)
         return cls(**values)
 
     def runtime_root(self) -> str:
@@ -218,16 +244,121 @@ class Settings:
         return os.path.join(base, f"fusion_rt-{os.getuid()}")
 
 
-def _parse_knob(knob: dataclasses.Field[Any], text: str) -> Any:
-    meta = knob.metadata
-    try:
-        value = _PARSERS[meta["unit"]](text)
-    except ValueError as error:
-        raise SettingError(f"{meta['env']}={text!r} ({meta['help']}): {error}") from None
-    if meta["choices"]:
-        value = value.lower()
-        if value not in meta["choices"]:
-            raise SettingError(f"{meta['env']}={text!r} is not one of {', '.join(meta['choices'])}")
-    if meta["least"] is not None and value < meta["least"]:
-        raise SettingError(f"{meta['env']}={text!r} is below the least value allowed, {meta['least']}")
-    return value
+OF_SETTINGS = tuple(Knob(row.name, default=row.default, **row.metadata) for row in dataclasses.fields(Settings))
+
+OF_LAUNCHER = (
+    Knob("num_proc", START, "Number of workers.",
+         COUNT, flags=("-np", "--num-proc"), least=1, absent="all slots of the hosts"),
+    Knob("config_file", START, "YAML file with settings. Flags beat it, and it beats the environment.",
+         flags=("--config-file",), placeholder="FILE"),
+    Knob("check_build", START, "Show what this installation can use, and do nothing else.",
+         SWITCH, flags=("-cb", "--check-build")),
+    Knob("as_horovod", START, "Let `import horovod.torch` in an unchanged script mean this package.",
+         SWITCH, flags=("--as-horovod",)),
+    Knob("verbose", START, "Report the phases of the job, and when each was reached.", SWITCH, flags=("--verbose",)),
+    Knob("hosts", HOSTS, "Hosts as host:slots,host:slots,...; ranks fill them in this order.",
+         flags=("-H", "--hosts"), placeholder="HOSTS", absent="localhost:N"),
+    Knob("hostfile", HOSTS, "File with a line `name slots=N` for each host; # starts a comment.",
+         flags=("-hostfile", "--hostfile"), placeholder="FILE"),
+    Knob("host_discovery_script", HOSTS, "Program that prints the hosts, a line `host[:slots]` for each.",
+         flags=("--host-discovery-script",), placeholder="SCRIPT", idle=_FIXED),
+    Knob("slots_per_host", HOSTS, "Slots of each host for which none are given.",
+         COUNT, 1, flags=("--slots-per-host",), least=1),
+    Knob("network_interfaces", HOSTS, "Listen on this interface's address; of several (a,b or the flag repeated) "
+         "each host uses the first that it has.",
+         flags=("--network-interface", "--network-interfaces"), placeholder="NAME", many="append",
+         absent="the way to the other hosts"),
+    Knob("ssh_port", REACH, "Port of ssh on all hosts.",
+         COUNT, flags=("-p", "--ssh-port"), least=1, most=65535, placeholder="PORT", absent="ssh's own"),
+    Knob("ssh_identity_file", REACH, "File with the private key for ssh.",
+         flags=("-i", "--ssh-identity-file"), placeholder="FILE", absent="ssh's own"),
+    Knob("rsh_agent", REACH, "Reach every host with this instead of ssh; the agent's command line is appended to it.",
+         flags=("--rsh-agent",), placeholder="'CMD {host}'"),
+    Knob("output_filename", OUTPUT, "Also write what each worker prints to DIR/rank.<rank>/stdout and stderr.",
+         flags=("--output-filename",), placeholder="DIR"),
+    Knob("prefix_output_with_timestamp", OUTPUT, "Start each line of the workers' output with the time.",
+         SWITCH, flags=("-prefix-timestamp", "--prefix-output-with-timestamp")),
+    Knob("min_num_proc", ELASTIC, "Least number of workers; with fewer slots the job does not start.",
+         COUNT, flags=("--min-np", "--min-num-proc"), least=1, idle=_FIXED),
+    Knob("max_num_proc", ELASTIC, "Largest number of workers; without -np, all slots are used up to this number.",
+         COUNT, flags=("--max-np", "--max-num-proc"), least=1, idle=_FIXED),
+    Knob("elastic_timeout", ELASTIC, "How long to wait for enough hosts after a change of membership.",
+         SECONDS, flags=("--elastic-timeout",), variable="HOROVOD_ELASTIC_TIMEOUT", idle=_FIXED),
+    Knob("reset_limit", ELASTIC, "How many changes of membership a job may see.",
+         COUNT, flags=("--reset-limit",), least=0, idle=_FIXED),
+    Knob("blacklist_cooldown_range", ELASTIC, "How many seconds a host that failed is left out, at first and at most.",
+         flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2", idle=_FIXED),
+    Knob("timeline_filename", TIMELINE, "File for a timeline of all operations.",
+         flags=("--timeline-filename",), variable="HOROVOD_TIMELINE", yaml="timeline.filename", placeholder="FILE",
+         idle=_NO_TIMELINE),
+    Knob("timeline_mark_cycles", TIMELINE, "Mark cycles in the timeline.",
+         SWITCH, flags=("--timeline-mark-cycles",), off=("--no-timeline-mark-cycles",),
+         variable="HOROVOD_TIMELINE_MARK_CYCLES", yaml="timeline.mark_cycles", idle=_NO_TIMELINE),
+    Knob("autotune", AUTOTUNE, "Find good values of the settings during training.",
+         SWITCH, flags=("--autotune",), off=("--no-autotune",), variable="HOROVOD_AUTOTUNE", yaml="autotune.enabled",
+         idle=_NO_TUNING),
+    Knob("autotune_log_file", AUTOTUNE, "File for what was tried.",
+         flags=("--autotune-log-file",), variable="HOROVOD_AUTOTUNE_LOG", yaml="autotune.log_file", placeholder="FILE",
+         idle=_NO_TUNING),
+    Knob("autotune_warmup_samples", AUTOTUNE, "Samples that are dropped first.",
+         COUNT, flags=("--autotune-warmup-samples",), variable="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+         yaml="autotune.warmup_samples", least=0, idle=_NO_TUNING),
+    Knob("autotune_steps_per_sample", AUTOTUNE, "Steps of a sample.",
+         COUNT, flags=("--autotune-steps-per-sample",), variable="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+         yaml="autotune.steps_per_sample", least=0, idle=_NO_TUNING),
+    Knob("autotune_bayes_opt_max_samples", AUTOTUNE, "Samples after which the search ends.",
+         COUNT, flags=("--autotune-bayes-opt-max-samples",), variable="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+         yaml="autotune.bayes_opt_max_samples", least=0, idle=_NO_TUNING),
+    Knob("autotune_gaussian_process_noise", AUTOTUNE, "Noise that is expected in samples, from 0 to 1.",
+         NUMBER, flags=("--autotune-gaussian-process-noise",), variable="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+         yaml="autotune.gaussian_process_noise", least=0, most=1, idle=_NO_TUNING),
+    Knob("use_gloo", COMPATIBLE, "Horovod's controller without MPI, which comes closest to what fusionrun does.",
+         SWITCH, flags=("--gloo",)),
+    Knob("use_mpi", COMPATIBLE, "Horovod's controller with MPI.", SWITCH, flags=("--mpi",), idle=_NO_MPI),
+    Knob("use_jsrun", COMPATIBLE, "Horovod's start through jsrun.", SWITCH, flags=("--jsrun",), idle=_NO_MPI),
+    Knob("controller", COMPATIBLE, "Horovod's controller.",
+         default="gloo", yaml="controller", choices=("gloo", "mpi"), idle=_NO_MPI),
+    Knob("disable_cache", COMPATIBLE, "Horovod's: repeat the checks of the hosts.",
+         SWITCH, flags=("--disable-cache",), idle=_NO_CHECKS),
+    Knob("cycle_time_ms", COMPATIBLE, "Horovod's delay between two fusion cycles.",
+         SECONDS, flags=("--cycle-time-ms",), variable="HOROVOD_CYCLE_TIME", yaml="params.cycle_time_ms",
+         bare=1e-3, bare_variable=1e-3, idle=_NO_CYCLE),
+    Knob("cache_capacity", COMPATIBLE, "Horovod's number of tensors whose negotiation is cached.",
+         COUNT, flags=("--cache-capacity",), variable="HOROVOD_CACHE_CAPACITY", yaml="params.cache_capacity", least=0,
+         idle=_NO_CYCLE),
+    Knob("hierarchical_allreduce", COMPATIBLE, "Horovod's reduction inside a node first.",
+         SWITCH, flags=("--hierarchical-allreduce",), off=("--no-hierarchical-allreduce",),
+         variable="HOROVOD_HIERARCHICAL_ALLREDUCE", yaml="params.hierarchical_allreduce", idle=_NODE_FIRST),
+    Knob("hierarchical_allgather", COMPATIBLE, "Horovod's gathering inside a node first.",
+         SWITCH, flags=("--hierarchical-allgather",), off=("--no-hierarchical-allgather",),
+         variable="HOROVOD_HIERARCHICAL_ALLGATHER", yaml="params.hierarchical_allgather", idle=_NODE_FIRST),
+    Knob("torus_allreduce", COMPATIBLE, "Horovod's reduction on a torus.",
+         SWITCH, flags=("--torus-allreduce",), off=("--no-torus-allreduce",), variable="HOROVOD_TORUS_ALLREDUCE",
+         yaml="params.torus_allreduce", idle=_NODE_FIRST),
+    Knob("mpi_threads_disable", COMPATIBLE, "Horovod's use of MPI from one thread.",
+         SWITCH, flags=("--mpi-threads-disable",), off=("--no-mpi-threads-disable",),
+         variable="HOROVOD_MPI_THREADS_DISABLE", yaml="library_options.mpi_threads_disable", idle=_NO_MPI),
+    Knob("mpi_args", COMPATIBLE, "Horovod's arguments for mpirun.", flags=("--mpi-args",), idle=_NO_MPI),
+    Knob("tcp", COMPATIBLE, "Horovod's: MPI over TCP only.",
+         SWITCH, flags=("--tcp",), variable="NCCL_IB_DISABLE", idle=_NO_MPI),
+    Knob("binding_args", COMPATIBLE, "Horovod's arguments that bind processes to cores.",
+         flags=("--binding-args",), idle=_NO_MPI),
+    Knob("num_nccl_streams", COMPATIBLE, "Horovod's number of NCCL streams.",
+         COUNT, flags=("--num-nccl-streams",), variable="HOROVOD_NUM_NCCL_STREAMS",
+         yaml="library_options.num_nccl_streams", least=0, idle=_NO_NCCL),
+    Knob("thread_affinity", COMPATIBLE, "Horovod's core for its background thread.",
+         COUNT, flags=("--thread-affinity",), variable="HOROVOD_THREAD_AFFINITY",
+         yaml="library_options.thread_affinity", least=0, idle=_NO_THREAD),
+    Knob("gloo_timeout_seconds", COMPATIBLE, "Horovod's time limit of Gloo's operations.",
+         SECONDS, flags=("--gloo-timeout-seconds",), variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
+         yaml="library_options.gloo_timeout_seconds", idle=_NO_GLOO),
+)
+# fmt: on
+
+KNOBS = OF_LAUNCHER + OF_SETTINGS
+
+
+if __name__ == "__main__":
+    from fusion_rt.settings_page import main
+
+    main()

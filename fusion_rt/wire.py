@@ -26,13 +26,17 @@ MAX_INLINE = 8 * 1024  # bytes of a tensor that travels inside a local message i
 MAX_NAME = 1024
 MAX_RANKS = 65536
 MAX_DIMS = 64
+CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: what comes late from the one before is told by its clock
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
-Kind: TypeAlias = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
-Op: TypeAlias = Literal["sum", "average", "min", "max", "product"]
+Kind: TypeAlias = Literal[
+    "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
+    "add_process_set", "remove_process_set",
+]  # fmt: skip
+Op: TypeAlias = Literal["sum", "average", "min", "max", "product", "adasum"]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256 * 1024)]
 
 
@@ -40,14 +44,17 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     """What ranks have to agree on before an operation runs, apart from its name.
 
     Attributes:
-        kind: the collective.
-        dtype: name of an entry of `dtypes.DTYPES`; empty for a barrier.
+        kind: the collective; `join` and those that add and remove a process set are barriers with an effect.
+        dtype: name of an entry of `dtypes.DTYPES`; empty for an operation without data.
         shape: dimensions of this rank's tensor. Ranks may differ in the first one in an allgather and an alltoall.
         op: how the elements of different ranks are combined, for allreduce and reducescatter.
         prescale, postscale: factors applied to each rank's elements before and to the result after combining.
         root: the rank whose tensor is broadcast; 0 otherwise.
         process_set: id of the set of ranks that take part.
         codec: spec of the codec between nodes.
+        parts: shapes of the tensors that were fused into this one, which then is flat; empty when it is a single one.
+            A first dimension in which ranks may differ is 0 there.
+        ranks: members of the process set that is added or removed.
     """
 
     kind: Kind
@@ -59,6 +66,8 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     root: Rank = 0
     process_set: Count = 0
     codec: Name = "dense"
+    parts: tuple[Shape, ...] = ()
+    ranks: tuple[Rank, ...] = ()
 
     def common(self) -> Signature:
         """The part that must be equal on all ranks: without the first dimension where ranks may differ in it."""
@@ -101,11 +110,18 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A named tensor that is to be part of a plan."""
+    """A named tensor that is to be part of a plan.
+
+    Attributes:
+        together: tensors of one dtype with the same number here share a bucket with nothing else; 0: no wish.
+        sparse: how many of its dimensions are sparse on this rank; 0: it is dense, or there is none yet.
+    """
 
     name: Name
     dtype: Name
     shape: Shape
+    together: Count = 0
+    sparse: Count = 0
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -137,7 +153,10 @@ class Reduction(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The agreed, ordered list of buckets of one group of tensors; `id` grows with every plan of a job."""
+    """The agreed, ordered list of buckets of one group of tensors; `id` grows with every plan of a job.
+
+    `sparse`: tensors that are sparse on some rank, and so are in no bucket on any.
+    """
 
     id: Annotated[int, msgspec.Meta(ge=1)]
     group: Name
@@ -145,6 +164,7 @@ class Plan(msgspec.Struct, frozen=True):
     reduction: Reduction
     buckets: tuple[Bucket, ...]
     nbytes: Count
+    sparse: tuple[TensorSpec, ...] = ()
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -215,7 +235,10 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Bye(msgspec.Struct, tag="bye", array_like=True):
-    """The worker leaves; `error` is its unhandled exception, with traceback, if that is why."""
+    """The worker leaves. It may come back with another `Hello` on the same connection.
+
+    `error` is its unhandled exception, with traceback, if that is why.
+    """
 
     error: Text = ""
 
@@ -238,19 +261,21 @@ WorkerMessage: TypeAlias = (
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """Every process of the job is up; answers `Hello`."""
+    """Every process of the job is up; answers `Hello`. `epoch`: how often all of them have left and come back."""
 
     topology: Topology
     node: Count
     fusion_threshold: Count
     algorithm: Name
     compression: Name
+    epoch: Count = 0
 
 
 class Done(msgspec.Struct, tag="done", array_like=True):
     """An operation is complete. The result lies where the input lay, in `inline`, or in an attached memfd.
 
-    `sizes`: for allgather, rows that came from each rank; for alltoall likewise (the received splits).
+    `sizes`: for allgather, rows that came from each rank; for alltoall likewise (the received splits); for a join, the
+    last rank that joined; for a new process set, its id.
     `nbytes`: length of the attached memfd, 0 when there is none.
     """
 
@@ -315,7 +340,15 @@ class Echo(msgspec.Struct, tag="echo", array_like=True):
 
 
 class Up(msgspec.Struct, tag="up", array_like=True):
-    """To the coordinator: this node's workers have said hello and its connections stand."""
+    """To the coordinator: this node's workers have said hello, in this membership epoch, and its connections stand."""
+
+    epoch: Count = 0
+
+
+class NewEpoch(msgspec.Struct, tag="epoch", array_like=True):
+    """All workers of the sender's node have left and come back: what it sends from here on is about this epoch."""
+
+    epoch: Count
 
 
 class Start(msgspec.Struct, tag="start", array_like=True):
@@ -341,13 +374,16 @@ class Request(msgspec.Struct, tag="request", array_like=True):
 class Verdict(msgspec.Struct, tag="verdict", array_like=True):
     """From the coordinator: the ranks agree, the operation may start.
 
-    `rows`: first dimension of every rank's tensor by position in the process set; `splits`: of every rank, likewise.
-    Both are empty for an operation that was approved before.
+    Attributes:
+        rows: first dimension of every rank's tensor by position in the process set; for a join, the last rank to join.
+        splits: of every rank, likewise. Both are empty for an operation that was approved before.
+        signature: for a node all of whose ranks have joined: what the others run.
     """
 
     key: OpKey
     rows: tuple[Count, ...] = ()
     splits: tuple[tuple[Count, ...], ...] = ()
+    signature: Signature | None = None
 
 
 class PlanRequest(msgspec.Struct, tag="plan_request", array_like=True):
@@ -406,6 +442,19 @@ class Departed(msgspec.Struct, tag="departed", array_like=True):
     ranks: tuple[Rank, ...]
 
 
+class Joined(msgspec.Struct, tag="joined", array_like=True):
+    """A rank has joined: until all have, it contributes nothing to all-reduces and takes part in nothing else."""
+
+    rank: Rank
+
+
+class Began(msgspec.Struct, tag="began", array_like=True):
+    """To a node whose ranks have all joined: the sender has begun an operation, in which every node passes on data."""
+
+    key: OpKey
+    digest: int
+
+
 class Chunk(msgspec.Struct, tag="c", array_like=True):
     """A part of an operation's data; its payload is the next frame.
 
@@ -432,8 +481,8 @@ class Credit(msgspec.Struct, tag="k", array_like=True):
 
 
 PeerMessage: TypeAlias = (
-    PeerHello | Heartbeat | Probe | Echo | Up | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch
-    | Inquiry | Report | OpFailed | Abort | Departed | Chunk | Credit
+    PeerHello | Heartbeat | Probe | Echo | Up | NewEpoch | Start | Request | Verdict | PlanRequest | PlanVerdict
+    | Mismatch | Inquiry | Report | OpFailed | Abort | Departed | Joined | Began | Chunk | Credit
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,11 +19,20 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOTS = {"fusion_rt": ROOT / "fusion_rt", "fusiond": ROOT / "daemon" / "fusiond"}
 
 # Every module belongs to the area with the longest matching name; `fusion_rt` alone is what all of them share.
-AREAS = ("fusion_rt", "fusion_rt.torch", "fusion_rt.runner", "fusiond")
+AREAS = ("fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "fusion_rt.runner", "fusion_rt.shim", "fusiond")
 ALLOWED = {
     "fusion_rt": {"fusion_rt"},
-    "fusion_rt.torch": {"fusion_rt", "fusion_rt.torch", "torch"},
+    "fusion_rt.launchers": {"fusion_rt", "fusion_rt.launchers"},
+    "fusion_rt.torch": {"fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "torch"},
     "fusion_rt.runner": {"fusion_rt", "fusion_rt.runner"},
+    "fusion_rt.shim": {
+        "fusion_rt",
+        "fusion_rt.launchers",
+        "fusion_rt.runner",
+        "fusion_rt.shim",
+        "fusion_rt.torch",
+        "torch",
+    },
     "fusiond": {"fusion_rt", "fusiond"},
 }
 

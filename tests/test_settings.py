@@ -1,64 +1,17 @@
-"""Settings: what each knob accepts, and the sentence about what it does not."""
+"""The table of settings, what a process reads from its environment, and the page of the documentation."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
+import math
 import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from fusion_rt import settings_page
 from fusion_rt.errors import SettingError
-from fusion_rt.settings import KIB, MIB, Settings, parse_seconds, parse_size
-
-SIZES = {
-    "67108864": 64 * MIB,
-    "64MiB": 64 * MIB,
-    "64 mib": 64 * MIB,
-    "0.5 GB": 500_000_000,
-    " 1kb ": 1000,
-    "1KiB": 1024,
-    "2gib": 2048 * MIB,
-    ".5KiB": 512,
-    "1e3": 1000,
-    "0": 0,
-    "7b": 7,
-}
-SECONDS = {"30": 30.0, "1ms": 1e-3, "2min": 120.0, "2m": 120.0, "0.5h": 1800.0, "250 us": 250e-6, "1.5s": 1.5}
-
-
-@pytest.mark.parametrize(("text", "nbytes"), SIZES.items())
-def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize(("text", "seconds"), SECONDS.items())
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_seconds(text) == pytest.approx(seconds)
-
-
-def test_a_bare_number_has_the_unit_of_its_flag() -> None:
-    assert parse_size("32", bare_unit=MIB) == 32 * MIB
-    assert parse_size("32KiB", bare_unit=MIB) == 32 * KIB
-    assert parse_seconds("5", bare_unit=1e-3) == pytest.approx(0.005)
-    assert parse_seconds("5s", bare_unit=1e-3) == 5.0
-
-
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 2", "64XB", "1e", "nan", "inf", "1e999", "0x10", "1,5"])
-def test_what_is_no_number_with_a_suffix_is_refused(text: str) -> None:
-    with pytest.raises(SettingError, match="is not a size such as 64MiB"):
-        parse_size(text)
-    with pytest.raises(SettingError, match="is not a duration such as 30s or 1ms"):
-        parse_seconds(text)
-
-
-@given(text=st.text(max_size=12))
-def test_any_text_is_a_size_or_a_setting_error(text: str) -> None:
-    with contextlib.suppress(SettingError):
-        assert parse_size(text) >= 0
+from fusion_rt.settings import GROUPS, KNOBS, OF_SETTINGS, Knob, Settings
+from fusion_rt.units import MIB, SECONDS, SWITCH
 
 
 def test_without_variables_every_setting_has_its_default() -> None:
@@ -74,45 +27,89 @@ def test_variables_are_read_in_their_units() -> None:
             "FUSION_HEARTBEAT_INTERVAL": "100ms",
             "FUSION_KERNEL_THREADS": "4",
             "HOROVOD_LOG_LEVEL": "DEBUG",
+            "HOROVOD_LOG_HIDE_TIME": "1",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1h",
+            "FUSION_COMPRESSION": "topk(density=0.01)",
             "FUSION_RUNTIME_DIR": "/run/x",
             "SOMETHING_ELSE": "1",
         }
     )
-    assert settings.fusion_threshold == 32 * MIB
-    assert settings.start_timeout == 120.0
-    assert settings.heartbeat_interval == pytest.approx(0.1)
-    assert settings.kernel_threads == 4
-    assert settings.log_level == "debug"
-    assert settings.runtime_dir == "/run/x"
+    assert settings == Settings(
+        fusion_threshold=32 * MIB,
+        start_timeout=120.0,
+        heartbeat_interval=pytest.approx(0.1),
+        kernel_threads=4,
+        log_level="DEBUG",
+        log_timestamp=False,
+        stall_warning_time=5.0,
+        operation_timeout=3600.0,
+        compression="topk(density=0.01)",
+        runtime_dir="/run/x",
+    )
+
+
+def test_waiting_is_limited_unless_somebody_says_never() -> None:
+    assert math.isfinite(Settings().operation_timeout)
+    assert Settings.from_env({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}).operation_timeout == math.inf
+    assert Settings.from_env({"HOROVOD_STALL_CHECK_TIME_SECONDS": "0"}).stall_warning_time == math.inf
+    off = Settings.from_env({"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5"})
+    assert (off.stall_check, off.stall_warning_time, off.operation_timeout) == (False, math.inf, math.inf)
+    assert Settings.from_env({"HOROVOD_STALL_CHECK_DISABLE": "0"}) == Settings()
 
 
 REFUSED = [
     ("HOROVOD_FUSION_THRESHOLD", "lots", "'lots' is not a size"),
     ("HOROVOD_FUSION_THRESHOLD", "-1", "'-1' is not a size"),
-    ("HOROVOD_START_TIMEOUT", "0", "below the least value allowed"),
-    ("FUSION_OPERATION_TIMEOUT", "forever", "'forever' is not a duration"),
-    ("FUSION_KERNEL_THREADS", "two", "invalid literal"),
+    ("HOROVOD_START_TIMEOUT", "0", "below the least value allowed, 0.001"),
+    ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "forever", "'forever' is not a duration"),
+    ("HOROVOD_STALL_CHECK_DISABLE", "maybe", "'maybe' is not a yes or no"),
+    ("FUSION_KERNEL_THREADS", "two", "'two' is not a whole number"),
     ("FUSION_KERNEL_THREADS", "0", "below the least value allowed, 1"),
     ("FUSION_CHUNK_BYTES", "1", "below the least value allowed, 4096"),
-    ("HOROVOD_LOG_LEVEL", "loud", "is not one of trace, debug, info"),
+    ("HOROVOD_LOG_LEVEL", "loud", "is not one of TRACE, DEBUG, INFO"),
     ("FUSION_ENCRYPTION", "none", "is not one of auto, all, control"),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "why"), REFUSED)
 def test_a_value_that_cannot_be_used_is_refused_by_the_name_of_its_variable(name: str, text: str, why: str) -> None:
-    with pytest.raises(SettingError, match=f"^{name}='{text}'.*{why}"):
+    with pytest.raises(SettingError, match=f"^{name}: .*{why}"):
         Settings.from_env({name: text})
 
 
-def test_every_knob_has_a_variable_of_its_own_and_a_unit_that_its_default_fits() -> None:
-    knobs = dataclasses.fields(Settings)
-    variables = [knob.metadata["env"] for knob in knobs]
-    assert len(set(variables)) == len(variables)
-    for knob in knobs:
-        text = str(knob.default)
-        if text:
-            assert getattr(Settings.from_env({knob.metadata["env"]: text}), knob.name) == knob.default
+def test_a_value_above_the_largest_is_refused() -> None:
+    knob = Knob("noise", "autotuning", "", SECONDS, most=1)
+    assert knob.parse("1", "--noise") == 1.0
+    with pytest.raises(SettingError, match=r"^--noise: '1\.5' is above the largest value allowed, 1$"):
+        knob.parse("1.5", "--noise")
+
+
+def test_no_name_flag_variable_or_key_is_there_twice() -> None:
+    names = [knob.name for knob in KNOBS]
+    flags = [flag for knob in KNOBS for flag in knob.flags + knob.off]
+    variables = [knob.variable for knob in KNOBS if knob.variable]
+    keys = [knob.yaml for knob in KNOBS if knob.yaml]
+    for column in (names, flags, variables, keys):
+        assert sorted(set(column)) == sorted(column)
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=[knob.name for knob in KNOBS])
+def test_every_row_makes_sense(knob: Knob) -> None:
+    assert knob.group in GROUPS
+    assert knob.help[0].isupper()
+    assert knob.help.endswith(".")
+    assert knob.flags or knob.variable or knob.yaml, "nobody can set it"
+    assert not knob.off or knob.unit is SWITCH
+    assert not knob.inverse or knob.unit is SWITCH
+
+
+@pytest.mark.parametrize("knob", OF_SETTINGS, ids=[knob.name for knob in OF_SETTINGS])
+def test_every_default_can_be_written_and_read_back(knob: Knob) -> None:
+    assert knob.variable
+    text = knob.write(knob.default)
+    if text:
+        assert getattr(Settings.from_env({knob.variable: text}), knob.name) == knob.default
 
 
 def test_the_runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,3 +118,18 @@ def test_the_runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert Settings().runtime_root() == f"{tmp_path}/fusion_rt-{os.getuid()}"
     assert Settings(runtime_dir="/run/x").runtime_root() == "/run/x"
+
+
+def test_the_page_of_the_documentation_is_up_to_date() -> None:
+    text = settings_page.PAGE.read_text(encoding="utf-8")
+    assert text == settings_page.page(), "run `python -m fusion_rt.settings`"
+
+
+def test_the_page_says_what_a_bare_number_counts_and_what_has_no_effect() -> None:
+    rows = {line.split(" | ")[0]: line for line in settings_page.page().splitlines()}
+    fusion = rows["| `--fusion-threshold-mb SIZE`"]
+    assert "| `HOROVOD_FUSION_THRESHOLD` | `params.fusion_threshold_mb` | 16 MiB |" in fusion
+    assert "A bare number is in MiB, but in bytes in the variable." in fusion
+    assert "A bare number is in milliseconds. No effect: " in rows["| `--cycle-time-ms SECONDS`"]
+    assert rows["| `--encryption auto\\|all\\|control`"].count(" | ") == 4
+    assert "The variable means the opposite." in rows["| `--stall-check`<br>`--no-stall-check`"]

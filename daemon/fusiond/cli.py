@@ -115,7 +115,7 @@ def _serve(config: bootstrap.DaemonConfig, stdin_start: bytes, as_json: bool) ->
 
     try:
         settings = Settings.from_env()
-        configure_logging(settings.log_level)
+        configure_logging(settings.log_level, settings.log_timestamp)
         daemon = Daemon(config, settings, 0, stdin_start)
     except (FusionError, OSError) as error:
         _cannot_start(str(error), as_json)

@@ -17,7 +17,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from fusion_rt import __version__, bootstrap, wire
 from fusion_rt.dtypes import DTYPES, DType
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 _FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Inquiry, wire.Start)
 _log = logging.getLogger("fusiond")
 _TICK = 1.0  # seconds between looks at what has waited too long
+_LAST_DATA = 2.0  # seconds in which what is complete on one node completes on the others
 _LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when nobody ends the daemon before
 
 
@@ -74,6 +77,7 @@ class Daemon:
         self._links: dict[int, WorkerLink] = {}  # by rank
         self._membership = Membership(config.topology, config.node)
         self._loop = EventLoop()
+        self._peer_epochs: dict[int, int] = {}
         self._mesh: Mesh | None = None
         if len(config.topology.hosts) > 1:
             self._mesh = Mesh(self._loop, config, settings, self._peer_message, self._mesh_up, self._peer_lost)
@@ -84,6 +88,7 @@ class Daemon:
         self._probe: LinkProbe | None = None
         self._start_timer: Timer | None = None
         self._began = time.monotonic()
+        self._first_done = False  # an operation
 
     def endpoint(self) -> bootstrap.Endpoint:
         """Where peers reach this daemon."""
@@ -98,7 +103,6 @@ class Daemon:
             FusionError: what comes on standard input cannot be used.
         """
         # Imported only now: Numba takes half a second, which the workers meanwhile spend importing torch.
-        from fusiond.engine import Engine
         from fusiond.kernel_pool import KernelPool
         from fusiond.workers import Workers
 
@@ -106,7 +110,7 @@ class Daemon:
         ignore_float_errors()
         keep_freed_memory()
         self._pool = KernelPool(self._loop, self._settings.kernel_threads)
-        self._engine = Engine(self._config.topology, self._config.node, self._settings, self, self._fail)
+        self._engine = self._make_engine()
         self._workers = Workers(self._loop, self._socket_path, self)
         self._prepare_kernels(["float32"])
         self._loop.call_every(_TICK, self._tick)
@@ -137,6 +141,9 @@ class Daemon:
     # --- engine's Outside ---------------------------------------------------------------------------------------------
 
     def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
+        if not self._first_done and isinstance(message, wire.Done):
+            self._first_done = True
+            self._report("first_done")
         link = self._links.get(rank)
         if link is not None:
             segment = None if result is None else result.segment
@@ -152,6 +159,9 @@ class Daemon:
 
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         self._pool.run(jobs, then)
+
+    def warn(self, text: str) -> None:
+        _log.warning("%s", text)
 
     def clock(self) -> float:
         return self._loop.clock()
@@ -172,8 +182,13 @@ class Daemon:
             return
         link.rank = hello.rank
         self._links[hello.rank] = link
-        self._membership.joined.add(hello.rank)
+        epoch = self._membership.epoch
+        self._membership.join(hello.rank)
+        if self._membership.epoch > epoch:
+            self._begin_epoch()
         _log.info("rank %d (pid %d) has joined", hello.rank, link.pid)
+        if len(self._membership.joined) == len(self._membership.local):
+            self._report("joined")
         self._check_up()
 
     def worker_message(self, rank: int, link: WorkerLink, message: wire.WorkerMessage) -> None:
@@ -200,6 +215,9 @@ class Daemon:
     def worker_left(self, rank: int, pid: int, why: str) -> None:
         del self._links[rank]
         self._fail(f"rank {rank} (host {self._host}, pid {pid}) {why}")
+        self._check_over()
+
+    def connection_ended(self) -> None:
         self._check_over()
 
     def tool_message(self, link: WorkerLink, message: wire.StatusRequest | wire.StopRequest) -> None:
@@ -229,10 +247,12 @@ class Daemon:
         assert self._mesh is not None
         if isinstance(message, wire.Abort):
             self._fail(message.error, tell_peers=False)
-        elif isinstance(message, wire.Departed):
-            self._engine.depart(message.ranks)
+        elif isinstance(message, wire.NewEpoch):
+            self._peer_epochs[node] = message.epoch
+            # What the node had a part in is complete there, and its data is on the way here.
+            self._loop.call_later(_LAST_DATA, partial(self._end_epoch_before, message.epoch, node))
         elif isinstance(message, wire.Up):
-            self._node_up(node)
+            self._node_up(node, message.epoch)
         elif isinstance(message, wire.Probe):
             self._mesh.send(node, wire.Echo(message.serial))
         elif isinstance(message, wire.Echo):
@@ -240,15 +260,26 @@ class Daemon:
                 self._send_probe(self._probe.echo(node, message.serial))
         elif isinstance(message, wire.Start):
             self._start(message)
+        elif payload is None and self._peer_epochs.get(node, 0) != self._membership.epoch:
+            _log.debug("%s of an epoch that is over came from node %d", type(message).__name__, node)
+        elif isinstance(message, wire.Departed):
+            self._engine.depart(message.ranks)
+            self._check_over()
         else:
             self._engine.peer_message(node, message, payload)
 
     def _mesh_up(self) -> None:
         self._membership.mesh_up = True
+        self._report("connected")
         self._check_up()
 
     def _peer_lost(self, node: int, why: str) -> None:
-        if self._membership.everyone_left or self._failure:
+        if self._failure:
+            return
+        ranks = self._config.topology.ranks[node]
+        if self._membership.everyone_left or self._engine.participants.departed.issuperset(ranks):
+            self._engine.depart(ranks)  # nobody needs it any more
+            self._check_over()
             return
         host = self._config.topology.hosts[node]
         self._fail(f"node {node} (host {host}) is lost: {why}")
@@ -259,15 +290,39 @@ class Daemon:
         if not self._membership.became_up():
             return
         if self._config.node == 0:
-            self._node_up(0)
+            self._node_up(0, self._membership.epoch)
         else:
-            self.to_node(0, wire.Up())
+            self.to_node(0, wire.Up(self._membership.epoch))
 
-    def _node_up(self, node: int) -> None:
+    def _begin_epoch(self) -> None:
+        """All local workers have left and come back. What was under way in the epoch before is nobody's any more."""
+        self._engine.fail_job("its ranks have left the job")
+        self._engine = self._make_engine()
+        for node in range(len(self._config.topology.hosts)):
+            if node != self._config.node:
+                self.to_node(node, wire.NewEpoch(self._membership.epoch))
+
+    def _end_epoch_before(self, epoch: int, node: int) -> None:
+        """Whoever still waits for something in an epoch that a node has left behind waits in vain."""
+        if epoch > self._membership.epoch:
+            ranks = self._config.topology.describe(self._config.topology.ranks[node])
+            self._engine.end(f"{ranks} left the job")
+
+    def _make_engine(self) -> Engine:
+        from fusiond.engine import Engine
+
+        config = self._config
+        return Engine(config.topology, config.node, self._settings, self, self._fail, self._membership.epoch)
+
+    def _node_up(self, node: int, epoch: int) -> None:
         from fusiond.probe import LinkProbe
 
-        self._membership.nodes_up.add(node)
-        if self._membership.all_up and self._probe is None:
+        self._membership.nodes_up[node] = epoch
+        if not self._membership.all_up:
+            return
+        if self._probe is not None:  # measured in an earlier epoch
+            self._send_probe(None)
+        else:
             self._probe = LinkProbe(range(1, len(self._config.topology.hosts)), self._loop.clock)
             self._send_probe(self._probe.begin())
 
@@ -296,10 +351,18 @@ class Daemon:
             self._settings.fusion_threshold,
             self._settings.algorithm,
             self._settings.compression,
+            self._membership.epoch,
         )
         for link in self._links.values():
             self._workers.send(link, welcome)
         _log.info("the job has started after %.2f s", time.monotonic() - self._began)
+        self._report("started")
+
+    def _report(self, phase: Literal["joined", "connected", "started", "first_done"]) -> None:
+        """Tells whoever attends how far the start has come."""
+        if self._config.attached:
+            with suppress(BrokenPipeError):  # not everybody who starts a daemon wants to know
+                os.write(1, bootstrap.encode_line(bootstrap.Phase(phase)))
 
     def _start_timed_out(self) -> None:
         who = self._membership.missing()
@@ -342,9 +405,10 @@ class Daemon:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
 
     def _check_over(self) -> None:
-        """A daemon that nobody attends ends with its last worker; one that is attended, when it is told to."""
-        ends_by_itself = self._stopped or not self._config.attached
-        if ends_by_itself and not self._links and (self._failure or self._membership.everyone_left):
+        """A daemon that nobody attends ends with the job's last worker; one that is attended, when it is told to."""
+        everyone_left = len(self._engine.participants.departed) == self._config.topology.size
+        gone = everyone_left and (self._stopped or not self._workers.may_return)
+        if (self._stopped or not self._config.attached) and not self._links and (self._failure or gone):
             self._loop.stop()
 
     def _tick(self) -> None:
@@ -428,6 +492,7 @@ class Daemon:
             "ranks": list(self._membership.local),
             "joined": sorted(self._membership.joined),
             "left": sorted(self._membership.left),
+            "epoch": self._membership.epoch,
             "state": "failed" if self._failure else "running" if self._membership.started else "starting",
             "failure": self._failure,
             "uptime_seconds": round(time.monotonic() - self._began, 3),
@@ -466,11 +531,11 @@ def _nbytes(signature: wire.Signature) -> int:
     return math.prod(signature.shape) * DTYPES[signature.dtype].itemsize if signature.dtype in DTYPES else 0
 
 
-def configure_logging(level: str) -> None:
-    """One line a message on standard error, from `level` on."""
-    names = {"trace": "DEBUG", "fatal": "CRITICAL"}
+def configure_logging(level: str, timestamp: bool) -> None:
+    """One line a message on standard error, from `level` on; `timestamp`: each begins with the time."""
+    names = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
     logging.basicConfig(
         stream=sys.stderr,
-        level=names.get(level, level.upper()),
-        format="%(asctime)s fusiond[%(process)d] %(levelname)s: %(message)s",
+        level=names.get(level, level),
+        format=("%(asctime)s " if timestamp else "") + "fusiond[%(process)d] %(levelname)s: %(message)s",
     )

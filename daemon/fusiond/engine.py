@@ -2,105 +2,41 @@
 
 Events come in as method calls (a worker submitted, a peer's message came, time passed); what is to be done goes out
 through an `Outside`. One thread calls it. An operation is gathered until all local members have submitted it, agreed
-upon (`negotiation`) unless its signature is known, and then run as an `Exchange` (`collectives`), whose chunks may
-come before any of that and wait.
+upon (`negotiation`) unless its signature is known, and then run as an `Exchange` (`running`, `collectives`), whose
+chunks may come before any of that and wait.
 """
 
 from __future__ import annotations
 
-import math
 import traceback
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from fusion_rt import codecs, wire
-from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import FusionError
 from fusion_rt.settings import Settings
-from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
+from fusion_rt.topology import GLOBAL_SET, Topology
 from fusion_rt.wire import OpKey
 from fusiond import algorithms
-from fusiond.algorithms.base import Algorithm, Work
-from fusiond.collectives.base import Array, Exchange, Job, Reducer, Result
+from fusiond.collectives.base import Array
 from fusiond.collectives.cost import CostModel
-from fusiond.flow import FlowPort
 from fusiond.negotiation import DIRECT_KINDS, Coordinator, Outgoing
+from fusiond.participants import Members, Participants
+from fusiond.plans import Plans
 from fusiond.requests import (
-    Members,
-    Part,
+    NOTHING,
     Recipe,
     RequestError,
     check_proposal,
-    collective_exchange,
     make_recipe,
-    outputs_of,
-    reducer_of,
 )
+from fusiond.running import INLINE_WORK, Outside, Run, Runner
 
 COORDINATOR = 0  # the node whose daemon coordinates
-_INLINE_WORK = 128 * 1024  # bytes; a smaller local part is done at once, where a thread's hand-over would cost more
 _REMEMBERED = 1024  # failed operations kept so that late submissions and chunks meet the same error; completed ones too
 _MAX_RECIPES = 4096  # signatures remembered
 _MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them
 _DEPARTURE_GRACE = 2.0  # seconds that an operation may still take to complete once one of its ranks has left
-
-
-class Outside(Protocol):
-    """What the engine makes happen."""
-
-    def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
-        """Sends a message to a local worker, with the memfd of a large result."""
-
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        """Sends a control message to a peer."""
-
-    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
-        """Sends a chunk; returns whether its payload is borrowed until credit for it comes."""
-
-    def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
-        """Runs jobs outside the event loop, then `then` inside."""
-
-    def clock(self) -> float:
-        """Seconds, from any origin."""
-
-
-@dataclass
-class PlanState:
-    """A plan in force. `codecs` hold a bucket's residual, if its codec has one, from step to step."""
-
-    plan: wire.Plan
-    members: Members
-    algorithm: Algorithm
-    reducers: list[Reducer]
-    codecs: list[codecs.BucketCodec]
-    names: list[str]
-
-
-@dataclass(slots=True)
-class Run:
-    """One operation under way on this node."""
-
-    key: OpKey
-    members: Members
-    since: float
-    plan: PlanState | None = None
-    parts: dict[int, Part] = field(default_factory=dict)
-    recipe: Recipe | None = None  # of the first part that came; None for a planned bucket
-    asked: bool = False  # the coordinator has been asked
-    digest: int = 0
-    exchange: Exchange | None = None
-    port: FlowPort | None = None
-    started: bool = False
-    shared: Array | None = None  # the result that goes to workers in messages
-    early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
-    disputed: bool = False  # it cannot start here: submissions or a peer's data do not fit
-    inquired: float = -math.inf  # when the coordinator was last asked what is wrong
-
-    @property
-    def complete(self) -> bool:
-        return len(self.parts) == len(self.members.local)
 
 
 class Engine:
@@ -111,6 +47,7 @@ class Engine:
         settings: sizes and time-outs.
         outside: acts for the engine.
         on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
+        epoch: the membership epoch.
     """
 
     def __init__(
@@ -120,34 +57,38 @@ class Engine:
         settings: Settings,
         outside: Outside,
         on_job_failed: Callable[[str], None],
+        epoch: int = 0,
     ) -> None:
         self.topology = topology
         self.node = node
-        self.cost = CostModel()
+        self.participants = Participants(topology, node)
         self._settings = settings
         self._outside = outside
         self._on_job_failed = on_job_failed
-        everyone = ProcessSet(GLOBAL_SET, tuple(range(topology.size)))
-        self._sets = {GLOBAL_SET: everyone}
-        self._members: dict[int, Members] = {}
         self._runs: dict[OpKey, Run] = {}
-        self._plans: dict[int, PlanState] = {}
-        self._plan_memory: dict[tuple[int, int], Array] = {}  # plan and rank: the plan's segment in that worker's arena
+        self._runner = Runner(topology, node, settings, outside, self._runs, self._delivered, self._run_failed)
+        self._plans = Plans()
         self._proposals: dict[tuple[int, str, int], dict[int, int]] = {}  # proposal: handle by rank
         self._recipes: dict[wire.Signature, Recipe] = {}
         self._failed: OrderedDict[OpKey, str] = OrderedDict()
         self._over: OrderedDict[OpKey, wire.Signature] = OrderedDict()  # completed here, maybe not yet elsewhere
-        self._approved: set[tuple[int, int]] = set()
-        self._departed: set[int] = set()
+        self._approved: dict[tuple[int, int], wire.Signature] = {}  # by process set and digest
         self._failure = ""
+        self._epoch = epoch
         self._completed = 0
         self._completed_bytes = 0
-        self._all_reduce = algorithms.make("allreduce")  # of tensors outside a plan
         self.coordinator: Coordinator | None = None
         if node == COORDINATOR:
-            self.coordinator = Coordinator(
-                topology, self._sets, settings.fusion_threshold, settings.operation_timeout, outside.clock
-            )
+            self.coordinator = Coordinator(self.participants, settings, outside.clock, outside.warn)
+
+    @property
+    def cost(self) -> CostModel:
+        """What a message costs on this job's links."""
+        return self._runner.cost
+
+    @cost.setter
+    def cost(self, measured: CostModel) -> None:
+        self._runner.cost = measured
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
@@ -164,7 +105,7 @@ class Engine:
         except FusionError as error:
             # The other ranks may have submitted the same and would wait for this one: it fails for all.
             sentence = f"rank {rank} submitted tensor {submit.name!r} wrongly: {error}"
-            if signature.process_set in self._sets:
+            if signature.process_set in self.participants:
                 self._fail_everywhere(key, sentence)
             self._refuse(rank, submit.handle, sentence)
             return
@@ -176,10 +117,12 @@ class Engine:
         if run.recipe is None:
             run.recipe = recipe
         run.parts[rank] = part
+        if signature.kind == "join":
+            self._join(rank)
         if run.recipe is not recipe and run.recipe.signature.common() != signature.common():
             self._disagree(run)
-        elif len(run.parts) == len(recipe.members.local) and not run.disputed:
-            self._agree(run, recipe)
+        else:
+            self._advance(run)
 
     def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
         """A worker asks for a plan."""
@@ -190,7 +133,7 @@ class Engine:
             check_proposal(proposal)
             algorithms.make(proposal.reduction.algorithm)
             codecs.parse(proposal.reduction.codec)
-            members = self._members_of(proposal.process_set)
+            members = self.participants.members(proposal.process_set)
         except FusionError as error:
             self._refuse(rank, handle, f"rank {rank} cannot plan {proposal.group!r}: {error}")
             return
@@ -202,43 +145,45 @@ class Engine:
 
     def add_plan_memory(self, rank: int, plan: int, memory: Array) -> None:
         """A worker's arena has a segment (its bytes, uint8) for the buckets of a plan."""
-        state = self._plans.get(plan)
-        if state is None or len(memory) < state.plan.nbytes or rank not in state.members.local:
-            raise RequestError(f"rank {rank} offers memory for plan {plan}, which is not its plan in force")
-        self._plan_memory[plan, rank] = memory
+        self._plans.add_memory(rank, plan, memory)
 
     def drop_plan_memory(self, rank: int, plan: int) -> None:
         """The worker has given that segment up."""
-        self._plan_memory.pop((plan, rank), None)
+        self._plans.drop_memory(rank, plan)
 
     def ready(self, rank: int, ready: wire.Ready) -> None:
         """A worker's part of a planned bucket is in the arena."""
-        state = self._plans.get(ready.plan)
-        memory = self._plan_memory.get((ready.plan, rank))
-        if state is None or memory is None or ready.bucket >= len(state.names):
-            raise RequestError(
-                f"rank {rank} is ready in bucket {ready.bucket} of plan {ready.plan}, which is not in force"
-            )
-        key = OpKey(state.plan.process_set, ready.plan, state.names[ready.bucket], ready.clock)
+        state, bucket, part = self._plans.part(rank, ready)
+        key = OpKey(state.plan.process_set, ready.plan, bucket.name, ready.clock)
         if self._failure or key in self._failed:
             self._refuse(rank, ready.handle, self._failure or self._failed[key])
             return
         run = self._run(key, state.members)
         if rank in run.parts:
             raise RequestError(f"rank {rank} is ready twice in bucket {ready.bucket} of plan {ready.plan}")
-        run.plan = state
-        bucket = state.plan.buckets[ready.bucket]
-        storage = state.reducers[ready.bucket].dtype.storage
-        values = memory[bucket.offset : bucket.offset + bucket.numel * storage.itemsize].view(storage)
-        run.parts[rank] = Part(ready.handle, values, values)
-        if state.algorithm.ready(len(run.parts), len(state.members.local)):
-            self._start(run, state.algorithm.exchange, state.reducers[ready.bucket], state.codecs[ready.bucket])
+        run.parts[rank] = part
+        self._advance(run)
 
     def depart(self, ranks: Sequence[int]) -> None:
         """Ranks have left in good order, here or elsewhere."""
-        self._departed.update(ranks)
+        self.participants.departed.update(ranks)
+
+    def _join(self, rank: int) -> None:
+        """A local rank has joined: what waits for it goes on without it."""
+        for node in range(len(self.topology.hosts)):
+            if node != self.node:
+                self._outside.to_node(node, wire.Joined(rank))
+        self._joined(rank)
+
+    def _joined(self, rank: int) -> None:
+        self.participants.joined.append(rank)
+        for run in list(self._runs.values()):
+            if run.exchange is not None:
+                self._tell_who_joined(run)
+            elif run.kind != "join":
+                self._advance(run)
         if self.coordinator is not None:
-            self.coordinator.departed.update(ranks)
+            self._send_all(self.coordinator.joined())
 
     # --- from the peers -----------------------------------------------------------------------------------------------
 
@@ -248,7 +193,8 @@ class Engine:
             return
         if isinstance(message, wire.Chunk):
             assert payload is not None
-            self._chunk(node, message, payload)
+            if message.key.clock // wire.CLOCKS_OF_AN_EPOCH == self._epoch:
+                self._chunk(node, message, payload)
         elif isinstance(message, wire.Credit):
             run = self._runs.get(message.key)
             if run is not None and run.port is not None and node in run.members.nodes:
@@ -261,39 +207,23 @@ class Engine:
             self._fail_here(message.key, message.error)
         elif isinstance(message, wire.Inquiry):
             self._to_coordinator(wire.Report(message.key, self._submitted(message.key)))
+        elif isinstance(message, wire.Began):
+            self._began(node, message)
+        elif isinstance(message, wire.Joined) and message.rank in self.topology.ranks[node]:
+            self._joined(message.rank)
         elif self.coordinator is not None:
             self._coordinate(node, message)
 
     def _coordinate(self, node: int, message: wire.PeerMessage) -> None:
         assert self.coordinator is not None
-        if not self._makes_sense(node, message):
+        answer = self.coordinator.handle(node, message)
+        if answer is None:
             self._on_job_failed(
                 f"node {node} (host {self.topology.hosts[node]}) sent a {type(message).__name__} that no node of this "
                 "job would send"
             )
-        elif isinstance(message, wire.Request):
-            self._send_all(self.coordinator.request(node, message))
-        elif isinstance(message, wire.Mismatch):
-            self._send_all(self.coordinator.mismatch(message))
-        elif isinstance(message, wire.Report):
-            self._send_all(self.coordinator.report(node, message))
-        elif isinstance(message, wire.PlanRequest):
-            self._send_all(self.coordinator.plan_request(message))
-
-    def _makes_sense(self, node: int, message: wire.PeerMessage) -> bool:
-        """Whether a message to the coordinator is about a process set that there is, and about ranks of its sender."""
-        if isinstance(message, wire.PlanRequest):
-            process_set, ranks = message.proposal.process_set, {message.rank}
-        elif isinstance(message, (wire.Request, wire.Report)):
-            process_set, ranks = message.key.process_set, set(message.signatures)
-        elif isinstance(message, wire.Mismatch):
-            process_set, ranks = message.key.process_set, set()
-        else:
-            return False
-        if process_set not in self._sets:
-            return False
-        members = self._sets[process_set].local(self.topology, node)
-        return ranks == set(members) if isinstance(message, wire.Request) else ranks.issubset(members)
+            return
+        self._send_all(answer)
 
     def _submitted(self, key: OpKey) -> dict[int, wire.Signature]:
         """What local ranks have submitted of an operation that is under way, or has been recently."""
@@ -301,18 +231,22 @@ class Engine:
         if run is not None:
             return {rank: part.signature for rank, part in run.parts.items()}
         signature = self._over.get(key)
-        return {} if signature is None else dict.fromkeys(self._members_of(key.process_set).local, signature)
+        if signature in (None, NOTHING) or key.process_set not in self.participants:
+            return {}
+        assert signature is not None
+        return dict.fromkeys(self.participants.members(key.process_set).local, signature)
 
     def tick(self) -> None:
         """Time has passed: ends what has waited too long. Called about once a second while anything is under way."""
         now = self._outside.clock()
+        settings = self._settings
         for run in list(self._runs.values()):
             waited = now - run.since
-            left = self._departed and any(
-                r not in run.parts for r in self._departed.intersection(run.members.set.ranks)
-            )
-            if now - run.inquired > _DEPARTURE_GRACE and (
-                waited > self._settings.operation_timeout or (left and waited > _DEPARTURE_GRACE and run.parts)
+            left = any(r in run.members.set.ranks and r not in run.parts for r in self.participants.departed)
+            warn = waited > settings.stall_warning_time and run.inquired < run.since
+            if warn or (
+                now - run.inquired > _DEPARTURE_GRACE
+                and (waited > settings.operation_timeout or (left and waited > _DEPARTURE_GRACE and run.parts))
             ):
                 self._inquire(run, waited)
         if self.coordinator is not None:
@@ -326,6 +260,15 @@ class Engine:
         self._runs.clear()
         self._proposals.clear()
 
+    def end(self, error: str) -> None:
+        """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""
+        for key in list(self._runs):
+            self._fail_here(key, f"{self._runs[key].what}: {error}")
+        for waiting in self._proposals.values():
+            for rank, handle in waiting.items():
+                self._refuse(rank, handle, error)
+        self.fail_job(error)
+
     @property
     def idle(self) -> bool:
         """Whether nothing is under way that a tick could end."""
@@ -337,10 +280,8 @@ class Engine:
             "under_way": len(self._runs),
             "completed": self._completed,
             "bytes": self._completed_bytes,
-            "plans": [
-                {"id": s.plan.id, "group": s.plan.group, "buckets": len(s.names), "nbytes": s.plan.nbytes}
-                for s in self._plans.values()
-            ],
+            "plans": self._plans.statistics(),
+            "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,
             "coordinator": None if self.coordinator is None else self.coordinator.statistics(),
@@ -348,15 +289,61 @@ class Engine:
 
     # --- agreeing -----------------------------------------------------------------------------------------------------
 
+    def _advance(self, run: Run) -> None:
+        """Something has changed about a run that has not started: goes on if everything local is there."""
+        if run.exchange is not None or run.asked or run.disputed:
+            return
+        if len(run.parts) < len(run.members.local):
+            if not self.participants.joined or run.kind == "join":
+                return
+            refusal = self._refused_after_join(run)
+            if refusal:
+                self._fail_everywhere(run.key, f"{run.what}: {refusal}")
+                return
+            away = self.participants.away(run.members)
+            if any(rank not in run.parts and rank not in away for rank in run.members.local):
+                return
+            if not run.parts:
+                self._stand_in(run)
+                return
+        if run.kind == "join" and any(r.parts and r is not run for r in self._global_runs()):
+            return  # a rank may join before its operations are done; everybody stays joined until they are
+        if run.key.plan:
+            self._start_bucket(run)
+        else:
+            assert run.recipe is not None
+            self._agree(run, run.recipe)
+
+    def _global_runs(self) -> list[Run]:
+        return [run for key, run in self._runs.items() if key.process_set == GLOBAL_SET]
+
+    def _one_less(self) -> None:
+        """A run is over, which a join may have waited for."""
+        for run in self._global_runs() if self.participants.joined else ():
+            if run.kind == "join":
+                self._advance(run)
+
+    def _refused_after_join(self, run: Run) -> str:
+        """Why a run cannot do without the local ranks that have joined."""
+        kind = run.kind
+        if not run.parts:  # only peers know what it is
+            signature = self._approved.get((run.key.process_set, run.peers_digest))
+            kind = "allreduce" if signature is None else signature.kind
+        elsewhere = [rank for rank in run.members.set.ranks if rank not in run.members.local]
+        return self.participants.why_not(kind, run.members, {*run.parts, *elsewhere})
+
     def _agree(self, run: Run, recipe: Recipe) -> None:
         """All local members have submitted the same: starts, or asks the coordinator."""
+        kind = recipe.signature.kind
         if len(recipe.members.nodes) == 1:
-            if recipe.signature.kind == "allreduce" and recipe.local_nbytes <= _INLINE_WORK:
-                self._reduce_at_once(run, recipe)
+            if kind == "allreduce" and recipe.local_nbytes <= INLINE_WORK and recipe.reducer.op != "adasum":
+                self._runner.reduce_at_once(run, recipe)
                 return
-            ordered = [run.parts[r] for r in recipe.members.set.ranks]
-            rows = [p.signature.shape[0] if p.signature.shape else 1 for p in ordered]
-            self._start_dynamic(run, recipe, rows, [p.splits for p in ordered])
+            local = run.local()
+            rows = [p.signature.shape[0] if p.signature.shape else 1 for p in local]
+            if kind == "join":
+                rows = self.participants.joined[-1:]
+            self._start(run, rows, [p.splits for p in local])
             return
         run.digest = wire.digest(recipe.signature)
         if any(chunk.digest != run.digest for _, chunk, _ in run.early):
@@ -364,31 +351,40 @@ class Engine:
             return
         agreed = (run.key.process_set, run.digest)
         if run.early:  # no peer would have sent anything unless it were approved
-            self._approved.add(agreed)
-        if agreed in self._approved and recipe.signature.kind in DIRECT_KINDS:
-            self._start_dynamic(run, recipe, (), ())
+            self._approved[agreed] = recipe.signature
+        if agreed in self._approved and kind in DIRECT_KINDS:
+            self._start(run, (), ())
         else:
             run.asked = True
             signatures = {rank: part.signature for rank, part in run.parts.items()}
             splits = {rank: part.splits for rank, part in run.parts.items() if part.splits}
             self._to_coordinator(wire.Request(run.key, signatures, splits))
 
-    def _reduce_at_once(self, run: Run, recipe: Recipe) -> None:
-        """A small all-reduce of workers of this node: nothing to exchange, and no thread that would be faster."""
-        local = [run.parts[rank] for rank in recipe.members.local]
-        outputs, run.shared = outputs_of(local)
-        recipe.reducer.whole([part.source for part in local], outputs)
-        self._deliver(run, ())
+    def _stand_in(self, run: Run) -> None:
+        """All local members have joined, and peers have begun without them: passes on what passes through this node."""
+        if run.key.plan:
+            if self._plans.find(run.key.plan, run.key.name) is not None:
+                self._start_bucket(run)
+            return  # else it goes on when the plan has come
+        signature = self._approved.get((run.key.process_set, run.peers_digest))
+        if signature is not None:  # else it goes on when the verdict has come
+            run.recipe = self._recipes.get(signature) or self._recipe(signature)
+            run.digest = wire.digest(signature)
+            self._start(run, (), ())
 
     def _verdict(self, verdict: wire.Verdict) -> None:
         run = self._runs.get(verdict.key)
+        if verdict.signature is not None:  # the others' operation, while all ranks here have joined
+            self._approved[verdict.key.process_set, wire.digest(verdict.signature)] = verdict.signature
+            for waiting in [r for r in self._runs.values() if r.peers_digest and not r.parts]:
+                self._advance(waiting)
+            return
         if run is None or not run.asked:
             return
-        self._approved.add((run.key.process_set, run.digest))
-        if run.exchange is not None:  # a peer's data came first
-            return
         assert run.recipe is not None
-        self._start_dynamic(run, run.recipe, verdict.rows, verdict.splits)
+        self._approved[run.key.process_set, run.digest] = run.recipe.signature
+        if run.exchange is None:  # else a peer's data came first
+            self._start(run, verdict.rows, verdict.splits)
 
     def _plan_verdict(self, verdict: wire.PlanVerdict) -> None:
         waiting = self._proposals.pop((verdict.process_set, verdict.group, verdict.clock), {})
@@ -397,160 +393,122 @@ class Engine:
             for rank, handle in waiting.items():
                 self._refuse(rank, handle, verdict.error)
             return
-        for old in [s.plan.id for s in self._plans.values() if _identity(s.plan) == _identity(plan)]:
-            del self._plans[old]
-            for rank in self._members_of(plan.process_set).local:
-                self.drop_plan_memory(rank, old)
-        members = self._members_of(plan.process_set)
-        codec = codecs.parse(plan.reduction.codec)
-        self._plans[plan.id] = PlanState(
-            plan,
-            members,
-            algorithms.make(plan.reduction.algorithm),
-            [reducer_of(plan.reduction, DTYPES[b.dtype], len(members.set.ranks)) for b in plan.buckets],
-            [codec.open(codecs.Layout(DTYPES[b.dtype], b.numel)) for b in plan.buckets],
-            [str(b.index) for b in plan.buckets],
-        )
+        self._plans.install(plan, self.participants.members(plan.process_set))
         for rank, handle in waiting.items():
             self._outside.to_worker(rank, wire.Planned(handle, plan))
+        for run in [r for r in self._runs.values() if r.key.plan == plan.id]:
+            self._advance(run)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _start_dynamic(self, run: Run, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
-        if recipe.signature.kind == "allreduce":
-            self._start(run, self._all_reduce.exchange, recipe.reducer, recipe.codec.open(recipe.layout))
-            return
-        port = self._port(run)
-        local = [run.parts[rank] for rank in run.members.local]
-        outputs, run.shared = outputs_of(local)
+    def _start(self, run: Run, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
+        """An operation outside a plan, on which all ranks agree, begins here."""
+        assert run.recipe is not None
+        self._take_effect(run, run.recipe.signature, rows)
+        if self.participants.joined:
+            self._tell_who_joined(run)
         try:
-            run.exchange = collective_exchange(port, recipe, self.topology, local, outputs, rows, splits)
+            self._runner.start_tensor(run, run.recipe, rows, splits)
         except RequestError as error:
-            self._fail_everywhere(run.key, f"tensor {run.key.name!r}: {error}")
-            return
-        self._run_jobs(run)
+            self._fail_everywhere(run.key, f"{run.what}: {error}")
 
-    def _start(self, run: Run, make: Callable[[Work], Exchange], reducer: Reducer, codec: codecs.BucketCodec) -> None:
-        local = [run.parts[rank] for rank in run.members.local]
-        outputs, run.shared = outputs_of(local)
-        work = Work(self._port(run), reducer, codec, self.cost, [p.source for p in local], outputs)
-        run.exchange = make(work)
-        self._run_jobs(run)
+    def _start_bucket(self, run: Run) -> None:
+        found = self._plans.find(run.key.plan, run.key.name)
+        assert found is not None
+        if self.participants.joined:
+            self._tell_who_joined(run)
+        self._runner.start_bucket(run, *found)
 
-    def _port(self, run: Run) -> FlowPort:
-        run.port = FlowPort(
-            run.key,
-            run.digest,
-            run.members.nodes,
-            self.node,
-            self.cost.chunk_bytes(self._settings.chunk_bytes),
-            self._settings.window_bytes,
-            self._outside.send_chunk,
-            lambda node, chunks: self._outside.to_node(node, wire.Credit(run.key, chunks)),
-            lambda: self._finished(run),
-        )
-        return run.port
+    def _take_effect(self, run: Run, signature: wire.Signature, rows: Sequence[int]) -> None:
+        """What an operation without data does on this node. All nodes do it before any of them completes it."""
+        if signature.kind == "join":
+            self.participants.joined.clear()
+            run.answer = tuple(rows)
+        elif signature.kind == "add_process_set":
+            run.answer = (self.participants.add(signature.ranks),)
+        elif signature.kind == "remove_process_set":
+            removed = self.participants.find(signature.ranks)
+            if removed is not None:  # else ranks removed it twice, and the clients know
+                self._remove_set(removed)
 
-    def _run_jobs(self, run: Run) -> None:
-        assert run.exchange is not None
-        small = run.exchange.local_nbytes <= _INLINE_WORK
-        jobs = run.exchange.jobs(1 if small else self._settings.kernel_threads)
-        if jobs and not small:
-            self._outside.run_jobs(jobs, lambda error: self._jobs_done(run, error))
-            return
-        try:
-            for job in jobs:
-                job()
-        except Exception as error:  # reported like one from the pool
-            self._jobs_done(run, error)
-        else:
-            self._jobs_done(run, None)
+    def _remove_set(self, process_set: int) -> None:
+        for key in [key for key in self._runs if key.process_set == process_set]:
+            self._fail_here(key, f"{self._runs[key].what} was under way when process set {process_set} was removed")
+        self._plans.remove_set(process_set)
+        if self.coordinator is not None:
+            self.coordinator.forget_set(process_set)
+        for signature in [s for s in self._recipes if s.process_set == process_set]:
+            del self._recipes[signature]
+        self.participants.remove(process_set)
 
-    def _jobs_done(self, run: Run, error: BaseException | None) -> None:
-        if self._runs.get(run.key) is not run:
-            return  # it has failed in the meantime
-        if error is not None:
-            self._exchange_failed(run, error)
-            return
-        run.started = True
-        run.since = self._outside.clock()
-        try:
-            assert run.exchange is not None
-            run.exchange.start()
-            while run.early and self._runs.get(run.key) is run:
-                self._receive(run, *run.early.popleft())
-        except Exception as failure:
-            self._exchange_failed(run, failure)
+    def _tell_who_joined(self, run: Run) -> None:
+        """A run has begun here; nodes whose ranks have all joined have nothing else that would make them begin."""
+        if run.key.process_set == GLOBAL_SET and run.parts and run.kind != "join":
+            awaited = self.participants.awaited_nodes(run.members)
+            for node in run.members.nodes:
+                if node != self.node and node not in awaited:
+                    self._outside.to_node(node, wire.Began(run.key, run.digest))
+
+    def _began(self, node: int, message: wire.Began) -> None:
+        run = self._runs.get(message.key)
+        if run is None:
+            if not self._may_begin(node, message.key):
+                return
+            run = self._run(message.key, self.participants.members(message.key.process_set))
+        if not run.parts:
+            run.peers_digest = message.digest
+            self._advance(run)
 
     def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         run = self._runs.get(chunk.key)
         if run is None:
-            if chunk.key in self._failed:
+            if not self._may_begin(node, chunk.key):
                 return
-            if chunk.key.process_set not in self._sets or self._too_early():
-                self._on_job_failed(
-                    f"node {node} (host {self.topology.hosts[node]}) sent data of {chunk.key.name!r}, which has no "
-                    "place here: it is in an unknown process set, or one of too many operations under way"
-                )
-                return
-            run = self._run(chunk.key, self._members_of(chunk.key.process_set))
+            run = self._run(chunk.key, self.participants.members(chunk.key.process_set))
         if node not in run.members.nodes:
             return
-        if run.complete and not chunk.key.plan and chunk.digest != run.digest:
+        if run.digest and not chunk.key.plan and chunk.digest != run.digest:
             if not run.disputed:
                 self._disagree(run)
-        elif not run.started:
+        elif run.started:
+            self._runner.receive(run, node, chunk, payload)
+        else:
             run.early.append((node, chunk, payload))
+            run.peers_digest = chunk.digest
             if run.asked and run.exchange is None:
                 assert run.recipe is not None
                 if run.recipe.signature.kind in DIRECT_KINDS:  # approved, or nothing would come; the verdict is late
-                    self._approved.add((run.key.process_set, run.digest))
-                    self._start_dynamic(run, run.recipe, (), ())
-        else:
-            try:
-                self._receive(run, node, chunk, payload)
-            except Exception as error:
-                self._exchange_failed(run, error)
+                    self._approved[run.key.process_set, run.digest] = run.recipe.signature
+                    self._start(run, (), ())
+            elif self.participants.joined:
+                self._advance(run)
+
+    def _may_begin(self, node: int, key: OpKey) -> bool:
+        """Whether a peer may be the first to say anything about an operation here."""
+        if key in self._failed or key in self._over or self.participants.is_over(key.process_set):
+            return False
+        if key.process_set in self.participants and not self._too_early():
+            return True
+        self._on_job_failed(
+            f"node {node} (host {self.topology.hosts[node]}) sent data of {key.name!r}, which has no place here: it is "
+            "in an unknown process set, or one of too many operations under way"
+        )
+        return False
 
     def _too_early(self) -> bool:
         """Whether peers are ahead of the workers here in as many operations as they may be."""
         return len(self._runs) >= _MAX_EARLY and sum(not run.parts for run in self._runs.values()) >= _MAX_EARLY
 
-    def _receive(self, run: Run, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
-        assert run.exchange is not None
-        assert run.port is not None
-        run.since = self._outside.clock()
-        position = run.members.nodes.index(node)
-        run.exchange.receive(position, chunk, payload)
-        run.port.consumed(position, len(payload))
-
-    def _finished(self, run: Run) -> None:
-        """The exchange has finished and nothing of it is under way: delivers, unless the operation has failed."""
-        if self._runs.get(run.key) is run:
-            assert run.exchange is not None
-            self._deliver(run, run.exchange.results)
-
-    def _deliver(self, run: Run, results: Sequence[Result]) -> None:
-        del self._runs[run.key]
+    def _delivered(self, run: Run) -> None:
+        """The workers have their results."""
         self._completed += 1
+        self._completed_bytes += sum(part.source.nbytes for part in run.parts.values())
         if len(run.members.nodes) > 1:
-            self._over[run.key] = run.parts[run.members.local[0]].signature
+            part = next(iter(run.parts.values()), None)
+            self._over[run.key] = NOTHING if part is None else part.signature
             if len(self._over) > _REMEMBERED:
                 self._over.popitem(last=False)
-        inline = None if run.shared is None else run.shared.tobytes()
-        for index, rank in enumerate(run.members.local):
-            part = run.parts[rank]
-            self._completed_bytes += part.source.nbytes
-            if not results:
-                self._outside.to_worker(rank, wire.Done(part.handle, inline if part.place is None else None))
-                continue
-            result = results[index if len(results) > 1 else 0]
-            small = None if result.segment else result.array.tobytes()
-            nbytes = result.segment.nbytes if result.segment else 0
-            self._outside.to_worker(rank, wire.Done(part.handle, small, result.sizes, nbytes), result)
-        for result in results:
-            if result.segment is not None:
-                result.segment.close()
+        self._one_less()
 
     # --- failing ------------------------------------------------------------------------------------------------------
 
@@ -564,17 +522,16 @@ class Engine:
         run.inquired = self._outside.clock()
         self._to_coordinator(wire.Mismatch(run.key, waited))
 
-    def _exchange_failed(self, run: Run, error: BaseException) -> None:
+    def _run_failed(self, run: Run, error: BaseException) -> None:
+        host = self.topology.hosts[self.node]
         if isinstance(error, FusionError):
-            what = f"bucket {run.key.name} of plan {run.key.plan}" if run.key.plan else f"tensor {run.key.name!r}"
-            host = self.topology.hosts[self.node]
-            self._fail_everywhere(run.key, f"{what} failed on node {self.node} (host {host}): {error}")
+            self._fail_everywhere(run.key, f"{run.what} failed on node {self.node} (host {host}): {error}")
         else:  # a bug: say where it is
             text = "".join(traceback.format_exception(error))
-            self._on_job_failed(f"the daemon of host {self.topology.hosts[self.node]} failed:\n{text}")
+            self._on_job_failed(f"the daemon of host {host} failed:\n{text}")
 
     def _fail_everywhere(self, key: OpKey, error: str) -> None:
-        for node in self._members_of(key.process_set).nodes:
+        for node in self.participants.members(key.process_set).nodes:
             if node != self.node:
                 self._outside.to_node(node, wire.OpFailed(key, error))
         self._fail_here(key, error)
@@ -586,6 +543,7 @@ class Engine:
         run = self._runs.pop(key, None)
         for rank, part in (run.parts if run is not None else {}).items():
             self._refuse(rank, part.handle, error)
+        self._one_less()
 
     def _refuse(self, rank: int, handle: int, error: str) -> None:
         self._outside.to_worker(rank, wire.Failed(handle, error))
@@ -596,7 +554,8 @@ class Engine:
         """What is known of every operation with this signature. Raises FusionError when none can be submitted."""
         if len(self._recipes) >= _MAX_RECIPES:
             self._recipes.clear()
-        recipe = self._recipes[signature] = make_recipe(signature, self._members_of(signature.process_set))
+        members = self.participants.members(signature.process_set)
+        recipe = self._recipes[signature] = make_recipe(signature, members)
         return recipe
 
     def _run(self, key: OpKey, members: Members) -> Run:
@@ -604,16 +563,6 @@ class Engine:
         if run is None:
             run = self._runs[key] = Run(key, members, self._outside.clock())
         return run
-
-    def _members_of(self, process_set: int) -> Members:
-        members = self._members.get(process_set)
-        if members is None:
-            found = self._sets.get(process_set)
-            if found is None:
-                raise RequestError(f"there is no process set {process_set}")
-            members = Members(found, found.nodes(self.topology), found.local(self.topology, self.node))
-            self._members[process_set] = members
-        return members
 
     def _to_coordinator(self, message: wire.PeerMessage) -> None:
         if self.node == COORDINATOR:
@@ -627,7 +576,3 @@ class Engine:
                 self.peer_message(node, message, None)
             else:
                 self._outside.to_node(node, message)
-
-
-def _identity(plan: wire.Plan) -> tuple[int, str]:
-    return plan.process_set, plan.group

@@ -2,6 +2,9 @@
 
 A node is *up* when all its workers have said hello and its connections to the other nodes stand. The coordinator
 hears it from every node, measures the links, and tells all to start; then each daemon welcomes its workers.
+
+Workers that have left may come back (`hvd.shutdown()`, then `hvd.init()`). When all of a node have, it is up again, in
+the next *membership epoch*; this one starts when every node is.
 """
 
 from __future__ import annotations
@@ -12,16 +15,18 @@ from fusion_rt.topology import Topology
 
 
 class Membership:
-    """One membership epoch as this node sees it; the coordinator's also counts the nodes that are up."""
+    """The membership epochs as this node sees them; the coordinator's also counts the nodes that are up."""
 
     def __init__(self, topology: Topology, node: int) -> None:
         self._topology = topology
         self._node = node
         self.mesh_up = len(topology.hosts) == 1
         self.started = False
+        self.epoch = 0
         self.joined: set[int] = set()  # local ranks
         self.left: set[int] = set()  # local ranks that have said Bye
-        self.nodes_up: set[int] = set()
+        self.nodes_up: dict[int, int] = {}  # in which epoch
+        self._returned: set[int] = set()  # local ranks that have left and come back
         self._reported = False
 
     @property
@@ -33,12 +38,23 @@ class Membership:
         host = self._topology.hosts[self._node]
         if rank not in self.local:
             return f"rank {rank} does not belong on node {self._node} (host {host}), whose ranks are {list(self.local)}"
-        if rank in self.joined:
+        if rank in self.joined and (rank not in self.left or rank in self._returned):
             return f"rank {rank} is taken: another process on host {host} has joined the job as rank {rank}"
         return ""
 
+    def join(self, rank: int) -> None:
+        """A worker has come, or come back. When all of this node have come back, a new epoch begins."""
+        if rank in self.joined:
+            self._returned.add(rank)
+        self.joined.add(rank)
+        if len(self._returned) == len(self.local):
+            self.epoch += 1
+            self.left.clear()
+            self._returned.clear()
+            self.started = self._reported = False
+
     def became_up(self) -> bool:
-        """Whether this node is up, said once."""
+        """Whether this node is up, said once in an epoch."""
         if self._reported or not self.mesh_up or len(self.joined) < len(self.local):
             return False
         self._reported = True
@@ -47,12 +63,12 @@ class Membership:
     @property
     def all_up(self) -> bool:
         """Whether every node is up (the coordinator's to ask)."""
-        return len(self.nodes_up) == len(self._topology.hosts)
+        return list(self.nodes_up.values()).count(self.epoch) == len(self._topology.hosts)
 
     @property
     def everyone_left(self) -> bool:
-        """Whether every worker of this node has come and gone."""
-        return len(self.left) == len(self.local) > 0
+        """Whether every worker of this node has come and gone, and none has come back."""
+        return len(self.left) == len(self.local) > 0 and not self._returned
 
     def missing(self) -> str:
         """Who has not come up yet, as far as this node knows."""

@@ -11,13 +11,15 @@ Node 0's daemon runs it. It takes requests of nodes and returns messages for nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion_rt import wire
-from fusion_rt.topology import ProcessSet, Topology
+from fusion_rt.settings import Settings
+from fusion_rt.topology import Topology
 from fusion_rt.wire import OpKey
 from fusiond import planning
+from fusiond.participants import Participants
 
 Outgoing = list[tuple[int, wire.PeerMessage]]
 PlanKey = tuple[int, str, int]  # process set, group, clock
@@ -39,37 +41,84 @@ class _Pending:
 class _PendingPlan:
     since: float
     proposals: dict[int, wire.Proposal] = field(default_factory=dict)
+    warned: bool = False
+
+
+@dataclass
+class _Made:
+    """The plan in force of a group: what its first rank proposed, and who has it."""
+
+    plan: wire.Plan
+    proposal_rank: int
+    proposal: wire.Proposal
+    holders: set[int]
 
 
 class Coordinator:
     """Decides for all nodes.
 
     Args:
-        topology: of this membership epoch.
-        process_sets: by id; shared with the engine.
-        threshold: largest bucket in bytes.
-        timeout: seconds that a proposal may wait for other ranks.
+        participants: shared with the engine, which keeps it up to date.
+        settings: largest bucket, and time-outs.
         clock: now, in seconds.
+        warn: tells people that something is late.
     """
 
     def __init__(
         self,
-        topology: Topology,
-        process_sets: Mapping[int, ProcessSet],
-        threshold: int,
-        timeout: float,
+        participants: Participants,
+        settings: Settings,
         clock: Callable[[], float],
+        warn: Callable[[str], None],
     ) -> None:
-        self._topology = topology
-        self._sets = process_sets
-        self._threshold = threshold
-        self._timeout = timeout
+        self._participants = participants
+        self._topology = participants.topology
+        self._settings = settings
         self._clock = clock
+        self._warn = warn
         self._approved: set[tuple[int, int]] = set()  # process set and digest
         self._pending: dict[OpKey, _Pending] = {}
         self._plans: dict[PlanKey, _PendingPlan] = {}
+        self._made: dict[tuple[int, str], _Made] = {}
         self._next_plan = 1
-        self.departed: set[int] = set()
+
+    def handle(self, node: int, message: wire.PeerMessage) -> Outgoing | None:
+        """What to send because of a node's message; None when no node of this job would send it."""
+        if not self._makes_sense(node, message):
+            return None
+        if isinstance(message, wire.PlanRequest):
+            process_set = message.proposal.process_set
+        else:
+            assert isinstance(message, (wire.Request, wire.Mismatch, wire.Report))
+            process_set = message.key.process_set
+        if process_set not in self._participants:  # it has been removed since
+            return []
+        if isinstance(message, wire.Request):
+            return self.request(node, message)
+        if isinstance(message, wire.Mismatch):
+            return self.mismatch(message)
+        if isinstance(message, wire.Report):
+            return self.report(node, message)
+        return self.plan_request(message)
+
+    def _makes_sense(self, node: int, message: wire.PeerMessage) -> bool:
+        """Whether a message is about a process set that there is or was, and about ranks of its sender."""
+        if isinstance(message, wire.PlanRequest):
+            process_set, ranks = message.proposal.process_set, {message.rank}
+        elif isinstance(message, (wire.Request, wire.Report)):
+            process_set, ranks = message.key.process_set, set(message.signatures)
+        elif isinstance(message, wire.Mismatch):
+            process_set, ranks = message.key.process_set, set()
+        else:
+            return False
+        if process_set not in self._participants:
+            return self._participants.is_over(process_set)
+        members = self._participants.members(process_set)
+        local = set(members.set.local(self._topology, node))
+        if isinstance(message, wire.Request):
+            awaited = {rank for rank in local if self._participants.is_awaited(rank, members)}
+            return bool(ranks) and ranks <= local and awaited <= ranks
+        return ranks <= local
 
     def request(self, node: int, request: wire.Request) -> Outgoing:
         """A node's local ranks have all submitted an operation."""
@@ -80,6 +129,9 @@ class Coordinator:
             return [(node, wire.Verdict(key))]
         pending = self._pending.setdefault(key, _Pending())
         pending.requests[node] = request
+        refusal = self._refused_after_join(key, pending)
+        if refusal:
+            return refusal
         if any(wire.digest(s) != wire.digest(signature) for s in self._submitted(pending).values()):
             return self._inquire(key, pending)
         return self._decide(key, pending)
@@ -99,43 +151,84 @@ class Coordinator:
         nodes = self._nodes(report.key)
         if len(pending.reports) < len(nodes):
             return []
-        error = self._explain(report.key, pending)
+        late = pending.waited > self._settings.operation_timeout
+        error = self._explain(report.key, pending, pending.waited if late else 0.0)
         if error:
             del self._pending[report.key]
             return [(n, wire.OpFailed(report.key, error)) for n in nodes]
+        if pending.waited > self._settings.stall_warning_time:
+            self._warn(self._explain(report.key, pending, pending.waited))
         pending.reports, pending.waited = None, 0.0
         if not pending.requests:
             del self._pending[report.key]
         return self._decide(report.key, pending)
 
+    def joined(self) -> Outgoing:
+        """A rank has joined: what waits for it goes on without it, or fails."""
+        out: Outgoing = []
+        for key, pending in list(self._pending.items()):
+            if pending.requests and key in self._pending:
+                out += self._refused_after_join(key, pending) or self._decide(key, pending)
+        for plan_key, waiting in list(self._plans.items()):
+            out += self._decide_plan(plan_key, waiting)
+        return out
+
     def plan_request(self, request: wire.PlanRequest) -> Outgoing:
         """One rank proposes a plan."""
         proposal = request.proposal
         plan_key = (proposal.process_set, proposal.group, proposal.clock)
+        made = self._made.get(plan_key[:2])
+        if made is not None and request.rank not in made.holders:  # it had joined while the others made their plan
+            error = planning.disagreement({made.proposal_rank: made.proposal, request.rank: proposal}, self._topology)
+            made.holders.add(request.rank)
+            verdict = wire.PlanVerdict(*plan_key, None if error else made.plan, error)
+            return [(self._topology.node_of(request.rank), verdict)]
         pending = self._plans.setdefault(plan_key, _PendingPlan(self._clock()))
         pending.proposals[request.rank] = proposal
-        members = self._sets[proposal.process_set].ranks
-        if len(pending.proposals) < len(members):
+        return self._decide_plan(plan_key, pending)
+
+    def _decide_plan(self, plan_key: PlanKey, pending: _PendingPlan) -> Outgoing:
+        """Makes the plan once every rank that is awaited has proposed it."""
+        if self._missing(plan_key, pending):
             return []
         error = planning.disagreement(pending.proposals, self._topology)
         if error:
             return self._plan_verdict(plan_key, None, error)
-        plan = planning.make_plan(self._next_plan, pending.proposals[members[0]], self._threshold)
+        first = min(pending.proposals)
+        plan = planning.make_plan(self._next_plan, planning.merge(pending.proposals), self._settings.fusion_threshold)
         self._next_plan += 1
+        self._made[plan_key[:2]] = _Made(plan, first, pending.proposals[first], set(pending.proposals))
         return self._plan_verdict(plan_key, plan, "")
+
+    def _missing(self, plan_key: PlanKey, pending: _PendingPlan) -> list[int]:
+        members = self._participants.members(plan_key[0])
+        awaited = [rank for rank in members.set.ranks if self._participants.is_awaited(rank, members)]
+        return [rank for rank in awaited if rank not in pending.proposals]
 
     def tick(self) -> Outgoing:
         """Ends proposals that have waited too long, or wait for a rank that has left."""
         out: Outgoing = []
         for plan_key, pending in list(self._plans.items()):
-            missing = [r for r in self._sets[plan_key[0]].ranks if r not in pending.proposals]
+            missing = self._missing(plan_key, pending)
             waited = self._clock() - pending.since
-            gone = [rank for rank in missing if rank in self.departed]
-            if waited > self._timeout or (gone and waited > 1):
-                who = self._topology.describe(gone or missing)
+            gone = [rank for rank in missing if rank in self._participants.departed]
+            who = self._topology.describe(gone or missing)
+            if waited > self._settings.operation_timeout or (gone and waited > 1):
                 why = "has left the job" if gone else f"did not propose it within {waited:.0f} s"
                 out += self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {who} {why}")
+            elif waited > self._settings.stall_warning_time and not pending.warned:
+                pending.warned = True
+                self._warn(f"the plan of {plan_key[1]!r} has waited {waited:.0f} s for {who}")
         return out
+
+    def forget_set(self, process_set: int) -> None:
+        """A process set has been removed."""
+        for key in [key for key in self._pending if key.process_set == process_set]:
+            del self._pending[key]
+        for plan_key in [key for key in self._plans if key[0] == process_set]:
+            del self._plans[plan_key]
+        for made in [key for key in self._made if key[0] == process_set]:
+            del self._made[made]
 
     @property
     def idle(self) -> bool:
@@ -160,19 +253,34 @@ class Coordinator:
         if direct and agreed in self._approved:  # not every node will ask
             del self._pending[key]
             return [(node, wire.Verdict(key)) for node in pending.requests]
-        nodes = self._nodes(key)
-        if len(pending.requests) < len(nodes):
+        members = self._participants.members(key.process_set)
+        awaited = members.nodes if signature.kind == "join" else self._participants.awaited_nodes(members)
+        if any(node not in pending.requests for node in awaited):
             return []
         del self._pending[key]
         verdict = self._verdict(key, pending)
         self._approved.add(agreed)
-        out: Outgoing = [(node, verdict) for node in nodes]
+        out: Outgoing = []
+        for node in members.nodes:
+            asked = node in pending.requests
+            out.append((node, verdict if asked else wire.Verdict(key, signature=signature)))
         for other in list(self._pending.items()) if direct else ():
             out += self._decide(*other)
         return out
 
+    def _refused_after_join(self, key: OpKey, pending: _Pending) -> Outgoing:
+        """Fails an operation that ranks which have joined cannot take part in, and that cannot do without them."""
+        members = self._participants.members(key.process_set)
+        submitted = self._submitted(pending)
+        kind = next(iter(submitted.values())).kind
+        why = self._participants.why_not(kind, members, submitted)
+        if not why:
+            return []
+        del self._pending[key]
+        return [(node, wire.OpFailed(key, f"tensor {key.name!r}: {why}")) for node in members.nodes]
+
     def _nodes(self, key: OpKey) -> tuple[int, ...]:
-        return self._sets[key.process_set].nodes(self._topology)
+        return self._participants.members(key.process_set).nodes
 
     @staticmethod
     def _submitted(pending: _Pending) -> dict[int, wire.Signature]:
@@ -185,8 +293,10 @@ class Coordinator:
         return [(node, wire.Inquiry(key)) for node in self._nodes(key)]
 
     def _verdict(self, key: OpKey, pending: _Pending) -> wire.Verdict:
-        members = self._sets[key.process_set].ranks
         signatures = self._submitted(pending)
+        if next(iter(signatures.values())).kind == "join":
+            return wire.Verdict(key, tuple(self._participants.joined[-1:]))
+        members = [r for r in self._participants.members(key.process_set).set.ranks if r in signatures]
         splits = {rank: s for request in pending.requests.values() for rank, s in request.splits.items()}
         rows = tuple(signatures[rank].shape[0] if signatures[rank].shape else 1 for rank in members)
         return wire.Verdict(key, rows, tuple(splits.get(rank, ()) for rank in members))
@@ -194,27 +304,32 @@ class Coordinator:
     def _plan_verdict(self, plan_key: PlanKey, plan: wire.Plan | None, error: str) -> Outgoing:
         del self._plans[plan_key]
         verdict = wire.PlanVerdict(*plan_key, plan, error)
-        return [(node, verdict) for node in self._sets[plan_key[0]].nodes(self._topology)]
+        return [(node, verdict) for node in self._participants.members(plan_key[0]).nodes]
 
-    def _explain(self, key: OpKey, pending: _Pending) -> str:
+    def _explain(self, key: OpKey, pending: _Pending, waited: float) -> str:
         submitted = self._submitted(pending)
         for report in (pending.reports or {}).values():
             submitted.update(report)
-        waited = pending.waited if pending.waited > self._timeout else 0.0
-        return explain(key, submitted, self._sets[key.process_set], self._topology, self.departed, waited)
+        members = self._participants.members(key.process_set)
+        awaited = [rank for rank in members.set.ranks if self._participants.is_awaited(rank, members)]
+        return explain(key, submitted, awaited, self._topology, self._participants.departed, waited)
 
 
 def explain(
     key: OpKey,
     submitted: Mapping[int, wire.Signature],
-    members: ProcessSet,
+    awaited: Sequence[int],
     topology: Topology,
     departed: set[int],
     waited: float,
 ) -> str:
     """Why an operation fails: what the ranks submitted under its name, or which of them did not.
 
-    Empty when nothing is wrong, as far as that tells: nobody has left, and `waited` (s) is 0, so that time is not up.
+    Args:
+        awaited: the ranks without which it cannot run.
+        waited: seconds, or 0 while its time is not up.
+
+    Returns: a sentence; empty when nothing is wrong, as far as that tells.
     """
     what = f"bucket {key.name} of plan {key.plan}" if key.plan else f"tensor {key.name!r}"
     by_signature: dict[wire.Signature, list[int]] = {}
@@ -225,7 +340,7 @@ def explain(
             f"{topology.describe(ranks)}: {describe(submitted[ranks[0]])}" for ranks in by_signature.values()
         )
         return f"the ranks do not agree about {what}: {shown}. Every rank has to submit the same operation"
-    missing = [rank for rank in members.ranks if rank not in submitted]
+    missing = [rank for rank in awaited if rank not in submitted]
     gone = [rank for rank in missing if rank in departed]
     if gone:
         return f"{what} waits for {topology.describe(gone)}, which left the job without submitting it"
@@ -246,6 +361,10 @@ def describe(signature: wire.Signature) -> str:
         words.append(signature.op)
     if signature.kind == "broadcast":
         words.append(f"from root {signature.root}")
+    if signature.ranks:
+        words.append(f"of the ranks {list(signature.ranks)}")
+    if signature.parts:
+        words.append(f"of {len(signature.parts)} tensors {[list(shape) for shape in signature.parts[:8]]}")
     if signature.dtype:
         words.append(f"{signature.dtype} {list(signature.shape)}")
     if (signature.prescale, signature.postscale) != (1.0, 1.0):

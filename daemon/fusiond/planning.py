@@ -3,12 +3,17 @@
 Buckets follow the order in which gradients arrived on the lowest rank, so that a bucket is full as early in the
 backward pass as its last tensor allows; a bucket holds one dtype. Every tensor starts on a cache line, and so does
 every bucket, so that views of the fusion buffer are as fast as tensors of their own.
+
+A tensor that is sparse on some rank is in no bucket: what the ranks have of it does not lie in the same places.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from msgspec.structs import replace
 
 from fusion_rt.arena import ALIGNMENT
 from fusion_rt.dtypes import DTYPES
@@ -21,7 +26,8 @@ _PAGE = 4096  # bytes; buckets start on pages, so that two threads never write o
 def disagreement(proposals: Mapping[int, Proposal], topology: Topology) -> str:
     """Why the ranks' proposals do not fit together, as a sentence that names ranks and tensor; empty when they do.
 
-    The order of the tensors may differ between ranks; everything else has to be equal.
+    Their order, which of them are wanted together, and which are sparse may differ between ranks; everything else has
+    to be equal.
     """
     first = min(proposals)
     reference = proposals[first]
@@ -42,7 +48,7 @@ def disagreement(proposals: Mapping[int, Proposal], topology: Topology) -> str:
             where = f"{topology.describe([has])} but not on {topology.describe([lacks])}"
             return f"tensor {name!r} of {reference.group!r} is on {where}"
         for name, tensor in found.items():
-            if tensor != expected[name]:
+            if (tensor.dtype, tensor.shape) != (expected[name].dtype, expected[name].shape):
                 return (
                     f"tensor {name!r} of {reference.group!r} differs between {both}: "
                     f"{_tensor(expected[name])} on the first, {_tensor(tensor)} on the second"
@@ -50,32 +56,53 @@ def disagreement(proposals: Mapping[int, Proposal], topology: Topology) -> str:
     return ""
 
 
+def merge(proposals: Mapping[int, Proposal]) -> Proposal:
+    """The lowest rank's proposal, in which those tensors are sparse that are so on any rank."""
+    first = proposals[min(proposals)]
+    sparse = {tensor.name: tensor.sparse for p in proposals.values() for tensor in p.tensors if tensor.sparse}
+    if not sparse:
+        return first
+    return replace(first, tensors=tuple(replace(t, sparse=sparse.get(t.name, 0)) for t in first.tensors))
+
+
 def make_plan(plan_id: int, proposal: Proposal, threshold: int) -> Plan:
     """Fuses the proposed tensors, in their order, into buckets of at most `threshold` bytes.
 
-    A tensor larger than that has a bucket of its own; a threshold of 0 gives every tensor one.
+    A tensor larger than that has a bucket of its own; a threshold of 0 gives every tensor one. Tensors that are wanted
+    `together`, and follow each other in the proposal, have one whatever its size.
     """
-    open_buckets: dict[str, list[TensorSpec]] = {}  # by dtype: tensors of the bucket being filled
-    filled: dict[str, int] = {}
-    closed: list[list[TensorSpec]] = []
-    for tensor in proposal.tensors:
-        nbytes = _padded(math.prod(tensor.shape), tensor.dtype) * DTYPES[tensor.dtype].itemsize
-        if tensor.dtype in open_buckets and filled[tensor.dtype] + nbytes > threshold:
-            closed.append(open_buckets.pop(tensor.dtype))
-        if tensor.dtype not in open_buckets:
-            open_buckets[tensor.dtype] = []
-            filled[tensor.dtype] = 0
-        open_buckets[tensor.dtype].append(tensor)
-        filled[tensor.dtype] += nbytes
-    closed.extend(open_buckets.values())
+    sparse = tuple(tensor for tensor in proposal.tensors if tensor.sparse)
+    dense = [tensor for tensor in proposal.tensors if not tensor.sparse]
     buckets: list[Bucket] = []
     offset = 0
-    for index, tensors in enumerate(closed):
+    for index, tensors in enumerate(_fused(dense, threshold)):
         bucket = _bucket(index, tensors, offset)
         buckets.append(bucket)
         nbytes = bucket.numel * DTYPES[bucket.dtype].itemsize
         offset += -(-nbytes // _PAGE) * _PAGE
-    return Plan(plan_id, proposal.group, proposal.process_set, proposal.reduction, tuple(buckets), offset)
+    return Plan(plan_id, proposal.group, proposal.process_set, proposal.reduction, tuple(buckets), offset, sparse)
+
+
+def _fused(tensors: Sequence[TensorSpec], threshold: int) -> list[list[TensorSpec]]:
+    """The tensors of each bucket, in the order in which the buckets are complete."""
+    open_buckets: dict[str, list[TensorSpec]] = {}  # by dtype: tensors of the bucket being filled
+    filled: dict[str, int] = {}
+    closed: list[list[TensorSpec]] = []
+    for (dtype, together), run in groupby(tensors, lambda tensor: (tensor.dtype, tensor.together)):
+        if together:
+            closed.append(list(run))
+            continue
+        for tensor in run:
+            nbytes = _padded(math.prod(tensor.shape), dtype) * DTYPES[dtype].itemsize
+            if dtype in open_buckets and filled[dtype] + nbytes > threshold:
+                closed.append(open_buckets.pop(dtype))
+            if dtype not in open_buckets:
+                open_buckets[dtype] = []
+                filled[dtype] = 0
+            open_buckets[dtype].append(tensor)
+            filled[dtype] += nbytes
+    closed.extend(open_buckets.values())
+    return closed
 
 
 def _bucket(index: int, tensors: Sequence[TensorSpec], offset: int) -> Bucket:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,16 +12,18 @@ import numpy as np
 from fusion_rt import codecs, wire
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.errors import FusionError
-from fusion_rt.topology import ProcessSet, Topology
+from fusion_rt.topology import GLOBAL_SET, Topology
 from fusiond.collectives.base import Array, Exchange, Port, Reducer
 from fusiond.collectives.blocks import Block, Blocks
 from fusiond.collectives.broadcast import Broadcast
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.scatter import ReduceScatter, rows_of_members
+from fusiond.participants import Members
 
 _BYTE = DTYPES["uint8"]
-_NOTHING = wire.Signature("barrier")
+NOTHING = wire.Signature("barrier")
+_EMPTY_KINDS = ("barrier", "join", "add_process_set", "remove_process_set")
 _MAX_PLAN = 2**46  # bytes
 
 
@@ -43,7 +46,7 @@ class Part:
     handle: int
     source: Array
     place: Array | None
-    signature: wire.Signature = _NOTHING
+    signature: wire.Signature = NOTHING
     splits: tuple[int, ...] = ()
 
 
@@ -59,21 +62,13 @@ def outputs_of(local: Sequence[Part]) -> tuple[list[Array], Array | None]:
     return [*outputs, shared], shared
 
 
-@dataclass(frozen=True)
-class Members:
-    """A process set as this node sees it: its nodes, ascending, and its local members in order of local_rank."""
-
-    set: ProcessSet
-    nodes: tuple[int, ...]
-    local: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What all operations of one signature have in common, worked out once.
 
     Attributes:
         layout: dtype and number of elements of one rank's tensor.
+        parts: first element and number of elements of each tensor that was fused into it; of itself, if it is one.
         nbytes: of one rank's tensor; `local_nbytes`: of all local members' together.
     """
 
@@ -82,6 +77,7 @@ class Recipe:
     reducer: Reducer
     codec: codecs.Codec
     layout: codecs.Layout
+    parts: tuple[tuple[int, int], ...]
     nbytes: int
     local_nbytes: int
 
@@ -128,8 +124,9 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
     Raises:
         FusionError: no rank can submit this.
     """
-    if signature.kind == "barrier":
+    if signature.kind in _EMPTY_KINDS:
         dtype, elements = _BYTE, 0
+        _check_ranks(signature, members)
     else:
         dtype, elements = DType.named(signature.dtype), math.prod(signature.shape)
     if signature.kind in ("allgather", "alltoall", "reducescatter") and not signature.shape:
@@ -137,6 +134,10 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
     if signature.kind == "broadcast" and signature.root not in members.set.ranks:
         raise RequestError(f"the root rank {signature.root} is not in process set {members.set.id}")
     check_scales(signature)
+    if signature.op == "adasum" and not (dtype.is_floating and signature.kind == "allreduce"):
+        raise RequestError(f"Adasum is an all-reduce of floating-point elements, not a {signature.kind} of {dtype}")
+    if signature.kind == "allreduce" and signature.parts and sum(map(math.prod, signature.parts)) != elements:
+        raise RequestError(f"the {len(signature.parts)} tensors of the group do not have {elements} elements together")
     scaled = signature.op == "average" or (signature.prescale, signature.postscale) != (1.0, 1.0)
     if signature.kind in ("allreduce", "reducescatter") and dtype.name == "bool" and scaled:
         raise RequestError("bool elements can be neither averaged nor scaled; use sum (or), product (and), min or max")
@@ -147,9 +148,26 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         reducer_of(signature, dtype, len(members.set.ranks)),
         codecs.parse(signature.codec),
         codecs.Layout(dtype, elements),
+        tuple(_parts([math.prod(shape) for shape in signature.parts or (signature.shape,)])) if elements else (),
         nbytes,
         nbytes * len(members.local),
     )
+
+
+def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First element and number of elements of tensors that lie one after the other."""
+    return zip(itertools.accumulate(lengths, initial=0), lengths, strict=False)
+
+
+def _check_ranks(signature: wire.Signature, members: Members) -> None:
+    """Raises `RequestError` unless an operation that concerns all ranks is submitted for all, about ranks there are."""
+    everyone = members.set.ranks
+    if signature.kind != "barrier" and members.set.id != GLOBAL_SET:
+        raise RequestError(f"{signature.kind} concerns all ranks and cannot be done in process set {members.set.id}")
+    if signature.kind in ("add_process_set", "remove_process_set"):
+        ranks = signature.ranks
+        if not ranks or list(ranks) != sorted(set(ranks)) or not set(ranks).issubset(everyone):
+            raise RequestError(f"a process set has different ranks of 0 to {len(everyone) - 1}, not {list(ranks)}")
 
 
 def check_proposal(proposal: wire.Proposal) -> None:
@@ -193,7 +211,7 @@ def collective_exchange(
         RequestError: the members' sizes do not fit together.
     """
     signature, members = recipe.signature, recipe.members
-    if signature.kind == "barrier":
+    if signature.kind in _EMPTY_KINDS:
         nothing = [part.source for part in local[:1]]
         if port.nodes == 1:
             return OneNode(port, recipe.reducer, nothing, outputs)

@@ -41,6 +41,9 @@ class Handler(Protocol):
     def worker_left(self, rank: int, pid: int, why: str) -> None:
         """A worker's connection ended without a `Bye`; `why` says how."""
 
+    def connection_ended(self) -> None:
+        """The connection of a worker that had said `Bye` ended: it will not come back."""
+
     def tool_message(self, link: WorkerLink, message: wire.StatusRequest | wire.StopRequest) -> None:
         """`fusiond status` or `fusiond stop` asks."""
 
@@ -50,8 +53,8 @@ class WorkerLink:
     """One connection.
 
     Attributes:
-        rank: set by the handler once it has accepted the worker's `Hello`.
-        left: it has said `Bye`, so that the end of the connection is no surprise.
+        rank: set by the handler once it has accepted the worker's `Hello`; None again after `Bye`.
+        left: it has said `Bye`, so that the end of the connection is no surprise; another `Hello` may come.
     """
 
     sock: socket.socket
@@ -124,6 +127,11 @@ class Workers:
         for link in list(self._links.values()):
             self._drop(link)
 
+    @property
+    def may_return(self) -> bool:
+        """Whether a worker that has said `Bye` is still connected."""
+        return any(link.left for link in self._links.values())
+
     def statistics(self) -> dict[str, int]:
         """`connections`, connections `refused`, messages `received` and `sent`, bytes of `arenas`."""
         return {
@@ -186,7 +194,7 @@ class Workers:
     def _dispatch(self, link: WorkerLink, data: bytes, fd: int) -> None:
         try:
             message = wire.decode_worker_message(data)
-            if link.left:
+            if link.left and not isinstance(message, wire.Hello):
                 raise WireError("a message after Bye")
             if fd >= 0 and not isinstance(message, wire.AddSegment):
                 raise WireError("a descriptor came with a message that takes none")
@@ -203,13 +211,17 @@ class Workers:
         elif isinstance(message, wire.Hello):
             if link.rank is not None:
                 raise WireError("a second Hello")
+            link.left = False
             self._handler.worker_joined(link, message)
         elif link.rank is None:
             raise WireError("the first message has to be Hello")
         else:
+            rank = link.rank
             if isinstance(message, wire.Bye):
-                link.left = True
-            self._handler.worker_message(link.rank, link, message)
+                link.left, link.rank = True, None
+                for segment in list(link.segments):
+                    self._drop_segment(link, segment)
+            self._handler.worker_message(rank, link, message)
             if isinstance(message, wire.DropSegment):
                 self._drop_segment(link, message.segment)
 
@@ -255,6 +267,8 @@ class Workers:
         self._drop(link)
         if link.rank is not None and not link.left:
             self._handler.worker_left(link.rank, link.pid, why)
+        elif link.left:
+            self._handler.connection_ended()
         elif link.rank is None and "died" not in why:
             self.refused += 1
 

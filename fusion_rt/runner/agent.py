@@ -17,11 +17,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from fusion_rt.address import listen_address
 from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line, job_directory
 from fusion_rt.errors import FusionError, WireError
-from fusion_rt.runner import environment, preflight, supervise
+from fusion_rt.runner import environment, messages, preflight, supervise
 from fusion_rt.runner.daemon import Daemon
 from fusion_rt.runner.messages import (
+    OUTPUT_CHUNK,
     DaemonDown,
     DaemonUp,
     Exited,
@@ -37,6 +39,7 @@ from fusion_rt.runner.messages import (
     decode_command,
 )
 from fusion_rt.runner.pipes import Channel, Pump, Reader, settle
+from fusion_rt.runner.task import Function, Result
 from fusion_rt.settings import Settings
 
 LOST_GRACE = 3.0  # seconds between TERM and KILL when the launcher is gone: with the rest, nothing is left after 5
@@ -52,6 +55,7 @@ class Agent:
         self._channel = channel
         self._daemon: Daemon | None = None
         self._children = supervise.Children()
+        self._function = Function(job.function_bytes) if job.function_bytes else None
         self._root = ""  # absolute path of the directory that holds the job's
         self._grace: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
@@ -103,6 +107,10 @@ class Agent:
                 command = decode_command(line)
                 if isinstance(command, Stop):
                     self.stop(command.grace)
+                elif isinstance(command, messages.Function):
+                    if self._function is None:
+                        raise WireError("the launcher sent a function, but the job has none")
+                    self._function.feed(command.data)
                 elif isinstance(command, Peers):
                     if self._daemon is None:
                         raise WireError("the launcher sent the table of peers before the daemon was up")
@@ -126,9 +134,6 @@ class Agent:
             return
         address = "127.0.0.1"
         if len(job.topology.hosts) > 1:
-            # Imported here because it takes psutil, which a job of one host need not wait for.
-            from fusion_rt.runner.address import listen_address
-
             address = listen_address(job.topology.hosts[job.node], job.interfaces, job.loopback)
         await self._channel.send(Ready())
         config = DaemonConfig(job.job, job.node, job.topology, address)
@@ -158,15 +163,19 @@ class Agent:
         job = self._job
         for rank in job.topology.ranks[job.node]:
             env = environment.of_worker(environ, job, rank, self._root)
+            result = await self._function.open_result() if self._function else None
+            if result is not None:
+                env.update(result.variables())
             try:
-                worker = await self._children.start(job.command, env, job.directory)
+                inherits = result.descriptors if result else ()
+                worker = await self._children.start(job.command, env, job.directory, inherits=inherits)
             except OSError as error:
                 await self._refuse(f"the command {os.fsdecode(job.command[0])!r} cannot be run: {error.strerror}")
                 return
-            self._spawn(self._watch_worker(rank, worker))
+            self._spawn(self._watch_worker(rank, worker, result))
         await self._channel.send(WorkersUp())
 
-    async def _watch_worker(self, rank: int, worker: supervise.Child) -> None:
+    async def _watch_worker(self, rank: int, worker: supervise.Child, result: Result | None) -> None:
         pumps = (
             Pump(worker.stdout, self._channel, partial(Output, rank, "stdout")),
             Pump(worker.stderr, self._channel, partial(Output, rank, "stderr")),
@@ -175,6 +184,9 @@ class Agent:
             self._pump(pump)
         status = await worker.exit
         await settle(pumps, self._channel)
+        if result is not None and status == 0:
+            for data in result.pieces(OUTPUT_CHUNK):
+                await self._channel.send(messages.Result(rank, data))
         await self._channel.send(Exited(rank, status))
 
     def _pump(self, pump: Pump) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line
 from fusion_rt.runner.environment import absolute_path_list
-from fusion_rt.runner.messages import DaemonLog
+from fusion_rt.runner.messages import DaemonLog, DaemonReport
 from fusion_rt.runner.pipes import Channel, Pump
 from fusion_rt.runner.supervise import Child, Children
 
@@ -19,12 +19,12 @@ _LAST_WORD_S = 1.0  # seconds a daemon that could not start has to end by itself
 
 
 class Daemon:
-    """A running daemon. `log`: carry its standard error, and what is left of its standard output, to the launcher."""
+    """A running daemon. `log`: carry its standard error, and what follows on its standard output, to the launcher."""
 
     def __init__(self, child: Child, stdin: Channel, channel: Channel) -> None:
         self._child = child
         self._stdin = stdin
-        self.log = (Pump(child.stderr, channel, DaemonLog), Pump(child.stdout, channel, DaemonLog))
+        self.log = (Pump(child.stderr, channel, DaemonLog), Pump(child.stdout, channel, DaemonReport))
 
     @classmethod
     async def start(

@@ -52,4 +52,10 @@ def of_worker(base: Mapping[bytes, bytes], job: Job, rank: int, runtime_root: st
         "FUSION_NODE": job.node,
         "FUSION_SOCKET": socket_path(runtime_root, job.job, job.node),
     }
-    return {**base, **{name.encode(): os.fsencode(str(value)) for name, value in added.items()}}
+    environ = {**base, **{name.encode(): os.fsencode(str(value)) for name, value in added.items()}}
+    if job.as_horovod:
+        from fusion_rt.as_horovod import python_path
+
+        paths = [os.fsencode(python_path()), *filter(None, [base.get(b"PYTHONPATH")])]
+        environ[b"PYTHONPATH"] = b":".join(paths)
+    return environ

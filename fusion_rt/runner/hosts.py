@@ -1,7 +1,8 @@
 """Host strings and hostfiles, and which rank runs on which host.
 
 A host is written `[user@]name[:slots]` in `-H`, separated by commas, and `[user@]name [slots=N]` on a line of its own
-in a hostfile, where `#` starts a comment. Slots default to 1. An IPv6 address stands in brackets: `[fe80::1%eth0]:2`.
+in a hostfile, where `#` starts a comment. Slots default to those of `--slots-per-host`, which is 1. An IPv6 address
+stands in brackets: `[fe80::1%eth0]:2`.
 
 A host that is named more than once is one node with the sum of the slots, in the place of its first mention: batch
 systems write one line a slot. Two names of one machine (`127.0.0.1:2,localhost:2`) are two nodes.
@@ -48,17 +49,17 @@ class Host:
         return not self.user and (self.is_loopback or self.name in (own, own.split(".")[0]))
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of `-H h1:2,h2:4`.
+def parse_hosts(text: str, slots: int = 1) -> tuple[Host, ...]:
+    """The hosts of `-H h1:2,h2:4`; `slots` are those of a host that is named without.
 
     Raises:
         SettingError: an entry is not a host, or one host is to be reached as two users.
     """
-    return _merge(_parse_host(entry.strip()) for entry in text.split(","))
+    return _merge(_parse_host(entry.strip(), slots) for entry in text.split(","))
 
 
-def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
-    """The hosts of a hostfile's text; `source` names the file in messages.
+def parse_hostfile(text: str, source: str = "hostfile", slots: int = 1) -> tuple[Host, ...]:
+    """The hosts of a hostfile's text; `source` names the file in messages, `slots` as in `parse_hosts`.
 
     Raises:
         SettingError: a line is not a host (the message has its number), or there is none.
@@ -69,7 +70,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
         if not words:
             continue
         try:
-            hosts.append(_parse_words(words))
+            hosts.append(_parse_words(words, slots))
         except SettingError as error:
             raise SettingError(f"{source}, line {number}: {error}") from None
     if not hosts:
@@ -104,9 +105,9 @@ def assign(hosts: tuple[Host, ...], num_proc: int) -> tuple[tuple[Host, ...], To
     return tuple(used), Topology(tuple(host.name for host in used), tuple(ranks))
 
 
-def _parse_words(words: list[str]) -> Host:
+def _parse_words(words: list[str], slots: int) -> Host:
     """One line of a hostfile, split at white space."""
-    host = _parse_host(words[0])
+    host = _parse_host(words[0], slots)
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if key != "slots" or not equals or ":" in words[0].rpartition("]")[2]:
@@ -115,7 +116,7 @@ def _parse_words(words: list[str]) -> Host:
     return host
 
 
-def _parse_host(text: str) -> Host:
+def _parse_host(text: str, default_slots: int) -> Host:
     user, at, rest = text.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise SettingError(f"{user!r} in {text!r} is not a user name; a host is {_FORM}")
@@ -132,7 +133,7 @@ def _parse_host(text: str) -> Host:
             raise SettingError(f"{text!r} is not a host; a host is {_FORM}")
     if colon not in ("", ":"):
         raise SettingError(f"{text!r} goes on after its brackets; a host is {_FORM}")
-    return Host(name, _parse_slots(slots, text) if colon else 1, user)
+    return Host(name, _parse_slots(slots, text) if colon else default_slots, user)
 
 
 def _parse_slots(digits: str, text: str) -> int:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 
 import msgspec
 
-from fusion_rt.bootstrap import Endpoint, PeerTable
+from fusion_rt.bootstrap import Endpoint, PeerTable, Phase, decode_line
 from fusion_rt.errors import WireError
-from fusion_rt.runner import messages, reach
+from fusion_rt.runner import messages, phases, reach
 from fusion_rt.runner.link import AgentLink, Event, Lost
 from fusion_rt.runner.outcome import (
     DaemonFailure,
@@ -45,8 +44,12 @@ _FLUSH_INTERRUPTED_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-async def launch(plan: LaunchPlan) -> int:
+async def launch(plan: LaunchPlan, gone: float = 0.0) -> int:
     """Runs a job to its end.
+
+    Args:
+        plan: the job.
+        gone: seconds since the person asked for it.
 
     Returns:
         The exit status: 0 when all workers succeeded, 1 when anything failed, 128 + n when signal n ended the job.
@@ -54,34 +57,44 @@ async def launch(plan: LaunchPlan) -> int:
     Raises:
         OSError: the files for the output cannot be made.
     """
-    return await Launch(plan, Printer()).run()
+    return await Launch(plan, Printer(), gone).run()
 
 
 class Launch:
-    """One run of a plan."""
+    """One run of a plan.
 
-    def __init__(self, plan: LaunchPlan, printer: Printer) -> None:
+    Attributes:
+        failures: what has gone wrong, in the order in which it did.
+        results: what the workers' function returned, pickled, by rank; whole when the job has succeeded.
+    """
+
+    def __init__(self, plan: LaunchPlan, printer: Printer, gone: float = 0.0) -> None:
         self._plan = plan
         self._printer = printer
         self._output = WorkerOutput(printer, plan.topology.size, plan.output_directory, plan.timestamps)
         self._logs = [Lines() for _ in plan.hosts]
         self._last_log = [""] * len(plan.hosts)
-        self._begun = time.monotonic()
+        self._reports = [Lines() for _ in plan.hosts]
+        self._phases = phases.Phases(len(plan.hosts), gone)
         self._links = [self._make_link(node) for node in range(len(plan.hosts))]
         self._connected = set(range(len(plan.hosts)))  # nodes whose agent has not ended
         self._ready: set[int] = set()  # nodes that passed their checks
         self._endpoints: dict[int, Endpoint] = {}  # of the nodes whose daemon listens
-        self._working: set[int] = set()  # nodes whose workers were started
         self._running = set(range(plan.topology.size))  # ranks that may still run
-        self._failures: list[Failure] = []
+        self.failures: list[Failure] = []
         self._interrupt = 0  # the signal that ended the job
         self._stopping = False
         self._has_output = False
+        self.results: dict[int, bytearray] = {}
+        self._feeds: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None  # of the phase the job is in
 
     async def run(self) -> int:
         """See `launch`."""
+        for warning in self._plan.warnings:
+            self._say(f"fusionrun: warning: {warning}")
+        self._reach(phases.LAUNCHER)
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, wants it ignored
                 self._loop.add_signal_handler(number, self._on_signal, number)
@@ -91,7 +104,8 @@ class Launch:
             children = Children()
             await asyncio.gather(*(link.run(self._job(link.node), children) for link in self._links))
         finally:
-            pings.cancel()
+            for task in (pings, *self._feeds):
+                task.cancel()
             for link in self._links:
                 link.kill()
         self._set_timer(None)
@@ -118,6 +132,8 @@ class Launch:
             interfaces=plan.interfaces,
             loopback=plan.is_loopback,
             silence_limit=_SILENCE_S if reach.is_remote(plan, plan.hosts[node]) else 0.0,
+            as_horovod=plan.as_horovod,
+            function_bytes=len(plan.function),
         )
 
     # Events
@@ -130,7 +146,10 @@ class Launch:
                 self._on_daemon_log(node, event.data)
             case messages.Ready():
                 self._ready.add(node)
-                self._note_when_all(self._ready, "agents are up")
+                self._reach(phases.AGENTS, node)
+                self._send_function(node)
+            case messages.DaemonReport():
+                self._on_daemon_report(node, event.data)
             case messages.Refused(reasons) if self._stopping:
                 for reason in reasons:  # too late to be the cause of anything, but somebody may have to clean up
                     self._say(f"fusionrun: host {self._host(node)}: {reason}")
@@ -141,8 +160,10 @@ class Launch:
             case messages.DaemonDown():
                 self._on_daemon_down(node, event)
             case messages.WorkersUp():
-                self._working.add(node)
-                self._note_when_all(self._working, "workers are started")
+                self._reach(phases.WORKERS, node)
+            case messages.Result(rank, data):
+                self._check_rank(node, rank)
+                self.results.setdefault(rank, bytearray()).extend(data)
             case messages.Exited():
                 self._on_exited(node, event)
             case Lost():
@@ -164,12 +185,21 @@ class Launch:
             self._last_log[node] = lines[-1].decode(errors="replace").strip()
             self._printer.write(2, b"".join(mark + line for line in lines))
 
+    def _on_daemon_report(self, node: int, data: bytes) -> None:
+        for line in self._reports[node].feed(data):
+            try:
+                phase = decode_line(line, Phase).phase
+            except WireError:  # somebody has printed something there
+                self._on_daemon_log(node, line)
+            else:
+                self._reach(phases.OF_DAEMON[phase], node)
+
     def _on_daemon_up(self, node: int, endpoint: Endpoint) -> None:
         if endpoint.node != node or node in self._endpoints:
             raise WireError(f"an endpoint of node {endpoint.node} came from node {node}")
         self._endpoints[node] = endpoint
-        self._note_when_all(self._endpoints, "daemons listen")
-        if len(self._endpoints) == len(self._links) and not self._failures and not self._stopping:
+        self._reach(phases.DAEMONS, node)
+        if len(self._endpoints) == len(self._links) and not self.failures and not self._stopping:
             self._set_timer(None)
             if len(self._links) > 1:
                 table = PeerTable(tuple(self._endpoints[n] for n in range(len(self._links))))
@@ -210,7 +240,7 @@ class Launch:
             words = event.last_words.strip().splitlines()
             why = f": {words[-1]}" if words else ""
             self._fail_host(node, f"the connection to it was lost; its agent {ending(event.status)}{why}")
-        elif not any(isinstance(f, HostFailure) and f.host == self._host(node) for f in self._failures):
+        elif not any(isinstance(f, HostFailure) and f.host == self._host(node) for f in self.failures):
             host = self._plan.hosts[node]
             self._fail_host(node, reach.explain(self._plan, host, event.status, event.last_words))
 
@@ -225,9 +255,9 @@ class Launch:
         """Notes a failure; the job is stopped when the others had time to tell theirs, or have ended."""
         if self._stopping:
             return  # a consequence of our own doing
-        if not self._failures:
+        if not self.failures:
             self._set_timer(SETTLE_S, self._stop, TERM_GRACE)
-        self._failures.append(failure)
+        self.failures.append(failure)
         if not self._running:
             self._stop(TERM_GRACE)
 
@@ -277,18 +307,18 @@ class Launch:
         for fd, error in self._printer.failures.items():
             name = {1: "standard output", 2: "standard error"}.get(fd, "a file of --output-filename")
             self._say(f"fusionrun: some output was lost: {name}: {error.strerror}")
-        if self._failures and not self._interrupt:
-            cause = first_cause(self._failures)
+        if self.failures and not self._interrupt:
+            cause = first_cause(self.failures)
             if isinstance(cause, WorkerFailure):
                 self._printer.write(1, f"{cause.exit_line}\n".encode())
-            for line in tell(self._failures):
+            for line in tell(self.failures):
                 self._say(line)
         self._note("over")
         if await self._printer.close(_FLUSH_S if not self._interrupt else _FLUSH_INTERRUPTED_S):
             self._output.close()
         if self._interrupt:
             return 128 + self._interrupt
-        return 1 if self._failures else 0
+        return 1 if self.failures else 0
 
     # Small things
 
@@ -309,6 +339,14 @@ class Launch:
             if link.node in self._connected:
                 link.send(message)
 
+    def _send_function(self, node: int) -> None:
+        whole = memoryview(self._plan.function)
+        pieces = (
+            messages.Function(bytes(whole[start : start + messages.FUNCTION_CHUNK]))
+            for start in range(0, len(whole), messages.FUNCTION_CHUNK)
+        )
+        self._feeds.append(asyncio.create_task(self._links[node].feed(pieces)))
+
     def _set_timer(self, delay: float | None, then: Callable[..., None] | None = None, *args: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -321,13 +359,14 @@ class Launch:
     def _host(self, node: int) -> str:
         return self._plan.hosts[node].name
 
-    def _note_when_all(self, nodes: set[int] | dict[int, Endpoint], what: str) -> None:
-        if len(nodes) == len(self._links):
-            self._note(what)
+    def _reach(self, phase: str, node: int | None = None) -> None:
+        for line in self._phases.reach(phase, node):
+            if self._plan.verbose:
+                self._say(f"fusionrun: {line}")
 
     def _note(self, what: str) -> None:
         if self._plan.verbose:
-            self._say(f"fusionrun: {time.monotonic() - self._begun:.2f} s: {what}")
+            self._say(f"fusionrun: {self._phases.seconds:.2f} s: {what}")
 
     def _say(self, line: str) -> None:
         self._printer.write(2, os.fsencode(line) + b"\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,7 +26,7 @@ class Lost:
 
     Attributes:
         status: exit status of the command that ran the agent, or minus the signal that ended it.
-        last_words: the end of its standard error.
+        last_words: the end of its standard error, or if that was silent, of what was said before the first message.
         protocol_error: what it sent that is not a message; then it was killed for that.
     """
 
@@ -67,6 +67,7 @@ class AgentLink:
         self._room = room
         self._child: Child | None = None
         self._stderr = b""
+        self._banner = b""
         self._unwanted = False
 
     async def run(self, job: Job, children: Children) -> None:
@@ -101,12 +102,20 @@ class AgentLink:
         # ssh may leave a process behind that holds the pipe open, for the connections that follow (ControlPersist).
         await asyncio.wait([stderr], timeout=_LAST_WORDS_S)
         child.close()
-        self._on_event(self.node, Lost(status, self._stderr.decode(errors="replace"), problem))
+        last_words = self._stderr if self._stderr.strip() else self._banner
+        self._on_event(self.node, Lost(status, last_words.decode(errors="replace"), problem))
 
     def send(self, message: msgspec.Struct) -> None:
         """Sends a message, if the agent is still there."""
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.send_now(message)
+
+    async def feed(self, messages: Iterable[msgspec.Struct]) -> None:
+        """Sends many messages, no faster than the agent reads them, as long as it is there."""
+        for message in messages:
+            if self._child is None or self._child.stdin is None:
+                return
+            await self._child.stdin.send(message)
 
     def interrupt(self) -> None:
         """Ends an agent that may not be there yet to hear a message (ssh may still be trying to connect)."""
@@ -123,12 +132,13 @@ class AgentLink:
 
     async def _read(self, child: Child) -> None:
         """Reports messages until the end of the agent's output."""
-        banner = _BANNER_LINES
+        banner_lines = _BANNER_LINES
         while line := await child.stdout.line():
-            if banner > 0 and not line.startswith(LINE_START):
-                banner -= 1
+            if banner_lines > 0 and not line.startswith(LINE_START):
+                banner_lines -= 1
+                self._banner = (self._banner + line)[-_STDERR_TAIL:]
                 continue
-            banner = 0
+            banner_lines, self._banner = 0, b""
             self._on_event(self.node, decode_from_agent(line))
             await self._room()
 

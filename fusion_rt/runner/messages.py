@@ -1,8 +1,8 @@
 """What the launcher and the agent of a host say to each other: one JSON object a line, limited and validated.
 
-The launcher writes to the agent's standard input: first a `Job`, then `Peers`, `Ping` and at last `Stop`. The agent
-writes to its standard output. Command, environment and paths are bytes, since Unix does not promise that they are text.
-JSON lines and not a binary framing, because a login shell may print a banner in front of the first one.
+The launcher writes to the agent's standard input: first a `Job`, then `Function`, `Peers`, `Ping`, at last `Stop`. The
+agent writes to its standard output. Command, environment and paths are bytes, since Unix does not promise that they are
+text. JSON lines and not a binary framing, because a login shell may print a banner in front of the first one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fusion_rt.errors import WireError
 from fusion_rt.topology import Topology
 
 MAX_AGENT_LINE = 256 * 1024  # bytes of one line from an agent
+FUNCTION_CHUNK = 1024 * 1024  # bytes of a function in one message
 OUTPUT_CHUNK = 32 * 1024  # bytes of a worker's output in one message; base64 makes a third more of it
 LINE_START = b'{"type":"'  # how each message starts; any other line is not ours
 
@@ -45,6 +46,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         interfaces: network interfaces of which the first that the host has gives the daemon's address; may be empty.
         loopback: every node is on this machine, so that the daemons listen on 127.0.0.1.
         silence_limit: seconds without a line after which the launcher is taken for gone; 0: never.
+        as_horovod: the workers' `import horovod` means this project.
+        function_bytes: size of the function that workers call, which follows in pieces; 0: there is none.
     """
 
     python: str
@@ -58,6 +61,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     interfaces: tuple[str, ...] = ()
     loopback: bool = True
     silence_limit: float = 0.0
+    as_horovod: bool = False
+    function_bytes: int = 0
 
 
 class Peers(msgspec.Struct, frozen=True, tag="peers"):
@@ -74,6 +79,12 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the workers (TERM, KILL after `grace` seconds) and the daemon. The end of input means the same."""
 
     grace: float
+
+
+class Function(msgspec.Struct, frozen=True, tag="function"):
+    """The next piece of the function that the workers call, pickled. The agent does not look into it."""
+
+    data: bytes
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -117,6 +128,19 @@ class DaemonLog(msgspec.Struct, frozen=True, tag="daemon_log"):
     data: bytes
 
 
+class DaemonReport(msgspec.Struct, frozen=True, tag="daemon_report"):
+    """Bytes that the daemon wrote to its standard output after its endpoint, cut anywhere: `bootstrap.Phase`s."""
+
+    data: bytes
+
+
+class Result(msgspec.Struct, frozen=True, tag="result"):
+    """The next piece of what a worker's function returned, pickled. Sent before its `Exited`."""
+
+    rank: int
+    data: bytes
+
+
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
     """A worker ended; its output was sent before. `status`: its exit status, or minus the signal that ended it."""
 
@@ -128,8 +152,10 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """Nothing of the job is left on this host; the agent's last message."""
 
 
-Command: TypeAlias = Peers | Ping | Stop
-FromAgent: TypeAlias = Ready | Refused | DaemonUp | DaemonDown | WorkersUp | Output | DaemonLog | Exited | Stopped
+Command: TypeAlias = Peers | Ping | Function | Stop
+FromAgent: TypeAlias = (
+    Ready | Refused | DaemonUp | DaemonDown | WorkersUp | Output | DaemonLog | DaemonReport | Result | Exited | Stopped
+)
 
 _COMMAND = msgspec.json.Decoder(Command)
 _FROM_AGENT = msgspec.json.Decoder(FromAgent)

@@ -18,7 +18,7 @@ class LaunchPlan:
         command: the workers' command line.
         hosts: the nodes' hosts, by node index.
         topology: which rank runs on which node.
-        environment: what is forwarded to all hosts, with the settings that flags gave.
+        environment: what is forwarded to all hosts, with the settings that flags and the YAML file gave.
         directory: absolute working directory of the workers.
         settings: read from `environment`.
         rsh_agent: template of the command that reaches a host, with `{host}` in it; "": ssh, and none for this machine.
@@ -28,6 +28,9 @@ class LaunchPlan:
         output_directory: where a file per rank and stream is written; "": nowhere.
         timestamps: whether each line of output starts with the time.
         verbose: whether phases are reported.
+        as_horovod: whether the workers' `import horovod` means this project.
+        warnings: what the person should know, a sentence each.
+        function: what the workers call (`task`), pickled; empty if the command is all they run.
     """
 
     job: str
@@ -44,6 +47,9 @@ class LaunchPlan:
     output_directory: str = ""
     timestamps: bool = False
     verbose: bool = False
+    as_horovod: bool = False
+    warnings: tuple[str, ...] = ()
+    function: bytes = b""
 
     @property
     def is_loopback(self) -> bool:

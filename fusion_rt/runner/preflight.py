@@ -15,7 +15,7 @@ import fusion_rt
 from fusion_rt.bootstrap import make_private_directory
 from fusion_rt.errors import FusionError
 from fusion_rt.runner.messages import Job, Versions
-from fusion_rt.settings import MIB
+from fusion_rt.units import MIB
 
 _LEAST_BYTES = 32 * MIB  # per worker; a model so small that it needs less fits anyway, and less memory is hopeless
 

@@ -25,6 +25,7 @@ _CONNECT_S = 10  # Horovod's SSH_CONNECT_TIMEOUT_S
 _SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no",
     "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3",
+    "-o", "LogLevel=ERROR",  # without the welcome, and the warning that a host was not known
 )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ class Children:
         *,
         has_input: bool = False,
         dies_with_parent: bool = True,
+        inherits: Collection[int] = (),
         line_limit: int = MAX_LINE,
     ) -> Child:
         """Starts a child in a session of its own.
@@ -90,6 +91,7 @@ class Children:
             cwd: its working directory.
             has_input: whether it can be written to; else it reads nothing.
             dies_with_parent: whether it is killed when this process ends.
+            inherits: descriptors that it has besides, under the same numbers.
             line_limit: bytes of a line that is read from it.
 
         Raises:
@@ -103,6 +105,7 @@ class Children:
             stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=inherits,
             start_new_session=True,
             preexec_fn=_die_with_parent() if dies_with_parent else None,
         )

@@ -1,194 +1,93 @@
-"""Joining and leaving the job, and who this worker is in it.
-
-One `Runtime` owns everything that belongs to one membership of a job: the connection to the daemon, the daemon itself
-when this worker started it, and the operations whose handles the script holds. `init` makes it, `shutdown` ends it.
-
-A script that ends with an unhandled exception takes its traceback along when it leaves, so that the other ranks raise
-the true cause. A forked child (a DataLoader worker, say) still knows its ranks, but has no connection: it would read
-the answers that its parent waits for.
-"""
+"""Joining and leaving the job, who this worker is in it, and what Horovod's scripts ask about the installation."""
 
 from __future__ import annotations
 
-import multiprocessing.util
 import os
-import sys
-import threading
-import traceback
-from collections import deque
-from types import TracebackType
-from typing import Any, NoReturn
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from fusion_rt import autostart, environment
+import torch
+
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError
+from fusion_rt.launchers import autostart, environment
 from fusion_rt.settings import Settings
-from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.torch import process_sets as sets
+from fusion_rt.torch.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.rendezvous import open_store
+from fusion_rt.torch.runtime import Runtime, enter, is_initialized, leave, returning, runtime, step_out
 
-_LAST_TO_LEAVE = 10.0  # seconds that a worker which is alone waits for its daemon to end
-
-
-class ProcessSet:
-    """A set of ranks that take part in an operation. There is one for now: `global_process_set`, all ranks.
-
-    Attributes:
-        process_set_id: what it is called in messages.
-    """
-
-    def __init__(self, process_set_id: int) -> None:
-        self.process_set_id = process_set_id
-
-    @property
-    def ranks(self) -> list[int]:
-        """Its members, ascending. Raises `ValueError` before `init`."""
-        return list(runtime().client.process_sets[self.process_set_id].ranks)
-
-    def size(self) -> int | None:
-        """Number of its members; None before `init`."""
-        return len(self.ranks) if is_initialized() else None
-
-    def rank(self) -> int | None:
-        """This worker's position among its members; None before `init`, -1 for a worker that is not a member."""
-        if not is_initialized():
-            return None
-        return self.ranks.index(rank()) if self.included() else -1
-
-    def included(self) -> bool | None:
-        """Whether this worker is a member; None before `init`."""
-        return rank() in self.ranks if is_initialized() else None
-
-    def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id})"
+__all__ = [
+    "ProcessSet",
+    "Runtime",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "runtime",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
 
 
-global_process_set = ProcessSet(GLOBAL_SET)
+def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = None) -> None:
+    """Joins the job, and returns when every rank has. When this worker is in it already, only registers process sets.
 
-
-class Runtime:
-    """This worker's membership of a job.
-
-    Attributes:
-        client: the connection to the daemon; in a forked child, something that refuses every use.
-        pending: operations whose handles the script holds, by handle.
-        retired: arena segments of plans that nobody uses any more; noted by finalizers, given up by `allocating`.
-    """
-
-    def __init__(self, where: environment.Environment, client: Client, daemon: autostart.StartedDaemon | None) -> None:
-        topology = client.topology
-        self.client = client
-        self.rank = where.rank
-        self.size = topology.size
-        self.local_rank = topology.local_rank(where.rank)
-        self.local_size = topology.local_size(where.rank)
-        self.cross_rank = topology.cross_rank(where.rank)
-        self.cross_size = topology.cross_size(where.rank)
-        self.pending: dict[int, Any] = {}
-        self.retired: deque[int] = deque()
-        self.allocating = threading.Lock()
-        self._groups = 0
-        self._daemon = daemon
-        self._finalizer = multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
-        self._previous_hook = sys.excepthook
-        sys.excepthook = _excepthook
-
-    def next_group(self) -> str:
-        """A name for a group of tensors to plan, the same on all ranks that make their optimizers in one order."""
-        self._groups += 1
-        return f"optimizer.{self._groups}"
-
-    def collect(self) -> None:
-        """Gives up the segments of plans that nobody uses any more."""
-        while self.retired:
-            self.client.arena.drop_segment(self.retired.popleft())
-
-    def close(self, error: str) -> None:
-        """Leaves the job; `error` is this worker's unhandled exception, if that is why."""
-        self._finalizer.cancel()
-        if sys.excepthook is _excepthook:
-            sys.excepthook = self._previous_hook
-        self.client.close(error)
-        if self._daemon is not None and self.local_size == 1:
-            self._daemon.wait(_LAST_TO_LEAVE)
-
-    def previous_hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """What handled unhandled exceptions before `init`."""
-        self._previous_hook(kind, error, trace)
-
-    def after_fork(self) -> None:
-        """In a forked child: leaves the connection to the parent."""
-        self.client.abandon()
-        self._daemon = None
-        sentence = (
-            f"this process (pid {os.getpid()}) was forked from rank {self.rank} and has no connection to the daemon; "
-            "only the rank itself can communicate"
-        )
-        self.client = _NoClient(sentence)  # type: ignore[assignment]
-
-
-class _NoClient:
-    """Stands in for the client in a forked child."""
-
-    def __init__(self, sentence: str) -> None:
-        self._sentence = sentence
-
-    def close(self, error: str) -> None:
-        """Leaves nothing, since the parent is still there."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise FusionError(self._sentence)
-
-
-_runtime: Runtime | None = None
-
-
-def init(comm: None = None, process_sets: None = None) -> None:
-    """Joins the job, and returns when every rank has. Does nothing when this worker is in it already.
-
-    `fusionrun` has started the daemon of this node; under `torchrun` on one host, or alone, local rank 0 starts it.
+    `fusionrun` has started the daemon of this node; under any other launcher, or alone, the node's first worker does.
 
     Args:
-        comm, process_sets: Horovod's; a job has all its ranks and the one process set for now, so leave them out.
+        comm: Horovod's; None, or all ranks, as a list or an MPI communicator.
+        process_sets: process sets to register, the same on all ranks; or "dynamic", which Horovod needs for
+            `add_process_set`, and which changes nothing here.
 
     Raises:
         FusionError: the environment is inconsistent, or the daemon or another rank did not come up in time.
-        ValueError: `comm` or `process_sets` was given.
+        ValueError: `comm` is a part of the ranks, or a process set cannot be registered.
     """
-    global _runtime
-    if _runtime is not None:
+    static = _checked_sets(process_sets)
+    if is_initialized():
+        sets.register(static)
         return
-    if comm or process_sets:
-        raise ValueError("init() of a part of the ranks (comm) or with process sets is not supported; leave them out")
     where = environment.detect()
+    _check_comm(comm, where.size)
     settings = Settings.from_env()
-    path = autostart.path_of_socket(where, settings)
-    daemon = autostart.start(where, settings) if not where.socket and where.local_rank == 0 else None
-    client = Client(path, where.job, where.rank, settings.start_timeout)
-    if client.topology.size != where.size:
-        client.close()
-        raise FusionError(f"this worker was started as one of {where.size}, but the daemon at {path} belongs to a job "
-                          f"of {client.topology.size}")  # fmt: skip
-    _runtime = Runtime(where, client, daemon)
+    before = returning(where)
+    if before is None:
+        client, daemon = autostart.join(where, settings, open_store)
+    else:
+        client = Client("", before.client.job, where.rank, settings.start_timeout, before.client)
+        daemon = before.daemon
+    enter(Runtime(where, client, daemon))
+    try:
+        sets.register(static)
+    except BaseException:
+        leave()
+        raise
 
 
 def shutdown() -> None:
-    """Leaves the job. Operations under way fail; other ranks' operations that still need this rank fail, too."""
-    _leave("")
+    """Leaves the job. Operations under way fail; other ranks' operations that still need this rank fail, too.
 
-
-def is_initialized() -> bool:
-    """Whether this worker is in a job: between `init` and `shutdown`."""
-    return _runtime is not None
-
-
-def runtime() -> Runtime:
-    """This worker's membership.
-
-    Raises:
-        ValueError: `init` has not been called.
+    After all ranks have left, `init` on all of them begins anew.
     """
-    if _runtime is None:
-        raise ValueError("fusion_rt has not been initialized; use hvd.init().")
-    return _runtime
+    step_out()
 
 
 def rank() -> int:
@@ -221,30 +120,115 @@ def cross_size() -> int:
     return runtime().cross_size
 
 
-def _leave(error: str) -> None:
-    global _runtime
-    if _runtime is not None:
-        leaving, _runtime = _runtime, None
-        leaving.close(error)
+def is_homogeneous() -> bool:
+    """Whether all nodes have the same number of workers."""
+    return len({len(ranks) for ranks in runtime().client.topology.ranks}) == 1
 
 
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    current = _runtime
-    _leave("".join(traceback.format_exception(kind, error, trace)))
-    if current is not None:
-        current.previous_hook(kind, error, trace)
+# --- what there is ----------------------------------------------------------------------------------------------------
+#
+# Scripts ask in order to choose between ways of doing things. Here there is one way, which does what Horovod's build
+# with Gloo does and needs no MPI, so they get the answers of such a build, and those about the GPU are torch's.
 
 
-def _at_exit() -> None:
-    """At the end of the interpreter; or of a process of `multiprocessing`, which runs no `atexit` handlers, but this,
-    and while the exception that ends it is on its way."""
-    error = sys.exc_info()[1]
-    _leave("".join(traceback.format_exception(error)) if isinstance(error, Exception) else "")
+def mpi_threads_supported() -> bool:
+    """Horovod's; there is no MPI to share with `mpi4py`. Raises `ValueError`, as Horovod's does without MPI."""
+    raise ValueError("Horovod MPI is not enabled; fusion_rt does not use MPI, so leave the question out")
 
 
-def _after_fork() -> None:
-    if _runtime is not None:
-        _runtime.after_fork()
+def mpi_enabled() -> bool:
+    """False: nothing here uses MPI, also not in a job that `mpirun` has started."""
+    return False
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def mpi_built() -> bool:
+    """False, likewise."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """True: the daemons do what Gloo does in Horovod."""
+    return True
+
+
+def gloo_built() -> bool:
+    """True, likewise."""
+    return True
+
+
+def nccl_built() -> int:
+    """0: tensors of a GPU go through the host's memory."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether tensors of CUDA devices are taken: whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether tensors of ROCm devices are taken: whether torch was built with ROCm."""
+    return torch.version.hip is not None
+
+
+# --- the timeline -----------------------------------------------------------------------------------------------------
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Horovod's: starts recording a timeline. This version records none, and warns about it.
+
+    Raises:
+        ValueError: before `init`, or without HOROVOD_TIMELINE, which Horovod needs to be DYNAMIC for it.
+    """
+    runtime()
+    if not os.environ.get("HOROVOD_TIMELINE"):
+        raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
+    warnings.warn(f"no timeline is recorded in this version, so that {file_path} will not be written", stacklevel=2)
+
+
+def stop_timeline() -> None:
+    """Horovod's: stops recording a timeline. Raises `ValueError` before `init`."""
+    runtime()
+
+
+# --- arguments of init ------------------------------------------------------------------------------------------------
+
+
+def _checked_sets(process_sets: str | Sequence[ProcessSet] | None) -> list[ProcessSet]:
+    if process_sets is None:
+        return []
+    if isinstance(process_sets, str):
+        if process_sets.lower() == "dynamic":
+            os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # as Horovod does, for scripts that look there
+            return []
+        raise ValueError(f'process_sets is a list of ProcessSet or "dynamic", not {process_sets!r}')
+    static = list(process_sets)
+    for number, process_set in enumerate(static):
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(f"process_sets entry number {number} is no ProcessSet: {process_set!r}")
+    return static
+
+
+def _check_comm(comm: Any, size: int) -> None:
+    """Raises `ValueError` unless `comm` is all ranks of a job of this size."""
+    if comm is None:
+        return
+    if hasattr(comm, "Get_size"):  # of mpi4py
+        ranks = list(range(comm.Get_size()))
+    elif isinstance(comm, Iterable):
+        ranks = sorted(comm)
+    else:
+        raise ValueError("Invalid type of argument comm. Expected list of rank integers or mpi4py.MPI.Comm object.")
+    if ranks and ranks != list(range(size)):
+        raise ValueError(f"init(comm={ranks}) asks for a job of a part of the {size} ranks, which is not supported; "
+                         "leave comm out and give a process set of those ranks to the operations")  # fmt: skip

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from fusion_rt import codecs
+from fusion_rt.codecs import Codec
+
 
 class Compressor:
     """Interface of a compressor: `compress` before the reduction, `decompress` after it."""
@@ -75,5 +78,20 @@ _CODECS: dict[Any, str] = {NoneCompressor: "dense", FP16Compressor: "fp16", BF16
 
 
 def codec_of(compression: Any) -> str | None:
-    """The codec that a compressor of ours stands for; None for one that a script brings."""
-    return _CODECS.get(compression)
+    """The text of the codec that is meant; None for a compressor that a script brings.
+
+    Args:
+        compression: a compressor of ours; a codec, or its text; or anything with `compress` and `decompress`.
+
+    Raises:
+        CodecError: there is no such codec.
+        ValueError: it is nothing of that.
+    """
+    for compressor, codec in _CODECS.items():
+        if compression is compressor:
+            return codec
+    if isinstance(compression, str | Codec):
+        return str(codecs.parse(compression) if isinstance(compression, str) else compression)
+    if not hasattr(compression, "compress") or not hasattr(compression, "decompress"):
+        raise ValueError(f"{compression!r} is no compression: it needs the functions compress and decompress")
+    return None

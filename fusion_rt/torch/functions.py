@@ -11,24 +11,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also takes lambdas, and classes of __main__
 
 from fusion_rt.torch import ops
-from fusion_rt.torch.basics import ProcessSet, global_process_set, rank, runtime
-
-try:
-    from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also takes lambdas, and classes of __main__
-except ImportError:
-    from pickle import dumps as _dumps
+from fusion_rt.torch.basics import rank
+from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor]], root_rank: int
+    params: Mapping[str, Any] | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Gives all ranks the parameters of rank `root_rank`, in place.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. What is None is left out.
         root_rank: whose values count.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: `params` is something else, or there is no such root.
@@ -40,26 +40,33 @@ def broadcast_parameters(
         pairs = [item if isinstance(item, tuple) else (None, item) for item in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
+    pairs = [(name, tensor) for name, tensor in pairs if tensor is not None]
     for name, tensor in pairs:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(
                 f"parameter {name!r} is a {type(tensor).__name__}, not a tensor; use broadcast_object for it"
             )
-    _broadcast_all(pairs, root_rank)
+    _broadcast_all(pairs, root_rank, process_set)
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Gives all ranks the state of the optimizer of rank `root_rank`: options of its groups, momenta and so on.
 
     The other ranks' optimizers need not have any state yet (after a restart from a checkpoint only the root has). No
-    step is taken to make some, unlike in Horovod, where weight decay then changes the parameters.
+    step is taken to make some, unlike in Horovod, where weight decay then changes the parameters. What such a step
+    leaves behind there, and scripts have come to expect, is left behind here too: an optimizer that had no state has
+    gradients afterwards, which are zeros where there were none.
 
     Args:
         optimizer: any optimizer, distributed or not, with the same parameters on all ranks.
         root_rank: whose state counts.
         model: Horovod's; not needed.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: there is no such root, or the state does not fit this rank's parameters.
@@ -67,12 +74,16 @@ def broadcast_optimizer_state(
     """
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
-    state = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
-    like = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    state, like = broadcast_object((state, like), root_rank, "optimizer_state")
+    own = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = _without_tensors(own, tensors) if is_root else None
+    like = [(tuple(tensor.shape), tensor.dtype, tensor.is_cpu) for tensor in tensors]
+    state, like = broadcast_object((state, like), root_rank, "optimizer_state", process_set)
     if not is_root:
-        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in like]
-    _broadcast_all([(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
+        device = next((p.device for p in parameters if not p.is_cpu), "cpu")  # of what is on a device at the root
+        tensors = [torch.empty(shape, dtype=dtype, device="cpu" if host else device) for shape, dtype, host in like]
+    pairs = [(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)]
+    _broadcast_all(pairs, root_rank, process_set)
     if not is_root:
         # load_state_dict makes new dicts of the groups; schedulers made for the original optimizer hold the old ones.
         groups = optimizer.param_groups
@@ -80,6 +91,9 @@ def broadcast_optimizer_state(
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups
+    for parameter in parameters if not own["state"] else ():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def broadcast_object(
@@ -121,16 +135,15 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         HorovodInternalError: it failed, on all ranks.
     """
-    here = runtime()
     data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
-    gathering = ops.gather(here, data, name, process_set)
-    gathered = gathering.result(here)
-    sizes = list(gathering.operation.sizes)
-    return [pickle.loads(part.numpy().tobytes()) for part in torch.split(gathered, sizes)]
+    length = ops.allgather_async(torch.tensor([data.numel()]), f"{name}.length" if name else None, process_set)
+    gathered = ops.allgather(data, f"{name}.data" if name else None, process_set)
+    parts = torch.split(gathered, ops.synchronize(length).tolist())
+    return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
 
-def _broadcast_all(pairs: Iterable[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
-    handles = [ops.broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]
+def _broadcast_all(pairs: Iterable[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet) -> None:
+    handles = [ops.broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in pairs]
     for handle in handles:
         ops.synchronize(handle)
 

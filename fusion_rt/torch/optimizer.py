@@ -1,8 +1,6 @@
 """`DistributedOptimizer`: the script's optimizer, with gradients reduced over all ranks before each step.
 
-The wrapped optimizer is an instance of a class made for it, which derives from the script's, so that `isinstance`, LR
-schedulers and `state_dict` see what they know. It shares the original's state and parameter groups. What gradients go
-through is in `buckets.py`; here is when they do.
+What gradients go through is in `exchange.py`; here is when they do.
 
 A step may be taken in several ways, and gradients are reduced once in each: `step()`; `synchronize()`, something that
 looks at the gradients, and `step()` under `skip_synchronize()`; `step(closure)`; and `GradScaler.step`. The last one
@@ -16,8 +14,7 @@ say, has the reduction done a little early.) Rejected: patching `GradScaler`, wh
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,27 +22,33 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.torch import ops
-from fusion_rt.torch.basics import ProcessSet, global_process_set, runtime
-from fusion_rt.torch.buckets import GradientExchange, OptimizerStatistics
+from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
 from fusion_rt.torch.compression import Compression, NoneCompressor, codec_of
+from fusion_rt.torch.exchange import Manner
+from fusion_rt.torch.ops.signatures import id_of
+from fusion_rt.torch.parameters import Groups, groups_of, names_of, takes_part
+from fusion_rt.torch.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.runtime import runtime
+from fusion_rt.torch.wrapping import Wrapped, wrap
 
 _SYNCHRONIZED_TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
-_ZEROED_EARLY = (
-    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
-    "This is prohibited as it can cause a race condition."
-)
 
 
-class _Distributed(torch.optim.Optimizer):
-    """What is put in front of the script's optimizer class. Instances come from `DistributedOptimizer` only."""
+class Distributed(Wrapped):
+    """What is put in front of the script's optimizer class.
 
-    _exchange: GradientExchange
-    _how: tuple[wire.Op, float, float]  # op, prescale, postscale
-    _names: dict[int, str]  # by id of the parameter
+    Attributes:
+        op, gradient_predivide_factor, sparse_as_dense, process_set: as they were given.
+    """
+
+    op: Any
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
     _skipping = False  # inside skip_synchronize()
     _synchronized = False  # synchronize() was called, and no step() since
     _reduced_early = False  # gradients were reduced because somebody read param_groups, and no step() since
@@ -111,46 +114,38 @@ class _Distributed(torch.optim.Optimizer):
                     self.synchronize()
                 closure = self._reducing(closure)
         self._synchronized = self._reduced_early = False
-        return super().step(closure) if closure is not None else super().step()
+        return self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the script's optimizer's. Raises `AssertionError` when gradients have arrived that were not reduced."""
-        if not self._exchange.idle:
-            raise AssertionError(_ZEROED_EARLY)
-        self._reduced_early = False
         super().zero_grad(set_to_none)
+        self._reduced_early = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the script's optimizer's; gradients that have arrived since the last step are forgotten."""
-        self._exchange.discard()
-        self._synchronized = self._reduced_early = False
         super().load_state_dict(state_dict)
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Backward passes whose gradients are accumulated before they are reduced, from the next step on."""
-        self._exchange.set_passes(_checked_passes(passes))
-
-    def statistics(self) -> OptimizerStatistics:
-        """What the communication of this optimizer has cost so far."""
-        return self._exchange.statistics()
+        self._synchronized = self._reduced_early = False
 
     def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def reduced() -> Any:
             loss = closure()
             self._exchange.synchronize()
-            return self._reduced_loss(loss)
+            return self._reduced_loss(loss) if takes_part(self.process_set) else loss
 
         return reduced
 
     def _reduced_loss(self, loss: Any) -> Any:
-        op, prescale, postscale = self._how
         if isinstance(loss, torch.Tensor):
-            return ops.allreduce(loss.detach(), op=op, prescale_factor=prescale, postscale_factor=postscale)
+            factor = self.gradient_predivide_factor
+            return ops.allreduce(
+                loss.detach(), None, None, Compression.none, self.op, 1.0 / factor, factor, self.process_set
+            )
         if isinstance(loss, float):
             return float(self._reduced_loss(torch.tensor(loss, dtype=torch.float64)))
         return loss
+
+
+_DistributedOptimizer = Distributed  # under this name of Horovod's, other libraries import it
 
 
 def DistributedOptimizer(
@@ -158,10 +153,10 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: wire.Op = ops.Average,
+    op: Any = ops.Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    groups: Groups | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
@@ -171,17 +166,25 @@ def DistributedOptimizer(
     From then on gradients lie in shared memory (`p.grad` is a view of it). Optimizers have to be made in the same order
     on all ranks. A parameter belongs to the distributed optimizer that was made for it last.
 
+    Sparse gradients (of `torch.nn.Embedding(sparse=True)`) are combined as sparse ones: every rank gets all rows.
+
     Args:
         optimizer: any `torch.optim.Optimizer`. Use what this returns in its place from now on.
         named_parameters: `model.named_parameters()`; names the tensors in messages. All parameters of the optimizer
             have to be among them.
-        compression: `Compression.none`, `.fp16`, `.bf16`, or a class with `compress` and `decompress`.
-        backward_passes_per_step: backward passes whose gradients are accumulated locally before they are reduced.
-        op: how the ranks' gradients are combined: `Average`, `Sum`, `Min`, `Max` or `Product`.
+        compression: `Compression.none`, `.fp16`, `.bf16`, a codec's text, or a class with `compress` and `decompress`.
+        backward_passes_per_step: backward passes whose gradients are accumulated (summed) locally before they are
+            reduced.
+        op: how the ranks' gradients are combined: `Average`, `Sum`, `Min`, `Max` or `Product`; with `Adasum`, every
+            rank takes its own step, and the changes of the parameters are combined.
         gradient_predivide_factor: with `Average`, divides gradients by this before they are added up instead of
             dividing the sum only at the end: the result is the same, the range of values in between is not.
-        num_groups, groups, sparse_as_dense: Horovod's; not supported, leave them out.
-        process_set: the ranks that take part.
+        num_groups: deprecated, use `groups`.
+        groups: lists of parameters that are reduced together, each list in a bucket of its own (for each dtype); or how
+            many such lists to make of the parameters in their order. By default buckets are filled up to
+            HOROVOD_FUSION_THRESHOLD, in the order in which gradients arrive.
+        sparse_as_dense: sparse gradients are reduced as dense ones, and sparse again afterwards.
+        process_set: the ranks that take part. On all others the optimizer steps with the gradients it has.
 
     Returns:
         An instance of a class derived from the optimizer's, with the methods `synchronize`, `skip_synchronize`,
@@ -189,89 +192,37 @@ def DistributedOptimizer(
 
     Raises:
         ValueError: before `init`, or for arguments that cannot be used.
+        NotImplementedError: `Adasum` with a process set.
     """
     if gradient_predivide_factor != 1.0 and op != ops.Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if groups or num_groups:
-        raise ValueError("explicit groups of gradients are not supported; leave `groups` out, gradients are fused into "
-                         "buckets anyway (HOROVOD_FUSION_THRESHOLD sets their size)")  # fmt: skip
-    if sparse_as_dense:
-        raise ValueError("sparse gradients are not supported; make the layer without sparse=True")
-    if process_set is not global_process_set:
-        raise ValueError("an optimizer over a part of the ranks is not supported; leave process_set out")
-    if isinstance(optimizer, _Distributed):
+    if num_groups != 0:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+                      DeprecationWarning, stacklevel=2)  # fmt: skip
+        groups = num_groups if groups is None else groups
+    if isinstance(optimizer, Wrapped):
         raise ValueError("this optimizer is a DistributedOptimizer already")
-    names = _checked_names(optimizer, named_parameters)
+    names, together = names_of(optimizer, named_parameters), groups_of(optimizer, groups)
+    here = runtime()
+    if process_set.included():
+        id_of(here, process_set, "allreduce")  # raises if it is not registered
     codec = codec_of(compression)
-    here = runtime().client.welcome
-    how = (ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor)
-    chosen = here.compression if compression is Compression.none else codec or "dense"
-    reduction = wire.Reduction(*how, codec=chosen, algorithm=here.algorithm)
-
-    script_class = type(optimizer)
-    made = type(script_class.__name__, (_Distributed, script_class), {"__module__": _Distributed.__module__})
-    wrapped: Any = object.__new__(made)
-    # Not by __init__, whose arguments only the script knows; the state, which may have been loaded, is taken over, too.
-    wrapped.__dict__.update(optimizer.__dict__)
-    wrapped.__dict__.pop("step", None)  # an LR scheduler puts a wrapper there, bound to the original
-    wrapped._how, wrapped._names = how, names
-    wrapped._exchange = GradientExchange(
-        reduction,
-        NoneCompressor if codec is not None else compression,
-        _checked_passes(backward_passes_per_step),
-        _parameters_of(weakref.ref(wrapped)),
-    )
-    weakref.finalize(wrapped, wrapped._exchange.release).atexit = False
+    compressor = compression if codec is None else NoneCompressor
+    chosen = here.client.welcome.compression if compression is Compression.none else codec or "dense"
+    reduction = wire.Reduction(
+        ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen,
+        here.client.welcome.algorithm,
+    )  # fmt: skip
+    if op == ops.Adasum and here.size > 1:
+        if process_set != global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        manner = Manner(reduction, process_set, compressor, slot=DeltaSlot, eager=False)
+        return wrap(DistributedAdasum, optimizer, names, together, manner, backward_passes_per_step)
+    manner = Manner(reduction, process_set, compressor, sparse_as_dense)
+    wrapped = wrap(Distributed, optimizer, names, together, manner, backward_passes_per_step)
+    wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
+    wrapped.sparse_as_dense, wrapped.process_set = sparse_as_dense, process_set
     return wrapped
-
-
-def _parameters_of(reference: weakref.ref[Any]) -> Callable[[], list[tuple[str, torch.Tensor]]]:
-    """What the exchange calls to learn what there is to reduce. It must not keep the optimizer alive."""
-
-    def parameters() -> list[tuple[str, torch.Tensor]]:
-        optimizer: Any = reference()  # not None: with it go the hooks, from which alone this is called
-        names = optimizer._names
-        return [
-            (names.get(id(p)) or f"allreduce.noname.{i}.{j}", p)
-            for i, group in enumerate(optimizer.__dict__["param_groups"])
-            for j, p in enumerate(group["params"])
-            if p.requires_grad and p.numel()
-        ]
-
-    return parameters
-
-
-def _checked_names(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[int, str]:
-    """Names by id of the parameter."""
-    if named is None:
-        return {}
-    pairs = list(named)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-                         "model.named_parameters().")  # fmt: skip
-    seen: set[str] = set()
-    twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
-    if twice:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    names = {id(parameter): name for name, parameter in pairs}
-    unnamed = [
-        f"parameter {j} of group {i} ({list(p.shape)})"
-        for i, group in enumerate(optimizer.param_groups)
-        for j, p in enumerate(group["params"])
-        if id(p) not in names
-    ]
-    if unnamed:
-        raise ValueError(f"named_parameters was specified, but one or more model parameters were not named: "
-                         f"{', '.join(unnamed)}")  # fmt: skip
-    return names
-
-
-def _checked_passes(passes: int) -> int:
-    if passes <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
-    return passes
 
 
 def _in_backward() -> bool:

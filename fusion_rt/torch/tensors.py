@@ -1,23 +1,24 @@
-"""How a tensor gets to the daemon and back: inside a message when it is small, through the arena otherwise.
+"""How tensors get to the daemon and back: their types, and the memory through which they go.
 
-A result that was reduced in the arena is a tensor over that memory, which goes back to the arena when the last tensor
-that shares it is gone. What is not dense memory of this process (a strided view, a tensor of another device) is copied
-into the arena and back.
+Small tensors travel inside messages, all others through the arena. A result that was reduced in the arena is a tensor
+over that memory, which goes back to the arena when the last tensor that looks into it is gone. What is not dense memory
+of this process (a strided view, a tensor of another device) is copied into such memory and back.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections.abc import Sequence
 
 import torch
 
 from fusion_rt import wire
-from fusion_rt.arena import Region
 from fusion_rt.client import Operation
 from fusion_rt.dtypes import DTYPES
-from fusion_rt.torch.basics import Runtime, runtime
+from fusion_rt.torch import device
+from fusion_rt.torch.runtime import Runtime, runtime
 
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
 TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -33,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
         return DTYPE_NAMES[dtype]
     except KeyError:
         raise ValueError(
-            f"tensors of type {dtype} cannot be communicated; convert to one of {', '.join(DTYPES)}"
+            f"Tensor type {dtype} is not supported: it cannot be communicated; convert to one of {', '.join(DTYPES)}"
         ) from None
 
 
@@ -54,48 +55,95 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
     dimensions = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     chosen = torch.get_default_dtype() if dtype is None else dtype
     dtype_name(chosen)
+    here = runtime()
     like = torch.empty(dimensions, dtype=chosen, device="meta")  # type: ignore[arg-type]
-    return in_region(runtime(), like)[0] if like.nbytes else torch.empty(like.shape, dtype=chosen)
+    return Memory(here, like.nbytes, small=False).tensor(chosen, like.shape)
 
 
-def in_region(here: Runtime, like: torch.Tensor) -> tuple[torch.Tensor, Region]:
-    """A contiguous tensor of `like`'s shape and dtype in a new region of the arena, which is freed with the tensor."""
-    with here.allocating:
-        here.collect()
-        region = here.client.allocate(like.nbytes)
-    owner = region.view[: like.nbytes]  # what the tensor's storage keeps alive, and with it whatever shares the storage
-    weakref.finalize(owner, here.client.arena.free, region).atexit = False
-    return _shaped(torch.frombuffer(owner, dtype=like.dtype), like.shape), region
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of its elements. Raises `ValueError` when it is not dense."""
     if tensor.layout is not torch.strided:
-        raise ValueError("sparse tensors cannot be communicated; use tensor.to_dense()")
+        raise ValueError(f"Tensor type {tensor.type()} is not supported: it is sparse; use sparse_allreduce_async, or "
+                         "tensor.to_dense()")  # fmt: skip
     return tensor.nbytes
 
 
-def _shaped(flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The flat tensor itself, in another shape: a view would not let a result be changed in place under autograd."""
-    return flat.resize_(shape)
+class Memory:
+    """Memory that an operation's data is put into before it is submitted, and where a reduction leaves its result.
+
+    It is a region of the arena, given back when nothing looks into it any more. What is small enough to travel in
+    messages gets ordinary memory.
+
+    Args:
+        nbytes: how much.
+        on_device: tensors of another device are copied to it or from it.
+        small: whether it may be ordinary memory.
+
+    Attributes:
+        view: all of it.
+        place: segment id and offset in the arena; None for ordinary memory.
+    """
+
+    __slots__ = ("place", "view")
+
+    def __init__(self, here: Runtime, nbytes: int, *, on_device: bool = False, small: bool = True) -> None:
+        self.place: tuple[int, int] | None = None
+        if nbytes == 0 or (small and nbytes <= wire.MAX_INLINE):
+            self.view = memoryview(bytearray(nbytes))
+            return
+        with here.allocating:
+            here.collect()
+            region = here.client.allocate(nbytes)
+        self.place = region.segment, region.offset
+        self.view = region.view[:nbytes]  # what tensors over it keep alive
+        weakref.finalize(self.view, here.client.arena.free, region).atexit = False
+        if on_device:
+            device.layer.pin(here.client.arena.segment(region.segment))
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+        """A tensor over a part of it that begins after `offset` bytes."""
+        return over(self.view, dtype, shape, offset)
+
+    def submit(
+        self, here: Runtime, name: str | None, signature: wire.Signature, splits: tuple[int, ...] = ()
+    ) -> Operation:
+        """Submits an operation on what has been put into it."""
+        if self.place is None:
+            return here.client.submit(name, signature, inline=bytes(self.view), splits=splits)
+        return here.client.submit(name, signature, place=self.place, splits=splits)
+
+
+def over(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """A tensor over a part of a buffer that begins after `offset` bytes.
+
+    It is a tensor of its own, no view of another: a view could not be changed in place under autograd.
+    """
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset).resize_(shape)
+
+
+def received(operation: Operation) -> memoryview:
+    """The bytes that came with an operation's end, as memory of this process alone, writable.
+
+    The daemon's mapping is private (copied on write), and lives as long as a tensor looks into it.
+    """
+    return memoryview(bytearray(operation.inline or b"")) if operation.output is None else operation.output.view
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor is dense memory of this process, in order."""
-    return tensor.is_cpu and tensor.is_contiguous()
+    return device.layer.is_host(tensor) and tensor.is_contiguous()
 
 
 def contents(tensor: torch.Tensor) -> bytes:
-    """The tensor's elements as they lie in memory."""
+    """The tensor's elements in order."""
     if not is_plain(tensor):
         tensor = tensor.detach().cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
-def from_contents(data: bytes, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor with these elements."""
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return _shaped(torch.frombuffer(bytearray(data), dtype=dtype), shape)
 
 
 def fill(tensor: torch.Tensor, data: bytes) -> None:
@@ -103,84 +151,34 @@ def fill(tensor: torch.Tensor, data: bytes) -> None:
     if is_plain(tensor):
         ctypes.memmove(tensor.data_ptr(), data, len(data))
     elif data:
-        tensor.detach().copy_(from_contents(data, tensor.shape, tensor.dtype))
+        tensor.detach().copy_(over(memoryview(bytearray(data)), tensor.dtype, tensor.shape))
 
 
-class Transfer:
-    """A tensor that is being reduced or broadcast.
-
-    Args:
-        name: of the operation; None: unnamed.
-        tensor: what goes in.
-        in_place: whether the result replaces it.
-        send: whether its contents matter to anybody (not for a broadcast's receivers).
-    """
-
-    __slots__ = ("_in_place", "_staging", "_tensor", "operation")
-
-    def __init__(
-        self,
-        here: Runtime,
-        name: str | None,
-        signature: wire.Signature,
-        tensor: torch.Tensor,
-        in_place: bool,
-        send: bool = True,
-    ) -> None:
-        self._tensor = tensor
-        self._in_place = in_place
-        self._staging: torch.Tensor | None = None
-        client = here.client
-        nbytes = _nbytes(tensor)
-        if nbytes <= wire.MAX_INLINE:
-            self.operation = client.submit(name, signature, inline=contents(tensor))
-            return
-        place = client.arena.locate(tensor.data_ptr(), nbytes) if in_place and is_plain(tensor) else None
-        if place is None:
-            self._staging, region = in_region(here, tensor)
-            if send:
-                self._staging.copy_(tensor.detach())
-            place = region.segment, region.offset
-        self.operation = client.submit(name, signature, place=place)
-
-    def result(self, here: Runtime) -> torch.Tensor:
-        """Waits; returns the result, the tensor itself or a new one. Raises `HorovodInternalError` if it failed."""
-        data = here.client.wait(self.operation).inline
-        tensor, staging = self._tensor, self._staging
-        if data is not None:
-            result = tensor if self._in_place else torch.empty_like(tensor)
-            fill(result, data)
-            return result
-        if staging is None:
-            return tensor
-        if self._in_place:
-            tensor.detach().copy_(staging)
-            return tensor
-        return staging if tensor.is_cpu else staging.to(tensor.device)
+def copy_in(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copies tensors, at least one, into memory of this process, and returns when that is done."""
+    with torch.no_grad():
+        if all(map(device.layer.is_host, tensors)):
+            torch._foreach_copy_(list(places), list(tensors))
+        else:
+            device.layer.copy(places, [tensor.detach() for tensor in tensors]).wait()
 
 
-class Gather:
-    """A tensor that is being gathered, with those of all ranks, along its first dimension."""
+def copy_out(here: Runtime, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+    """Copies results from memory of this process; to a device, that may go on when this returns."""
+    with torch.no_grad():
+        if all(map(device.layer.is_host, tensors)):
+            torch._foreach_copy_(list(tensors), list(places))
+        else:
+            copying = device.layer.copy([tensor.detach() for tensor in tensors], places)
+            with here.allocating:
+                here.collect()
+                here.copying.append(copying)
 
-    __slots__ = ("_staging", "_tensor", "operation")
 
-    def __init__(self, here: Runtime, name: str | None, signature: wire.Signature, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._staging: torch.Tensor | None = None  # has to stay until the operation is done
-        if _nbytes(tensor) <= wire.MAX_INLINE:
-            self.operation = here.client.submit(name, signature, inline=contents(tensor))
-            return
-        self._staging, region = in_region(here, tensor)
-        self._staging.copy_(tensor.detach())
-        self.operation = here.client.submit(name, signature, place=(region.segment, region.offset))
-
-    def result(self, here: Runtime) -> torch.Tensor:
-        """Waits, and returns the gathered tensor. Raises `HorovodInternalError` if it failed."""
-        operation: Operation = here.client.wait(self.operation)
-        self._staging = None
-        shape = (sum(operation.sizes), *self._tensor.shape[1:])
-        if operation.output is None:
-            gathered = from_contents(operation.inline or b"", shape, self._tensor.dtype)
-        else:  # a private mapping, which lives as long as a tensor looks into it
-            gathered = _shaped(torch.frombuffer(operation.output.view, dtype=self._tensor.dtype), shape)
-        return gathered if self._tensor.is_cpu else gathered.to(self._tensor.device)
+def on_device_of(here: Runtime, like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A result on the device of the operation's input: itself, or a copy."""
+    if device.layer.is_host(like):
+        return result
+    moved = device.layer.empty(result.shape, like)
+    copy_out(here, [moved], [result])
+    return moved

@@ -57,7 +57,7 @@ class Daemons:
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "FUSION_RUNTIME_DIR": str(directory),
             "FUSION_KERNEL_THREADS": "1",
-            "FUSION_OPERATION_TIMEOUT": "30s",  # so that what hangs ends with a sentence
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30s",  # so that what hangs ends with a sentence
             **environment,
         }
         self.processes: list[subprocess.Popen[bytes]] = []

@@ -66,6 +66,9 @@ class Node:
 
         self._job.deferred.append(later)
 
+    def warn(self, text: str) -> None:
+        self._job.warnings.append(text)
+
     def clock(self) -> float:
         return self._job.now
 
@@ -103,6 +106,7 @@ class SimulatedJob:
         self.now = 0.0
         self.borrow_from = flow.BORROW_FROM
         self.answers: dict[int, list[tuple[wire.DaemonMessage, Array | None]]] = {}
+        self.warnings: list[str] = []
         self.deferred: deque[Callable[[], None]] = deque()
         self.sent: list[tuple[int, int, wire.PeerMessage]] = []  # control messages: from, to, what
         self.payload_bytes = [0] * len(local_sizes)
@@ -115,7 +119,8 @@ class SimulatedJob:
         self._handles = 0
         self.nodes = [Node(self, node) for node in range(len(local_sizes))]
         for node in self.nodes:
-            node.engine._sets.update({members.id: members for members in process_sets})
+            for members in process_sets:
+                assert node.engine.participants.add(members.ranks) == members.id
 
     @property
     def size(self) -> int:

@@ -136,7 +136,7 @@ def test_a_setting_that_cannot_be_used_is_refused(runtime_dir: Path, monkeypatch
     for command in ("start", "status"):
         done = subprocess.run([sys.executable, "-m", "fusiond", command], capture_output=True, text=True)
         assert done.returncode == 1
-        assert done.stderr.startswith("fusiond: FUSION_CHUNK_BYTES='tiny'")
+        assert done.stderr.startswith("fusiond: FUSION_CHUNK_BYTES: 'tiny' is not a size")
         assert "Traceback" not in done.stderr
 
 

@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line, encode_li
 from fusion_rt.client import Client
 from fusion_rt.errors import FusionError, HorovodInternalError
 from fusion_rt.topology import Topology
-from tests.fusiond.processes import COMMAND, JOB, TIMEOUT_S, Daemons, kill, read_line
+from tests.fusiond.processes import COMMAND, JOB, TIMEOUT_S, Daemons, kill, read_line, together
 
 pytestmark = pytest.mark.multiprocess
 MakeDaemons = Callable[..., Daemons]
@@ -58,7 +59,54 @@ def average(client: Client) -> float:
     return float(array[0])
 
 
+def come_back(job: Daemons, *ranks: int) -> None:
+    """Clients of these ranks leave, if they have not yet, and come back."""
+
+    def again(rank: int) -> Client:
+        client = job.clients[rank]
+        client.leave()
+        return Client(job.path(job.topology.node_of(rank)), JOB, rank, TIMEOUT_S, client)
+
+    job.clients.update(together({rank: lambda rank=rank: again(rank) for rank in ranks}))  # type: ignore[misc]
+
+
 # --- a job, from its start to its end ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("local_sizes", [[2], [1, 2]])
+def test_workers_leave_and_come_back(daemons: MakeDaemons, local_sizes: list[int]) -> None:
+    job = daemons(*local_sizes).start()
+    job.join()
+    ranks = tuple(job.clients)
+    job.on_clients(lambda client: add(client, "known"))
+    for epoch in (1, 2):
+        # An operation that only some have submitted, and data that is on its way: neither reaches the next epoch.
+        job.clients[0].submit("unfinished", SUM, inline=bytes(8))
+        region = job.clients[0].allocate(400_000)
+        large = wire.Signature("allreduce", "float32", (100_000,), "average")
+        job.clients[0].submit("large", large, place=(region.segment, region.offset))
+        come_back(job, *ranks)
+        assert job.status()["epoch"] == epoch
+        for result in job.on_clients(lambda client: add(client, "unfinished")).values():
+            np.testing.assert_array_equal(result, [sum(ranks), len(ranks)])
+        assert set(job.on_clients(average).values()) == {sum(ranks) / len(ranks)}
+    for client in job.clients.values():
+        client.close()
+    assert [job.end(node) for node in range(len(local_sizes))] == [0] * len(local_sizes)
+
+
+def test_who_stays_is_told_that_the_others_left_for_the_next_epoch(daemons: MakeDaemons) -> None:
+    job = daemons(1, 1).start()
+    job.join()
+    waiting = job.clients[1].submit("x", SUM, inline=bytes(8))
+    returning = threading.Thread(target=come_back, args=(job, 0))
+    returning.start()
+    with pytest.raises(HorovodInternalError, match=r"rank 0 \(host host0\).* left the job"):
+        job.clients[1].wait(waiting)
+    come_back(job, 1)
+    returning.join()
+    for result in job.on_clients(add).values():
+        np.testing.assert_array_equal(result, [1, 2])
 
 
 def test_a_job_of_one_node_from_start_to_end(daemons: MakeDaemons) -> None:
@@ -92,7 +140,7 @@ def test_a_plan_from_proposal_to_result(running: Daemons) -> None:
         array = np.frombuffer(segment.view, np.float32)
         for clock in range(3):
             array[:] = client.rank + clock
-            client.wait(client.ready("opt.0", plan.id, 0, clock))
+            client.wait(client.ready("opt.0", plan.id, 0))
         total = float(array[0])
         del array
         client.arena.drop_segment(segment_id)
@@ -380,4 +428,4 @@ def test_a_setting_that_cannot_be_used_is_refused(daemons: MakeDaemons) -> None:
     job = daemons(1, FUSION_CHUNK_BYTES="tiny")
     answer = job.answer_of(job.launch(0))
     assert isinstance(answer, StartError)
-    assert answer.error.startswith("FUSION_CHUNK_BYTES='tiny'")
+    assert answer.error.startswith("FUSION_CHUNK_BYTES: 'tiny' is not a size")

@@ -358,22 +358,22 @@ def test_what_is_under_way_to_a_slow_node_is_bounded() -> None:
     np.testing.assert_array_equal(job.result(1, handles[1]), values[0])
 
 
-# --- process sets (which have no API yet) -----------------------------------------------------------------------------
+# --- process sets -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("members", [(1, 3, 5), (0, 1), (2,), (3, 4, 5)])
 def test_a_process_set_keeps_to_itself(members: tuple[int, ...]) -> None:
     for seed in SEEDS:
-        job = SimulatedJob([2, 1, 3], seed, process_sets=[ProcessSet(7, members)])
+        job = SimulatedJob([2, 1, 3], seed, process_sets=[ProcessSet(1, members)])
         values = floats(job, (3000,), seed)
-        signature = wire.Signature("allreduce", "float32", (3000,), "average", process_set=7)
+        signature = wire.Signature("allreduce", "float32", (3000,), "average", process_set=1)
         for clock in range(2):
             handles = {rank: job.submit(rank, "x", signature, values[rank], clock) for rank in members}
             job.settle()
             expected = np.mean([values[rank] for rank in members], axis=0)
             for rank, handle in handles.items():
                 np.testing.assert_allclose(job.result(rank, handle), expected, rtol=1e-6)
-        gather = wire.Signature("allgather", "float32", (3000,), process_set=7)
+        gather = wire.Signature("allgather", "float32", (3000,), process_set=1)
         handles = {rank: job.submit(rank, "g", gather, values[rank]) for rank in members}
         job.settle()
         for rank, handle in handles.items():

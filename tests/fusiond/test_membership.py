@@ -38,9 +38,9 @@ def test_a_job_of_one_node_needs_no_connections() -> None:
 
 def test_the_coordinator_waits_for_every_node() -> None:
     membership = Membership(TWO, 0)
-    membership.nodes_up.add(0)
+    membership.nodes_up[0] = 0
     assert not membership.all_up
-    membership.nodes_up.add(1)
+    membership.nodes_up[1] = 0
     assert membership.all_up
 
 
@@ -57,7 +57,7 @@ def test_who_is_missing() -> None:
     membership.joined.add(0)
     assert membership.missing() == "rank 2 (host a) did not connect to the daemon"
     membership.joined.add(2)
-    membership.nodes_up.add(0)
+    membership.nodes_up[0] = 0
     assert membership.missing() == "node 1 (host b) did not come up"
 
 
@@ -71,3 +71,26 @@ def test_several_nodes_are_missing() -> None:
     membership = Membership(Topology(("a", "b", "c"), ((0,), (1,), (2,))), 0)
     membership.joined.add(0)
     assert membership.missing() == "nodes 1 (host b), 2 (host c) did not come up"
+
+
+def test_a_new_epoch_begins_when_all_local_workers_have_left_and_come_back() -> None:
+    membership = Membership(TWO, 0)
+    membership.mesh_up = True
+    for rank in (0, 2):
+        membership.join(rank)
+    assert membership.became_up()
+    membership.left.add(0)
+    assert membership.may_join(0) == ""
+    membership.join(0)  # before the other one has left
+    assert membership.may_join(0) == "rank 0 is taken: another process on host a has joined the job as rank 0"
+    assert membership.may_join(2) != ""
+    assert (membership.epoch, membership.became_up()) == (0, False)
+    membership.left.add(2)
+    assert not membership.everyone_left  # one has come back
+    membership.join(2)
+    assert (membership.epoch, membership.left, membership.started) == (1, set(), False)
+    assert membership.became_up()
+    membership.nodes_up.update({0: 1, 1: 0})
+    assert not membership.all_up  # node 1 is up in the epoch before only
+    membership.nodes_up[1] = 1
+    assert membership.all_up

@@ -8,11 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
+from fusion_rt.settings import Settings
+from fusion_rt.topology import GLOBAL_SET, Topology
 from fusiond.negotiation import Coordinator, describe, explain
+from fusiond.participants import Participants
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
-EVERYONE = ProcessSet(GLOBAL_SET, (0, 1, 2))
+EVERYONE = (0, 1, 2)
 SUM = wire.Signature("allreduce", "float32", (4, 2))
 GATHER = wire.Signature("allgather", "float32", (4, 2))
 
@@ -30,9 +32,21 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def coordinator(clock: Clock) -> Coordinator:
-    sets = {GLOBAL_SET: EVERYONE, 1: ProcessSet(1, (0, 1))}
-    return Coordinator(TOPOLOGY, sets, 1024, 30.0, clock)
+def coordinator(clock: Clock, participants: Participants, warnings: list[str]) -> Coordinator:
+    settings = Settings(fusion_threshold=1024, operation_timeout=30.0, stall_warning_time=20.0)
+    return Coordinator(participants, settings, clock, warnings.append)
+
+
+@pytest.fixture
+def participants() -> Participants:
+    participants = Participants(TOPOLOGY, 0)
+    participants.add((0, 1))
+    return participants
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
 
 
 def key(name: str = "x", process_set: int = GLOBAL_SET) -> wire.OpKey:
@@ -144,8 +158,8 @@ def test_a_look_after_the_timeout_ends_the_operation(coordinator: Coordinator) -
     assert coordinator.statistics()["pending"] == 0
 
 
-def test_ranks_that_left_are_no_longer_waited_for(coordinator: Coordinator) -> None:
-    coordinator.departed.add(2)
+def test_ranks_that_left_are_no_longer_waited_for(coordinator: Coordinator, participants: Participants) -> None:
+    participants.departed.add(2)
     coordinator.mismatch(wire.Mismatch(key(), 3.0))
     coordinator.report(0, wire.Report(key(), {0: SUM, 1: SUM}))
     out = coordinator.report(1, wire.Report(key(), {}))

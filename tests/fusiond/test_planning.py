@@ -12,7 +12,7 @@ from fusion_rt.arena import ALIGNMENT
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.topology import Topology
 from fusion_rt.wire import Plan, Proposal, Reduction, TensorSpec
-from fusiond.planning import disagreement, make_plan
+from fusiond.planning import disagreement, make_plan, merge
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
 TENSORS = (TensorSpec("w", "float32", (4, 2)), TensorSpec("b", "float32", (2,)))
@@ -83,6 +83,25 @@ def test_buckets_are_filled_up_to_the_threshold() -> None:
     proposal = Proposal("opt", 0, 0, Reduction(), tuple(TensorSpec(f"t{i}", "float32", (256,)) for i in range(7)))
     plan = make_plan(1, proposal, 3 * 1024)
     assert [len(bucket.tensors) for bucket in plan.buckets] == [3, 3, 1]
+
+
+def test_tensors_that_are_wanted_together_have_a_bucket_of_their_own() -> None:
+    sizes = [(256, 0), (512, 1), (256, 1), (256, 0), (8, 2), (512, 0)]
+    tensors = tuple(TensorSpec(f"t{i}", "float32", (n,), together) for i, (n, together) in enumerate(sizes))
+    plan = make_plan(1, Proposal("opt", 0, 0, Reduction(), tensors), 2 * 1024)
+    found = [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets]
+    assert sorted(found) == [["t0", "t3"], ["t1", "t2"], ["t4"], ["t5"]]
+    assert found.index(["t1", "t2"]) < found.index(["t4"])
+
+
+def test_what_is_sparse_on_any_rank_is_in_no_bucket() -> None:
+    sparse = (TENSORS[0], TensorSpec("b", "float32", (2,), sparse=1))
+    proposals = {3: PROPOSAL, 1: differing(tensors=TENSORS[::-1]), 2: differing(tensors=sparse)}
+    assert disagreement(proposals, Topology(("a",), ((0, 1, 2, 3),))) == ""
+    plan = make_plan(1, merge(proposals), 4096)
+    assert [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets] == [["w"]]
+    assert plan.sparse == (TensorSpec("b", "float32", (2,), sparse=1),)
+    assert merge({0: PROPOSAL, 1: differing(tensors=TENSORS[::-1])}) == PROPOSAL
 
 
 def test_equal_proposals_agree_whatever_their_order() -> None:

@@ -27,6 +27,7 @@ class Handler:
         self.links: list[WorkerLink] = []
         self.messages: list[wire.WorkerMessage] = []
         self.left: list[tuple[int, str]] = []
+        self.ended = 0
 
     def worker_joined(self, link: WorkerLink, hello: wire.Hello) -> None:
         link.rank = hello.rank
@@ -40,6 +41,9 @@ class Handler:
     def worker_left(self, rank: int, pid: int, why: str) -> None:
         assert pid == os.getpid()
         self.left.append((rank, why))
+
+    def connection_ended(self) -> None:
+        self.ended += 1
 
     def tool_message(self, link: WorkerLink, message: wire.StatusRequest | wire.StopRequest) -> None:
         self.messages.append(message)
@@ -119,6 +123,7 @@ def test_messages_of_a_worker_are_handed_on_once_it_has_joined(channel: Channel)
     channel.sock.close()
     channel.turn()
     assert channel.handler.left == []  # it has said goodbye
+    assert channel.handler.ended == 1
     assert channel.workers.statistics()["connections"] == 0
 
 
@@ -164,6 +169,20 @@ def test_a_message_after_the_goodbye_is_not_handed_on(channel: Channel) -> None:
     assert channel.handler.messages == [wire.Bye()]
     assert channel.handler.left == []
     assert channel.is_closed()
+
+
+def test_a_worker_that_has_left_may_come_back_and_finds_nothing_of_its_arena(channel: Channel) -> None:
+    channel.join()
+    offer(channel, 1, 4096)
+    assert channel.workers.statistics()["arenas"] == 4096
+    channel.send(wire.Bye())
+    assert channel.workers.may_return
+    assert channel.workers.statistics()["arenas"] == 0
+    channel.send(HELLO)
+    assert not channel.workers.may_return
+    assert [link.rank for link in channel.handler.links] == [0, 0]
+    channel.send(wire.Submit(1, "x", 0, wire.Signature("barrier")))
+    assert isinstance(channel.handler.messages[-1], wire.Submit)
 
 
 def test_tools_need_not_join(channel: Channel) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import fusion_rt
 from fusion_rt.runner.cli import main, make_parser, make_plan
 from fusion_rt.runner.hosts import Host
 from fusion_rt.runner.plan import LaunchPlan
+from fusion_rt.units import MIB
 
 
 def plan_of(*arguments: str) -> LaunchPlan:
@@ -40,7 +43,7 @@ def test_without_np_every_slot_is_used(tmp_path: Path) -> None:
 
 
 def test_flags_may_be_abbreviated() -> None:
-    plan = plan_of("--num", "2", "--fusion", "4", "--verb", "--output", "d", "--hosts", "a:2", "x")
+    plan = plan_of("--num-p", "2", "--fusion", "4", "--verb", "--output", "d", "--hosts", "a:2", "x")
     assert plan.topology.hosts == ("a",)
     assert plan.settings.fusion_threshold == 4 * 2**20
     assert plan.verbose
@@ -52,11 +55,13 @@ def test_all_flags_reach_the_plan(tmp_path: Path) -> None:
     key.write_text("")
     plan = plan_of(
         *("-np", "1", "-H", "h:1", "-p", "22", "-i", str(key), "--rsh-agent", "ssh -x {host}"),
-        *("--network-interface", "eth0", "--network-interface", "ib0,ib1", "--prefix-output-with-timestamp", "x"),
+        *("--network-interface", "eth0", "--network-interfaces", "ib0,ib1", "--prefix-output-with-timestamp"),
+        *("--as-horovod", "x"),
     )
     assert (plan.ssh_port, plan.ssh_identity_file, plan.rsh_agent) == (22, str(key), "ssh -x {host}")
     assert plan.interfaces == ("eth0", "ib0", "ib1")
     assert plan.timestamps
+    assert plan.as_horovod
 
 
 def test_a_setting_given_as_a_flag_beats_the_environment_and_travels_as_a_variable(
@@ -69,12 +74,70 @@ def test_a_setting_given_as_a_flag_beats_the_environment_and_travels_as_a_variab
     assert plan.environment[b"HOROVOD_START_TIMEOUT"] == b"77"
     assert plan.settings.fusion_threshold == 32 * 2**20
     assert plan.settings.start_timeout == 77.0
-    assert plan.settings.log_level == "debug"
+    assert plan.settings.log_level == "DEBUG"
     assert plan.settings.encryption == "all"
 
 
 def test_a_size_may_have_a_unit() -> None:
     assert plan_of("-np", "1", "--fusion-threshold-mb", "512KiB", "x").settings.fusion_threshold == 512 * 1024
+
+
+def test_a_flag_beats_the_file_which_beats_the_environment_which_beats_the_default(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1MiB")
+    file = tmp_path / "c.yaml"
+    file.write_text("params: {fusion_threshold_mb: 2}\nstall_check: {enabled: false}\n")
+    plan = plan_of("-np", "1", "x")
+    assert (plan.settings.fusion_threshold, plan.settings.stall_check) == (MIB, True)
+    plan = plan_of("-np", "1", "--config-file", str(file), "x")
+    assert (plan.settings.fusion_threshold, plan.settings.stall_check) == (2 * MIB, False)
+    assert plan.settings.operation_timeout == math.inf
+    plan = plan_of("-np", "1", "--fusion-threshold-mb", "3", "--stall-check", "--config-file", str(file), "x")
+    assert (plan.settings.fusion_threshold, plan.settings.stall_check) == (3 * MIB, True)
+    assert plan.environment[b"HOROVOD_FUSION_THRESHOLD"] == b"3145728"
+    assert plan.warnings == ()
+
+
+def test_a_plan_has_the_warnings_of_flags_file_and_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("parms: {}\n")
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    told = plan_of("-np", "1", "--mpi", "--config-file", str(file), "x").warnings
+    assert [re.split(": | that is", sentence)[0] for sentence in told] == [
+        f"{file} has a key 'parms'",
+        "accepted as in horovodrun, but without effect here",
+        "accepted, but this version does not act on it",
+    ]
+
+
+def test_hosts_from_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "hosts"
+    script.write_text("#!/bin/sh\necho a:2\necho b\n")
+    script.chmod(0o755)
+    plan = plan_of("--host-discovery-script", str(script), "--slots", "3", "--max-np", "4", "x")
+    assert plan.topology.ranks == ((0, 1), (2, 3))
+    assert plan.hosts == (Host("a", 2), Host("b", 3))
+    assert plan.environment[b"HOROVOD_ELASTIC"] == b"1"
+    assert "membership stays as it is at the start" in plan.warnings[0]
+
+
+def test_the_slots_of_hosts_for_which_none_are_given(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a\nb slots=1\n")
+    assert plan_of("-H", "a,b:1", "--slots-per-host", "2", "x").topology.ranks == ((0, 1), (2,))
+    plan = plan_of("-hostfile", str(hostfile), "--slots-per-host", "2", "x")
+    assert plan.topology.ranks == ((0, 1), (2,))
+    assert b"HOROVOD_ELASTIC" not in plan.environment
+
+
+def test_hosts_that_cannot_be_found_exit_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "hosts"
+    script.write_text("#!/bin/sh\necho the grid is down >&2\nexit 4\n")
+    script.chmod(0o755)
+    assert main(["--host-discovery-script", str(script), "x"]) == 1
+    said = f"fusionrun: the host discovery script '{script}' failed with status 4; it said:\n  the grid is down\n"
+    assert capsys.readouterr().err == said
 
 
 def test_unset_flags_leave_variables_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +168,25 @@ def test_the_environment_is_forwarded_but_for_what_belongs_to_one_host(monkeypat
         (["-np", "2"], "there is no command to run"),
         (["-np", "2", "--"], "there is no command to run"),
         (["x"], "-np, the number of workers, is missing"),
-        (["-np", "0", "x"], "'0' is not a positive number"),
-        (["-np", "two", "x"], "'two' is not a positive number"),
+        (["-np", "0", "x"], "-np: '0' is below the least value allowed, 1"),
+        (["-np", "two", "x"], "-np: 'two' is not a whole number"),
         (["-np", "3", "-H", "a:2", "x"], "more processes than the 2 slots"),
         (["-np", "5000", "x"], "'5000' slots of 'localhost:5000' is not a number from 1 to 4096"),
         (["--hosts=-oProxyCommand=x", "x"], "is not a host"),
         (["-H", "a:b", "x"], "'b' slots of 'a:b'"),
-        (["-H", "a", "-hostfile", "f", "x"], "not allowed with argument"),
+        (["-H", "a", "-hostfile", "f", "x"], "-H and -hostfile cannot be given together"),
+        (
+            ["-np", "1", "--config-file", "/no/such/file", "x"],
+            "--config-file /no/such/file cannot be read: No such file",
+        ),
+        (["-np", "1", "--autotune", "--no-autotune", "x"], "it is switched on and off; give one of them"),
+        (["-np", "3", "--min-np", "4", "x"], "--min-np 4 is above -np 3"),
         (["-hostfile", "/no/such/file", "x"], "the hostfile cannot be read"),
         (["-np", "1", "--no-such-flag", "x"], "unrecognized arguments"),
-        (["-np", "1", "--fusion-threshold-mb", "lots", "x"], "--fusion-threshold-mb lots: 'lots' is not a size"),
-        (["-np", "1", "--log-level", "loud", "x"], "--log-level loud: "),
-        (["-np", "1", "--start-timeout", "0", "x"], "--start-timeout 0: "),
-        (["-np", "1", "--encryption", "some", "x"], "--encryption some: "),
+        (["-np", "1", "--fusion-threshold-mb", "lots", "x"], "--fusion-threshold-mb: 'lots' is not a size"),
+        (["-np", "1", "--log-level", "loud", "x"], "--log-level: 'loud' is not one of TRACE, DEBUG"),
+        (["-np", "1", "--start-timeout", "0", "x"], "--start-timeout: '0' is below the least value allowed, 0.001"),
+        (["-np", "1", "--encryption", "some", "x"], "--encryption: 'some' is not one of auto"),
         (["-np", "1", "--rsh-agent", "ssh", "x"], "--rsh-agent 'ssh' has no {host}"),
         (["-np", "1", "-i", "/no/such/key", "x"], "/no/such/key is not a file"),
     ],
@@ -138,7 +207,7 @@ def test_a_bad_variable_exits_with_2_and_its_name(
     with pytest.raises(SystemExit) as caught:
         main(["-np", "1", "x"])
     assert caught.value.code == 2
-    assert "HOROVOD_START_TIMEOUT='soon'" in capsys.readouterr().err
+    assert "HOROVOD_START_TIMEOUT: 'soon' is not a duration such as 30s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["-v", "--version"])
@@ -147,14 +216,6 @@ def test_the_version_is_printed(flag: str, capsys: pytest.CaptureFixture[str]) -
         main([flag])
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == fusion_rt.__version__
-
-
-def test_the_help_names_flags_with_their_variables(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert "--fusion-threshold-mb" in text
-    assert "HOROVOD_FUSION_THRESHOLD" in text
 
 
 def test_jobs_have_ids_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fusion_rt.errors import FusionError
@@ -41,6 +42,15 @@ def test_the_third_worker_is_the_first_of_the_second_host() -> None:
     assert environment[b"HOROVOD_CROSS_RANK"] == b"1"
     assert environment[b"HOROVOD_CROSS_SIZE"] == b"2"
     assert environment[b"FUSION_SOCKET"] == b"/run/f/jobid.1/sock"
+
+
+def test_as_horovod_puts_the_stand_in_before_all_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion_rt.as_horovod.python_path", lambda: "/shim")
+    job = msgspec.structs.replace(make_job(0), as_horovod=True)
+    assert of_worker({b"PYTHONPATH": b"lib:/b"}, job, 0, "/run/f")[b"PYTHONPATH"] == b"/shim:lib:/b"
+    assert of_worker({b"PYTHONPATH": b""}, job, 0, "/run/f")[b"PYTHONPATH"] == b"/shim"
+    assert of_worker({}, job, 0, "/run/f")[b"PYTHONPATH"] == b"/shim"
+    assert b"PYTHONPATH" not in of_worker({}, make_job(0), 0, "/run/f")
 
 
 def test_a_host_keeps_what_is_its_own() -> None:

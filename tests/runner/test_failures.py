@@ -149,7 +149,8 @@ def with_interpreter(fusionrun, body: str):
     ("body", "words"),
     [
         ("echo '/usr/bin/python: No module named fusion_rt' >&2; exit 1", "the package fusion_rt is missing there"),
-        ("echo what is this; exit 0", "its command ended with status 0 and said nothing"),
+        ("exit 0", "its command ended with status 0 and said nothing"),
+        ("echo what is this; exit 0", "`: what is this"),
         ('read job; echo \'{"type":"hello"}\'; exit 0', "its agent broke the protocol"),
         (
             'read job; printf \'{"type":"\'; yes | tr -d "\\n" | head -c 1000000; exit 0',

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fusion_rt import as_horovod
+
 pytestmark = pytest.mark.multiprocess
 
 PRINT = "import os; print(*(os.environ['HOROVOD_' + n] for n in {names!r}))"
@@ -126,14 +128,37 @@ def test_a_reader_that_leaves_ends_the_job(fusionrun) -> None:
 def test_phases_are_reported_when_asked_for(fusionrun) -> None:
     result = fusionrun("-np", "1", "--verbose", "sh", "-c", "echo x; sleep 2")  # ends when the daemon is long up
     phases = re.findall(r"^fusionrun: \d+\.\d\d s: (.*)$", result.stderr, re.MULTILINE)
-    assert sorted(phases[:4]) == [
+    assert phases[0] == "the launcher is up"
+    assert sorted(phases[1:5]) == [
         "agents are up",
         "daemons listen",
         "first output, of rank 0",
         "workers are started",
     ]
-    assert phases[4:] == ["all workers ended", "over"]
+    assert phases[5:] == ["all workers ended", "over"]
     assert "fusionrun:" not in fusionrun("-np", "1", "echo", "x").stderr
+
+
+def test_a_horovodrun_line_runs_as_it_is_with_one_warning(fusionrun) -> None:
+    fusionrun.file("c.yaml", "params: {fusion_threshold_mb: 2}\nlibrary_options: {thread_affinity: 3}\n")
+    code = (
+        "import importlib.util, os; e = os.environ; print(e['HOROVOD_FUSION_THRESHOLD'], e['HOROVOD_CYCLE_TIME'], "
+        "e['HOROVOD_THREAD_AFFINITY'], e['NCCL_IB_DISABLE'], e['HOROVOD_STALL_CHECK_DISABLE'], "
+        "importlib.util.find_spec('horovod').origin)"
+    )
+    result = fusionrun.python(
+        code,
+        *("--gloo", "--tcp", "--cycle-time-ms", "3.5", "--config-file", "c.yaml", "--no-stall-check", "--as-horovod"),
+        np=1,
+    )
+    shim = os.path.join(os.path.dirname(as_horovod.__file__), "")
+    words = printed(result.stdout)[0].split()
+    assert (result.returncode, words[:5]) == (0, ["2097152", "3.5", "3", "1", "1"])
+    assert words[5].startswith(shim)
+    told = [line for line in result.stderr.splitlines() if line.startswith("fusionrun: ")]
+    assert len(told) == 1
+    assert told[0].startswith("fusionrun: warning: accepted as in horovodrun, but without effect here: ")
+    assert all(name in told[0] for name in ("--tcp", "--cycle-time-ms", "library_options.thread_affinity in c.yaml"))
 
 
 def test_times_stand_in_front_when_asked_for(fusionrun) -> None:

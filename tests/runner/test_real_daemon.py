@@ -10,6 +10,8 @@ import sys
 import psutil
 import pytest
 
+from fusion_rt.runner.phases import AGENTS, DAEMONS, LAUNCHER, OF_DAEMON, WORKERS
+
 pytestmark = pytest.mark.multiprocess
 
 TRAIN = """
@@ -35,10 +37,28 @@ def with_real_daemon(fusionrun) -> None:
 
 
 def test_a_job_on_two_nodes_adds_up_and_leaves_no_file(fusionrun) -> None:
-    result = fusionrun(*TWO_NODES, sys.executable, "-c", TRAIN, "once")
+    flags = ("--verbose", "--log-level", "INFO", "--log-without-timestamp")
+    result = fusionrun(*TWO_NODES, *flags, sys.executable, "-c", TRAIN, "once")
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == SUMS
     assert os.listdir(fusionrun.runtime_dir) == []
+    assert re.search(r"^\[localhost\]<fusiond>:fusiond\[\d+\] INFO: rank 2 .* has joined$", result.stderr, re.MULTILINE)
+    check_phases(result.stderr)
+
+
+def check_phases(stderr: str) -> None:
+    """Every phase up to the first collective was reported, and what they took adds up."""
+    reached = {what: float(when) for when, what in re.findall(r"^fusionrun: ([\d.]+) s: (.*)$", stderr, re.MULTILINE)}
+    phases = {LAUNCHER, AGENTS, WORKERS, DAEMONS, *OF_DAEMON.values()}
+    assert phases <= reached.keys()
+    sums = re.findall(r"^fusionrun: ([\d.]+) s to the first collective = (.*)$", stderr, re.MULTILINE)
+    assert len(sums) == 1
+    total, parts = sums[0]
+    took = {what: float(seconds) for seconds, what in (part.split(" until ") for part in parts.split(" + "))}
+    assert took.keys() == phases
+    assert float(total) == reached[OF_DAEMON["first_done"]] == pytest.approx(sum(took.values()), abs=0.05)
+    assert reached[LAUNCHER] > 0
+    assert took[OF_DAEMON["joined"]] > 0.1, "workers import torch before they join"
 
 
 def test_a_killed_worker_is_the_last_line_and_every_survivor_names_it(fusionrun) -> None:

@@ -56,9 +56,16 @@ def test_everything_but_asking_needs_init() -> None:
         hvd.cross_rank,
         hvd.cross_size,
         hvd.barrier,
+        hvd.join,
+        hvd.is_homogeneous,
+        hvd.stop_timeline,
+        lambda: hvd.start_timeline("timeline.json"),
         lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.grouped_allreduce([torch.ones(1)]),
         lambda: hvd.allgather(torch.ones(1)),
         lambda: hvd.broadcast(torch.ones(1), 0),
+        lambda: hvd.alltoall(torch.ones(1)),
+        lambda: hvd.reducescatter(torch.ones(1)),
         lambda: hvd.poll(1),
         lambda: hvd.synchronize(1),
         lambda: hvd.empty(1),
@@ -228,7 +235,24 @@ def test_a_process_of_multiprocessing_says_how_it_ends(runtime_dir: Path, tmp_pa
     assert "rank 0 (host" in out
 
 
-def test_init_of_a_part_of_the_ranks_is_refused() -> None:
-    for arguments in ({"comm": [0]}, {"process_sets": "dynamic"}):
-        with pytest.raises(ValueError, match="not supported"):
-            hvd.init(**arguments)  # type: ignore[arg-type]
+def test_what_scripts_ask_about_the_installation() -> None:
+    assert (hvd.mpi_enabled(), hvd.mpi_built(), hvd.gloo_enabled(), hvd.gloo_built()) == (False, False, True, True)
+    assert (hvd.nccl_built(), hvd.ddl_built(), hvd.ccl_built()) == (0, False, False)
+    assert hvd.cuda_built() == (torch.version.cuda is not None)
+    assert hvd.rocm_built() == (torch.version.hip is not None)
+    with pytest.raises(ValueError, match="Horovod MPI is not enabled"):
+        hvd.mpi_threads_supported()
+
+
+@on_ranks
+def test_a_timeline_is_accepted_with_a_warning() -> None:
+    with pytest.raises(ValueError, match="Set HOROVOD_TIMELINE=DYNAMIC"):
+        hvd.start_timeline("timeline.json")
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+    try:
+        with pytest.warns(UserWarning, match=r"timeline\.json will not be written"):
+            hvd.start_timeline("timeline.json", mark_cycles=True)
+        hvd.stop_timeline()
+    finally:
+        del os.environ["HOROVOD_TIMELINE"]
+    assert hvd.is_homogeneous()

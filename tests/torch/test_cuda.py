@@ -8,27 +8,31 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt.torch.runtime import runtime
 from tests.harness import on_ranks
+from tests.torch.test_device import results_on
 from tests.torch.training import assert_same, everybodys_batch, loss_of, make_model, my_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
 
 
 @on_ranks
-def test_operations_on_a_gpu() -> None:
-    for numel in (3, 5000):
-        tensor = torch.full((numel,), hvd.rank() + 1.0, device="cuda")
-        for result in (
-            hvd.allreduce(tensor, op=hvd.Sum),
-            hvd.allreduce_(tensor.clone(), op=hvd.Sum),
-            hvd.synchronize(hvd.allreduce_async_(tensor[::2].clone(), op=hvd.Sum)),
-        ):
-            assert result.is_cuda
-            assert result.eq(3).all()
-        assert hvd.broadcast(tensor, 1).eq(2).all()
-        gathered = hvd.allgather(tensor)
-        assert gathered.is_cuda
-        assert gathered.sum().item() == 3 * numel
+def test_every_operation_on_a_gpu() -> None:
+    for number, (result, expected) in enumerate(results_on(torch.Tensor.cuda)):
+        assert result.is_cuda, number
+        assert torch.equal(result.cpu(), expected), number
+    assert any(segment.on_close for segment in runtime().client.arena._segments.values()), "nothing was pinned"
+
+
+@on_ranks
+def test_small_tensors_of_a_gpu() -> None:
+    tensor = torch.full((3,), hvd.rank() + 1.0, device="cuda")
+    assert hvd.allreduce(tensor, op=hvd.Sum).tolist() == [3.0] * 3
+    assert hvd.allgather(tensor).is_cuda
+    x = tensor.requires_grad_()
+    hvd.allreduce(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.is_cuda
 
 
 @on_ranks

@@ -26,6 +26,10 @@ MAKERS: dict[str, MakeOptimizer] = {
     "adam": functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True),
     "stateless": functools.partial(torch.optim.SGD, lr=0.1),
     "lbfgs": functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
+    "rate in a tensor": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01)),
+    "options of every kind": lambda parameters: torch.optim.Rprop(
+        parameters, etas=(0.5 - hvd.rank() / 8, 1.2), step_sizes=(1e-6, 50 + hvd.rank())
+    ),
 }
 
 
@@ -52,6 +56,38 @@ def test_buffers_of_every_kind_are_broadcast() -> None:
     hvd.broadcast_parameters(norm.state_dict(), root_rank=1)
     assert norm.num_batches_tracked.item() == 6
     assert norm.running_mean.eq(1).all()
+
+
+@on_ranks
+def test_parameters_that_are_none_are_left_out() -> None:
+    weight = torch.full((3,), float(hvd.rank()))
+    hvd.broadcast_parameters({"weight": weight, "bias": None}, root_rank=1)
+    hvd.broadcast_parameters([("bias", None)], root_rank=0)
+    assert weight.eq(1).all()
+
+
+@on_ranks
+def test_within_a_process_set() -> None:
+    some = hvd.add_process_set(range(1, hvd.size()))
+    if some.included():
+        model = make_model(hvd.rank())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1, process_set=some)
+        optimizer = MAKERS["sgd"](model.parameters())
+        if hvd.rank() == 1:
+            optimizer.step(functools.partial(closure_of, model, optimizer, 0, 0))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1, process_set=some)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1, process_set=some)
+        assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+        states = hvd.allgather_object(model.state_dict(), process_set=some)
+        for state in states:
+            assert_equal_states(state, states[0])
+        assert hvd.broadcast_object(hvd.rank(), 1, process_set=some) == 1
+        assert hvd.allgather_object(hvd.rank(), "ranks", process_set=some) == some.ranks
+    else:
+        with pytest.raises(ValueError, match="Rank 0 is not a member of the provided process set"):
+            hvd.broadcast_object(0, 1, process_set=some)
+    hvd.barrier()
+    hvd.remove_process_set(some)
 
 
 @on_ranks
@@ -86,6 +122,18 @@ def test_optimizer_state_of_one_rank_reaches_all(name: str) -> None:
         assert_equal_states(plain.state_dict(), before)
     plain.step(functools.partial(closure_of, model, plain, 7, 0))
     assert_equal_on_all_ranks(model)
+
+
+@on_ranks
+def test_an_optimizer_without_state_has_gradients_afterwards_as_in_horovod() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(MAKERS["sgd"](model.parameters()))
+    before = copy.deepcopy(model.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert model[0].weight.grad is None
+    assert all(p.grad is not None and not p.grad.any() for p in model[2:].parameters())
+    assert_equal_states(model.state_dict(), before)  # which weight decay changes in Horovod
 
 
 @on_ranks

@@ -1,4 +1,4 @@
-"""Some of the tests again on three ranks on two nodes, and what only happens between nodes."""
+"""Some of the tests again on four ranks on two nodes, and what only happens between nodes."""
 
 from __future__ import annotations
 
@@ -9,32 +9,50 @@ import torch
 
 import fusion_rt.torch as hvd
 from tests.harness import Job, on_ranks
-from tests.torch.test_functions import test_objects_are_gathered  # noqa: F401
-from tests.torch.test_ops import (  # noqa: F401
-    test_allgather_of_different_numbers_of_rows,
-    test_allreduce_of_every_dtype_with_every_op,
-    test_broadcast_from_every_root,
-    test_operations_are_differentiable,
+from tests.torch.ops.test_broadcast import test_broadcast_from_every_root  # noqa: F401
+from tests.torch.ops.test_gather import test_allgather_of_different_numbers_of_rows  # noqa: F401
+from tests.torch.ops.test_reduce import test_every_dtype_with_every_op  # noqa: F401
+from tests.torch.test_adasum_optimizer import (  # noqa: F401
+    test_compressed_steps,
+    test_steps_are_combined_by_the_formula,
+)
+from tests.torch.test_functions import (  # noqa: F401
+    test_objects_are_gathered,
+    test_within_a_process_set,
+)
+from tests.torch.test_gradients import (  # noqa: F401
+    test_a_rank_that_joins_before_its_first_step_gets_the_plan,
+    test_an_optimizer_for_sparse_gradients,
+    test_an_optimizer_over_a_part_of_the_ranks,
+    test_gradients_on_a_device_go_through_the_arena,
+    test_parameters_of_a_group_share_a_bucket,
+    test_ranks_without_data_join,
+    test_sparse_gradients_are_reduced,
 )
 from tests.torch.test_optimizer import (  # noqa: F401
     test_several_backward_passes_make_one_step,
     test_training_is_that_of_one_process,
     test_unused_parameters_contribute_zeros,
 )
+from tests.torch.test_sync_batch_norm import (  # noqa: F401
+    test_a_part_of_the_ranks,
+    test_empty_batches_and_single_elements,
+    test_training_a_network_with_it,
+)
 
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[Job]:
-    with Job((2, 1), {"HOROVOD_FUSION_THRESHOLD": "4KiB"}) as running:
+    with Job((3, 1), {"HOROVOD_FUSION_THRESHOLD": "4KiB"}) as running:
         yield running
 
 
 @on_ranks
 def test_ranks_know_their_place() -> None:
-    places = {0: (0, 2, 0, 2), 1: (1, 2, 0, 1), 2: (0, 1, 1, 2)}
+    places = {0: (0, 3, 0, 2), 1: (1, 3, 0, 1), 2: (2, 3, 0, 1), 3: (0, 1, 1, 2)}
     found = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
     assert found == places[hvd.rank()]
-    assert hvd.size() == 3
+    assert hvd.size() == 4
 
 
 @on_ranks

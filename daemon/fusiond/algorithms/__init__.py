@@ -8,7 +8,7 @@ from fusion_rt.errors import FusionError
 from fusiond.algorithms.allreduce import AllReduce
 from fusiond.algorithms.base import Algorithm
 
-_ALGORITHMS: dict[str, type[Algorithm]] = {"allreduce": AllReduce}
+ALGORITHMS: dict[str, type[Algorithm]] = {"allreduce": AllReduce}
 
 
 def make(name: str) -> Algorithm:
@@ -17,7 +17,7 @@ def make(name: str) -> Algorithm:
     Raises:
         FusionError: there is none; the text names the nearest one.
     """
-    if name not in _ALGORITHMS:
-        near = difflib.get_close_matches(name, _ALGORITHMS, 1, 0)
+    if name not in ALGORITHMS:
+        near = difflib.get_close_matches(name, ALGORITHMS, 1, 0)
         raise FusionError(f"there is no algorithm {name!r}; did you mean {near[0]!r}?")
-    return _ALGORITHMS[name]()
+    return ALGORITHMS[name]()

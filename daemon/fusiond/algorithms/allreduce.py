@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fusiond.algorithms.base import Algorithm, Signal, Work
+from fusiond.collectives.adasum import Adasum
 from fusiond.collectives.base import Exchange
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.one_node import OneNode
@@ -16,6 +17,8 @@ class AllReduce(Algorithm):
 
     def exchange(self, work: Work) -> Exchange:
         nodes = work.port.nodes
+        if work.reducer.op == "adasum":
+            return Adasum(work.port, work.reducer, work.codec, work.sources, work.outputs, work.parts)
         if nodes == 1:
             return OneNode(work.port, work.reducer, work.sources, work.outputs)
         nbytes = len(work.sources[0]) * work.reducer.dtype.itemsize

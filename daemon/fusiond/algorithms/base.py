@@ -37,6 +37,7 @@ class Work:
         cost: the measured cost of messages.
         sources: of each local member, in rank order.
         outputs: the distinct arrays that the result goes to; in place where one is a source.
+        parts: first element and number of elements of each tensor in it; there may be padding between them.
     """
 
     port: Port
@@ -45,6 +46,7 @@ class Work:
     cost: CostModel
     sources: Sequence[Array]
     outputs: Sequence[Array]
+    parts: Sequence[tuple[int, int]]
 
 
 class Algorithm(ABC):

@@ -127,6 +127,22 @@ class Reducer:
         """Combines the last partial results and applies the postscale and the divisor."""
         self._reduce(parts, outputs, 1.0, self.postscale, self.divisor)
 
+    def nothing(self, elements: int) -> Array:
+        """What changes no result when it is combined (before scaling), as elements are stored."""
+        dtype = self.dtype
+        if self.op in ("min", "max") and dtype.name != "bool":
+            largest = self.op == "min"
+            if dtype.is_half:
+                infinity = 0x7C00 if dtype.name == "float16" else 0x7F80
+                return np.full(elements, infinity if largest else infinity | 0x8000, dtype.storage)
+            if dtype.is_floating:
+                return np.full(elements, np.inf if largest else -np.inf, dtype.storage)
+            limits = np.iinfo(dtype.storage)
+            return np.full(elements, limits.max if largest else limits.min, dtype.storage)
+        if self.op == "product" and dtype.is_half:
+            return np.full(elements, 0x3C00 if dtype.name == "float16" else 0x3F80, dtype.storage)
+        return np.full(elements, self.op in ("product", "min"), dtype.storage)
+
     def _reduce(
         self, sources: Sequence[Array], outputs: Sequence[Array], prescale: float, postscale: float, divisor: int
     ) -> None:

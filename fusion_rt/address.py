@@ -1,20 +1,21 @@
 """Which of a host's addresses its daemon listens on.
 
-In this order: 127.0.0.1 in a job that is all on one machine; the first interface of `--network-interface` that the host
-has; the address that the host's own name in `-H` resolves to, if it is this host's; the source address of the default
-route; the only address the host has. A loopback address is used only when it is asked for: other hosts cannot reach it.
+In a job of `fusionrun`, in this order: 127.0.0.1 when all is on one machine; the first interface of
+`--network-interface` that the host has; the address that the host's own name in `-H` resolves to, if it is this host's;
+the source address of the default route; the only address the host has. In a job of another launcher the address from
+which this host reaches the place where the nodes meet stands in for the name. A loopback address is used only when it
+is asked for: other hosts cannot reach it.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-
-import psutil
+from collections.abc import Iterable
 
 from fusion_rt.errors import FusionError
 
-_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))  # documentation addresses, never ours
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # documentation addresses, never ours
 
 
 def listen_address(host: str, interfaces: tuple[str, ...], loopback: bool) -> str:
@@ -28,6 +29,47 @@ def listen_address(host: str, interfaces: tuple[str, ...], loopback: bool) -> st
     if loopback:
         return "127.0.0.1"
     return _of_name(host) or _of_default_route() or _only_one()
+
+
+def address_towards(meeting: Iterable[str], interfaces: tuple[str, ...]) -> str:
+    """The IP address for the daemon of this machine in a job whose nodes meet at one of these hosts (names or IP
+    addresses, the likeliest first); on loopback if that is what they name, since all nodes are on this machine then.
+
+    Raises:
+        FusionError: no interface of that name has an address, or none of the machine's addresses can be chosen.
+    """
+    if interfaces:
+        return _of_interfaces(interfaces)
+    for host in meeting:
+        for source in _sources(host):
+            if is_loopback(host) or not ipaddress.ip_address(source).is_loopback:
+                return source
+    return _of_default_route() or _only_one()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is given as this machine itself, and not by a name that happens to mean that here."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _sources(host: str) -> list[str]:
+    """The addresses of this machine from which it would speak to each address of a host."""
+    try:
+        resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return []
+    found = []
+    for family, kind, _, _, address in resolved:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(address)  # chooses a route; UDP sends nothing on connect
+            except OSError:
+                continue
+            found.append(str(probe.getsockname()[0]))
+    return found
 
 
 def _of_interfaces(wanted: tuple[str, ...]) -> str:
@@ -55,14 +97,7 @@ def _of_name(host: str) -> str:
 
 
 def _of_default_route() -> str:
-    for family, elsewhere in _ELSEWHERE:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((elsewhere, 9))  # chooses a route; UDP sends nothing on connect
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return ""
+    return next((source for elsewhere in _ELSEWHERE for source in _sources(elsewhere)), "")
 
 
 def _only_one() -> str:
@@ -81,6 +116,8 @@ def _only_one() -> str:
 
 def _addresses() -> dict[str, list[str]]:
     """Addresses of each interface, IPv4 first; IPv6 link-local ones are left out."""
+    import psutil  # takes a while, and a job of one host need not wait for it
+
     found = {}
     for interface, entries in psutil.net_if_addrs().items():
         found[interface] = [e.address for e in entries if e.family == socket.AF_INET]

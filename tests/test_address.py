@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from fusion_rt import address
+from fusion_rt.address import listen_address
 from fusion_rt.errors import FusionError
-from fusion_rt.runner import address
-from fusion_rt.runner.address import listen_address
 
 
 def interface(*addresses: str) -> list[SimpleNamespace]:

@@ -1,0 +1,114 @@
+"""Who takes part in operations: the process sets, and which ranks have left or joined. No I/O.
+
+A rank that has *joined* has no data left, but the others may go on: until every rank has joined it contributes nothing
+to their all-reduces in the global set, and takes part in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from fusion_rt.errors import FusionError
+from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
+
+# Operations that go on without the ranks that have joined.
+JOINABLE_KINDS = frozenset({"allreduce", "barrier"})
+
+
+@dataclass(frozen=True)
+class Members:
+    """A process set as a node sees it: its nodes, ascending, and its local members in order of local_rank."""
+
+    set: ProcessSet
+    nodes: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+class Participants:
+    """The process sets of a job, and who of them is away. Every node has the same, in the same order.
+
+    Attributes:
+        topology: of this membership epoch.
+        departed: ranks that have left in good order.
+        joined: ranks that have joined, in the order in which this node heard of them.
+    """
+
+    def __init__(self, topology: Topology, node: int) -> None:
+        self.topology = topology
+        self.departed: set[int] = set()
+        self.joined: list[int] = []
+        self._node = node
+        self._members: dict[int, Members] = {}
+        self._next = GLOBAL_SET
+        self.add(range(topology.size))
+
+    def __contains__(self, process_set: int) -> bool:
+        return process_set in self._members
+
+    def members(self, process_set: int) -> Members:
+        """The members of a process set. Raises `FusionError` when there is no such set."""
+        try:
+            return self._members[process_set]
+        except KeyError:
+            raise FusionError(f"there is no process set {process_set}") from None
+
+    def is_over(self, process_set: int) -> bool:
+        """Whether there was such a process set, and it has been removed."""
+        return process_set < self._next and process_set not in self._members
+
+    def find(self, ranks: Sequence[int]) -> int | None:
+        """The id of the process set of these ranks, in ascending order."""
+        wanted = tuple(ranks)
+        return next((id for id, members in self._members.items() if members.set.ranks == wanted), None)
+
+    def add(self, ranks: Sequence[int]) -> int:
+        """Adds the process set of these ranks (ascending) and returns its id."""
+        added = ProcessSet(self._next, tuple(ranks))
+        self._members[added.id] = Members(added, added.nodes(self.topology), added.local(self.topology, self._node))
+        self._next += 1
+        return added.id
+
+    def remove(self, process_set: int) -> None:
+        """Removes a process set."""
+        del self._members[process_set]
+
+    def local(self, process_set: int, node: int) -> tuple[int, ...]:
+        """Members on any node."""
+        return self.members(process_set).set.local(self.topology, node)
+
+    def away(self, members: Members) -> Collection[int]:
+        """The ranks without which operations of these members go on."""
+        return self.joined if members.set.id == GLOBAL_SET else ()
+
+    def is_awaited(self, rank: int, members: Members) -> bool:
+        """Whether operations of these members wait for one of them."""
+        return rank not in self.away(members)
+
+    def awaited_nodes(self, members: Members) -> tuple[int, ...]:
+        """The nodes that have a member which is not away."""
+        away = self.away(members)
+        if not away:
+            return members.nodes
+        return tuple(n for n in members.nodes if any(r not in away for r in self.topology.ranks[n]))
+
+    def why_not(self, kind: str, members: Members, present: Collection[int]) -> str:
+        """Why an operation cannot run because ranks have joined, as a sentence; empty when it can.
+
+        Args:
+            present: ranks that submitted it, maybe before they joined.
+        """
+        absent = [rank for rank in self.joined if rank in members.set.ranks and rank not in present]
+        if not absent or kind == "join":
+            return ""
+        who = self.topology.describe(absent)
+        if members.set.id != GLOBAL_SET:
+            return f"{who} cannot take part in process set {members.set.id} after join(), until every rank has joined"
+        if kind not in JOINABLE_KINDS:
+            return f"{kind} is not possible while some ranks have joined: {who}; only all-reduce is"
+        return ""
+
+    def statistics(self) -> dict[str, object]:
+        """The ranks of each process set by id, and those that have `joined`."""
+        sets = {str(id): list(members.set.ranks) for id, members in self._members.items()}
+        return {"sets": sets, "joined": list(self.joined)}

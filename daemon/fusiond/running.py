@@ -1,0 +1,265 @@
+"""One operation on this node, from the first sign of it to its results; and what runs it as an `Exchange`. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from fusion_rt import wire
+from fusion_rt.codecs import BucketCodec
+from fusion_rt.settings import Settings
+from fusion_rt.topology import Topology
+from fusion_rt.wire import OpKey
+from fusiond import algorithms
+from fusiond.algorithms.base import Algorithm, Work
+from fusiond.collectives.base import Array, Exchange, Job, Port, Reducer, Result
+from fusiond.collectives.cost import CostModel
+from fusiond.flow import FlowPort
+from fusiond.participants import Members
+from fusiond.plans import BucketState, PlanState
+from fusiond.requests import Part, Recipe, collective_exchange, outputs_of
+
+INLINE_WORK = 128 * 1024  # bytes; a smaller local part is done at once, where a thread's hand-over would cost more
+
+
+class Outside(Protocol):
+    """What the engine makes happen."""
+
+    def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
+        """Sends a message to a local worker, with the memfd of a large result."""
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        """Sends a control message to a peer."""
+
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
+        """Sends a chunk; returns whether its payload is borrowed until credit for it comes."""
+
+    def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
+        """Runs jobs outside the event loop, then `then` inside."""
+
+    def warn(self, text: str) -> None:
+        """Tells people something that is not an error yet."""
+
+    def clock(self) -> float:
+        """Seconds, from any origin."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One operation under way on this node.
+
+    Attributes:
+        since: when it began here, or last made progress (s).
+        parts: of the local members, by rank.
+        recipe: of the first part that came; None for a planned bucket.
+        asked: the coordinator has been asked.
+        digest: of the signature that goes into its chunks.
+        peers_digest: the one that came from peers, when nothing has come from local members.
+        shared: the result that goes to workers in messages.
+        answer: what workers are told about an operation without data.
+        early: chunks that came before it could start, with their sender's node.
+        disputed: it cannot start here: submissions or a peer's data do not fit.
+        inquired: when the coordinator was last asked what is wrong (s).
+    """
+
+    key: OpKey
+    members: Members
+    since: float
+    parts: dict[int, Part] = field(default_factory=dict)
+    recipe: Recipe | None = None
+    asked: bool = False
+    digest: int = 0
+    peers_digest: int = 0
+    exchange: Exchange | None = None
+    port: FlowPort | None = None
+    started: bool = False
+    shared: Array | None = None
+    answer: tuple[int, ...] = ()
+    early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
+    disputed: bool = False
+    inquired: float = -math.inf
+
+    @property
+    def kind(self) -> str:
+        """The collective; as far as it is known here."""
+        return "allreduce" if self.recipe is None else self.recipe.signature.kind
+
+    @property
+    def what(self) -> str:
+        """For people."""
+        return f"bucket {self.key.name} of plan {self.key.plan}" if self.key.plan else f"tensor {self.key.name!r}"
+
+    def local(self) -> list[Part]:
+        """The parts that local members have submitted, in order of local_rank."""
+        return [self.parts[rank] for rank in self.members.local if rank in self.parts]
+
+
+class Runner:
+    """Runs exchanges.
+
+    Args:
+        topology, node: who is where, and which node this is.
+        settings: sizes of chunks and windows, threads.
+        outside: acts for it.
+        runs: what is under way. A run that is no longer in it has failed, and nothing more is done about it; one that
+            is delivered is taken out.
+        delivered: called with a run when its workers have their results.
+        failed: called with a run and an exception, when its jobs or its exchange raised one.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        node: int,
+        settings: Settings,
+        outside: Outside,
+        runs: dict[OpKey, Run],
+        delivered: Callable[[Run], None],
+        failed: Callable[[Run, BaseException], None],
+    ) -> None:
+        self.cost = CostModel()
+        self._topology = topology
+        self._node = node
+        self._settings = settings
+        self._outside = outside
+        self._runs = runs
+        self._delivered = delivered
+        self._failed = failed
+        self._all_reduce = algorithms.make("allreduce")  # of tensors outside a plan
+
+    def start_tensor(self, run: Run, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
+        """Starts an operation outside a plan; `rows` and `splits` of all members where it needs them.
+
+        Raises:
+            RequestError: the members' sizes do not fit together.
+        """
+        if recipe.signature.kind == "allreduce":
+            codec = recipe.codec.open(recipe.layout)
+            self._reduce(run, self._all_reduce, recipe.reducer, codec, recipe.layout.elements, recipe.parts)
+            return
+        local = run.local() or [nothing(recipe.reducer, recipe.layout.elements)]
+        outputs, run.shared = outputs_of(local)
+        topology = self._topology
+        self._start(run, lambda port: collective_exchange(port, recipe, topology, local, outputs, rows, splits))
+
+    def start_bucket(self, run: Run, state: PlanState, bucket: BucketState) -> None:
+        """Starts the run of a planned bucket."""
+        self._reduce(run, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts)
+
+    def reduce_at_once(self, run: Run, recipe: Recipe) -> None:
+        """A small all-reduce of workers of this node: nothing to exchange, and no thread that would be faster."""
+        local = run.local()
+        outputs, run.shared = outputs_of(local)
+        recipe.reducer.whole([part.source for part in local], outputs)
+        self._deliver(run, ())
+
+    def _reduce(
+        self,
+        run: Run,
+        algorithm: Algorithm,
+        reducer: Reducer,
+        codec: BucketCodec,
+        elements: int,
+        parts: Sequence[tuple[int, int]],
+    ) -> None:
+        local = run.local()
+        if not local:
+            reducer = replace(reducer, prescale=1.0)  # nothing, scaled, would not be nothing in a product
+            local = [nothing(reducer, elements)]
+        outputs, run.shared = outputs_of(local)
+        sources = [part.source for part in local]
+        self._start(
+            run, lambda port: algorithm.exchange(Work(port, reducer, codec, self.cost, sources, outputs, parts))
+        )
+
+    def _start(self, run: Run, make: Callable[[Port], Exchange]) -> None:
+        """Makes the run's exchange, does the local part of it, and starts it. What `make` raises, this raises."""
+        run.port = FlowPort(
+            run.key,
+            run.digest,
+            run.members.nodes,
+            self._node,
+            self.cost.chunk_bytes(self._settings.chunk_bytes),
+            self._settings.window_bytes,
+            self._outside.send_chunk,
+            lambda node, chunks: self._outside.to_node(node, wire.Credit(run.key, chunks)),
+            lambda: self._exchange_finished(run),
+        )
+        run.exchange = make(run.port)
+        small = run.exchange.local_nbytes <= INLINE_WORK
+        jobs = run.exchange.jobs(1 if small else self._settings.kernel_threads)
+        if jobs and not small:
+            self._outside.run_jobs(jobs, lambda error: self._jobs_done(run, error))
+            return
+        try:
+            for job in jobs:
+                job()
+        except Exception as error:  # reported like one from the pool
+            self._jobs_done(run, error)
+        else:
+            self._jobs_done(run, None)
+
+    def receive(self, run: Run, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        """Gives the exchange of a run that has started a chunk."""
+        try:
+            self._receive(run, node, chunk, payload)
+        except Exception as error:
+            self._failed(run, error)
+
+    def _jobs_done(self, run: Run, error: BaseException | None) -> None:
+        if self._runs.get(run.key) is not run:
+            return  # it has failed in the meantime
+        if error is not None:
+            self._failed(run, error)
+            return
+        run.started = True
+        run.since = self._outside.clock()
+        try:
+            assert run.exchange is not None
+            run.exchange.start()
+            while run.early and self._runs.get(run.key) is run:
+                self._receive(run, *run.early.popleft())
+        except Exception as failure:
+            self._failed(run, failure)
+
+    def _receive(self, run: Run, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        assert run.exchange is not None
+        assert run.port is not None
+        run.since = self._outside.clock()
+        position = run.members.nodes.index(node)
+        run.exchange.receive(position, chunk, payload)
+        run.port.consumed(position, len(payload))
+
+    def _exchange_finished(self, run: Run) -> None:
+        if self._runs.get(run.key) is run:
+            assert run.exchange is not None
+            self._deliver(run, run.exchange.results)
+
+    def _deliver(self, run: Run, results: Sequence[Result]) -> None:
+        """Nothing of the run is under way any more: its workers get their results."""
+        del self._runs[run.key]
+        inline = None if run.shared is None else run.shared.tobytes()
+        ranks = [rank for rank in run.members.local if rank in run.parts]
+        for index, rank in enumerate(ranks):
+            part = run.parts[rank]
+            if not results:
+                done = wire.Done(part.handle, inline if part.place is None else None, run.answer)
+                self._outside.to_worker(rank, done)
+                continue
+            result = results[index if len(results) > 1 else 0]
+            small = None if result.segment else result.array.tobytes()
+            nbytes = result.segment.nbytes if result.segment else 0
+            self._outside.to_worker(rank, wire.Done(part.handle, small, result.sizes, nbytes), result)
+        for result in results:
+            if result.segment is not None:
+                result.segment.close()
+        self._delivered(run)
+
+
+def nothing(reducer: Reducer, elements: int) -> Part:
+    """The part of a node whose members have all joined; the result is lost in its own memory."""
+    values = reducer.nothing(elements)
+    return Part(0, values, values)

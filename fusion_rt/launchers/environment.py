@@ -1,0 +1,281 @@
+"""Where this worker is: its ranks, its job and how it meets the others, from the variables of whoever has started it.
+
+Launchers are looked for in this order: `fusionrun`, `horovodrun`, `torchrun`, Open MPI's `mpirun`, other launchers that
+speak PMI, `srun`; and without any of them this is a job of one worker. The first whose variables are all there counts,
+since one launcher is often started by another and leaves its own variables beside those of the first. If none is
+complete but one has begun, that is an error: a job that came up with half of its variables would train on wrong ranks
+and say nothing. A Slurm job's shell is not a step of `srun`, although it has most of its variables.
+
+`fusionrun` has started the daemons. All others leave that to the workers, which therefore have to meet when they are on
+several hosts (`Meeting`); on one host a shared id of the job is enough.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from fusion_rt.errors import FusionError
+from fusion_rt.launchers.meeting import Meeting, Place, hosts_of_uri, identity, places
+from fusion_rt.launchers.nodelist import expand
+
+_FUSIONRUN = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+    "FUSION_NODE",
+    "FUSION_JOB_ID",
+    "FUSION_SOCKET",
+)
+_HOROVODRUN = (*_FUSIONRUN[:4], "HOROVOD_HOSTNAME", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_PMI = ("PMI_RANK", "PMI_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A worker's place in its job.
+
+    Attributes:
+        rank, size: among all workers of the job.
+        local_rank: among the workers of this node; -1 if only the meeting will tell.
+        job: id of the job; where the workers meet, how its id begins.
+        node: index of this node, unless the meeting tells.
+        socket: path of the daemon's socket, or empty: the workers start their daemon themselves.
+        meeting: how they find the other nodes, or None: all of them are on this host, or have their daemon.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    job: str
+    node: int = 0
+    socket: str = ""
+    meeting: Meeting | None = None
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Environment:
+    """This worker's place, as `environ` (default: this process's environment) tells it.
+
+    Raises:
+        FusionError: variables are missing, are not numbers, contradict each other, or do not tell where to meet.
+    """
+    environ = os.environ if environ is None else environ
+    for names, place in _LAUNCHERS:
+        if all(environ.get(name) for name in names) and _is_meant(names, environ):
+            return place(environ)
+    for marks, names, launcher in _MARKS:
+        if any(name in environ for name in marks) and _is_meant(names, environ):
+            missing = [name for name in names if not environ.get(name)]
+            present = [name for name in names if environ.get(name)]
+            raise FusionError(f"{', '.join(present) or 'empty variables'} set, but not {', '.join(missing)}: start "
+                              f"this script with {launcher}, or unset them to run it as a job of one")  # fmt: skip
+    return Environment(0, 1, 0, f"alone-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _is_meant(names: tuple[str, ...], environ: Mapping[str, str]) -> bool:
+    """Whether variables of Slurm or PMI are this process's own."""
+    if names == _SLURM:
+        # The shell of an allocation, or a batch script, has been given no step, and has not been started by srun. Where
+        # the directory of the submission is missing too, the variables were set by hand.
+        return "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ or "SLURM_SUBMIT_DIR" not in environ
+    if names == _PMI:  # srun --mpi=pmi2 sets these besides its own, which say more
+        return "MPI_LOCALRANKID" in environ or not all(environ.get(name) for name in _SLURM)
+    return True
+
+
+def _from_fusionrun(environ: Mapping[str, str]) -> Environment:
+    rank, size, local_rank = _ranks(environ, *_FUSIONRUN[:4])
+    _ranks(environ, "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
+    node = _number(environ, "FUSION_NODE")
+    return Environment(rank, size, local_rank, environ["FUSION_JOB_ID"], node, environ["FUSION_SOCKET"])
+
+
+def _from_horovodrun(environ: Mapping[str, str]) -> Environment:
+    rank, size, local_rank = _ranks(environ, *_HOROVODRUN[:4])
+    if environ.get("HOROVOD_ELASTIC") == "1":
+        raise FusionError("horovodrun has started an elastic job, whose workers come and go; start it without "
+                          "--min-np and --host-discovery-script, or with fusionrun")  # fmt: skip
+    host, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], _number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    if _number(environ, "HOROVOD_LOCAL_SIZE") == size:
+        return Environment(rank, size, local_rank, identity("horovodrun", host, str(port)))
+    name = environ["HOROVOD_HOSTNAME"]
+    return _meeting_environment(
+        environ,
+        "horovodrun",
+        (rank, size, local_rank),
+        ((host, port),),
+        "fusion_rt",
+        name,
+        kind="horovodrun",
+        host=name,
+    )
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Environment:
+    rank, size, local_rank = _ranks(environ, *_TORCHRUN[:4])
+    # Run id and port may repeat from one job to the next. On one host, what does not is the directory made for the
+    # workers' error reports, or else the agent, which is every worker's parent (not where it runs under a wrapper).
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    values = [environ.get(name, "") for name in names]
+    if _number(environ, "LOCAL_WORLD_SIZE") == size:
+        agent = os.path.dirname(os.path.dirname(environ.get("TORCHELASTIC_ERROR_FILE", ""))) or str(os.getppid())
+        values.append(environ.get("TORCHELASTIC_RESTART_COUNT", ""))  # the agents of several hosts count differently
+        return Environment(rank, size, local_rank, identity("torchrun", agent, *values))
+    place = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
+    served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+    return _meeting_environment(
+        environ,
+        "torchrun",
+        (rank, size, local_rank),
+        (place,),
+        identity("torchrun", *values),
+        environ.get("GROUP_RANK", ""),
+        kind="torchrun" if served else "rank0",
+    )
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> Environment:
+    rank, size, local_rank = _ranks(environ, *_OPEN_MPI)
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_precondition_transports")
+    values = [environ.get(name, "") for name in names]
+    if _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") == size:
+        return Environment(rank, size, local_rank, identity("openmpi", *(values if any(values) else _parent(environ))))
+    scope = identity("openmpi", *values)
+    # Rank 0 is on the host of mpirun, or else on the first of the others.
+    mpirun = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    others = expand(environ.get("OMPI_MCA_orte_node_regex", "").partition("@")[0])
+    hosts = (*hosts_of_uri(mpirun), *others[1:])
+    return _meeting_environment(
+        environ,
+        "openmpi",
+        (rank, size, local_rank),
+        _places(environ, hosts, scope),
+        scope,
+        environ.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0],
+        secret=values[2],
+    )
+
+
+def _from_pmi(environ: Mapping[str, str]) -> Environment:
+    rank, size = _number(environ, "PMI_RANK"), _number(environ, "PMI_SIZE")
+    local_rank = -1
+    for names in (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")):
+        if all(environ.get(name) for name in names):
+            _, _, local_rank = _ranks(environ, *_PMI, *names)
+            if _number(environ, names[1]) == size:
+                return Environment(rank, size, local_rank, identity("pmi", *_parent(environ)))
+    if local_rank < 0 and "MASTER_ADDR" not in environ:  # nobody says that there are other hosts
+        rank, size, local_rank = _ranks(environ, *_PMI)
+        return Environment(rank, size, local_rank, identity("pmi", *_parent(environ)))
+    scope = identity("pmi", environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
+    return _meeting_environment(environ, "pmi", (rank, size, local_rank), _places(environ, (), scope), scope, "")
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Environment:
+    size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    rank, size, _ = _ranks(environ, "SLURM_PROCID", size_name)
+    local_rank = _number(environ, "SLURM_LOCALID")
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    values = [environ.get(name, "") for name in names]
+    hosts = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+    nodes = next((_number(environ, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+                  if environ.get(name)), len(hosts))  # fmt: skip
+    if nodes == 1 or (nodes == 0 and rank == local_rank and "MASTER_ADDR" not in environ):
+        return Environment(rank, size, local_rank, identity("slurm", *(values if any(values) else _parent(environ))))
+    scope = identity("slurm", *values)
+    return _meeting_environment(
+        environ,
+        "slurm",
+        (rank, size, local_rank),
+        _places(environ, hosts, scope),
+        scope,
+        environ.get("SLURM_NODEID", ""),
+        host=environ.get("SLURMD_NODENAME", ""),
+        expected=hosts,
+    )
+
+
+_LAUNCHERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, str]], Environment]], ...] = (
+    (_FUSIONRUN, _from_fusionrun),
+    (_HOROVODRUN, _from_horovodrun),
+    (_TORCHRUN, _from_torchrun),
+    (_OPEN_MPI, _from_open_mpi),
+    (_PMI, _from_pmi),
+    (_SLURM, _from_slurm),
+)
+_MARKS = (  # what shows that a launcher's variables were meant, all of them, and the launcher
+    (_HOROVODRUN[5:], _HOROVODRUN, "horovodrun or fusionrun"),
+    (_FUSIONRUN, _FUSIONRUN, "fusionrun"),
+    (_TORCHRUN[:4], _TORCHRUN, "torchrun or fusionrun"),
+    (_OPEN_MPI, _OPEN_MPI, "mpirun or fusionrun"),
+    (_PMI, _PMI, "mpiexec or fusionrun"),
+    (_SLURM[:1], _SLURM, "srun or fusionrun"),
+)
+
+
+def _meeting_environment(
+    environ: Mapping[str, str],
+    launcher: str,
+    ranks: tuple[int, int, int],
+    places: tuple[Place, ...],
+    scope: str,
+    node: str,
+    kind: str = "rank0",
+    host: str = "",
+    expected: tuple[str, ...] = (),
+    secret: str = "",
+) -> Environment:
+    rank, size, local_rank = ranks
+    host = host or socket.gethostname()
+    interface = environ.get("HOROVOD_GLOO_IFACE", "")
+    meeting = Meeting(
+        kind,
+        places,
+        scope,
+        node or host,
+        host,
+        expected,
+        (interface,) if interface else (),
+        (environ.get("FUSION_JOB_SECRET", "") or secret).encode("utf-8", "surrogateescape"),
+    )
+    return Environment(rank, size, local_rank, launcher, meeting=meeting)
+
+
+def _places(environ: Mapping[str, str], hosts: tuple[str, ...], scope: str) -> tuple[Place, ...]:
+    port = _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
+    return places(hosts, scope, environ.get("MASTER_ADDR", ""), port)
+
+
+def _parent(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What workers of one host share when their launcher says nothing: their parent, and what was set by hand."""
+    return (str(os.getppid()), environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
+
+
+def _ranks(environ: Mapping[str, str], *names: str) -> tuple[int, int, int]:
+    """Rank, size and local rank from the variables of rank, size, local rank and local size, or the first two of these.
+
+    Raises:
+        FusionError: they are not numbers, or not from 0 to size - 1.
+    """
+    values = [_number(environ, name) for name in names]
+    for place in range(0, len(values), 2):
+        if not 0 <= values[place] < values[place + 1]:
+            raise FusionError(f"{names[place]}={values[place]} and {names[place + 1]}={values[place + 1]}: ranks count "
+                              "from 0 to the size - 1")  # fmt: skip
+    return values[0], values[1], values[2] if len(values) > 2 else values[0]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise FusionError(f"{name}={environ[name]!r} is not a number") from None

@@ -1,0 +1,171 @@
+"""Small key-value stores over HTTP, in which the nodes of a job without `fusionrun` leave word for each other.
+
+`horovodrun` serves one (`GET` and `PUT` of `/<scope>/<key>`, 404 until the key is there). For other launchers rank 0
+serves one of the same kind while the job comes up. What either side reads from the network is limited before it is
+read, in bytes and in seconds; what it means is the rendezvous's business.
+
+Python's own HTTP modules are not used: each of their reads has a time-out, but all of them together have none.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from fusion_rt.errors import WireError
+from fusion_rt.launchers.meeting import Place
+
+MAX_VALUE = 1024 * 1024  # bytes
+_MAX_HEAD = 16 * 1024  # bytes of a request's or an answer's lines before its body
+_PIECE = 64 * 1024  # bytes read at a time
+REQUEST_S = 3.0  # for one request, connecting included
+IDENTITY = "identity"  # the key under which a store says whose it is
+
+
+class Store(Protocol):
+    """What a rendezvous needs of a store. Keys are `scope/key`."""
+
+    @property
+    def where(self) -> str:
+        """Where it is, for people."""
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The host that serves it; several, likeliest first, while that is not known."""
+
+    def get(self, key: str) -> bytes | None:
+        """A value, or None while it is not there. Raises OSError when the store does not answer (yet), and
+        `WireError` for an answer that cannot be used."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Stores a value; raises as `get`."""
+
+    def remove(self, key: str) -> None:
+        """Removes a value that is no longer needed, if the store can; raises as `get`."""
+
+    def close(self) -> None:
+        """Ends the use of the store, and the store itself if this process serves it."""
+
+
+class HttpStore:
+    """A store that somebody else serves.
+
+    Args:
+        places: where it may be, likeliest first.
+        scope: first part of the keys.
+        identity: what a store at the right place says about itself; None: the only place is the right one.
+    """
+
+    def __init__(self, places: Sequence[Place], scope: str, identity: bytes | None = None) -> None:
+        self._places = places
+        self._scope = scope
+        self._identity = identity
+        self._place = places[0] if identity is None else None
+
+    @property
+    def where(self) -> str:
+        return " or ".join(show(place) for place in ([self._place] if self._place else self._places))
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return [host for host, _ in ([self._place] if self._place else self._places)]
+
+    def get(self, key: str) -> bytes | None:
+        return _get(self._find(), key)
+
+    def put(self, key: str, value: bytes) -> None:
+        status, _ = _request(self._find(), "PUT", key, value)
+        if status != 200:
+            raise WireError(f"the store at {self.where} answered status {status} to what was to be stored")
+
+    def remove(self, key: str) -> None:
+        _request(self._find(), "DELETE", key)
+
+    def close(self) -> None:
+        """Nothing is open between requests."""
+
+    def _find(self) -> Place:
+        """The place of this job's store; other jobs, and other programs, may be found at the rest."""
+        if self._place is not None:
+            return self._place
+        problem = "there is no place to look at"
+        for place in self._places:
+            try:
+                if _get(place, f"{self._scope}/{IDENTITY}") == self._identity:
+                    self._place = place
+                    return place
+                problem = f"the store at {show(place)} belongs to another job"
+            except (OSError, WireError) as error:
+                problem = str(error)
+        raise OSError(problem)
+
+
+def _get(place: Place, key: str) -> bytes | None:
+    status, value = _request(place, "GET", key)
+    if status not in (200, 404):
+        raise WireError(f"the store at {show(place)} answered status {status}")
+    return value if status == 200 else None
+
+
+def _request(place: Place, method: str, key: str, value: bytes = b"") -> tuple[int, bytes]:
+    """Status and body of the answer to one request."""
+    deadline = time.monotonic() + REQUEST_S
+    with socket.create_connection(place, REQUEST_S) as connection:
+        head = f"{method} /{key} HTTP/1.0\r\nHost: {place[0]}\r\nContent-Length: {len(value)}\r\n\r\n"
+        connection.settimeout(left(deadline))
+        connection.sendall(head.encode("ascii", "replace") + value)
+        start, body = read_message(connection, deadline)
+    match = re.fullmatch(r"HTTP/1\.[01] ([0-9]{3})( .*)?", start)
+    if match is None:
+        raise WireError(f"{show(place)} does not speak HTTP")
+    return int(match[1]), body
+
+
+def read_message(connection: socket.socket, deadline: float) -> tuple[str, bytes]:
+    """First line and body of a request or an answer.
+
+    Raises:
+        OSError: it did not come in time.
+        WireError: it is longer than allowed, or cut short.
+    """
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += _read(connection, deadline)
+        if len(data) > _MAX_HEAD + _PIECE:
+            raise WireError("the lines before the body have no end")
+    head, _, body = data.partition(b"\r\n\r\n")
+    start, *fields = head.decode("latin-1").split("\r\n")
+    length = 0
+    for field in fields:
+        name, _, text = field.partition(":")
+        if name.lower() == "content-length":
+            if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) > MAX_VALUE:
+                raise WireError(f"a body of {text.strip()[:20]} bytes is not allowed")
+            length = int(text)
+    while len(body) < length:
+        body += _read(connection, deadline)
+    return start, body[:length]
+
+
+def _read(connection: socket.socket, deadline: float) -> bytes:
+    connection.settimeout(left(deadline))
+    piece = connection.recv(_PIECE)
+    if not piece:
+        raise WireError("the connection was closed in the middle of a message")
+    return piece
+
+
+def left(deadline: float) -> float:
+    """Seconds left; raises TimeoutError, which is an OSError, when there are none."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def show(place: Place) -> str:
+    host, port = place
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,86 @@
+"""What `fusionrun --check-build` prints: what this installation can use, in the form of Horovod's list.
+
+Versions are read from what pip has noted, and what only torch and the daemon know about themselves is asked of
+short-lived processes: torch is not to be imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from typing import Any
+
+import fusion_rt
+
+_TIMEOUT_S = 120.0  # importing torch from a slow disk takes a while
+_ASK_TORCH = """
+import json, torch
+nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+print(json.dumps({
+    "cuda": torch.version.cuda or "",
+    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else "",
+}))
+"""
+_ASK_DAEMON = """
+import json, zmq
+from fusiond import algorithms
+from fusion_rt.codecs import CODECS
+print(json.dumps({
+    "zmq": zmq.zmq_version(),
+    "curve": zmq.has("curve"),
+    "codecs": sorted(CODECS),
+    "algorithms": sorted(algorithms.ALGORITHMS),
+}))
+"""
+
+
+def report() -> str:
+    """The list."""
+    torch, daemon = _ask(_ASK_TORCH), _ask(_ASK_DAEMON)
+    cuda, nccl, curve = torch.get("cuda", ""), torch.get("nccl", ""), daemon.get("curve", False)
+    sections = {
+        "Frameworks": [_row("PyTorch", not torch.get("error"), torch.get("error") or _version("torch"))],
+        "Controllers": [_row("fusiond", not daemon.get("error"), daemon.get("error") or fusion_rt.__version__)],
+        "Features": [
+            _row("CUDA", torch.get("device"), f"{cuda} {torch.get('device') or '(no device)'}" if cuda else ""),
+            _row("NCCL", nccl, nccl),
+            *(_row(name, _version(name.lower()), _version(name.lower())) for name in ("Numba", "Numba-CUDA")),
+            _row("ZeroMQ with CURVE", curve, daemon.get("zmq", "")),
+            *(_row(name, _version(name.lower()), _version(name.lower())) for name in ("Ray", "Horovod")),
+        ],
+        "Codecs": [_row(name) for name in daemon.get("codecs", ())],
+        "Algorithms": [_row(name) for name in daemon.get("algorithms", ())],
+    }
+    lines = [f"fusion_rt v{fusion_rt.__version__}:"]
+    for title, rows in sections.items():
+        lines += ["", f"Available {title}:", *rows]
+    return "\n".join(lines)
+
+
+def _row(name: str, found: object = True, remark: str = "") -> str:
+    return f"    [{'X' if found else ' '}] {name} {remark}".rstrip()
+
+
+def _version(distribution: str) -> str:
+    """The version of an installed distribution; empty if it is not there."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _ask(code: str) -> dict[str, Any]:
+    """What a piece of Python prints as JSON, or its `error`."""
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"(no answer within {_TIMEOUT_S:g} s)"}
+    if run.returncode != 0:
+        return {"error": f"({(run.stderr.strip().splitlines() or ['it cannot be imported'])[-1]})"}
+    answer: dict[str, Any] = json.loads(run.stdout)
+    return answer

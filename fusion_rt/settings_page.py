@@ -1,0 +1,92 @@
+"""Writes docs/settings.md from the table in `fusion_rt.settings`: `python -m fusion_rt.settings`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fusion_rt.settings import COMPATIBLE, GROUPS, KNOBS, Knob
+from fusion_rt.units import BYTES, LIMIT, MIB, SECONDS, SWITCH
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+_HEAD = """\
+# Settings
+
+<!-- Written by `python -m fusion_rt.settings`; change fusion_rt/settings.py instead. -->
+
+Every flag of `fusionrun`, environment variable and YAML key (`--config-file`). A value is found in this order: flag,
+YAML file, environment variable, default. Flags may be abbreviated as long as they are unique (`--slots`), and end with
+the first word that is no flag; a value that starts with a dash needs the equals sign (`--mpi-args="-x A"`).
+
+Sizes and durations take suffixes everywhere (`64MiB`, `500kB`, `1ms`, `2min`). What a bare number counts is as Horovod
+has it, and said in the row. Switches are 1 or 0 in variables, true or false in YAML.
+
+What stands before the dot of a YAML key is a mapping:
+
+```yaml
+params:
+  fusion_threshold_mb: 32
+stall_check:
+  shutdown_time_seconds: 5min
+```
+"""
+_COMPATIBLE = """\
+So that lines for `horovodrun` work as they are; one warning in all names those that were used. Where Horovod reads a
+variable, it is set for the workers.
+"""
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    return "\n".join([_HEAD, *(_section(title) for title in GROUPS)])
+
+
+def _section(title: str) -> str:
+    head = [f"## {title[0].upper()}{title[1:]}", ""]
+    if title == COMPATIBLE:
+        head += [_COMPATIBLE]
+    head += ["| flag | variable | YAML key | default | meaning |", "| --- | --- | --- | --- | --- |"]
+    rows = [_row(knob) for knob in KNOBS if knob.group == title]
+    return "\n".join([*head, *rows, ""])
+
+
+def _row(knob: Knob) -> str:
+    flags = "<br>".join(_code(flag, knob) for flag in (*knob.flags, *knob.off))
+    default = "" if knob.idle else knob.default_text
+    cells = (flags, _code(knob.variable), _code(knob.yaml), default, " ".join(_meaning(knob)))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _code(text: str, knob: Knob | None = None) -> str:
+    if not text:
+        return ""
+    value = "" if knob is None or knob.unit is SWITCH else f" {knob.metavar}"
+    return f"`{text}{value}`"
+
+
+def _meaning(knob: Knob) -> list[str]:
+    sentences = [knob.help if knob.help.endswith(".") else f"{knob.help}."]
+    if knob.unit in (BYTES, SECONDS, LIMIT):
+        sentences.append(f"A bare number is {_bare(knob)}.")
+    if knob.inverse:
+        sentences.append("The variable means the opposite.")
+    if knob.idle:
+        sentences.append(f"{'In this version' if knob.is_yet_to_come else 'No effect'}: {knob.idle}.")
+    return sentences
+
+
+def _bare(knob: Knob) -> str:
+    """What a number without a suffix counts, in the flag and the YAML file, and in the variable."""
+    names = {MIB: "MiB", 1.0: "bytes" if knob.unit is BYTES else "seconds", 1e-3: "milliseconds"}
+    outside, inside = names[knob.bare], names[knob.bare_variable]
+    if outside == inside or not knob.flags:
+        return f"in {inside}"
+    return f"in {outside}, but in {inside} in the variable"
+
+
+def main() -> None:
+    """Writes the page of this checkout."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

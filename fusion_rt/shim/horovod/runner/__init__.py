@@ -1,0 +1,5 @@
+"""The launcher, called from a program."""
+
+from fusion_rt import run
+
+__all__ = ["run"]

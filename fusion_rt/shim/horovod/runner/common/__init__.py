@@ -1,0 +1,1 @@
+"""What the launcher and its workers have in common, as far as scripts import it."""

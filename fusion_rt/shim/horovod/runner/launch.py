@@ -1,0 +1,12 @@
+"""The launcher's command line."""
+
+from __future__ import annotations
+
+import sys
+
+from fusion_rt.runner.cli import main
+
+
+def run_commandline() -> None:
+    """What `horovodrun` runs: `fusionrun`."""
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Training that survives an error: `run` calls a training function with a `State`, and again when it was interrupted.
+
+::
+
+    @hvd.elastic.run
+    def train(state):
+        while state.epoch < epochs:
+            ...                                  # train; state.commit() now and then
+            state.epoch += 1
+
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+    train(state)
+
+Names and meaning are those of `horovod.torch.elastic`. In this version the membership of a job is fixed: no host and no
+worker comes or goes while it runs. What `run` makes of an error is said there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+from fusion_rt.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.torch.basics import init, shutdown
+from fusion_rt.torch.elastic.sampler import ElasticSampler
+from fusion_rt.torch.elastic.state import HostUpdateResult, ObjectState, State, TorchState
+
+__all__ = [
+    "ElasticSampler",
+    "HostUpdateResult",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+    "run_fn",
+]
+
+StateT = TypeVar("StateT", bound=State)
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+def run(
+    func: Callable[Concatenate[StateT, Params], Result],
+) -> Callable[Concatenate[StateT, Params], Result]:
+    """Makes a function of a training function that brings its state to all ranks first, and calls it again when needed.
+
+    What is called takes the state as its first argument. The state is synced, and the function called. Then:
+
+    - it returns: so does the call, with its result;
+    - it raises `HostsUpdatedInterrupt`: reset callbacks run, the state is synced as it is, and the function is called;
+    - it raises `HorovodInternalError`: the state is restored to its last commit (or sync), this worker leaves the job
+      and joins it again, reset callbacks run, the state is synced, and the function called again. Since membership is
+      fixed, that can succeed only if every rank of the job does the same. Where one is gone, or its daemon is, the job
+      cannot go on, and the error is raised. It is raised too when it comes back before anything was committed: it
+      would come back for ever.
+
+    Operations on all ranks (`allreduce`, ...) belong inside the function, or before the call.
+    """
+
+    def reset() -> None:
+        shutdown()
+        init()
+
+    return run_fn(func, reset)
+
+
+def run_fn(
+    func: Callable[Concatenate[StateT, Params], Result], reset: Callable[[], None]
+) -> Callable[Concatenate[StateT, Params], Result]:
+    """As `run`, with another way to leave the job and join it again: `reset`, which raises FusionError if it cannot."""
+
+    @functools.wraps(func)
+    def wrapper(state: StateT, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        skip_sync = False
+        commits_at_error = -1
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError as error:
+                if state.commits == commits_at_error:
+                    raise
+                commits_at_error = state.commits
+                state.restore()
+                try:
+                    reset()
+                except FusionError as failure:
+                    raise error from failure
+                skip_sync = False
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            state.on_reset()
+
+    return wrapper

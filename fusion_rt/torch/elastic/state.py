@@ -1,0 +1,239 @@
+"""What a training function works on and goes back to: saved with `commit`, brought back with `restore`, the same on all
+ranks after `sync`.
+
+A `TorchState` treats what it is given by its kind (`_handler_of`): models and optimizers are broadcast by their
+tensors, anything else that has a `state_dict` (samplers, LR schedulers, gradient scalers) by that, and the rest as it
+is.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import queue
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fusion_rt.errors import HostsUpdatedInterrupt
+from fusion_rt.torch.basics import rank
+from fusion_rt.torch.elastic.sampler import ElasticSampler
+from fusion_rt.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+
+class HostUpdateResult(enum.IntFlag):
+    """What has become of the hosts since they were last looked at."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class State:
+    """What is the same on all ranks; derive from it, or use `ObjectState` or `TorchState`.
+
+    Args:
+        bcast_object: gives all ranks rank 0's object, as `hvd.broadcast_object` does.
+        get_rank: Horovod's; not needed.
+
+    Attributes:
+        commits: how often `commit` was called.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self.commits = 0
+        self._bcast_object = bcast_object
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._last_updated_timestamp = 0.0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Has these called after each reset, in their order: to scale the learning rate to the number of ranks, say."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Called by `elastic.run` when it has been interrupted, before it syncs."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Notes that the hosts have changed; any thread may call it. In this version nothing does by itself.
+
+        Args:
+            timestamp: when, in seconds; one that is not later than the last is known already.
+            update_res: a `HostUpdateResult`.
+        """
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Saves, and looks whether the hosts have changed. Copies everything, so not in each step of a short one.
+
+        Raises:
+            HostsUpdatedInterrupt: they have, on all ranks.
+            HorovodInternalError: a rank is gone.
+        """
+        self.save()
+        self.commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Looks whether rank 0 has been told that the hosts have changed. An operation on all ranks.
+
+        Raises:
+            HostsUpdatedInterrupt: it has; on all ranks.
+            HorovodInternalError: a rank is gone.
+        """
+        before = latest = self._last_updated_timestamp
+        result = int(HostUpdateResult.no_update)
+        while not self._host_messages.empty():
+            timestamp, update = self._host_messages.get()
+            if timestamp > latest:
+                latest = timestamp
+                result |= update
+        # All ranks have to raise, or none.
+        before, self._last_updated_timestamp, result = self._bcast_object((before, latest, result))
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(result == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Keeps the present values in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to the values that were saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Gives all ranks rank 0's values, and saves them. An operation on all ranks."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Called after a reset, before values are synced."""
+
+
+class ObjectState(State):
+    """Python objects, each an attribute of the state::
+
+        state = ObjectState(hvd.broadcast_object, hvd.rank, epoch=0, best=None)
+
+    Objects are saved by reference, as in Horovod: assign new ones instead of changing them in place, or `restore` will
+    not undo it.
+
+    Args:
+        bcast_object, get_rank: as in `State`.
+        kwargs: names and first values; anything that can be pickled.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = kwargs
+        self._set_attrs()
+
+    def save(self) -> None:
+        self._saved_state = self._values()
+
+    def restore(self) -> None:
+        self._set_attrs()
+
+    def sync(self) -> None:
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._values())
+            self._set_attrs()
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _set_attrs(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, value)
+
+
+class TorchState(ObjectState):
+    """A training process: models, optimizers, samplers, and anything else, each an attribute of the state::
+
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
+
+    Args:
+        model, optimizer: the model and its optimizer; more of both may be among `kwargs`.
+        kwargs: names and values. What has a `state_dict` is saved by it, and copied; the rest is as in `ObjectState`.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        kwargs = {"model": model, "optimizer": optimizer, **kwargs}
+        handlers = {name: handler for name, value in kwargs.items() if (handler := _handler_of(value))}
+        self._handlers: dict[str, _Handler] = {}
+        plain = {name: value for name, value in kwargs.items() if name not in handlers}
+        super().__init__(broadcast_object, rank, **plain)
+        for name, handler in handlers.items():
+            setattr(self, name, handler.value)
+        self._handlers = handlers
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+            handler.save()
+        super().sync()
+
+    def reset(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler.value, ElasticSampler):
+                handler.value.reset()  # a sync that would do it may be skipped
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_handlers", ()):
+            self._handlers[name].value = value
+            self._handlers[name].save()
+        super().__setattr__(name, value)
+
+
+class _Handler:
+    """Saves, restores and syncs something that has a `state_dict`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # A copy, because an optimizer goes on working on the very tensors that it is given.
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
+class _ModelHandler(_Handler):
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class _OptimizerHandler(_Handler):
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+def _handler_of(value: Any) -> _Handler | None:
+    """What saves and syncs a value; None for one that is treated as a plain object."""
+    if isinstance(value, torch.nn.Module):
+        return _ModelHandler(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return _OptimizerHandler(value)
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return _Handler(value)
+    return None

@@ -1,0 +1,291 @@
+"""The way of an optimizer's gradients, step after step: from the hook that sees one arrive to the reduced gradient.
+
+In the first step the slots only note in which order gradients arrive; that order is proposed, and the plan says which
+bucket each belongs to. From then on a hook counts its bucket down, and the last one copies the bucket's gradients into
+the arena at once and sends one message. Afterwards `p.grad` *is* the place in the arena: gradients that accumulate
+there need no copy at all, and reduced ones never do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.torch import device
+from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
+from fusion_rt.torch.compression import NoneCompressor
+from fusion_rt.torch.ops.signatures import id_of
+from fusion_rt.torch.parameters import Trained
+from fusion_rt.torch.process_sets import ProcessSet
+from fusion_rt.torch.runtime import Runtime, runtime
+from fusion_rt.torch.slots import Named, Slot
+from fusion_rt.torch.tensors import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class OptimizerStatistics:
+    """What an optimizer's communication has cost this worker so far.
+
+    Attributes:
+        steps: how often gradients were reduced.
+        plans: how often the buckets were planned.
+        buckets: messages that a step sends.
+        nbytes: bytes of gradients that a step reduces, without sparse ones.
+        waited_seconds: time for which `synchronize` (or `step`) kept the script waiting, in all steps together.
+        last_waited_seconds: the same, in the last step.
+    """
+
+    steps: int
+    plans: int
+    buckets: int
+    nbytes: int
+    waited_seconds: float
+    last_waited_seconds: float
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How gradients are reduced.
+
+    Attributes:
+        reduction: how the ranks' gradients are combined.
+        process_set: the ranks that take part.
+        compressor: applied to each gradient before and after.
+        sparse_as_dense: sparse gradients are reduced as dense ones.
+        slot: what is reduced of a parameter.
+        eager: buckets are sent as soon as they are complete, during the backward pass.
+    """
+
+    reduction: wire.Reduction
+    process_set: ProcessSet
+    compressor: Any
+    sparse_as_dense: bool = False
+    slot: type[Slot] = Slot
+    eager: bool = True
+
+
+class GradientExchange:
+    """Reduces the gradients of one set of parameters, step after step.
+
+    Args:
+        manner: how.
+        passes: backward passes that make up a gradient.
+        trained: asked before a step; what is to be reduced.
+
+    Attributes:
+        idle: no gradient has arrived since the last reduction.
+        arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
+        copying: buckets whose gradients are on their way from a device to the arena.
+        lost: name of a parameter that another optimizer has taken over; empty if there is none.
+    """
+
+    def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
+        self.compressor = manner.compressor
+        self.sparse_as_dense = manner.sparse_as_dense
+        self.passes = passes
+        self.idle = True
+        self.arrivals: list[Slot] = []
+        self.copying: deque[Bucket] = deque()
+        self.lost = ""
+        self._manner = manner
+        self._trained = trained
+        self._runtime = runtime()
+        self._group = self._name()
+        self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
+        self._buckets: list[Bucket] | None = None
+        self._plan = 0
+        self._segment: int | None = None
+        self._steps = self._plans = self._nbytes = 0
+        self._waited = self._last_waited = 0.0
+        self._watch(trained.named())
+
+    @property
+    def slots(self) -> Iterable[Slot]:
+        """Of all parameters that are reduced."""
+        return self._slots.values()
+
+    def begin(self) -> None:
+        """The first gradient of a step, or its reduction if there was none: makes sure that the plan is the right one.
+
+        Raises:
+            ValueError: a parameter belongs to another optimizer now.
+        """
+        if self.lost:
+            raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
+                             "was made; a parameter can be reduced by one of them only")  # fmt: skip
+        here = runtime()
+        if self._runtime is not here or [id(p) for p in self._trained.tensors()] != list(self._slots):
+            self._give_up_plan(here)
+            self._watch(self._trained.named())
+        self.idle = False
+
+    def advance(self, bucket: Bucket) -> None:
+        """Sends the bucket if it is complete, and what was on its way from a device."""
+        if not bucket.missing and self._manner.eager:
+            self._send(bucket)
+        while self.copying and self.copying[0].post(wait=False):
+            self.copying.popleft()
+
+    def synchronize(self) -> None:
+        """Reduces what has not been sent yet and waits until every `p.grad` is the reduced gradient.
+
+        Raises:
+            HorovodInternalError: a reduction failed, on all ranks.
+        """
+        began = time.perf_counter()
+        if self.idle:
+            self.begin()
+        try:
+            if self._buckets is None:
+                self._make_plan()
+            buckets = self._buckets or []
+            for bucket in buckets:
+                if not bucket.sent:
+                    self._send(bucket)
+            while self.copying:
+                self.copying.popleft().post(wait=True)
+            for bucket in buckets:
+                bucket.receive()
+            self._steps += 1
+        finally:
+            self._end_step()
+        self._last_waited = time.perf_counter() - began
+        self._waited += self._last_waited
+
+    def complete(self) -> bool:
+        """Whether a gradient of this step is complete, so that it is being reduced or waits for that only."""
+        return not self.idle and any(slot.passes_left <= 0 for slot in self.slots)
+
+    def discard(self) -> None:
+        """Forgets the gradients that have arrived since the last reduction."""
+        if not self.idle:
+            while self.copying:
+                self.copying.popleft().post(wait=True)
+            for bucket in self._buckets or []:
+                if bucket.sent:
+                    bucket.abandon()
+            self._end_step()
+
+    def set_passes(self, passes: int) -> None:
+        """Backward passes that make up a gradient, from the next step on."""
+        self.passes = passes
+        if self.idle:
+            self._rewind()
+
+    def release(self) -> None:
+        """The optimizer is gone. Called by a finalizer, and so at any moment: nothing is sent here."""
+        for slot in self.slots:
+            slot.forget()
+        self._slots.clear()
+        if self._segment is not None:
+            self._runtime.retired.append(self._segment)
+            self._segment = None
+
+    def statistics(self) -> OptimizerStatistics:
+        """What it has cost so far."""
+        buckets = len(self._buckets or [])
+        return OptimizerStatistics(self._steps, self._plans, buckets, self._nbytes, self._waited, self._last_waited)
+
+    def _send(self, bucket: Bucket) -> None:
+        bucket.send()
+        if not bucket.post(wait=False):
+            self.copying.append(bucket)
+
+    def _end_step(self) -> None:
+        for bucket in self._buckets or []:
+            bucket.rewind()
+        self.copying.clear()
+        self.arrivals.clear()
+        self._rewind()
+        self.idle = True
+
+    def _rewind(self) -> None:
+        passes = self.passes
+        for slot in self.slots:
+            slot.passes_left = passes
+        if self.compressor is not NoneCompressor:
+            for slot in self.slots:
+                slot.compressed = slot.context = None
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        """Of this exchange's plans, the same on all its ranks."""
+        return self._runtime.next_group(self._manner.process_set.process_set_id)
+
+    def _watch(self, parameters: Sequence[Named]) -> None:
+        """Has a slot for each of these parameters, in their order, and for no other."""
+        known, self._slots = self._slots, {}
+        for named in parameters:
+            slot = known.pop(id(named.parameter), None)
+            self._slots[id(named.parameter)] = slot or self._manner.slot(self, named)
+        for slot in known.values():
+            slot.forget()
+
+    def _give_up_plan(self, here: Runtime) -> None:
+        for slot in self.slots:
+            slot.bucket = slot.view = None
+        self._buckets = None
+        if here is not self._runtime:
+            self._runtime, self._segment, self._plan = here, None, 0
+            self._group = self._name()
+        if self._segment is not None:
+            here.client.arena.drop_segment(self._segment)
+            self._segment = None
+
+    def _make_plan(self) -> None:
+        here, client = self._runtime, self._runtime.client
+        order = {slot.name: slot for slot in self._order()}
+        if not order:
+            self._buckets = []
+            return
+        process_set = id_of(here, self._manner.process_set, "allreduce")
+        specs = tuple(slot.spec() for slot in order.values())
+        # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
+        # joined, took no part in some of their proposals.
+        proposal = wire.Proposal(self._group, process_set, self._plan, self._manner.reduction, specs)
+        plan = client.wait(client.propose(proposal)).plan
+        assert plan is not None
+        self._buckets = [self._sparse_bucket(order[tensor.name], tensor.sparse) for tensor in plan.sparse]
+        with here.allocating:
+            here.collect()
+            self._segment, segment = client.plan_segment(plan)
+        self._plan, self._nbytes = plan.id, 0
+        self._plans += 1
+        for bucket in plan.buckets:
+            dtype = TORCH_DTYPES[bucket.dtype]
+            flat = torch.frombuffer(segment.view, dtype=dtype, count=bucket.numel, offset=bucket.offset)
+            self._nbytes += flat.nbytes
+            slots = [order[tensor.name] for tensor in bucket.tensors]
+            dense = DenseBucket(here, plan.id, bucket.index, f"{self._group}, bucket {bucket.index}", slots)
+            for slot, tensor in zip(slots, bucket.tensors, strict=True):
+                slot.place(dense, flat[tensor.start : tensor.start + tensor.numel])
+            self._buckets.append(dense)
+        if not all(slot.direct for slot in self.slots):
+            device.layer.pin(segment)
+
+    def _order(self) -> list[Slot]:
+        """The slots in the order in which their gradients arrived; those that are wanted together where the last of
+        them did, sorted by dtype."""
+        arrived = list(dict.fromkeys([*self.arrivals, *self.slots]))
+        last = {slot.together: position for position, slot in enumerate(arrived) if slot.together}
+        keys = {
+            slot: (last[slot.together], str(slot.parameter.dtype)) if slot.together else (position, "")
+            for position, slot in enumerate(arrived)
+        }
+        return sorted(arrived, key=keys.__getitem__)
+
+    def _sparse_bucket(self, slot: Slot, sparse: int) -> SparseBucket:
+        op = self._manner.reduction.op
+        if op not in ("average", "sum"):
+            raise ValueError(f"the gradient of {slot.name!r} is sparse, and sparse gradients have no {op}; use Average "
+                             "or Sum, or sparse_as_dense=True")  # fmt: skip
+        bucket = SparseBucket(slot, sparse, f"{self._group}.{slot.name}", op, self._manner.process_set)
+        slot.bucket = bucket
+        return bucket

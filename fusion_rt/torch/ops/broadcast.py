@@ -1,0 +1,120 @@
+"""Broadcast: every rank gets the tensor of one. And what all ranks do without tensors: a barrier, and joining."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.torch.ops.handles import hold
+from fusion_rt.torch.ops.reduce import allreduce
+from fusion_rt.torch.ops.signatures import Average, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Transfer
+from fusion_rt.torch.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.runtime import Runtime, runtime
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The tensor of rank `root_rank`, as a new tensor. Differentiable.
+
+    Args:
+        tensor: this rank's; on ranks other than the root only its shape and dtype count.
+        root_rank: whose tensor is broadcast (its rank among all ranks of the job).
+        name: pairs the ranks' operations.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: before `init`, there is no such root in the process set, or this rank is not in it.
+        HorovodInternalError: the operation failed, on all ranks.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
+    here = runtime()
+    return _cast(here, tensor, root_rank, name, process_set, in_place=False).result(here)
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a `broadcast`; `synchronize` returns the new tensor."""
+    here = runtime()
+    return hold(here, _cast(here, tensor, root_rank, name, process_set, in_place=False))
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """As `broadcast`, with the result in the tensor's place; returns the tensor."""
+    here = runtime()
+    return _cast(here, tensor, root_rank, name, process_set, in_place=True).result(here)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a `broadcast_`; the tensor must be left alone until `synchronize`, which returns it."""
+    here = runtime()
+    return hold(here, _cast(here, tensor, root_rank, name, process_set, in_place=True))
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every rank of the process set has called it.
+
+    Raises:
+        ValueError: before `init`, or this rank is not in the process set.
+        HorovodInternalError: it failed, on all ranks.
+    """
+    here = runtime()
+    signature = wire.Signature("barrier", process_set=id_of(here, process_set, "barrier"))
+    here.client.wait(here.client.submit(None, signature))
+
+
+def join(device: int = -1) -> int:
+    """Says that this rank has no more data, and returns when every rank has: the last one to do so.
+
+    Until then this rank counts as one that contributes zeros to the others' all-reduces. Nothing else is possible
+    meanwhile: a broadcast, say, fails on all ranks.
+
+    Args:
+        device: Horovod's; not needed.
+
+    Raises:
+        ValueError: before `init`.
+        HorovodInternalError: it failed, on all ranks.
+    """
+    return runtime().client.join()
+
+
+def _cast(
+    here: Runtime, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet, in_place: bool
+) -> Transfer:
+    process_set_id = id_of(here, process_set, "broadcast")
+    ranks = here.client.process_sets[process_set_id].ranks
+    if root not in ranks:
+        raise ValueError(
+            f"broadcast received invalid root rank {root} for provided process set, whose ranks are {list(ranks)}"
+        )
+    signature = signature_of("broadcast", tensor.dtype, tensor.shape, root=root, process_set=process_set_id)
+    return Transfer(here, tensor_name("broadcast", name), signature, tensor, in_place, send=root == here.rank)
+
+
+class _Broadcast(torch.autograd.Function):
+    """Its gradient is, as Horovod defines it, the average on the root and zero elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+        here = runtime()
+        ctx.process_set = process_set
+        ctx.is_root = root == here.rank
+        return _cast(here, tensor, root, name, process_set, in_place=False).result(here)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        averaged = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        return (averaged if ctx.is_root else torch.zeros_like(averaged)), None, None, None

@@ -1,0 +1,127 @@
+"""All-gather: every rank gets all ranks' tensors, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion_rt.torch.ops.fused import FusedGather, fuse
+from fusion_rt.torch.ops.handles import Group, hold
+from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce
+from fusion_rt.torch.ops.signatures import Average, Sum, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Rows
+from fusion_rt.torch.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.runtime import Runtime, runtime
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """All ranks' tensors, concatenated along the first dimension in the order of ranks. Differentiable.
+
+    Args:
+        tensor: this rank's, of at least one dimension; ranks may differ in the first one.
+        name: pairs the ranks' operations.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: before `init`, the tensor is a scalar, or this rank is not in the process set.
+        HorovodInternalError: the operation failed, on all ranks.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _AllGather.apply(tensor, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
+    here = runtime()
+    return gather(here, tensor, name, process_set).result(here)
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Starts an `allgather`; `synchronize` returns the new tensor."""
+    here = runtime()
+    return hold(here, gather(here, tensor, name, process_set))
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, ...]:
+    """`allgather` of several tensors, which may differ in shape and dtype, in one operation for all of a dtype.
+
+    `name` is a common base. Differentiable.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return tuple(_GroupedAllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+    here = runtime()
+    return _gather_group(here, tensors, name, process_set).result(here)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts a `grouped_allgather`; `synchronize` returns the tuple of new tensors."""
+    here = runtime()
+    return hold(here, _gather_group(here, tensors, name, process_set))
+
+
+def gather(here: Runtime, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Rows:
+    """Starts gathering; its operation's `sizes` are the rows that came from each rank."""
+    signature = signature_of("allgather", tensor.dtype, tensor.shape, process_set=id_of(here, process_set, "allgather"))
+    return Rows(here, tensor_name("allgather", name), signature, tensor)
+
+
+def _gather_group(
+    here: Runtime, tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet
+) -> Group[FusedGather]:
+    chosen_set = id_of(here, process_set, "allgather")
+
+    def make(own_name: str | None, chosen: list[torch.Tensor]) -> FusedGather:
+        return FusedGather(here, own_name, chosen, chosen_set)
+
+    return fuse("allgather", name, tensors, Sum, make)
+
+
+# --- gradients, as Horovod defines them: this rank's rows of the average ----------------------------------------------
+
+
+def _own_rows(rows: Sequence[int], process_set: ProcessSet) -> tuple[int, int]:
+    """Where this rank's rows begin, and how many they are."""
+    position = process_set.rank()
+    assert position is not None
+    return sum(rows[:position]), rows[position]
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+        here = runtime()
+        gathering = gather(here, tensor, name, process_set)
+        gathered = gathering.result(here)
+        ctx.process_set = process_set
+        ctx.rows = _own_rows(gathering.operation.sizes, process_set)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        averaged = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
+        return averaged.narrow(0, *ctx.rows), None, None
+
+
+class _GroupedAllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        here = runtime()
+        gathering = _gather_group(here, tensors, name, process_set)
+        gathered = gathering.result(here)
+        rows: dict[int, list[int]] = {}
+        for part, places in gathering.parts:
+            rows.update(zip(places, part.rows, strict=True))
+        ctx.process_set = process_set
+        ctx.rows = [_own_rows(rows[place], process_set) for place in range(len(tensors))]
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        averaged = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
+        return None, None, *(mean.narrow(0, *rows) for mean, rows in zip(averaged, ctx.rows, strict=True))

@@ -1,0 +1,82 @@
+"""Operations under way, and the handles by which a script knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from fusion_rt.client import Operation
+from fusion_rt.torch.runtime import Runtime, runtime
+
+
+class Pending(Protocol):
+    """An operation under way, or several that complete together."""
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """What has been submitted."""
+
+    def result(self, here: Runtime) -> Any:
+        """Waits, and returns what the script gets. Raises `HorovodInternalError` if it failed."""
+
+
+Part = TypeVar("Part", bound=Pending)
+
+
+class Group(Generic[Part]):
+    """Operations on parts of one list of tensors, which complete together.
+
+    Attributes:
+        parts: operations whose results are sequences of tensors, each with the places of those in the list.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Part, Sequence[int]]]) -> None:
+        self.parts = parts
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        return [operation for part, _ in self.parts for operation in part.operations]
+
+    def result(self, here: Runtime) -> tuple[torch.Tensor, ...]:
+        """Waits for all of them before any tensor is changed; returns the results in the order of the list."""
+        for operation in self.operations:
+            here.client.wait(operation)
+        placed: dict[int, torch.Tensor] = {}
+        for part, places in self.parts:
+            placed.update(zip(places, part.result(here), strict=True))
+        return tuple(placed[place] for place in range(len(placed)))
+
+
+def hold(here: Runtime, pending: Pending) -> int:
+    """A handle of an operation."""
+    handle = pending.operations[-1].handle
+    here.pending[handle] = pending
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Whether an asynchronous operation has ended, so that `synchronize` will not wait.
+
+    Raises:
+        ValueError: the handle belongs to no operation under way.
+    """
+    here = runtime()
+    try:
+        held: Pending = here.pending[handle]
+    except KeyError:
+        raise ValueError(f"handle {handle} was not created, or has been synchronized already") from None
+    return all(here.client.poll(operation) for operation in held.operations)
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an asynchronous operation and returns its result, as the operation that waits does; None for a handle
+    that has been synchronized before.
+
+    Raises:
+        HorovodInternalError: the operation failed, on all ranks.
+    """
+    here = runtime()
+    held: Pending | None = here.pending.pop(handle, None)
+    return None if held is None else held.result(here)

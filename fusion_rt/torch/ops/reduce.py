@@ -1,0 +1,233 @@
+"""All-reduce: every rank gets the elementwise combination of all ranks' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.torch.compression import Compression, codec_of
+from fusion_rt.torch.ops.fused import FusedReduction, fuse
+from fusion_rt.torch.ops.handles import Group, hold
+from fusion_rt.torch.ops.signatures import How, id_of, resolve, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Transfer
+from fusion_rt.torch.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.runtime import Runtime, runtime
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: wire.Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The elementwise combination of all ranks' tensors, as a new tensor. Differentiable.
+
+    Args:
+        tensor: this rank's; any shape, the same on all ranks, and any dtype that `fusion_rt` carries.
+        average: deprecated, use `op`: True for `Average`, False for `Sum`.
+        name: pairs the ranks' operations.
+        compression: `Compression.none`, `.fp16`, `.bf16`, or a class with `compress` and `decompress`.
+        op: `Average` (the default; truncates integers, and is not for bool), `Sum`, `Min`, `Max`, `Product`, or
+            `Adasum` (for floating-point tensors).
+        prescale_factor, postscale_factor: multiply the tensor before and the result after the combination.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: before `init`, an argument that cannot be used, or this rank is not in the process set.
+        HorovodInternalError: the operation failed, on all ranks.
+    """
+    codec = codec_of(compression)
+    if codec is None:
+        compressed, context = compression.compress(tensor)
+        op = resolve(op, average)
+        reduced = allreduce(
+            compressed, None, name, Compression.none, op, prescale_factor, postscale_factor, process_set
+        )
+        return torch.as_tensor(compression.decompress(reduced, context))
+    how = How(resolve(op, average), prescale_factor, postscale_factor, process_set, codec)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _AllReduce.apply(tensor, name, how)  # type: ignore[no-any-return, no-untyped-call]
+    here = runtime()
+    return _reduce(here, tensor, name, how, in_place=False).result(here)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: wire.Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an `allreduce`; `synchronize` returns the new tensor."""
+    how = How(resolve(op, average), prescale_factor, postscale_factor, process_set)
+    here = runtime()
+    return hold(here, _reduce(here, tensor, name, how, in_place=False))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: wire.Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As `allreduce`, with the result in the tensor's place; returns the tensor."""
+    how = How(resolve(op, average), prescale_factor, postscale_factor, process_set)
+    here = runtime()
+    return _reduce(here, tensor, name, how, in_place=True).result(here)
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: wire.Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an `allreduce_`; the tensor must be left alone until `synchronize`, which returns it."""
+    how = How(resolve(op, average), prescale_factor, postscale_factor, process_set)
+    here = runtime()
+    return hold(here, _reduce(here, tensor, name, how, in_place=True))
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: wire.Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """`allreduce` of several tensors, which may differ in shape and dtype, in one operation for all of a dtype.
+
+    `name` is a common base. Differentiable.
+    """
+    codec = codec_of(compression)
+    if codec is None:
+        pairs = [compression.compress(tensor) for tensor in tensors]
+        op = resolve(op, average)
+        reduced = grouped_allreduce(
+            [pair[0] for pair in pairs], None, name, Compression.none, op,
+            prescale_factor, postscale_factor, process_set,
+        )  # fmt: skip
+        return [compression.decompress(tensor, pair[1]) for tensor, pair in zip(reduced, pairs, strict=True)]
+    how = How(resolve(op, average), prescale_factor, postscale_factor, process_set, codec)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_GroupedAllReduce.apply(name, how, *tensors))  # type: ignore[no-untyped-call]
+    here = runtime()
+    return list(_reduce_group(here, tensors, name, how, in_place=False).result(here))
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: wire.Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts a `grouped_allreduce`; `synchronize` returns a tuple of new tensors."""
+    how = How(resolve(op, average), prescale_factor, postscale_factor, process_set)
+    here = runtime()
+    return hold(here, _reduce_group(here, tensors, name, how, in_place=False))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: wire.Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[torch.Tensor, ...]:
+    """As `grouped_allreduce`, with the results in the tensors' places; returns the tensors."""
+    how = How(resolve(op, average), prescale_factor, postscale_factor, process_set)
+    here = runtime()
+    return _reduce_group(here, tensors, name, how, in_place=True).result(here)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: wire.Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts a `grouped_allreduce_`; `synchronize` returns a tuple of the tensors."""
+    how = How(resolve(op, average), prescale_factor, postscale_factor, process_set)
+    here = runtime()
+    return hold(here, _reduce_group(here, tensors, name, how, in_place=True))
+
+
+def _reduce(here: Runtime, tensor: torch.Tensor, name: str | None, how: How, in_place: bool) -> Transfer:
+    op, prescale, postscale, process_set, codec = how
+    signature = signature_of(
+        "allreduce", tensor.dtype, tensor.shape, op, prescale, postscale, 0,
+        id_of(here, process_set, "allreduce"), codec,
+    )  # fmt: skip
+    return Transfer(here, tensor_name("allreduce", name), signature, tensor, in_place)
+
+
+def _reduce_group(
+    here: Runtime, tensors: Sequence[torch.Tensor], name: str | None, how: How, in_place: bool
+) -> Group[FusedReduction]:
+    process_set = id_of(here, how.process_set, "allreduce")
+
+    def make(own_name: str | None, chosen: list[torch.Tensor]) -> FusedReduction:
+        return FusedReduction(here, own_name, chosen, how, process_set, in_place)
+
+    return fuse("allreduce", name, tensors, how.op, make)
+
+
+# --- gradients, as Horovod defines them: the same all-reduce ----------------------------------------------------------
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, how: How) -> torch.Tensor:
+        ctx.how = how
+        here = runtime()
+        return _reduce(here, tensor, name, how, in_place=False).result(here)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        op, prescale, postscale, process_set, _ = ctx.how
+        reduced = allreduce(
+            gradients[0], op=op, prescale_factor=prescale, postscale_factor=postscale, process_set=process_set
+        )
+        return reduced, None, None
+
+
+class _GroupedAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, how: How, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.how = how
+        here = runtime()
+        return _reduce_group(here, tensors, name, how, in_place=False).result(here)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        op, prescale, postscale, process_set, _ = ctx.how
+        reduced = grouped_allreduce(
+            gradients, op=op, prescale_factor=prescale, postscale_factor=postscale, process_set=process_set
+        )
+        return None, None, *reduced

@@ -1,0 +1,174 @@
+"""Reduce-scatter: every rank gets its rows of the combination of all ranks' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.errors import HorovodInternalError
+from fusion_rt.torch.compression import Compression, codec_of
+from fusion_rt.torch.ops.fused import FusedScatter, fuse, shares
+from fusion_rt.torch.ops.gather import allgather, grouped_allgather
+from fusion_rt.torch.ops.handles import Group, hold
+from fusion_rt.torch.ops.signatures import Average, How, Sum, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Rows
+from fusion_rt.torch.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.runtime import Runtime, runtime
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: wire.Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This rank's rows of the elementwise combination of all ranks' tensors, as a new tensor. Differentiable.
+
+    Args:
+        tensor: this rank's, of at least one dimension, of the same shape on all ranks. The first dimension is dealt out
+            as evenly as possible; the first ranks get a row more where it does not divide.
+        name: pairs the ranks' operations.
+        compression: `Compression.none`, `.fp16`, `.bf16`, or a class with `compress` and `decompress`.
+        op: `Average` or `Sum`.
+        process_set: the ranks that take part.
+        prescale_factor, postscale_factor: multiply the tensor before and the result after the combination.
+
+    Raises:
+        ValueError: before `init`, the tensor is a scalar, or this rank is not in the process set.
+        HorovodInternalError: another op; or the operation failed, on all ranks.
+    """
+    codec = codec_of(compression)
+    if codec is None:
+        compressed, context = compression.compress(tensor)
+        scattered = reducescatter(
+            compressed, name, Compression.none, op, process_set, prescale_factor, postscale_factor
+        )
+        return torch.as_tensor(compression.decompress(scattered, context))
+    how = How(op, prescale_factor, postscale_factor, process_set, codec)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _ReduceScatter.apply(tensor, name, how)  # type: ignore[no-any-return, no-untyped-call]
+    here = runtime()
+    return _scatter(here, tensor, name, how).result(here)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: wire.Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a `reducescatter`; `synchronize` returns the new tensor."""
+    here = runtime()
+    return hold(here, _scatter(here, tensor, name, How(op, prescale_factor, postscale_factor, process_set)))
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: wire.Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """`reducescatter` of several tensors, which may differ in shape and dtype, in one operation for all of a dtype.
+
+    `name` is a common base. Differentiable.
+    """
+    codec = codec_of(compression)
+    if codec is None:
+        pairs = [compression.compress(tensor) for tensor in tensors]
+        scattered = grouped_reducescatter(
+            [pair[0] for pair in pairs], name, Compression.none, op, process_set, prescale_factor, postscale_factor
+        )
+        return [compression.decompress(tensor, pair[1]) for tensor, pair in zip(scattered, pairs, strict=True)]
+    how = How(op, prescale_factor, postscale_factor, process_set, codec)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_GroupedReduceScatter.apply(name, how, *tensors))  # type: ignore[no-untyped-call]
+    here = runtime()
+    return list(_scatter_group(here, tensors, name, how).result(here))
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: wire.Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a `grouped_reducescatter`; `synchronize` returns a tuple of new tensors."""
+    here = runtime()
+    return hold(here, _scatter_group(here, tensors, name, How(op, prescale_factor, postscale_factor, process_set)))
+
+
+def _check(op: wire.Op) -> None:
+    if op not in (Average, Sum):
+        # What Horovod raises, whose scripts may catch it; it has not been asked of any other rank.
+        raise HorovodInternalError(f"Reducescatter currently only supports Average and Sum, not {op!r}")
+
+
+def _scatter(here: Runtime, tensor: torch.Tensor, name: str | None, how: How) -> Rows:
+    op, prescale, postscale, process_set, codec = how
+    _check(op)
+    process_set_id = id_of(here, process_set, "reducescatter")
+    signature = signature_of(
+        "reducescatter", tensor.dtype, tensor.shape, op, prescale, postscale, 0, process_set_id, codec
+    )
+    ranks = here.client.process_sets[process_set_id].ranks
+    rows = shares(len(tensor), len(ranks))[ranks.index(here.rank)][1]
+    return Rows(here, tensor_name("reducescatter", name), signature, tensor, rows=rows)
+
+
+def _scatter_group(here: Runtime, tensors: Sequence[torch.Tensor], name: str | None, how: How) -> Group[FusedScatter]:
+    _check(how.op)
+    process_set_id = id_of(here, how.process_set, "reducescatter")
+    ranks = here.client.process_sets[process_set_id].ranks
+
+    def make(own_name: str | None, chosen: list[torch.Tensor]) -> FusedScatter:
+        return FusedScatter(here, own_name, chosen, how, process_set_id, len(ranks), ranks.index(here.rank))
+
+    return fuse("reducescatter", name, tensors, how.op, make)
+
+
+# --- gradients, as Horovod defines them: all ranks' gradients, gathered and scaled ------------------------------------
+
+
+def _factor(how: How) -> float:
+    members = how.process_set.size() if how.op == Sum else 1
+    assert members is not None
+    return members * how.prescale * how.postscale
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, how: How) -> torch.Tensor:
+        ctx.how = how
+        here = runtime()
+        return _scatter(here, tensor, name, how).result(here)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return allgather(gradients[0] * _factor(ctx.how), process_set=ctx.how.process_set), None, None
+
+
+class _GroupedReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, how: How, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.how = how
+        here = runtime()
+        return _scatter_group(here, tensors, name, how).result(here)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factor = _factor(ctx.how)
+        scaled = [gradient * factor for gradient in gradients]
+        return None, None, *grouped_allgather(scaled, process_set=ctx.how.process_set)

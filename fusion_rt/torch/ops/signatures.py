@@ -1,0 +1,137 @@
+"""What ranks have to agree on: an operation's name and signature, made from arguments that have been checked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.torch.process_sets import ProcessSet
+from fusion_rt.torch.runtime import Runtime
+from fusion_rt.torch.tensors import dtype_name
+
+Average: Final = "average"
+Sum: Final = "sum"
+Adasum: Final = "adasum"
+Min: Final = "min"
+Max: Final = "max"
+Product: Final = "product"
+_OPS = (Average, Sum, Adasum, Min, Max, Product)
+_HALVED = (torch.float32, torch.float64)  # what the fp16 and bf16 codecs are for
+_MAX_NAME = wire.MAX_NAME - 64  # characters; the kind of operation is put before, and a part's number behind
+_VERBS = {"allgather": "concatenates", "alltoall": "deals out", "reducescatter": "deals out"}
+
+
+class How(NamedTuple):
+    """How the ranks' tensors are combined.
+
+    Attributes:
+        op: elementwise combination.
+        prescale, postscale: factors before and after it.
+        process_set: the ranks that take part.
+        codec: what halves floats of full size between nodes.
+    """
+
+    op: wire.Op
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+    codec: str = "dense"
+
+
+def resolve(op: wire.Op | None, average: bool | None = None) -> wire.Op:
+    """The op that is meant by Horovod's two arguments for it; to be called by what the script calls.
+
+    Raises:
+        ValueError: they make no sense.
+    """
+    if op is None:
+        if average is None:
+            return Average
+        warnings.warn(
+            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Average if average else Sum
+    if average is not None:
+        raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+    if op not in _OPS:
+        raise ValueError(f"{op!r} is not an op; use one of hvd.Average, Sum, Adasum, Min, Max and Product")
+    return op
+
+
+def tensor_name(kind: str, name: str | None) -> str | None:
+    """What pairs the ranks' operations of this name: operations of different kinds are different."""
+    if not name:
+        return None
+    if len(name) > _MAX_NAME:
+        raise ValueError(f"the name of a tensor may have {_MAX_NAME} characters, but {name[:40]!r}... has {len(name)}")
+    return f"{kind}.{name}"
+
+
+def id_of(here: Runtime, process_set: ProcessSet, kind: str) -> int:
+    """The id of the process set in which this rank does an operation.
+
+    Raises:
+        ValueError: this rank is not in it, or it is not registered.
+    """
+    process_set_id = process_set.process_set_id
+    if process_set_id == GLOBAL_SET:
+        return GLOBAL_SET
+    registered = None if process_set_id is None else here.client.process_sets.get(process_set_id)
+    if process_set_id is None or registered is None:
+        raise ValueError(f"{kind.capitalize()}: Process set provided does not exist, or has not been registered: "
+                         f"{process_set}; see add_process_set")  # fmt: skip
+    if here.rank not in registered.ranks:
+        raise ValueError(f"{kind.capitalize()}: Rank {here.rank} is not a member of the provided process set, whose "
+                         f"ranks are {list(registered.ranks)}")  # fmt: skip
+    return process_set_id
+
+
+@lru_cache(maxsize=4096)
+def signature_of(
+    kind: wire.Kind,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    op: wire.Op = Sum,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    root: int = 0,
+    process_set: int = GLOBAL_SET,
+    codec: str = "dense",
+    parts: tuple[Sequence[int], ...] = (),
+) -> wire.Signature:
+    """The signature of an operation, and every check of its arguments that the signature suffices for.
+
+    Args:
+        shape: of the tensor, a hashable sequence.
+        parts: shapes of the tensors that were packed into a flat one.
+
+    Raises:
+        ValueError: such tensors cannot be communicated so.
+    """
+    name = dtype_name(dtype)
+    if not shape and kind in _VERBS:
+        raise ValueError(f"{kind} {_VERBS[kind]} along the first dimension, which a scalar has not; use tensor.view(1)")
+    if op == Average and dtype == torch.bool:
+        raise ValueError("bool tensors have no average; use op=Sum (or), Product (and), Min or Max, or another dtype")
+    if op == Adasum and not dtype.is_floating_point:
+        raise ValueError(f"Adasum combines floating-point tensors, not {dtype}; use another op, or convert them")
+    return wire.Signature(
+        kind,
+        name,
+        tuple(shape),
+        op,
+        float(prescale),
+        float(postscale),
+        root,
+        process_set,
+        codec if dtype in _HALVED else "dense",
+        tuple(map(tuple, parts)),
+    )

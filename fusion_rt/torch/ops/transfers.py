@@ -1,0 +1,126 @@
+"""One tensor on its way: to a result of its own shape (`Transfer`), or to rows that come from all ranks (`Rows`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.client import Operation
+from fusion_rt.torch import device
+from fusion_rt.torch.runtime import Runtime
+from fusion_rt.torch.tensors import (
+    Memory,
+    contents,
+    copy_in,
+    copy_out,
+    fill,
+    is_plain,
+    nbytes_of,
+    on_device_of,
+    over,
+    received,
+)
+
+
+class Transfer:
+    """A tensor that is being reduced or broadcast.
+
+    Args:
+        name: of the operation; None: unnamed.
+        tensor: what goes in.
+        in_place: whether the result replaces it.
+        send: whether its contents matter to anybody (not for a broadcast's receivers).
+    """
+
+    __slots__ = ("_in_place", "_staging", "_tensor", "operation")
+
+    def __init__(
+        self,
+        here: Runtime,
+        name: str | None,
+        signature: wire.Signature,
+        tensor: torch.Tensor,
+        in_place: bool,
+        send: bool = True,
+    ) -> None:
+        self._tensor = tensor
+        self._in_place = in_place
+        self._staging: torch.Tensor | None = None
+        nbytes = nbytes_of(tensor)
+        if nbytes <= wire.MAX_INLINE:
+            self.operation = here.client.submit(name, signature, inline=contents(tensor))
+            return
+        place = here.client.arena.locate(tensor.data_ptr(), nbytes) if in_place and is_plain(tensor) else None
+        if place is None:
+            memory = Memory(here, nbytes, on_device=not device.layer.is_host(tensor))
+            self._staging = memory.tensor(tensor.dtype, tensor.shape)
+            if send:
+                copy_in([self._staging], [tensor])
+            place = memory.place
+        self.operation = here.client.submit(name, signature, place=place)
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        return (self.operation,)
+
+    def result(self, here: Runtime) -> torch.Tensor:
+        """Waits; returns the result, the tensor itself or a new one. Raises `HorovodInternalError` if it failed."""
+        data = here.client.wait(self.operation).inline
+        tensor, staging = self._tensor, self._staging
+        if data is not None:
+            result = tensor if self._in_place else device.layer.empty_like(tensor)
+            fill(result, data)
+            return result
+        if staging is None:
+            return tensor
+        if self._in_place:
+            copy_out(here, [tensor], [staging])
+            return tensor
+        return on_device_of(here, tensor, staging)
+
+
+class Rows:
+    """A tensor whose rows go to all ranks, or to some each, and which becomes what comes from all of them.
+
+    Args:
+        name, tensor: as for `Transfer`.
+        splits: how many rows each rank gets, for an alltoall.
+        rows: how many rows the result has, where the sizes that come with it do not tell.
+    """
+
+    __slots__ = ("_rows", "_staging", "_tensor", "operation")
+
+    def __init__(
+        self,
+        here: Runtime,
+        name: str | None,
+        signature: wire.Signature,
+        tensor: torch.Tensor,
+        splits: tuple[int, ...] = (),
+        rows: int | None = None,
+    ) -> None:
+        self._tensor = tensor
+        self._rows = rows
+        self._staging: Memory | None = None  # has to stay until the operation is done
+        nbytes = nbytes_of(tensor)
+        if nbytes <= wire.MAX_INLINE:
+            self.operation = here.client.submit(name, signature, inline=contents(tensor), splits=splits)
+            return
+        self._staging = Memory(here, nbytes, on_device=not device.layer.is_host(tensor))
+        copy_in([self._staging.tensor(tensor.dtype, tensor.shape)], [tensor])
+        self.operation = self._staging.submit(here, name, signature, splits)
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        return (self.operation,)
+
+    def result(self, here: Runtime) -> torch.Tensor:
+        """Waits, and returns the new tensor. Raises `HorovodInternalError` if it failed."""
+        operation = here.client.wait(self.operation)
+        self._staging = None
+        tensor = self._tensor
+        rows = sum(operation.sizes) if self._rows is None else self._rows
+        result = over(received(operation), tensor.dtype, (rows, *tensor.shape[1:]))
+        return on_device_of(here, tensor, result)

@@ -1,0 +1,77 @@
+"""The key-value store of torchrun's agent, in which the workers of a job on several hosts leave word for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from fusion_rt.errors import WireError
+from fusion_rt.launchers import kvstore, rendezvous
+from fusion_rt.launchers.meeting import Meeting
+
+_REQUEST = timedelta(seconds=10)
+
+
+def open_store(meeting: Meeting, rank: int, size: int) -> kvstore.Store:
+    """The store at which the workers of a job meet.
+
+    Raises:
+        FusionError: this is rank 0, and cannot serve it.
+    """
+    if meeting.kind == "torchrun":
+        return AgentStore(*meeting.places[0])
+    return rendezvous.open_store(meeting, rank, size)
+
+
+class AgentStore:
+    """A `torch.distributed.TCPStore` that an agent of torchrun serves. It tells nobody apart, and does not limit what
+    others may store; values are looked at only up to the limit of all stores."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._place = host, port
+        self._store: TCPStore | None = None
+
+    @property
+    def where(self) -> str:
+        return "{}:{}".format(*self._place)
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return [self._place[0]]
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            store = self._connected()
+            value: bytes | None = store.get(key) if store.check([key]) else None
+        except RuntimeError as error:  # of which torch's own are subclasses
+            raise self._failed(error) from None
+        if value is not None and len(value) > kvstore.MAX_VALUE:
+            raise WireError(f"{key} has {len(value)} bytes, more than {kvstore.MAX_VALUE}")
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        try:
+            self._connected().set(key, value.decode())
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def remove(self, key: str) -> None:
+        try:
+            self._connected().delete_key(key)
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def close(self) -> None:
+        self._store = None
+
+    def _connected(self) -> TCPStore:
+        if self._store is None:
+            host, port = self._place
+            self._store = TCPStore(host, port, is_master=False, timeout=_REQUEST)
+        return self._store
+
+    def _failed(self, error: RuntimeError) -> OSError:
+        self._store = None
+        return OSError(str(error).partition("\n")[0])

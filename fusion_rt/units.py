@@ -1,0 +1,123 @@
+"""How sizes, durations and other values of settings are written, read and shown.
+
+Sizes and durations accept suffixes everywhere (`64MiB`, `1ms`). What a bare number counts depends on where it stands,
+as in Horovod: bytes in `HOROVOD_FUSION_THRESHOLD`, MiB after `--fusion-threshold-mb`; so each function takes `bare`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_rt.errors import SettingError
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+_SIZE_SUFFIXES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": KIB, "mib": MIB, "gib": GIB}
+_TIME_SUFFIXES = {"s": 1.0, "us": 1e-6, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A kind of value. Sizes are held in bytes, durations in seconds.
+
+    Attributes:
+        name: what stands for a value in the help, such as `SECONDS`; empty when there is nothing to write (a switch).
+        parse: the value in a text, and what a bare number counts, in bytes or seconds. Raises `SettingError`.
+        write: the text that means a value to whoever takes a bare number for that many bytes or seconds.
+        show: a value for people.
+    """
+
+    name: str
+    parse: Callable[[str, float], Any]
+    write: Callable[[Any, float], str]
+    show: Callable[[Any], str]
+
+
+def parse_size(text: str, bare: float = 1) -> int:
+    """Bytes in a size such as `67108864`, `64MiB` or `0.5 GB`; a number without a suffix counts `bare` bytes.
+
+    Raises:
+        SettingError: the text is not a size.
+    """
+    return round(_scaled(text, _SIZE_SUFFIXES, bare, "a size such as 64MiB"))
+
+
+def parse_seconds(text: str, bare: float = 1.0) -> float:
+    """Seconds in a duration such as `30`, `1ms` or `2min`; a number without a suffix counts `bare` seconds.
+
+    Raises:
+        SettingError: the text is not a duration.
+    """
+    return _scaled(text, _TIME_SUFFIXES, bare, "a duration such as 30s or 1ms")
+
+
+def _scaled(text: str, suffixes: Mapping[str, float], bare: float, what: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    suffix = match[2].lower() if match else ""
+    if match is None or (suffix and suffix not in suffixes) or not math.isfinite(float(match[1])):
+        raise SettingError(f"{text!r} is not {what}")
+    return float(match[1]) * (suffixes[suffix] if suffix else bare)
+
+
+def _parse_limit(text: str, bare: float) -> float:
+    return parse_seconds(text, bare) or math.inf
+
+
+def _parse_switch(text: str, bare: float) -> bool:
+    if text.strip().lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.strip().lower() in ("0", "false", "no", "off", ""):
+        return False
+    raise SettingError(f"{text!r} is not a yes or no (1 or 0)")
+
+
+def _parse_count(text: str, bare: float) -> int:
+    if not re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text, re.ASCII):
+        raise SettingError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _parse_number(text: str, bare: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise SettingError(f"{text!r} is not a number")
+    return value
+
+
+def _write_number(value: float, bare: float) -> str:
+    """Without a suffix, since whoever else reads Horovod's variables knows none."""
+    return f"{value / bare:.15g}"
+
+
+def _show_size(value: int) -> str:
+    for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if value and value % size == 0:
+            return f"{value // size} {name}"
+    return f"{value} bytes"
+
+
+def _same(text: str, bare: float = 1) -> str:
+    return text
+
+
+BYTES = Unit("SIZE", parse_size, _write_number, _show_size)
+SECONDS = Unit("SECONDS", parse_seconds, _write_number, lambda value: f"{value:g} s")
+LIMIT = Unit(  # 0 is no limit, held as infinity
+    "SECONDS",
+    _parse_limit,
+    lambda value, bare: "0" if math.isinf(value) else _write_number(value, bare),
+    lambda value: "never" if math.isinf(value) else f"{value:g} s",
+)
+SWITCH = Unit("", _parse_switch, lambda value, bare: str(int(value)), lambda value: "on" if value else "off")
+COUNT = Unit("N", _parse_count, lambda value, bare: str(value), str)
+NUMBER = Unit("NUMBER", _parse_number, lambda value, bare: f"{value:g}", lambda value: f"{value:g}")
+TEXT = Unit("TEXT", _same, _same, str)

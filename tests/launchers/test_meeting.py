@@ -1,0 +1,42 @@
+"""From a launcher's words to hosts and ports."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_rt.errors import FusionError
+from fusion_rt.launchers.meeting import hosts_of_uri, identity, places
+
+
+@pytest.mark.parametrize(
+    ("uri", "hosts"),
+    [
+        ("", ()),
+        ("1627258880.0", ()),
+        ("1627258880.0;tcp://192.0.2.2:44359", ("192.0.2.2",)),
+        ("1.0;tcp://192.0.2.2,10.0.0.1:4;tcp6://[fd00::2]:42651", ("192.0.2.2", "10.0.0.1", "fd00::2")),
+    ],
+)
+def test_addresses_in_open_mpis_uri(uri: str, hosts: tuple[str, ...]) -> None:
+    assert hosts_of_uri(uri) == hosts
+
+
+def test_a_job_draws_its_ports_and_looks_at_few_hosts() -> None:
+    drawn = places(tuple("abcdefgh"), "scope", "", 0)
+    assert [host for host, _ in drawn] == [host for host in "abcd" for _ in range(4)]
+    ports = [port for _, port in drawn[:4]]
+    assert ports * 4 == [port for _, port in drawn]
+    assert all(20000 <= port < 29000 for port in ports)
+    assert places(("a",), "other", "", 0)[0][1] not in ports
+
+
+def test_what_a_person_says_comes_first() -> None:
+    assert places(("a", "b"), "scope", "m", 7) == (("m", 7),)
+    assert places((), "scope", "m", 0)[0][0] == "m"
+    with pytest.raises(FusionError, match="set MASTER_ADDR"):
+        places((), "scope", "", 7)
+
+
+def test_an_identity_is_short_and_its_own() -> None:
+    assert len({identity("a", *parts) for parts in (("x", "y"), ("xy",), ("x", "", "y"), ("x", "y", ""))}) == 4
+    assert len(identity("horovodrun", "x")) == 27

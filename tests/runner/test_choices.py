@@ -1,0 +1,40 @@
+"""What somebody chose: values, variables, and the warnings about what comes to nothing."""
+
+from __future__ import annotations
+
+from fusion_rt.runner.choices import Choices
+from fusion_rt.runner.flags import choices_in, make_parser
+
+
+def warnings(*arguments: str, **environ: str) -> list[str]:
+    return Choices(choices_in(make_parser().parse_args([*arguments, "x"]))).warnings(environ)
+
+
+def test_what_has_no_effect_is_told_in_one_sentence_with_the_reasons() -> None:
+    told = warnings("--mpi-args=-x A", "--jsrun", "--cycle-time-ms", "5", "--cache-capacity", "9", "--num-nccl", "2")
+    assert told == [
+        "accepted as in horovodrun, but without effect here: --jsrun, --mpi-args (MPI is not used); "
+        "--cycle-time-ms, --cache-capacity (buckets start when they are full, by a plan that is agreed once: there is "
+        "neither a cycle nor a cache); --num-nccl-streams (Horovod's NCCL streams are not used)"
+    ]
+
+
+def test_what_is_yet_to_come_is_told_apart() -> None:
+    told = warnings("--timeline-filename", "t", "--min-np", "1", "--autotune", "--tcp")
+    assert told == [
+        "accepted as in horovodrun, but without effect here: --tcp (MPI is not used)",
+        "accepted, but this version does not act on it: --min-np (membership stays as it is at the start); "
+        "--timeline-filename (no timeline is recorded); --autotune (nothing is tuned)",
+    ]
+
+
+def test_to_ask_for_what_happens_anyway_is_nothing_to_warn_about() -> None:
+    told = warnings("--gloo", "--no-autotune", "--no-torus-allreduce", "--no-mpi-threads-disable", "--stall-check")
+    assert told == []
+    assert len(warnings("--cache-capacity", "0")) == 1
+
+
+def test_variables_that_horovod_would_act_on_are_told_too() -> None:
+    told = warnings(HOROVOD_TIMELINE="t.json", HOROVOD_AUTOTUNE="0", HOROVOD_LOG_LEVEL="info", NCCL_IB_DISABLE="1")
+    assert told == ["accepted, but this version does not act on it: HOROVOD_TIMELINE (no timeline is recorded)"]
+    assert warnings("--no-autotune", HOROVOD_AUTOTUNE="1") == []

@@ -1,0 +1,106 @@
+"""Hosts that a script finds, and how many workers they get."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fusion_rt.errors import FusionError, SettingError
+from fusion_rt.runner.choices import Choices
+from fusion_rt.runner.discovery import discover, number_of_workers
+from fusion_rt.runner.flags import choices_in, make_parser
+from fusion_rt.runner.hosts import Host
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    def write(body: str) -> str:
+        path = tmp_path / "hosts.sh"
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return write
+
+
+def test_the_hosts_are_those_that_the_script_prints(script, capsys: pytest.CaptureFixture[str]) -> None:
+    found = discover(script("echo a:2; echo; echo ' ann@b '; echo '[::1]:3'; echo note >&2"), 4, 30)
+    assert found == (Host("a", 2), Host("b", 4, "ann"), Host("::1", 3))
+    assert capsys.readouterr().err == "note\n"
+
+
+def test_a_script_without_an_interpreter_is_the_shells(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("echo a:2\n")
+    path.chmod(0o755)
+    assert discover(str(path), 1, 30) == (Host("a", 2),)
+
+
+def test_the_script_may_have_arguments(script) -> None:
+    assert discover(f"{script('echo $2:$1')} 3 'a-b'", 1, 30) == (Host("a-b", 3),)
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("echo no grid >&2; echo it is over >&2; exit 7", "failed with status 7; it said:\n  no grid\n  it is over"),
+        ("exit 3", "failed with status 3 and said nothing"),
+        ("true", "printed no host"),
+        ("echo a:two", "printed what is no host: 'two' slots of 'a:two' is not a number"),
+        ("exec sleep 60", "did not end within 0.2 s (--start-timeout)"),
+    ],
+)
+def test_a_script_that_fails_is_told_with_its_own_words(script, body: str, complaint: str) -> None:
+    with pytest.raises(FusionError, match=re.escape(complaint)) as caught:
+        discover(script(body), 1, 0.2 if "sleep" in body else 30)
+    assert not isinstance(caught.value, SettingError), "the flags are right: exit status 1, not 2"
+
+
+def test_what_is_no_script_is_told() -> None:
+    with pytest.raises(FusionError, match="'/no/such/script' cannot be run: No such file or directory"):
+        discover("/no/such/script", 1, 30)
+    with pytest.raises(SettingError, match="is not a command line: No closing quotation"):
+        discover("it's", 1, 30)
+    with pytest.raises(SettingError, match="is empty"):
+        discover(" ", 1, 30)
+
+
+def workers(line: str, slots: int = 6) -> int:
+    choices = Choices(choices_in(make_parser().parse_args([*line.split(), "x"])))
+    return number_of_workers(choices, (Host("a", slots - 2), Host("b", 2)))
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("", 6),
+        ("-np 3", 3),
+        ("--max-np 4", 4),
+        ("--max-np 9", 6),
+        ("--min-np 6", 6),
+        ("--min-np 2 -np 3 --max-np 4", 3),
+        ("-np 9", 9),
+    ],
+)  # the last is for `assign` to refuse
+def test_the_number_of_workers(line: str, number: int) -> None:
+    assert workers(line) == number
+
+
+def test_too_few_slots_are_an_error() -> None:
+    with pytest.raises(FusionError, match="--min-np asks for 7 workers, but there are only 6 slots: a:4, b:2"):
+        workers("--min-np 7")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--min-np 4 --max-np 3", "--min-np 4 is above --max-np 3"),
+        ("--min-np 4 -np 3", "--min-np 4 is above -np 3"),
+        ("-np 4 --max-np 3", "-np 4 is above --max-np 3"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(line: str, complaint: str) -> None:
+    with pytest.raises(SettingError, match=complaint):
+        workers(line)

@@ -1,0 +1,165 @@
+"""`elastic.run`: when a training function is called again, and when its error is raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_rt.torch as hvd
+from fusion_rt.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.torch.elastic import State, run_fn
+from tests.harness import on_ranks
+
+
+class Recorder(State):
+    """Writes down what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda obj: obj, lambda: 0)
+        self.log: list[str] = []
+
+    def save(self) -> None:
+        self.log.append("save")
+
+    def restore(self) -> None:
+        self.log.append("restore")
+
+    def sync(self) -> None:
+        self.log.append("sync")
+
+    def reset(self) -> None:
+        self.log.append("on_reset")
+
+
+def play(*script: Exception | str) -> Callable[..., str]:
+    """A training function that raises or returns one item of the script a call, and commits before a second error."""
+    items = iter(script)
+
+    def train(state: Recorder, *args: Any, **kwargs: Any) -> str:
+        state.log.append("train")
+        item = next(items)
+        if item == "commit":
+            state.commit()
+            item = next(items)
+        if isinstance(item, Exception):
+            raise item
+        return f"{item} {args} {kwargs}"
+
+    return train
+
+
+def run(state: Recorder, train: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+    result: str = run_fn(train, lambda: state.log.append("rejoin"))(state, *args, **kwargs)
+    return result
+
+
+def test_arguments_and_result_pass_through() -> None:
+    state = Recorder()
+    assert run(state, play("done"), 1, b=2) == "done (1,) {'b': 2}"
+    assert state.log == ["sync", "train"]
+
+
+def test_after_an_error_the_last_commit_is_restored_and_the_job_joined_again() -> None:
+    state = Recorder()
+    run(state, play(HorovodInternalError("x"), "done"))
+    assert state.log == ["sync", "train", "restore", "rejoin", "on_reset", "sync", "train"]
+
+
+def test_new_hosts_keep_the_values_and_sync_them() -> None:
+    state = Recorder()
+    run(state, play(HostsUpdatedInterrupt(), "done"))
+    assert state.log == ["sync", "train", "on_reset", "sync", "train"]
+
+
+def test_lost_hosts_need_no_sync() -> None:
+    state = Recorder()
+    run(state, play(HostsUpdatedInterrupt(skip_sync=True), HorovodInternalError("x"), "done"))
+    assert state.log == ["sync", "train", "on_reset", "train", "restore", "rejoin", "on_reset", "sync", "train"]
+
+
+def test_an_error_that_comes_back_before_anything_was_committed_is_raised() -> None:
+    state = Recorder()
+    with pytest.raises(HorovodInternalError, match="second"):
+        run(state, play(HorovodInternalError("first"), HorovodInternalError("second"), "never"))
+    state = Recorder()
+    errors = [HorovodInternalError(str(number)) for number in range(3)]
+    run(state, play(errors[0], "commit", errors[1], "commit", errors[2], "done"))
+    assert state.log.count("rejoin") == 3
+
+
+def test_an_error_is_raised_when_the_job_cannot_be_joined_again() -> None:
+    state = Recorder()
+
+    def reset() -> None:
+        raise FusionError("rank 1 is gone")
+
+    with pytest.raises(HorovodInternalError, match="lost") as caught:
+        run_fn(play(HorovodInternalError("lost")), reset)(state)
+    assert "rank 1 is gone" in str(caught.value.__cause__)
+    assert state.log == ["sync", "train", "restore"]
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(KeyError):
+        run(Recorder(), play(KeyError("x")))
+
+
+@on_ranks
+def test_a_job_trains_to_its_end_with_an_interruption() -> None:
+    calls = []
+
+    @hvd.elastic.run
+    def train(state: Any, epochs: int) -> int:
+        calls.append(state.epoch)
+        while state.epoch < epochs:
+            state.epoch += 1
+            if state.epoch == 2 and hvd.rank() == 0 and len(calls) == 1:
+                state.on_hosts_updated(1.0, 2)
+            state.commit()
+        return int(state.epoch)
+
+    state = hvd.elastic.TorchState(epoch=-hvd.rank())
+    assert train(state, 4) == 4
+    assert calls == [0, 2]
+
+
+@on_ranks
+def test_a_job_goes_on_from_the_last_commit_after_an_error_on_all_ranks() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    resets, weights = [], []
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step < 4:
+            if state.step == 2 and not resets:
+                step()  # of which nothing must be left
+                hvd.allreduce(torch.ones(2 + hvd.rank()), name="of different sizes")
+            step()
+            weights.append(model.weight.detach().clone())
+            state.step += 1
+            state.commit()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2) + hvd.rank()).square().mean().backward()
+        optimizer.step()
+
+    state: Any = hvd.elastic.TorchState(model, optimizer, step=0)
+    state.register_reset_callbacks([lambda: resets.append(state.step)])
+    train(state)
+    assert resets == [2]
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for expected in weights:  # the same in one process, without an error
+        optimizer.zero_grad()
+        losses = [model(torch.ones(4, 2) + rank).square().mean() for rank in range(hvd.size())]
+        (sum(losses) / hvd.size()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        torch.testing.assert_close(model.weight.detach(), expected)

@@ -1,0 +1,93 @@
+"""The elastic sampler: what each rank gets of an epoch, and of what is left of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, DistributedSampler
+
+from fusion_rt.torch.elastic import ElasticSampler, sampler
+
+DATA = list(range(100, 123))  # 23 samples
+MakeSamplers = Callable[..., list[ElasticSampler]]
+
+
+@pytest.fixture
+def on_ranks(monkeypatch: pytest.MonkeyPatch) -> MakeSamplers:
+    """Makes the samplers of so many ranks, in this process; with `state`, they are brought to it."""
+
+    def make(ranks: int, state: dict[str, int] | None = None, **options: Any) -> list[ElasticSampler]:
+        made = []
+        monkeypatch.setattr(sampler, "size", lambda: ranks)
+        for rank in range(ranks):
+            monkeypatch.setattr(sampler, "rank", lambda rank=rank: rank)
+            made.append(ElasticSampler(DATA, **options))
+            if state is not None:
+                made[-1].load_state_dict(state)
+        return made
+
+    return make
+
+
+def test_every_sample_is_dealt_and_all_ranks_get_as_many(on_ranks: MakeSamplers) -> None:
+    for ranks in (1, 2, 4, 40):
+        dealt = [list(each) for each in on_ranks(ranks)]
+        assert {len(each) for each in dealt} == {-(-len(DATA) // ranks)}
+        assert {index for each in dealt for index in each} == set(range(len(DATA)))
+
+
+def test_samples_are_dealt_as_by_torch(on_ranks: MakeSamplers) -> None:
+    for rank, each in enumerate(on_ranks(4, shuffle=False)):
+        assert list(each) == list(DistributedSampler(DATA, 4, rank, shuffle=False))  # type: ignore[arg-type]
+
+
+def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else(on_ranks: MakeSamplers) -> None:
+    (one,), (same,), (other,) = on_ranks(1), on_ranks(1), on_ranks(1, seed=1)
+    first = list(one)
+    assert first == list(same) != list(other)
+    one.set_epoch(1)
+    assert list(one) != first
+    one.set_epoch(0)
+    assert list(one) == first
+
+
+def test_what_is_done_of_an_epoch_is_not_dealt_again_to_other_ranks(on_ranks: MakeSamplers) -> None:
+    before = on_ranks(2, seed=3)
+    done = [each.get_indices(batch, 3) for each in before for batch in (0, 1)]
+    assert done[0] == before[0].indices[:3]
+    for each in before:
+        each.record_batch(0, 3)
+        each.record_batch(1, 3)
+        assert len(each) == 12  # until it is dealt anew
+        assert each.processed_num == 12
+    assert before[0].processed_indices == before[1].processed_indices == {index for batch in done for index in batch}
+
+    after = on_ranks(4, before[0].state_dict(), seed=3)
+    assert {len(each) for each in after} == {3}
+    rest = {index for each in after for index in each}
+    assert rest == set(range(len(DATA))) - before[0].processed_indices
+
+
+def test_when_all_is_done_nothing_is_dealt(on_ranks: MakeSamplers) -> None:
+    (each,) = on_ranks(1)
+    each.record_indices(list(each))
+    each.reset()
+    assert list(each) == []
+    each.record_batch(0, 1000)
+    each.reset()
+    assert len(each) == 0
+    each.set_epoch(1)
+    assert len(each) == len(DATA)
+
+
+def test_it_serves_a_data_loader(on_ranks: MakeSamplers) -> None:
+    (each,) = on_ranks(1)
+    loader = DataLoader(DATA, batch_size=5, sampler=each)  # type: ignore[arg-type]
+    assert sorted(int(sample) for batch in loader for sample in batch) == DATA
+
+
+def test_it_needs_a_job() -> None:
+    with pytest.raises(ValueError, match="initialized"):
+        ElasticSampler(DATA)
