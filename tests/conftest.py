@@ -11,6 +11,7 @@ import gc
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,10 @@ import pytest
 pytest_plugins = ["pytester"]
 
 LEAK_MARK = "FUSION_TEST_LEAK_MARK"
+# A shell starts what it runs in the background with SIGINT ignored, and whatever that starts inherits it; tests that
+# interrupt a job could only wait then.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 GRACE_S = 3.0  # for what is on its way out: init has to reap an orphan, a killed process to unmap its memory
 
 
