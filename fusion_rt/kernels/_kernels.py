@@ -15,6 +15,7 @@ import numba
 from numba import types
 
 from fusion_rt.dtypes import DType
+from fusion_rt.kernels import _coding, _selection
 from fusion_rt.kernels._lanes import (
     Wire,
     add,
@@ -38,6 +39,9 @@ pointer_to: Any = types.CPointer
 
 _REDUCE = (pointer_to(types.int64),)
 _CONVERT = (types.uint64, types.uint64, types.int64)
+_NAMED: dict[str, Callable[..., None]] = {
+    kernel.__name__.replace("_", "-"): kernel for kernel in (*_selection.KERNELS, *_coding.KERNELS)
+}
 
 
 @njit
@@ -107,12 +111,18 @@ def _conversion(source_dtype: DType, target_dtype: DType) -> Callable[..., None]
     return kernel
 
 
-def machine_code(name: str) -> bytes:
-    """An object file with the kernel `name`, such as "reduce-float32" or "convert-float32-float16", as its symbol."""
+def _source(name: str) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    if name in _NAMED:
+        return _NAMED[name], (types.int64,)
     kind, *dtype_names = name.split("-")
     dtypes = [DType.named(dtype_name) for dtype_name in dtype_names]
-    signature: tuple[Any, ...]
-    function, signature = (_reduction(*dtypes), _REDUCE) if kind == "reduce" else (_conversion(*dtypes), _CONVERT)
+    return (_reduction(*dtypes), _REDUCE) if kind == "reduce" else (_conversion(*dtypes), _CONVERT)
+
+
+def machine_code(name: str) -> bytes:
+    """An object file with the kernel `name`, such as "reduce-float32", "convert-float32-float16" or "collect", as its
+    symbol."""
+    function, signature = _source(name)
     compiled = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
     compiled.compile(signature)
     module = llvmlite.binding.parse_assembly(compiled.inspect_llvm(signature))

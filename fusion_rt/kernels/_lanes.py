@@ -205,3 +205,39 @@ def cast(typing: Any, wire: Wire, value: Lanes) -> Any:
         return (builder.fpext if target.vector.element == _ir.F64 else builder.fptrunc)(arguments[1], target.vector)
 
     return target(wire, value), generate
+
+
+@intrinsic
+def zeros(typing: Any, wire: Wire) -> Any:
+    result = Lanes(wire.dtype, wire.lanes)
+    return result(wire), lambda context, builder, signature, arguments: ir.Constant(result.vector, None)
+
+
+@intrinsic
+def total(typing: Any, wire: Wire, value: Lanes) -> Any:
+    """The sum of floating elements as a float64, added in float64 in their order."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        result = ir.Constant(_ir.F64, 0.0)
+        for lane in range(wire.lanes):
+            element = builder.extract_element(arguments[1], _ir.I32(lane))
+            result = builder.fadd(result, element if element.type == _ir.F64 else builder.fpext(element, _ir.F64))
+        return result
+
+    return types.float64(wire, value), generate
+
+
+@intrinsic
+def hits(typing: Any, wire: Wire, value: Lanes, threshold: Any) -> Any:
+    """Which of at most 32 float32 have a magnitude (the bits without the sign) of at least `threshold`, as the bits of
+    an integer, the first element's lowest."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, elements, scalar = arguments
+        words = ir.VectorType(_ir.I32, wire.lanes)
+        magnitudes = builder.and_(builder.bitcast(elements, words), ir.Constant(words, [0x7FFFFFFF] * wire.lanes))
+        least = _ir.splat(builder, builder.trunc(scalar, _ir.I32), wire.lanes)
+        found = builder.icmp_unsigned(">=", magnitudes, least)
+        return builder.zext(builder.bitcast(found, ir.IntType(wire.lanes)), _ir.I64)
+
+    return types.int64(wire, value, types.int64), generate

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 
 from fusion_rt.dtypes import DType
@@ -119,12 +120,15 @@ def split(n_elements: int, n_parts: int, itemsize: int) -> list[tuple[int, int]]
     return list(itertools.pairwise(bounds))
 
 
-def prepare(dtypes: Iterable[DType], conversions: Iterable[tuple[DType, DType]] = ()) -> None:
+def prepare(
+    dtypes: Iterable[DType], conversions: Iterable[tuple[DType, DType]] = (), others: Iterable[str] = ()
+) -> None:
     """Makes kernels ready before they are needed in a hurry. Those that are ready cost nothing.
 
     Args:
         dtypes: that will be reduced.
         conversions: that will be made, as (from, to).
+        others: kernels by name.
 
     Raises:
         KernelError: they could not be compiled.
@@ -133,6 +137,7 @@ def prepare(dtypes: Iterable[DType], conversions: Iterable[tuple[DType, DType]] 
         [
             *(f"reduce-{dtype.name}" for dtype in dtypes),
             *(f"convert-{source.name}-{target.name}" for source, target in conversions),
+            *others,
         ]
     )
 
@@ -163,7 +168,7 @@ _address_of = ctypes.addressof
 _from_buffer: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer  # before 3.12 arrays are not typed as buffers
 
 
-class _Kernel:
+class Kernel:
     """A compiled function as Python can call it.
 
     Numba's functions return a status, which is always 0 here, and begin with two pointers to where a result and an
@@ -177,6 +182,21 @@ class _Kernel:
         self.holding_gil: Callable[..., int] = ctypes.PYFUNCTYPE(*prototype)(address)
 
 
+class Routine:
+    """A kernel that takes the address of a block of 64-bit words. Without the GIL; loaded when it is first called."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._kernel: Kernel | None = None
+
+    def __call__(self, *words: int) -> Array:
+        """Returns the words as the kernel left them (int64). Whatever they are the addresses of has to exist."""
+        kernel = self._kernel = self._kernel or Kernel(self.name, ctypes.c_int64)
+        block: Array = np.array(words, np.int64)
+        kernel.without_gil(_UNUSED, _UNUSED, block.ctypes.data)
+        return block
+
+
 @cache
 def _address_list(count: int) -> struct.Struct:
     return struct.Struct(f"{count}Q")
@@ -187,21 +207,21 @@ _SMALL_BYTES = 32 * 1024
 _unused_buffer = ctypes.create_string_buffer(8)
 _UNUSED = ctypes.cast(_unused_buffer, ctypes.c_char_p)
 
-_reductions: dict[str, _Kernel] = {}
-_conversions: dict[tuple[str, str], _Kernel] = {}
+_reductions: dict[str, Kernel] = {}
+_conversions: dict[tuple[str, str], Kernel] = {}
 
 
-def _reduction(dtype: DType) -> _Kernel:
-    kernel = _reductions[dtype.name] = _Kernel(f"reduce-{dtype.name}", ctypes.c_char_p)
+def _reduction(dtype: DType) -> Kernel:
+    kernel = _reductions[dtype.name] = Kernel(f"reduce-{dtype.name}", ctypes.c_char_p)
     return kernel
 
 
-def _conversion(source: DType, target: DType) -> _Kernel:
+def _conversion(source: DType, target: DType) -> Kernel:
     if not (source.is_floating and target.is_floating) or (source.is_half and target.is_half):
         raise ValueError(
             f"there is no conversion from {source} to {target}; only between floating types, not both half"
         )
-    kernel = _conversions[source.name, target.name] = _Kernel(
+    kernel = _conversions[source.name, target.name] = Kernel(
         f"convert-{source.name}-{target.name}", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64
     )
     return kernel

@@ -1,0 +1,253 @@
+"""Selection of the largest elements of a float32 array, in the pass that adds the gradient to it.
+
+The magnitude of a number is its bits without the sign, as an integer from 0 to 2**31 - 1. It orders numbers by absolute
+value; infinity is above all of them, and NaN above infinity. So a threshold is an integer, there are no special cases,
+and what is not finite is selected before anything else. `reference` computes the same, plainly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from fusion_rt.kernels import cpu
+from fusion_rt.kernels.cpu import Array, Routine
+from fusion_rt.kernels.team import ALONE, Team
+
+NOTHING = 0x7FFFFFFF + 1
+"""A threshold that no magnitude reaches."""
+
+UNLIMITED = 2**62
+
+Range = tuple[int, int]
+"""(first, end) of consecutive elements."""
+
+_DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the parts in which a threshold is found
+_PART_ELEMENTS = 1 << 16  # below this a second thread is not worth waking
+
+_collect, _count, _take = Routine("collect"), Routine("count"), Routine("take")
+_sample, _moments, _merge = Routine("sample"), Routine("moments"), Routine("merge")
+ROUTINES = tuple(routine.name for routine in (_collect, _count, _take, _sample, _moments, _merge))
+
+
+@dataclass
+class Memory:
+    """What a pass adds, and to what: 1-D contiguous float32 arrays of the same length.
+
+    With g = gradient * factor, element by element and in float32:
+
+    * residual += g;
+    * with a velocity u (momentum correction): u = momentum * u + g, residual += u;
+    * nesterov: u = momentum * (u + g), residual += u + g.
+    """
+
+    residual: Array
+    gradient: Array | None = None
+    velocity: Array | None = None
+    momentum: float = 0.0
+    nesterov: bool = False
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for array in (self.residual, self.gradient, self.velocity):
+            if array is not None and not (
+                array.dtype == np.float32
+                and array.shape == (len(self.residual),)
+                and array.flags.c_contiguous
+                and (array is self.gradient or array.flags.writeable)
+            ):
+                raise ValueError(f"a pass works on contiguous float32 arrays of one length, not {array.dtype} {array.shape}")
+
+    def words(self) -> tuple[int, int, int]:
+        return tuple(0 if array is None else array.ctypes.data for array in (self.residual, self.gradient, self.velocity))
+
+    def factors(self) -> tuple[int, int, int]:
+        return _bits(self.momentum), _bits(self.factor), int(self.nesterov)
+
+
+class Found:
+    """Elements that a pass has found, in ascending order: their indices (int32) and values (float32).
+
+    Attributes:
+        count: how many there were; those beyond the capacity are counted, and not kept.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.indices: Array = np.empty(capacity, np.int32)
+        self.values: Array = np.empty(capacity, np.float32)
+        self.count = 0
+
+    @property
+    def overflowed(self) -> bool:
+        return self.count > len(self.indices)
+
+
+def collect(memory: Memory, ranges: Iterable[Range], threshold: int, found: Found, quota: int = UNLIMITED) -> None:
+    """Adds, and appends to `found` what then has a magnitude of at least `threshold`.
+
+    Args:
+        ranges: of elements, ascending.
+        quota: how many elements of exactly that magnitude count; the first ones do.
+    """
+    base, factors = memory.words(), memory.factors()
+    out = found.indices.ctypes.data, found.values.ctypes.data
+    for low, high in ranges:
+        results = _collect(*base, low, high, threshold, quota, len(found.indices), *out, *factors, found.count)
+        quota, found.count = results[6], results[13]
+
+
+def sample(memory: Memory, starts: Array, length: int) -> Array:
+    """What the elements will be once `collect` has added: `length` of them from each of `starts` (int64); float32."""
+    values = np.empty(len(starts) * length, np.float32)
+    _sample(*memory.words(), starts.ctypes.data, len(starts), length, values.ctypes.data, *memory.factors())
+    return values
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the largest end.
+
+    Attributes:
+        threshold: the magnitude of the last one.
+        quotas: how many of exactly that magnitude belong to them, for each part; the first ones do.
+        counts: how many belong to them at all, for each part.
+    """
+
+    threshold: int
+    quotas: list[int]
+    counts: list[int]
+
+
+def largest(parts: Sequence[Sequence[Array]], k: int, team: Team = ALONE) -> Cut:
+    """Which are the k largest magnitudes of some arrays (float32); of equal ones the first are taken.
+
+    Found digit by digit: each pass counts how many elements have which next digit, among those whose digits so far are
+    those of the threshold.
+
+    Args:
+        parts: each is counted by one thread.
+        k: from 1 to the number of elements.
+    """
+    threshold, left, prefix_shift = 0, k, 31
+    above = np.zeros(len(parts), np.int64)
+    ties = above
+    for shift, bits in _DIGITS:
+        counts = np.zeros((len(parts), 1 << bits), np.int64)
+        prefix = threshold >> prefix_shift
+        team.run(
+            [
+                partial(_count_digits, part, counts[p], shift, 1 << bits, prefix_shift, prefix)
+                for p, part in enumerate(parts)
+            ]
+        )
+        larger = np.cumsum(counts.sum(axis=0)[::-1])[::-1]  # elements with this digit or a larger one
+        digit = int(np.searchsorted(-larger, -left, side="right")) - 1  # the last where there are enough
+        above = above + counts[:, digit + 1 :].sum(axis=1)
+        ties = counts[:, digit]
+        left -= int(larger[digit + 1]) if digit + 1 < len(larger) else 0
+        threshold |= digit << shift
+        prefix_shift = shift
+    quotas = []
+    for tied in ties:
+        quotas.append(min(int(tied), left))
+        left -= quotas[-1]
+    return Cut(threshold, quotas, [int(n) + quota for n, quota in zip(above, quotas, strict=True)])
+
+
+def _count_digits(arrays: Sequence[Array], counts: Array, *digits: int) -> None:
+    for array in arrays:
+        _count(array.ctypes.data, counts.ctypes.data, len(array), *digits)
+
+
+def take(
+    indices: Array,
+    values: Array,
+    threshold: int,
+    quota: int,
+    out_indices: Array,
+    out_values: Array,
+    residual: Array | None = None,
+    velocity: Array | None = None,
+) -> int:
+    """Copies the elements whose magnitude is above the threshold, and the first `quota` of those that are at it, and
+    puts a zero in their place in `residual` and `velocity`. Returns how many; the outputs have to have room."""
+    return _take(
+        indices.ctypes.data, values.ctypes.data, len(indices), threshold, quota,
+        out_indices.ctypes.data, out_values.ctypes.data,
+        0 if residual is None else residual.ctypes.data, 0 if velocity is None else velocity.ctypes.data, 0,
+    )[9]  # fmt: skip
+
+
+def merge(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The sum of two sparse arrays: ascending indices (int32) and values (float32) each; left + right where both have
+    an element."""
+    room = len(left[0]) + len(right[0])
+    indices, values = np.empty(room, np.int32), np.empty(room, np.float32)
+    count = _merge(
+        left[0].ctypes.data, left[1].ctypes.data, len(left[0]),
+        right[0].ctypes.data, right[1].ctypes.data, len(right[0]),
+        indices.ctypes.data, values.ctypes.data, 0,
+    )[8]  # fmt: skip
+    return indices[:count], values[:count]
+
+
+def moments(values: Array, ranges: Iterable[Range], team: Team = ALONE) -> tuple[float, float]:
+    """The sum of some elements of a float32 array and the sum of their squares, added up in float32 within groups of
+    4,096 elements and in float64 beyond. The number of threads changes nothing."""
+    pieces = [
+        (low, min(low + _PART_ELEMENTS, end)) for first, end in ranges for low in range(first, end, _PART_ELEMENTS)
+    ]
+    sums = np.zeros((len(pieces), 2))
+
+    def work(first: int, end: int) -> None:
+        for p in range(first, end):
+            low, high = pieces[p]
+            words = _moments(values.ctypes.data + 4 * low, high - low, 0, 0)
+            sums[p] = words[2:4].view(np.float64)
+
+    shares = [len(pieces) * t // team.threads for t in range(team.threads + 1)]
+    team.run([partial(work, first, end) for first, end in itertools.pairwise(shares) if first < end])
+    plain, squared = sums.sum(axis=0)
+    return float(plain), float(squared)
+
+
+def share(ranges: Sequence[Range], parts: int) -> list[list[Range]]:
+    """Divides ascending ranges among threads: at most `parts` lists, in order, of nearly as many elements each."""
+    size = sum(high - low for low, high in ranges)
+    parts = max(1, min(parts, size // _PART_ELEMENTS))
+    shares: list[list[Range]] = [[] for _ in range(parts)]
+    done = 0
+    for first, high in ranges:
+        low = first
+        while low < high:
+            part = min(parts - 1, done * parts // size)
+            end = high if part == parts - 1 else min(high, low + -(-size * (part + 1) // parts) - done)
+            shares[part].append((low, end))
+            done += end - low
+            low = end
+    return shares
+
+
+def magnitude(value: float) -> int:
+    """Of a number, rounded to float32."""
+    return int(np.float32(value).view(np.uint32)) & 0x7FFFFFFF
+
+
+def value_of(magnitude: int) -> float:
+    """The number without a sign that has this magnitude."""
+    return float(np.uint32(magnitude).view(np.float32))
+
+
+def prepare() -> None:
+    """Makes the kernels ready before they are needed in a hurry."""
+    cpu.prepare([], others=ROUTINES)
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
