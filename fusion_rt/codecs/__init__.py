@@ -12,13 +12,30 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, get_type_hints
 
-from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout
+from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span
 from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs.gaussiank import GaussianK
 from fusion_rt.codecs.half import Bf16, Fp16
+from fusion_rt.codecs.packing import Selection
+from fusion_rt.codecs.randomk import RandomK
+from fusion_rt.codecs.selecting import SelectingBucketCodec
+from fusion_rt.codecs.thresholdk import ThresholdK
+from fusion_rt.codecs.topk import TopK
 
-__all__ = ["CODECS", "BucketCodec", "Codec", "CodecError", "Layout", "parse"]
+__all__ = [
+    "CODECS",
+    "BucketCodec",
+    "Codec",
+    "CodecError",
+    "Layout",
+    "SelectingBucketCodec",
+    "Selection",
+    "Span",
+    "parse",
+]
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Dense, Fp16, Bf16)}
+_ALL: tuple[type[Codec], ...] = (Dense, Fp16, Bf16, TopK, GaussianK, ThresholdK, RandomK)
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _ALL}
 
 _MAX_TEXT = 200  # characters; the text may come from another process
 

@@ -32,16 +32,49 @@ class CodecError(FusionError, ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Span:
+    """Where a tensor lies in a bucket: `numel` elements from element `start` on."""
+
+    name: str
+    start: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """What a bucket holds.
 
     Attributes:
         dtype: of all elements.
         elements: how many there are; chunks of them are encoded and decoded separately.
+        tensors: ascending, with different names; what lies between them is padding. When left out, all elements are
+            one tensor without a name.
+
+    Raises:
+        ValueError: tensors overlap, are not in order, or do not fit in.
     """
 
     dtype: DType
     elements: int
+    tensors: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        end = 0
+        for tensor in self.tensors:
+            if tensor.start < end or tensor.numel < 0 or tensor.end > self.elements:
+                raise ValueError(f"{tensor} does not fit between element {end} and the end at {self.elements}")
+            end = tensor.end
+        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise ValueError(f"two tensors of a bucket have the same name: {', '.join(t.name for t in self.tensors)}")
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The tensors, or the one that all elements are."""
+        return self.tensors or (Span("", 0, self.elements),)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,17 @@ import numba
 
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels._lanes import Wire, add, hits, lanes, load, multiply, scale, store, total, zeros
-from fusion_rt.kernels._memory import peek32, peek64, peek_double, peek_float, poke32, poke64, poke_double, poke_float
-from fusion_rt.kernels._memory import trailing_zeros
+from fusion_rt.kernels._memory import (
+    peek32,
+    peek64,
+    peek_double,
+    peek_float,
+    poke32,
+    poke64,
+    poke_double,
+    poke_float,
+    trailing_zeros,
+)
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 njit: Any = numba.njit

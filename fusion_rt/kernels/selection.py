@@ -61,10 +61,12 @@ class Memory:
                 and array.flags.c_contiguous
                 and (array is self.gradient or array.flags.writeable)
             ):
-                raise ValueError(f"a pass works on contiguous float32 arrays of one length, not {array.dtype} {array.shape}")
+                raise ValueError(
+                    f"a pass works on contiguous float32 arrays of one length, not {array.dtype} {array.shape}"
+                )
 
     def words(self) -> tuple[int, int, int]:
-        return tuple(0 if array is None else array.ctypes.data for array in (self.residual, self.gradient, self.velocity))
+        return self.residual.ctypes.data, _address(self.gradient), _address(self.velocity)
 
     def factors(self) -> tuple[int, int, int]:
         return _bits(self.momentum), _bits(self.factor), int(self.nesterov)
@@ -98,7 +100,7 @@ def collect(memory: Memory, ranges: Iterable[Range], threshold: int, found: Foun
     out = found.indices.ctypes.data, found.values.ctypes.data
     for low, high in ranges:
         results = _collect(*base, low, high, threshold, quota, len(found.indices), *out, *factors, found.count)
-        quota, found.count = results[6], results[13]
+        quota, found.count = int(results[6]), int(results[13])
 
 
 def sample(memory: Memory, starts: Array, length: int) -> Array:
@@ -131,7 +133,7 @@ def largest(parts: Sequence[Sequence[Array]], k: int, team: Team = ALONE) -> Cut
 
     Args:
         parts: each is counted by one thread.
-        k: from 1 to the number of elements.
+        k: from 1 to the number of elements. Zeros do not count: where fewer are left, there are fewer.
     """
     threshold, left, prefix_shift = 0, k, 31
     above = np.zeros(len(parts), np.int64)
@@ -152,6 +154,8 @@ def largest(parts: Sequence[Sequence[Array]], k: int, team: Team = ALONE) -> Cut
         left -= int(larger[digit + 1]) if digit + 1 < len(larger) else 0
         threshold |= digit << shift
         prefix_shift = shift
+    if threshold == 0:
+        return Cut(1, [UNLIMITED] * len(parts), [int(n) for n in above])
     quotas = []
     for tied in ties:
         quotas.append(min(int(tied), left))
@@ -176,11 +180,12 @@ def take(
 ) -> int:
     """Copies the elements whose magnitude is above the threshold, and the first `quota` of those that are at it, and
     puts a zero in their place in `residual` and `velocity`. Returns how many; the outputs have to have room."""
-    return _take(
+    words = _take(
         indices.ctypes.data, values.ctypes.data, len(indices), threshold, quota,
         out_indices.ctypes.data, out_values.ctypes.data,
-        0 if residual is None else residual.ctypes.data, 0 if velocity is None else velocity.ctypes.data, 0,
-    )[9]  # fmt: skip
+        _address(residual), _address(velocity), 0,
+    )  # fmt: skip
+    return int(words[9])
 
 
 def merge(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -235,7 +240,8 @@ def share(ranges: Sequence[Range], parts: int) -> list[list[Range]]:
 
 def magnitude(value: float) -> int:
     """Of a number, rounded to float32."""
-    return int(np.float32(value).view(np.uint32)) & 0x7FFFFFFF
+    with np.errstate(over="ignore"):
+        return int(np.float32(value).view(np.uint32)) & 0x7FFFFFFF
 
 
 def value_of(magnitude: int) -> float:
@@ -248,6 +254,9 @@ def prepare() -> None:
     cpu.prepare([], others=ROUTINES)
 
 
+def _address(array: Array | None) -> int:
+    return 0 if array is None else array.ctypes.data
+
+
 def _bits(number: float) -> int:
     return int(struct.unpack("q", struct.pack("d", number))[0])
-

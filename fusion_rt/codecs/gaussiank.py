@@ -1,0 +1,71 @@
+"""`gaussiank`: about k elements, above a threshold that would be right if they were normally distributed.
+
+Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning" (2019): the threshold is the mean plus as
+many deviations as a share `density` of a normal distribution is above; it is halved where fewer than 2/3 k elements
+reach it, and multiplied by 1.5 where more than 4/3 k do, and at most three are tried. Residuals are not normally
+distributed, so the third may still be wrong. Then, unlike there, no more than k are sent: the largest; and where the
+numbers do not even have a deviation, or most are alike, selection is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from fusion_rt.codecs.base import Array, Layout
+from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
+from fusion_rt.codecs.topk import collect_shares, take_found, take_largest
+from fusion_rt.kernels.selection import NOTHING, UNLIMITED, Cut, Found, Memory, largest, magnitude, moments, share
+from fusion_rt.kernels.team import ALONE, Team
+
+_TRIES = 3
+_ROOM = 8  # times k, that are kept to find the largest among
+
+
+@dataclass(frozen=True)
+class GaussianK(Selecting):
+    """About k of the largest."""
+
+    name = "gaussiank"
+
+    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
+        return GaussianKBucket(layout, self, team)
+
+
+class GaussianKBucket(SelectingBucketCodec):
+    def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
+        ranges, velocity = self._groups[group].ranges, self._cleared_velocity(group, k)
+        shares = share(ranges, team.threads)
+        added, size = Memory(memory.residual), self._groups[group].size
+        collect_shares(memory, shares, NOTHING, 0, team)
+        threshold = _normal_threshold(*moments(memory.residual, ranges, team), size, k)
+        if threshold is None:
+            return take_largest(added, ranges, k, team, velocity)[:2]
+        found: list[Found] = []
+        for _ in range(_TRIES):
+            found = collect_shares(added, shares, max(1, magnitude(threshold)), _ROOM * k, team)
+            total = sum(each.count for each in found)
+            if total < 2 * k / 3:
+                threshold *= 0.5
+            elif total > 4 * k / 3:
+                threshold *= 1.5
+            else:
+                break
+        if any(each.overflowed for each in found):
+            return take_largest(added, ranges, k, team, velocity)[:2]
+        cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
+        if sum(cut.counts) > k:
+            cut = largest([[each.values[: each.count]] for each in found], k, team)
+        return take_found(memory.residual, found, cut, team, velocity)
+
+
+def _normal_threshold(plain: float, squared: float, n: int, k: int) -> float | None:
+    """What k of n normally distributed numbers with this sum and this sum of squares would reach; None where that is
+    not a number above zero."""
+    mean = plain / n
+    variance = (squared - plain * mean) / max(1, n - 1)
+    if not 0 < variance < math.inf or k == n:
+        return None
+    threshold = mean - NormalDist().inv_cdf(k / n / 2) * math.sqrt(variance)
+    return threshold if threshold > 0 else None

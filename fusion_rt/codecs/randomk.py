@@ -1,0 +1,89 @@
+"""`randomk`: k elements that all nodes draw alike, so that no indices are sent and sums are as sparse as their parts.
+
+The elements of a group are divided into k ranges as equal as can be, and one is drawn from each, from a hash of the
+seed, the step and the range: every element is as likely as the others to within one part in the length of a range, and
+any part of the bucket can be drawn by itself. Magnitudes do not count, so what is not finite waits until it is drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion_rt.codecs.base import Array, CodecError, Layout
+from fusion_rt.codecs.packing import Spans
+from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
+from fusion_rt.codecs.topk import collect_shares
+from fusion_rt.kernels.selection import NOTHING, Memory, share
+from fusion_rt.kernels.team import ALONE, Team
+
+
+@dataclass(frozen=True)
+class RandomK(Selecting):
+    """k of all elements.
+
+    Args:
+        seed: from 0 to 2**63 - 1; part of the codec's text, so the same on all nodes.
+    """
+
+    name = "randomk"
+    sends_indices = False
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.seed < 2**63:
+            raise CodecError(f"the seed of the codec randomk is from 0 to 2**63 - 1, not {self.seed}")
+
+    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
+        return RandomKBucket(layout, self, team)
+
+
+class RandomKBucket(SelectingBucketCodec):
+    def __init__(self, layout: Layout, codec: RandomK, team: Team) -> None:
+        super().__init__(layout, codec, team, self._drawn)
+        self._seed = codec.seed
+        self._spans = [Spans(group.ranges) for group in self._groups]
+
+    def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
+        collect_shares(memory, share(self._groups[group].ranges, team.threads), NOTHING, 0, team)
+        indices = self._draw(group, k, self.step, 0, self.layout.elements)
+        values = memory.residual[indices]
+        memory.residual[indices] = 0
+        velocity = self._cleared_velocity(group, k)
+        if velocity is not None:
+            velocity[indices] = 0
+        return indices, values
+
+    def _drawn(self, step: int, low: int, high: int) -> Array:
+        """What every node selects in [low, high) in a step: int32, ascending."""
+        parts = [np.empty(0, np.int32)]
+        for number, group in enumerate(self._groups):
+            parts.append(self._draw(number, group.k(step, self._codec.warmup), step, low, high))
+        return np.concatenate(parts)
+
+    def _draw(self, group: int, k: int, step: int, low: int, high: int) -> Array:
+        spans = self._spans[group]
+        first, end = spans.rank(low), spans.rank(high)
+        if first == end:
+            return np.empty(0, np.int32)
+        draws = np.arange(first * k // spans.size, min(k, -(-end * k // spans.size)), dtype=np.int64)
+        begins, ends = draws * spans.size // k, (draws + 1) * spans.size // k
+        with np.errstate(over="ignore"):
+            hashes = _mix(_mix(np.uint64(self._seed) + _mix(np.uint64(step))) + np.uint64(group)) + draws.astype(
+                np.uint64
+            )
+        ranks = begins + (_mix(hashes) % (ends - begins).astype(np.uint64)).astype(np.int64)
+        ranks = ranks[(ranks >= first) & (ranks < end)]
+        return spans.elements(ranks).astype(np.int32)
+
+
+def _mix(x: Array) -> Array:
+    """Scatters the bits of uint64; the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Array = x ^ (x >> np.uint64(31))
+    return mixed

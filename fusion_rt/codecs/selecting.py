@@ -1,0 +1,399 @@
+"""What codecs that send some of the elements have in common: error feedback, rules, packing, state.
+
+Each node adds its gradient to what it has not sent yet, the residual, and sends a part of the sum; the rest waits
+(Seide et al. 2014, Stich et al. 2018). With `momentum` it is the velocity of momentum SGD that is added (Lin et al.,
+"Deep Gradient Compression": the optimizer then applies no momentum of its own).
+
+What holds exactly, in float32 and element by element, with `value="fp32"` and finite numbers:
+
+    sent + residual afterwards = residual before + gradient (computed once, see `selection.Memory`)
+
+of which one of the two on the left is zero. In the other formats the residual keeps the difference between the sum and
+what receivers get, which float32 holds exactly. What is not finite is sent before anything finite by the codecs that
+look at magnitudes, and leaves no residual; it waits its turn where there is more of it than is sent. Zeros are not
+sent, so there are fewer elements than asked for where fewer differ from zero. A bucket of float64, float16 or bfloat16
+is converted to float32 when it comes in.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from fusion_rt.codecs.base import Array, BucketCodec, Codec, CodecError, Layout
+from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans
+from fusion_rt.codecs.rules import Rules, joined
+from fusion_rt.codecs.values import FORMATS
+from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.kernels import coding, cpu, selection
+from fusion_rt.kernels.selection import NOTHING, Found, Memory, Range
+from fusion_rt.kernels.team import ALONE, Team
+
+_F32 = DTYPES["float32"]
+_MAX_ELEMENTS = 2**31 - 1  # an index has 32 bits
+_MASKED_DENSITY = 0.01  # above it, clearing the velocity of what is sent has been seen to hurt
+_TEAM_ELEMENTS = 1 << 18  # groups from here on are worth more than one thread
+
+
+@dataclass(frozen=True)
+class Selecting(Codec):
+    """Arguments of every codec that sends some of the elements.
+
+    Args:
+        density: the share of elements that is sent, above 0 and at most 1.
+        value: how values are sent, "fp32", "fp16", "bf16" or "int8" (`values`).
+        index: how indices are sent, "delta", "bitmap", "raw", or "auto" for the shortest (`packing`).
+        scope: "bucket", the largest of a bucket, or "tensor", the largest of each tensor.
+        minimum: tensors with fewer elements are sent whole.
+        exclude: tensors whose name fits one of these patterns are sent whole.
+        densities: other densities for some tensors, as "pattern: density, ...".
+        warmup: steps in which the density falls from 25 % to its own.
+        momentum: of the velocity that is added instead of the gradient; 0 for none, below 1.
+        nesterov: the velocity looks ahead.
+        masking: the velocity of what is sent starts again at 0 (at densities up to 1 %).
+        clip: the largest L2 norm of what this node adds to a bucket in a step, before the residual; divided by the
+            square root of the number of contributors (`SelectingBucketCodec.contributors`). 0 for none.
+    """
+
+    lossless = False
+    stateful = True
+    selecting = True
+    sends_indices: ClassVar[bool] = True
+
+    density: float = 0.01
+    value: str = "fp16"
+    index: str = "auto"
+    scope: str = "bucket"
+    minimum: int = 16384
+    exclude: str = "*bias,*norm*,*.bn*"
+    densities: str = ""
+    warmup: int = 0
+    momentum: float = 0.0
+    nesterov: bool = False
+    masking: bool = True
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        _ = self.rules
+        if self.value not in FORMATS:
+            raise CodecError(f"values are sent as {', '.join(FORMATS)}, not as {self.value!r}")
+        if self.index not in INDEX_CODINGS:
+            raise CodecError(f"indices are sent as {', '.join(INDEX_CODINGS)}, not as {self.index!r}")
+        if self.warmup < 0:
+            raise CodecError(f"warmup is a number of steps from 0 on, not {self.warmup}")
+        if not 0 <= self.momentum < 1:
+            raise CodecError(f"the momentum of the codec {self.name} is from 0 to below 1, not {self.momentum}")
+        if self.nesterov and not self.momentum:
+            raise CodecError(f"nesterov needs a momentum; write {self.name}(momentum=0.9, nesterov=True)")
+        if not 0 <= self.clip < math.inf:
+            raise CodecError(f"clip is an L2 norm, or 0 for none, not {self.clip}")
+        if self.index != "auto" and not self.sends_indices:
+            raise CodecError(f"the codec {self.name} sends no indices, so it has no choice how; leave out index")
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.density, self.scope, self.minimum, self.exclude, self.densities)
+
+    def applies_to(self, dtype: DType) -> bool:
+        return dtype.is_floating
+
+    @abstractmethod
+    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
+        """See `Codec.open`. `team`: the threads that a bucket may use."""
+
+
+class SelectingBucketCodec(BucketCodec):
+    """One bucket's codec on one node: the residual of the whole bucket, and what is selected from it.
+
+    A step is `accumulate_and_select`, then `pack` for each range of the bucket that goes anywhere; receivers `unpack`,
+    add up with `packing.merged`, and `expand` the result. Whatever of a selection does not arrive where it counts is
+    given back.
+
+    Attributes:
+        contributors: how many nodes contribute to the mean that the gradient is a part of, for `clip`.
+        sparse, dense: the elements that are selected from, and those that are always sent; the rest is padding, and
+            never sent. They follow from the codec and the layout, so they are the same on every node.
+        step: how many times it has selected.
+
+    Raises:
+        CodecError: the bucket has more elements than an index can count, or is not of a floating type.
+    """
+
+    lossless = False
+
+    def __init__(self, layout: Layout, codec: Selecting, team: Team, shared: SharedIndices | None = None) -> None:
+        super().__init__(layout)
+        if layout.elements > _MAX_ELEMENTS:
+            raise CodecError(
+                f"a bucket of {layout.elements} elements is too large for the codec {codec.name}, which counts them "
+                f"with 32 bits; make the fusion threshold smaller"
+            )
+        if not codec.applies_to(layout.dtype):
+            raise CodecError(f"the codec {codec.name} is for floating types, not for {layout.dtype}")
+        self._codec, self._team = codec, team
+        self._groups = codec.rules.groups(layout)
+        self.sparse = Spans(joined(sorted(r for group in self._groups for r in group.ranges)))
+        self.dense = Spans(codec.rules.dense(layout))
+        self._format = FORMATS[codec.value]
+        self._packer = Packer(self.sparse, self.dense, codec.value, codec.index, shared)
+        self._residual = np.zeros(layout.elements, np.float32)
+        self._velocity = np.zeros(layout.elements, np.float32) if codec.momentum else None
+        self._lock = threading.Lock()  # ranges may be packed by several threads
+        self._packed_nbytes = 0
+        self._asked = self._selected = self._always = 0
+        self._seconds = 0.0
+        self.contributors = 1
+        self.step = 0
+        selection.prepare()
+        coding.prepare()
+        self._format.prepare()
+        if layout.dtype != _F32:
+            cpu.prepare([], [(layout.dtype, _F32), (_F32, layout.dtype)])
+
+    # What a step is made of.
+
+    def accumulate_and_select(self, values: Array) -> Selection:
+        """Adds a gradient to the residual, and takes from it what is to be sent.
+
+        Args:
+            values: all elements of the bucket, 1-D, contiguous, of its storage dtype; left as they are. Padding may be
+                anything.
+
+        Returns: what is sent, with the values as receivers will have them.
+        """
+        began = time.perf_counter()
+        if values.shape != (self.layout.elements,) or values.dtype != self.layout.dtype.storage:
+            raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
+        gradient = self._as_float32(values)
+        memory = Memory(self._residual, gradient, self._velocity, self._codec.momentum, self._codec.nesterov)
+        memory.factor = self._clip_factor(gradient)
+        ks = [group.k(self.step, self._codec.warmup) for group in self._groups]
+        parts = self._select_groups(memory, ks)
+        selection.collect(memory, self.dense.ranges, NOTHING, Found(0))
+        indices, wanted = parts[0] if len(parts) == 1 else _one_after_the_other(parts)
+        sent = self._format.rounded(wanted)
+        if sent is not wanted:
+            self._residual[indices] = _left(wanted, sent)
+        always = self.dense.gather(self._residual, 0, self.layout.elements)
+        sent_always = self._format.rounded(always)
+        self.dense.scatter(_left(always, sent_always), 0, self._residual)
+        selected = Selection(0, self.layout.elements, indices, sent, sent_always, self.step)
+        self.step += 1
+        self._asked += sum(ks)
+        self._selected += len(indices)
+        self._always += len(sent_always)
+        self._seconds += time.perf_counter() - began
+        return selected
+
+    def pack(self, selected: Selection, low: int, high: int) -> memoryview:
+        """What a selection has in the range [low, high), as at most `max_encoded_nbytes(high - low)` bytes.
+
+        The selection's values are as `accumulate_and_select` or `rounded` give them. Ranges may be packed by several
+        threads at the same time.
+        """
+        payload = self._packer.pack(selected, low, high)
+        with self._lock:
+            self._packed_nbytes += payload.nbytes
+        return payload
+
+    def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Selection:
+        """What a node packed for the range [low, high). Changes nothing, and may be called by several threads.
+
+        Raises:
+            CodecError: this is no selection of that range. No more memory was taken than the range has elements.
+        """
+        return self._packer.unpack(payload, low, high)
+
+    def rounded(self, selected: Selection) -> tuple[Selection, Selection]:
+        """A selection whose values are sums, as receivers will have it, and what is then left of it."""
+        low, high, indices, step = selected.low, selected.high, selected.indices, selected.step
+        values, dense = self._format.rounded(selected.values), self._format.rounded(selected.dense)
+        left = _left(selected.values, values), _left(selected.dense, dense)
+        return Selection(low, high, indices, values, dense, step), Selection(low, high, indices, *left, step)
+
+    def expand(self, selected: Selection, out: Array) -> None:
+        """Writes a selection as an array of all elements of its range, of the bucket's storage dtype."""
+        wide = out if self.layout.dtype == _F32 else np.empty(selected.high - selected.low, np.float32)
+        wide[:] = 0
+        wide[selected.indices - selected.low] = selected.values
+        within = Spans(
+            [(a - selected.low, b - selected.low) for a, b in self.dense.within(selected.low, selected.high)]
+        )
+        within.scatter(selected.dense, 0, wide)
+        if wide is not out:
+            cpu.convert(wide, _F32, out, self.layout.dtype)
+
+    # What comes back.
+
+    def give_back(self, start: int, values: Array) -> None:
+        """Adds elements of the bucket, from element `start` on, to the residual: they were not used after all.
+
+        Args:
+            values: 1-D, contiguous, of the bucket's storage dtype, or float32.
+        """
+        if values.dtype != np.float32:
+            values = self._as_float32(values)
+        self._residual[start : start + len(values)] += values
+
+    def give_back_selection(self, selected: Selection) -> None:
+        """Adds a selection, or what is left of one, to the residual."""
+        self._residual[selected.indices] += selected.values
+        done = 0
+        for low, high in self.dense.within(selected.low, selected.high):
+            self._residual[low:high] += selected.dense[done : done + high - low]
+            done += high - low
+
+    def scale_residual(self, factor: float) -> None:
+        """Multiplies the residual: by old / new when the learning rate has changed, since what it holds will be applied
+        with the new one. The velocity stays, as that of the optimizers does."""
+        self._residual *= np.float32(factor)
+
+    def residual_norm(self) -> float:
+        """The L2 norm of the residual, without padding."""
+        return math.sqrt(selection.moments(self._residual, self._ranges(), self._team)[1])
+
+    def statistics(self) -> dict[str, float]:
+        """Sums over all steps: `steps`; how many elements were `asked` for, `selected`, and sent `always`;
+        `packed_nbytes` that they took, headers included; the `dense_nbytes` of the buckets; and the `seconds` spent
+        selecting."""
+        return {
+            "steps": self.step,
+            "asked": self._asked,
+            "selected": self._selected,
+            "always": self._always,
+            "packed_nbytes": self._packed_nbytes,
+            "dense_nbytes": self.step * self.layout.elements * self.layout.dtype.itemsize,
+            "seconds": self._seconds,
+        }
+
+    # State.
+
+    def state_dict(self) -> dict[str, Array]:
+        """The residual of each tensor as `residual/NAME`, the velocity as `velocity/NAME`, and the `step`; copies."""
+        state = {"step": np.array(self.step, np.int64)}
+        for kind, memory in self._memories():
+            state |= {f"{kind}/{span.name}": memory[span.start : span.end].copy() for span in self.layout.spans}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
+        """Continues from a `state_dict`.
+
+        Args:
+            partial: `state` is of other buckets: what it has of this bucket's tensors is used, what it lacks starts at
+                zero, and the rest is ignored. So a new plan takes over the tensors of an old one.
+
+        Raises:
+            CodecError: without `partial`, the state has not exactly this bucket's tensors; or a tensor has another
+            size.
+                Then nothing has changed.
+        """
+        places = {
+            f"{kind}/{s.name}": memory[s.start : s.end] for kind, memory in self._memories() for s in self.layout.spans
+        }
+        expected = {"step", *places, *self._own_state()}
+        if not partial and state.keys() != expected:
+            odd = ", ".join(sorted(state.keys() ^ expected))
+            raise CodecError(
+                f"the saved state is not of this bucket with the codec {self._codec}: {odd} is in one of them only; "
+                f"use the codec and the model that the checkpoint was written with"
+            )
+        for key, place in places.items():
+            if key in state and state[key].shape != place.shape:
+                raise CodecError(f"{key} has shape {state[key].shape} in the saved state, and {place.shape} here")
+        for key, place in places.items():
+            place[:] = state.get(key, 0)
+        self.step = int(state.get("step", 0))
+        self._load_own_state(state)
+
+    # As a codec that is not asked for selections.
+
+    def encode(self, start: int, values: Array) -> memoryview:
+        """A step of the whole bucket in one payload."""
+        if start != 0 or len(values) != self.layout.elements:
+            raise CodecError(
+                f"the codec {self._codec.name} selects from whole buckets, so it cannot encode parts of them"
+            )
+        return self.pack(self.accumulate_and_select(values), 0, self.layout.elements)
+
+    def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
+        self.expand(self.unpack(payload, start, start + len(out)), out)
+
+    def max_encoded_nbytes(self, n: int) -> int:
+        return self._packer.max_nbytes(n)
+
+    # For subclasses.
+
+    @abstractmethod
+    def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
+        """Adds to the elements of a group, and takes k of them out: indices and values, ascending. Groups are taken by
+        several threads at the same time."""
+
+    def _own_state(self) -> dict[str, Array]:
+        """What a subclass remembers, by names with no `/` in them."""
+        return {}
+
+    def _load_own_state(self, state: Mapping[str, Array]) -> None:
+        """Continues from a state that may lack what `_own_state` gives."""
+
+    def _cleared_velocity(self, group: int, k: int) -> Array | None:
+        """The velocity, when that of selected elements is to start again."""
+        few = k <= max(1, _MASKED_DENSITY * self._groups[group].size)
+        return self._velocity if self._codec.masking and few else None
+
+    def _select_groups(self, memory: Memory, ks: Sequence[int]) -> list[tuple[Array, Array]]:
+        """Large groups one after the other, with all threads; small ones side by side."""
+        parts: list[tuple[Array, Array]] = [(np.empty(0, np.int32), np.empty(0, np.float32))] * len(ks)
+
+        def work(group: int, team: Team) -> None:
+            parts[group] = self._select(memory, group, ks[group], team)
+
+        small = []
+        for number, group in enumerate(self._groups):
+            if group.size >= _TEAM_ELEMENTS:
+                work(number, self._team)
+            else:
+                small.append(partial(work, number, ALONE))
+        self._team.run(small)
+        return parts
+
+    def _clip_factor(self, gradient: Array) -> float:
+        if not self._codec.clip:
+            return 1.0
+        norm = math.sqrt(selection.moments(gradient, self._ranges(), self._team)[1])
+        bound = self._codec.clip / math.sqrt(self.contributors)
+        return bound / norm if bound < norm < math.inf else 1.0
+
+    def _ranges(self) -> list[Range]:
+        return sorted((*self.sparse.ranges, *self.dense.ranges))
+
+    def _memories(self) -> list[tuple[str, Array]]:
+        memories = [("residual", self._residual)]
+        return memories if self._velocity is None else [*memories, ("velocity", self._velocity)]
+
+    def _as_float32(self, values: Array) -> Array:
+        if self.layout.dtype == _F32:
+            return values
+        wide = np.empty(len(values), np.float32)
+        cpu.convert(values, self.layout.dtype, wide, _F32)
+        return wide
+
+
+def _one_after_the_other(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    indices = np.concatenate([np.empty(0, np.int32), *(part[0] for part in parts)])
+    return indices, np.concatenate([np.empty(0, np.float32), *(part[1] for part in parts)])
+
+
+def _left(wanted: Array, sent: Array) -> Array:
+    """What is not sent of some values; nothing of what is not finite."""
+    with np.errstate(invalid="ignore"):
+        left: Array = wanted - sent
+    left[~np.isfinite(wanted)] = 0
+    return left

@@ -1,0 +1,85 @@
+"""`thresholdk`: about k elements, above a threshold that is kept from step to step.
+
+Li and Hoefler, "Near-Optimal Sparse Allreduce" (Ok-Topk, 2022): selection is exact every `every` steps, and the
+smallest value sent then is the threshold of the steps after it, in which selecting takes one pass. It is lowered by 2.5
+% where fewer than .8 k elements reach it. Where more than 1.25 k do, the largest 1.25 k are sent, and the smallest of
+them is the next threshold. Selection is exact again at once when the threshold turns out to be far off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion_rt.codecs.base import Array, CodecError, Layout
+from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
+from fusion_rt.codecs.topk import collect_shares, take_found, take_largest
+from fusion_rt.kernels.selection import UNLIMITED, Cut, Memory, largest, magnitude, share, value_of
+from fusion_rt.kernels.team import ALONE, Team
+
+_LOW, _HIGH = 0.8, 1.25
+_LOWER = 1.025
+_FAR = 0.5  # below this share of k the next step is exact
+_ROOM = 4  # times k, that are kept to find the largest among
+
+
+@dataclass(frozen=True)
+class ThresholdK(Selecting):
+    """About k of the largest.
+
+    Args:
+        every: steps from one exact selection to the next.
+    """
+
+    name = "thresholdk"
+
+    every: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 1:
+            raise CodecError(f"every is a number of steps from 1 on, not {self.every}")
+
+    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
+        return ThresholdKBucket(layout, self, team)
+
+
+class ThresholdKBucket(SelectingBucketCodec):
+    def __init__(self, layout: Layout, codec: ThresholdK, team: Team) -> None:
+        super().__init__(layout, codec, team)
+        self._every = codec.every
+        self._thresholds = np.zeros(len(self._groups), np.int64)  # magnitudes; 0 where the next selection is exact
+
+    def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
+        ranges, velocity = self._groups[group].ranges, self._cleared_velocity(group, k)
+        threshold = int(self._thresholds[group])
+        if threshold == 0 or self.step % self._every == 0:
+            indices, values, self._thresholds[group] = take_largest(memory, ranges, k, team, velocity)
+            return indices, values
+        found = collect_shares(memory, share(ranges, team.threads), threshold, _ROOM * k, team)
+        if any(each.overflowed for each in found):
+            indices, values, self._thresholds[group] = take_largest(Memory(memory.residual), ranges, k, team, velocity)
+            return indices, values
+        total = sum(each.count for each in found)
+        cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
+        if total > _HIGH * k:
+            cut = largest([[each.values[: each.count]] for each in found], int(_HIGH * k), team)
+            threshold = cut.threshold
+        elif total < _FAR * k:
+            threshold = 0
+        elif total < _LOW * k:
+            threshold = magnitude(value_of(threshold) / _LOWER)
+        self._thresholds[group] = threshold
+        return take_found(memory.residual, found, cut, team, velocity)
+
+    def _own_state(self) -> dict[str, Array]:
+        return {"thresholds": self._thresholds.copy()}
+
+    def _load_own_state(self, state: Mapping[str, Array]) -> None:
+        saved = state.get("thresholds")
+        if saved is not None and saved.shape == self._thresholds.shape:
+            self._thresholds[:] = saved
+        else:  # of other groups
+            self._thresholds[:] = 0

@@ -1,0 +1,222 @@
+"""How a selecting codec writes the values that it sends: `fp32`, `fp16`, `bf16` or `int8`.
+
+`rounded` says what receivers will get, before anything is packed, so that a codec can keep the difference. Rounding
+what has been rounded changes nothing, and neither does packing any consecutive part of it: scales are powers of two,
+and a part never needs a coarser one than the whole.
+
+What is not finite stays so: infinities and NaN survive in fp32, fp16 and bf16; in int8 all of them become NaN. Finite
+values never become infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from fusion_rt.codecs.base import Array, CodecError
+from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.kernels import cpu
+
+BLOCK = 64
+"""Values that share a scale in int8."""
+
+_F32 = DTYPES["float32"]
+
+
+class ValueFormat(ABC):
+    """All values are float32, in one dimension, contiguous.
+
+    `phase`: how many values of the first block belong to the part before this one, from 0 to `BLOCK` - 1.
+    """
+
+    code: ClassVar[int]
+    """On the wire."""
+
+    half: ClassVar[DType | None] = None
+    """What values are converted to, if anything."""
+
+    @abstractmethod
+    def rounded(self, values: Array) -> Array:
+        """The values as receivers will have them; a new array, or `values` itself where nothing changes."""
+
+    @abstractmethod
+    def nbytes(self, n: int, phase: int) -> int:
+        """Bytes of n packed values."""
+
+    @abstractmethod
+    def pack(self, values: Array, phase: int) -> list[Array]:
+        """Values that are `rounded`, or a consecutive part of such, as `nbytes` bytes (contiguous arrays)."""
+
+    @abstractmethod
+    def unpack(self, payload: Array, n: int, phase: int) -> Array:
+        """The n values in the bytes (uint8) of `pack`.
+
+        Raises:
+            CodecError: the bytes, as many as there should be, hold a scale that cannot be.
+        """
+
+    def prepare(self) -> None:
+        """Makes kernels ready before they are needed in a hurry."""
+        if self.half is not None:
+            cpu.prepare([], [(_F32, self.half), (self.half, _F32)])
+
+
+class Fp32Values(ValueFormat):
+    """As they are."""
+
+    code = 0
+
+    def rounded(self, values: Array) -> Array:
+        return values
+
+    def nbytes(self, n: int, phase: int) -> int:
+        return 4 * n
+
+    def pack(self, values: Array, phase: int) -> list[Array]:
+        return [values.view(np.uint8)]
+
+    def unpack(self, payload: Array, n: int, phase: int) -> Array:
+        return np.frombuffer(payload.tobytes(), np.float32)  # a copy, because a payload may begin at any address
+
+
+class Fp16Values(ValueFormat):
+    """Half precision times a power of two that all share, so that neither small nor large gradients leave its range.
+
+    One byte for the power, then the halves. The largest lies in (2**14, 2**15]; what is 2**40 times smaller is lost.
+    """
+
+    code = 1
+    half = DTYPES["float16"]
+    _LEAST, _MOST = -120, 113
+
+    def rounded(self, values: Array) -> Array:
+        exponent, halves = self._halves(values)
+        return self._values(halves, exponent)
+
+    def nbytes(self, n: int, phase: int) -> int:
+        return 2 * n + 1 if n else 0
+
+    def pack(self, values: Array, phase: int) -> list[Array]:
+        if not len(values):
+            return []
+        exponent, halves = self._halves(values)
+        return [np.array([exponent], np.int8).view(np.uint8), halves.view(np.uint8)]
+
+    def unpack(self, payload: Array, n: int, phase: int) -> Array:
+        if not n:
+            return np.empty(0, np.float32)
+        exponent = int(payload[:1].view(np.int8)[0])
+        if not self._LEAST <= exponent <= self._MOST:
+            raise CodecError(f"a peer sent values in fp16 times 2**{exponent}, which is out of range")
+        return self._values(np.frombuffer(payload[1:].tobytes(), np.uint16), exponent)
+
+    def _halves(self, values: Array) -> tuple[int, Array]:
+        fraction, exponent = np.frexp(_largest_finite(values))
+        exponent = int(exponent) - (16 if fraction == 0.5 else 15) if fraction else 0
+        exponent = min(max(exponent, self._LEAST), self._MOST)
+        halves = np.empty(len(values), np.uint16)
+        cpu.convert(values * np.float32(2.0**-exponent), _F32, halves, self.half)
+        return exponent, halves
+
+    def _values(self, halves: Array, exponent: int) -> Array:
+        values = np.empty(len(halves), np.float32)
+        cpu.convert(halves, self.half, values, _F32)
+        values *= np.float32(2.0**exponent)
+        return values
+
+
+class Bf16Values(ValueFormat):
+    """The upper halves of float32; the largest are held at the largest finite one."""
+
+    code = 2
+    half = DTYPES["bfloat16"]
+    _LARGEST = np.uint32(0x7F7F0000).view(np.float32)
+
+    def rounded(self, values: Array) -> Array:
+        held = np.where(np.isfinite(values), np.clip(values, -self._LARGEST, self._LARGEST), values)
+        return self._values(self._halves(held))
+
+    def nbytes(self, n: int, phase: int) -> int:
+        return 2 * n
+
+    def pack(self, values: Array, phase: int) -> list[Array]:
+        return [self._halves(values).view(np.uint8)]
+
+    def unpack(self, payload: Array, n: int, phase: int) -> Array:
+        return self._values(np.frombuffer(payload.tobytes(), np.uint16))
+
+    def _halves(self, values: Array) -> Array:
+        halves = np.empty(len(values), np.uint16)
+        cpu.convert(values, _F32, halves, self.half)
+        return halves
+
+    def _values(self, halves: Array) -> Array:
+        values = np.empty(len(halves), np.float32)
+        cpu.convert(halves, self.half, values, _F32)
+        return values
+
+
+class Int8Values(ValueFormat):
+    """Integers from -127 to 127 times a power of two for each block of `BLOCK` values; -128 is what is not finite.
+
+    First the powers, a byte each, then the integers.
+    """
+
+    code = 3
+    _LEAST, _MOST = -128, 121
+    _NOT_FINITE = -128
+
+    def rounded(self, values: Array) -> Array:
+        return self._values(*self._integers(values, 0), len(values), 0)
+
+    def nbytes(self, n: int, phase: int) -> int:
+        return n + self._blocks(n, phase)
+
+    def pack(self, values: Array, phase: int) -> list[Array]:
+        exponents, integers = self._integers(values, phase)
+        return [exponents.view(np.uint8), integers.ravel()[phase : phase + len(values)].view(np.uint8)]
+
+    def unpack(self, payload: Array, n: int, phase: int) -> Array:
+        blocks = self._blocks(n, phase)
+        exponents = payload[:blocks].view(np.int8)
+        if blocks and int(exponents.max()) > self._MOST:
+            raise CodecError(f"a peer sent values in int8 times 2**{exponents.max()}, which is out of range")
+        integers = np.zeros((blocks, BLOCK), np.int8)
+        integers.ravel()[phase : phase + n] = payload[blocks:].view(np.int8)
+        return self._values(exponents, integers, n, phase)
+
+    def _blocks(self, n: int, phase: int) -> int:
+        return -(-(phase + n) // BLOCK) if n else 0
+
+    def _integers(self, values: Array, phase: int) -> tuple[Array, Array]:
+        blocks = np.zeros((self._blocks(len(values), phase), BLOCK), np.float32)
+        blocks.ravel()[phase : phase + len(values)] = values
+        finite = np.isfinite(blocks)
+        fractions, exponents = np.frexp(np.where(finite, np.abs(blocks), 0).max(axis=1, initial=0))
+        exponents = exponents - 7 + (np.rint(fractions * 128) > 127)
+        exponents = np.where(fractions == 0, self._LEAST, exponents).clip(self._LEAST, self._MOST)
+        integers = np.rint(np.ldexp(np.where(finite, blocks, 0), -exponents[:, None]))
+        return exponents.astype(np.int8), np.where(finite, integers, self._NOT_FINITE).astype(np.int8)
+
+    def _values(self, exponents: Array, integers: Array, n: int, phase: int) -> Array:
+        values = np.ldexp(integers.astype(np.float32), exponents.astype(np.int32)[:, None])
+        values[integers == self._NOT_FINITE] = np.nan
+        return values.ravel()[phase : phase + n]
+
+
+FORMATS: dict[str, ValueFormat] = {
+    "fp32": Fp32Values(),
+    "fp16": Fp16Values(),
+    "bf16": Bf16Values(),
+    "int8": Int8Values(),
+}
+
+
+def _largest_finite(values: Array) -> float:
+    if not len(values):
+        return 0.0
+    largest = float(max(values.max(), -values.min()))
+    return largest if math.isfinite(largest) else float(np.abs(values[np.isfinite(values)]).max(initial=0))
