@@ -277,11 +277,15 @@ class SelectingBucketCodec(BucketCodec):
     # State.
 
     def state_dict(self) -> dict[str, Array]:
-        """The residual of each tensor as `residual/NAME`, the velocity as `velocity/NAME`, and the `step`; copies."""
+        """The residual of each tensor as `residual/NAME`, the velocity as `velocity/NAME`, and the `step`; copies.
+
+        Names of tensors are all it depends on, so the states of several buckets can be united, to be taken over by the
+        buckets of another plan with `partial`.
+        """
         state = {"step": np.array(self.step, np.int64)}
         for kind, memory in self._memories():
             state |= {f"{kind}/{span.name}": memory[span.start : span.end].copy() for span in self.layout.spans}
-        return state
+        return state | self._own_state()
 
     def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
         """Continues from a `state_dict`.
@@ -292,8 +296,7 @@ class SelectingBucketCodec(BucketCodec):
 
         Raises:
             CodecError: without `partial`, the state has not exactly this bucket's tensors; or a tensor has another
-            size.
-                Then nothing has changed.
+                size. Then nothing has changed.
         """
         places = {
             f"{kind}/{s.name}": memory[s.start : s.end] for kind, memory in self._memories() for s in self.layout.spans
@@ -311,7 +314,7 @@ class SelectingBucketCodec(BucketCodec):
         for key, place in places.items():
             place[:] = state.get(key, 0)
         self.step = int(state.get("step", 0))
-        self._load_own_state(state)
+        self._load_own_state({} if partial else state)
 
     # As a codec that is not asked for selections.
 
@@ -341,7 +344,7 @@ class SelectingBucketCodec(BucketCodec):
         return {}
 
     def _load_own_state(self, state: Mapping[str, Array]) -> None:
-        """Continues from a state that may lack what `_own_state` gives."""
+        """Continues from a state; anew where that lacks what `_own_state` gives."""
 
     def _cleared_velocity(self, group: int, k: int) -> Array | None:
         """The velocity, when that of selected elements is to start again."""

@@ -1,9 +1,10 @@
 """`thresholdk`: about k elements, above a threshold that is kept from step to step.
 
 Li and Hoefler, "Near-Optimal Sparse Allreduce" (Ok-Topk, 2022): selection is exact every `every` steps, and the
-smallest value sent then is the threshold of the steps after it, in which selecting takes one pass. It is lowered by 2.5
-% where fewer than .8 k elements reach it. Where more than 1.25 k do, the largest 1.25 k are sent, and the smallest of
-them is the next threshold. Selection is exact again at once when the threshold turns out to be far off.
+smallest value sent then is the threshold of the steps after it, in which selecting takes one pass. It is lowered by
+2.5 % where fewer than .8 k elements reach it. Unlike there, no more than k are sent, the largest; and where more than
+1.25 k reach it, the smallest of those is the next threshold. Selection is exact again at once when the threshold turns
+out to be far off.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class ThresholdKBucket(SelectingBucketCodec):
             return indices, values
         total = sum(each.count for each in found)
         cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
+        if total > k:
+            cut = largest([[each.values[: each.count]] for each in found], k, team)
         if total > _HIGH * k:
-            cut = largest([[each.values[: each.count]] for each in found], int(_HIGH * k), team)
             threshold = cut.threshold
         elif total < _FAR * k:
             threshold = 0
@@ -79,7 +81,4 @@ class ThresholdKBucket(SelectingBucketCodec):
 
     def _load_own_state(self, state: Mapping[str, Array]) -> None:
         saved = state.get("thresholds")
-        if saved is not None and saved.shape == self._thresholds.shape:
-            self._thresholds[:] = saved
-        else:  # of other groups
-            self._thresholds[:] = 0
+        self._thresholds[:] = 0 if saved is None or saved.shape != self._thresholds.shape else saved

@@ -91,6 +91,7 @@ class Fp16Values(ValueFormat):
     code = 1
     half = DTYPES["float16"]
     _LEAST, _MOST = -120, 113
+    _BELOW = np.float32(2**15 - 16)  # the half before 2**15
 
     def rounded(self, values: Array) -> Array:
         exponent, halves = self._halves(values)
@@ -117,14 +118,18 @@ class Fp16Values(ValueFormat):
         fraction, exponent = np.frexp(_largest_finite(values))
         exponent = int(exponent) - (16 if fraction == 0.5 else 15) if fraction else 0
         exponent = min(max(exponent, self._LEAST), self._MOST)
+        scaled = values * np.float32(2.0**-exponent)
+        if exponent == self._MOST:  # rounding up could leave the range of float32
+            scaled = np.where(np.isfinite(scaled), scaled.clip(-self._BELOW, self._BELOW), scaled)
         halves = np.empty(len(values), np.uint16)
-        cpu.convert(values * np.float32(2.0**-exponent), _F32, halves, self.half)
+        cpu.convert(scaled, _F32, halves, self.half)
         return exponent, halves
 
     def _values(self, halves: Array, exponent: int) -> Array:
         values = np.empty(len(halves), np.float32)
         cpu.convert(halves, self.half, values, _F32)
-        values *= np.float32(2.0**exponent)
+        with np.errstate(over="ignore"):  # only a peer that is faulty sends such
+            values *= np.float32(2.0**exponent)
         return values
 
 
@@ -198,12 +203,13 @@ class Int8Values(ValueFormat):
         fractions, exponents = np.frexp(np.where(finite, np.abs(blocks), 0).max(axis=1, initial=0))
         exponents = exponents - 7 + (np.rint(fractions * 128) > 127)
         exponents = np.where(fractions == 0, self._LEAST, exponents).clip(self._LEAST, self._MOST)
-        integers = np.rint(np.ldexp(np.where(finite, blocks, 0), -exponents[:, None]))
+        integers = np.rint(np.ldexp(np.where(finite, blocks, 0), -exponents[:, None])).clip(-127, 127)
         return exponents.astype(np.int8), np.where(finite, integers, self._NOT_FINITE).astype(np.int8)
 
     def _values(self, exponents: Array, integers: Array, n: int, phase: int) -> Array:
-        values = np.ldexp(integers.astype(np.float32), exponents.astype(np.int32)[:, None])
-        values[integers == self._NOT_FINITE] = np.nan
+        missing = integers == self._NOT_FINITE
+        values = np.ldexp(np.where(missing, 0, integers).astype(np.float32), exponents.astype(np.int32)[:, None])
+        values[missing] = np.nan
         return values.ravel()[phase : phase + n]
 
 

@@ -1,4 +1,6 @@
-"""The functions of `cpu` in plain numpy, as their documentation says and nothing else; the tests compare with this."""
+"""What `cpu`, `selection` and `coding` do, in plain numpy, as their documentation says and nothing else; the tests
+compare with this.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +65,59 @@ def narrow(dtype: DType, values: Array) -> Array:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         stored = np.where(np.isnan(stored), (bits >> 16) | 0x40, rounded).astype(np.uint16)
     return stored
+
+
+@np.errstate(all="ignore")
+def added(
+    residual: Array, gradient: Array, velocity: Array | None, momentum: float, nesterov: bool, factor: float
+) -> tuple[Array, Array | None]:
+    """The residual and the velocity after an addition, see `selection.Memory`."""
+    step = gradient * np.float32(factor) if factor != 1.0 else gradient
+    if velocity is not None:
+        velocity = (velocity + step) * np.float32(momentum) if nesterov else velocity * np.float32(momentum) + step
+        step = velocity + step if nesterov else velocity
+    return residual + step, velocity
+
+
+def magnitudes(values: Array) -> Array:
+    """Of float32, see `selection`; int64."""
+    sizes: Array = (values.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64)
+    return sizes
+
+
+def collected(values: Array, low: int, high: int, threshold: int, quota: int) -> Array:
+    """The indices that `selection.collect` finds."""
+    sizes = magnitudes(values[low:high])
+    ties = np.flatnonzero(sizes == threshold)[:quota]
+    indices: Array = low + np.sort(np.concatenate([np.flatnonzero(sizes > threshold), ties]))
+    return indices
+
+
+def largest(values: Array, k: int) -> Array:
+    """The indices, ascending, of the k largest magnitudes, of equal ones the first, without zeros."""
+    sizes = magnitudes(values)
+    order = np.argsort(-sizes, kind="stable")[:k]
+    return np.sort(order[sizes[order] > 0])
+
+
+@np.errstate(all="ignore")
+def merged(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+    """See `selection.merge`."""
+    values = dict(zip(left[0].tolist(), left[1], strict=True))
+    for i, value in zip(right[0].tolist(), right[1], strict=True):
+        values[i] = values[i] + value if i in values else value
+    indices = sorted(values)
+    return np.array(indices, np.int32), np.array([values[i] for i in indices], np.float32)
+
+
+def rice(indices: Array, low: int, bits: int) -> tuple[Array, ...]:
+    """See `coding.encode`."""
+    high_bits: list[int] = []
+    low_bits: list[int] = []
+    for gap in np.diff(indices, prepend=low - 1) - 1:
+        high_bits += [0] * (int(gap) >> bits) + [1]
+        low_bits += [int(gap) >> bit & 1 for bit in range(bits)]
+    return tuple(np.packbits(np.array(part, np.uint8), bitorder="little") for part in (high_bits, low_bits))
 
 
 def _combine(op: str, dtype: DType, left: Array, right: Array) -> Array:

@@ -1,0 +1,110 @@
+"""How a selecting codec writes values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion_rt.codecs import CodecError
+from fusion_rt.codecs.values import BLOCK, FORMATS
+
+Array = npt.NDArray[Any]
+
+SPECIALS = np.array(
+    [
+        0.0,
+        -0.0,
+        1.0,
+        -1.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        1e-45,
+        -1e-40,
+        3.4028235e38,
+        -3.4e38,
+        2.0**100,
+        65520,
+        2**-14,
+        127.6,
+    ],
+    np.float32,
+)
+RELATIVE_ERROR = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8}
+numbers = st.lists(st.floats(width=32) | st.sampled_from(SPECIALS.tolist()), max_size=200)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    for chosen in FORMATS.values():
+        chosen.prepare()
+
+
+def there_and_back(name: str, values: Array, phase: int = 0) -> Array:
+    chosen = FORMATS[name]
+    packed = np.concatenate([np.empty(0, np.uint8), *chosen.pack(values, phase)])
+    assert len(packed) == chosen.nbytes(len(values), phase)
+    return chosen.unpack(packed, len(values), phase)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(deadline=None)
+@given(numbers=numbers, low=st.integers(0, 200), high=st.integers(0, 200))
+def test_rounded_values_and_any_part_of_them_come_back_bit_by_bit(
+    name: str, numbers: list[float], low: int, high: int
+) -> None:
+    values = np.array(numbers, np.float32)
+    before = values.tobytes()
+    rounded = FORMATS[name].rounded(values)
+    assert values.tobytes() == before
+    low, high = sorted((min(low, len(values)), min(high, len(values))))
+    part = np.ascontiguousarray(rounded[low:high])
+    assert there_and_back(name, part, low % BLOCK).tobytes() == part.tobytes()
+    assert there_and_back(name, rounded).tobytes() == rounded.tobytes()
+    assert FORMATS[name].rounded(rounded).tobytes() == rounded.tobytes()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(deadline=None)
+@given(numbers=numbers)
+def test_what_rounding_takes_away_is_a_float32_and_what_is_not_finite_stays_so(name: str, numbers: list[float]) -> None:
+    values = np.array(numbers, np.float32)
+    rounded = FORMATS[name].rounded(values)
+    finite = np.isfinite(values)
+    assert (np.isfinite(rounded) == finite).all()
+    kept, sent = values[finite], rounded[finite]
+    left = kept - sent
+    assert (sent.astype(np.float64) + left.astype(np.float64) == kept.astype(np.float64)).all()
+    if name == "int8":
+        assert np.isnan(rounded[~finite]).all()
+    else:
+        assert np.array_equal(rounded[~finite], values[~finite], equal_nan=True)
+
+
+@pytest.mark.parametrize("name", RELATIVE_ERROR)
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 1e30])
+def test_ordinary_values_keep_their_digits_at_any_scale(name: str, scale: float) -> None:
+    rng = np.random.default_rng(1)
+    values = (rng.uniform(1, 1000, 5000) * rng.choice([-1, 1], 5000) * scale).astype(np.float32)
+    error = np.abs(FORMATS[name].rounded(values) - values) / np.abs(values)
+    assert error.max() <= RELATIVE_ERROR[name]
+
+
+def test_int8_is_off_by_at_most_a_127th_of_the_largest_of_its_block() -> None:
+    values = (
+        np.random.default_rng(1).standard_normal(50 * BLOCK) * np.repeat(10.0 ** np.arange(-25, 25), BLOCK)
+    ).astype(np.float32)
+    error = np.abs(FORMATS["int8"].rounded(values) - values).reshape(-1, BLOCK)
+    assert (error.max(axis=1) <= np.abs(values).reshape(-1, BLOCK).max(axis=1) / 127).all()
+
+
+def test_a_scale_that_cannot_be_is_refused() -> None:
+    with pytest.raises(CodecError, match=r"fp16 times 2\*\*127, which is out of range"):
+        FORMATS["fp16"].unpack(np.array([127, 0, 0], np.uint8), 1, 0)
+    with pytest.raises(CodecError, match=r"int8 times 2\*\*122, which is out of range"):
+        FORMATS["int8"].unpack(np.array([122, 1], np.uint8), 1, 0)
