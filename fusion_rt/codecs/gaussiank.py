@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from fusion_rt.codecs.base import Array, Layout
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
@@ -63,6 +62,8 @@ class GaussianKBucket(SelectingBucketCodec):
 def _normal_threshold(plain: float, squared: float, n: int, k: int) -> float | None:
     """What k of n normally distributed numbers with this sum and this sum of squares would reach; None where that is
     not a number above zero."""
+    from statistics import NormalDist  # a megabyte that other codecs do not need
+
     mean = plain / n
     variance = (squared - plain * mean) / max(1, n - 1)
     if not 0 < variance < math.inf or k == n:

@@ -88,7 +88,7 @@ class Spans:
 
     def hold(self, indices: Array) -> bool:
         """Whether all of these ascending indices are among their elements."""
-        lows, highs = np.searchsorted(indices, self._lows), np.searchsorted(indices, self._highs)
+        lows, highs = (np.searchsorted(indices, e.astype(indices.dtype)) for e in (self._lows, self._highs))
         return int((highs - lows).sum()) == len(indices)
 
     def all_indices(self, low: int, high: int) -> Array:
@@ -139,7 +139,7 @@ class Packer:
 
         Its values have to be `rounded` (see `values`); then `unpack` gives the same bits.
         """
-        first, end = np.searchsorted(selected.indices, (low, high))
+        first, end = np.searchsorted(selected.indices, np.array([low, high], np.int32))
         indices, values = selected.indices[first:end], selected.values[first:end]
         skipped = self._dense.rank(low) - self._dense.rank(selected.low)
         dense = selected.dense[skipped : skipped + self._dense.rank(high) - self._dense.rank(low)]
@@ -221,6 +221,7 @@ class Packer:
         return indices
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def merged(selections: Sequence[Selection]) -> Selection:
     """The sum of selections of one range, added one after the other; where only one has an element, that is the sum."""
     first, *others = selections

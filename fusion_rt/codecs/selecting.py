@@ -181,7 +181,7 @@ class SelectingBucketCodec(BucketCodec):
         indices, wanted = parts[0] if len(parts) == 1 else _one_after_the_other(parts)
         sent = self._format.rounded(wanted)
         if sent is not wanted:
-            self._residual[indices] = _left(wanted, sent)
+            selection.put(indices, _left(wanted, sent), self._residual, team=self._team)
         always = self.dense.gather(self._residual, 0, self.layout.elements)
         sent_always = self._format.rounded(always)
         self.dense.scatter(_left(always, sent_always), 0, self._residual)
@@ -223,7 +223,7 @@ class SelectingBucketCodec(BucketCodec):
         """Writes a selection as an array of all elements of its range, of the bucket's storage dtype."""
         wide = out if self.layout.dtype == _F32 else np.empty(selected.high - selected.low, np.float32)
         wide[:] = 0
-        wide[selected.indices - selected.low] = selected.values
+        selection.put(selected.indices, selected.values, wide, selected.low)
         within = Spans(
             [(a - selected.low, b - selected.low) for a, b in self.dense.within(selected.low, selected.high)]
         )
@@ -233,6 +233,7 @@ class SelectingBucketCodec(BucketCodec):
 
     # What comes back.
 
+    @np.errstate(over="ignore", invalid="ignore")
     def give_back(self, start: int, values: Array) -> None:
         """Adds elements of the bucket, from element `start` on, to the residual: they were not used after all.
 
@@ -243,14 +244,16 @@ class SelectingBucketCodec(BucketCodec):
             values = self._as_float32(values)
         self._residual[start : start + len(values)] += values
 
+    @np.errstate(over="ignore", invalid="ignore")
     def give_back_selection(self, selected: Selection) -> None:
         """Adds a selection, or what is left of one, to the residual."""
-        self._residual[selected.indices] += selected.values
+        selection.put(selected.indices, selected.values, self._residual, add=True)
         done = 0
         for low, high in self.dense.within(selected.low, selected.high):
             self._residual[low:high] += selected.dense[done : done + high - low]
             done += high - low
 
+    @np.errstate(over="ignore", invalid="ignore")
     def scale_residual(self, factor: float) -> None:
         """Multiplies the residual: by old / new when the learning rate has changed, since what it holds will be applied
         with the new one. The velocity stays, as that of the optimizers does."""

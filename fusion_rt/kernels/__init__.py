@@ -1,4 +1,5 @@
-"""Arithmetic on buckets: `cpu` (compiled by Numba) and `reference` (numpy, what the others are tested against).
+"""Work on the elements of buckets, compiled by Numba: `cpu` reduces and converts, `selection` finds the largest,
+`coding` packs indices. `reference` does the same in numpy, and is what the others are tested against.
 
-Importing this package loads neither: `import numba` alone takes half a second and some 60 MB.
+Importing this package loads none of them: `import numba` alone takes half a second and some 60 MB.
 """

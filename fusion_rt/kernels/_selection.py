@@ -207,4 +207,15 @@ def merge(request):  # type: ignore[no-untyped-def]
     poke64(request, 8, count)
 
 
-KERNELS = (collect, count, take, sample, moments, merge)
+def put(request):  # type: ignore[no-untyped-def]
+    memory, indices, values, size = peek64(request, 0), peek64(request, 1), peek64(request, 2), peek64(request, 3)
+    base, adding = peek64(request, 4), peek64(request, 5)
+    for j in range(size):
+        i = peek32(indices, j) - base
+        value = peek_float(values, j)
+        if adding != 0:
+            value += peek_float(memory, i)
+        poke_float(memory, i, value)
+
+
+KERNELS = (put, collect, count, take, sample, moments, merge)

@@ -31,8 +31,8 @@ _DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the parts in which a
 _PART_ELEMENTS = 1 << 16  # below this a second thread is not worth waking
 
 _collect, _count, _take = Routine("collect"), Routine("count"), Routine("take")
-_sample, _moments, _merge = Routine("sample"), Routine("moments"), Routine("merge")
-ROUTINES = tuple(routine.name for routine in (_collect, _count, _take, _sample, _moments, _merge))
+_sample, _moments, _merge, _put = Routine("sample"), Routine("moments"), Routine("merge"), Routine("put")
+ROUTINES = tuple(routine.name for routine in (_collect, _count, _take, _sample, _moments, _merge, _put))
 
 
 @dataclass
@@ -186,6 +186,21 @@ def take(
         _address(residual), _address(velocity), 0,
     )  # fmt: skip
     return int(words[9])
+
+
+def put(indices: Array, values: Array, out: Array, low: int = 0, add: bool = False, team: Team = ALONE) -> None:
+    """Writes or adds values (float32) to those elements of `out` (float32) that have the indices (int32, different),
+    of which `out` has those from `low` on."""
+    if not all(array.flags.c_contiguous and array.itemsize == 4 for array in (indices, values, out)):
+        raise ValueError(f"indices and values are put as int32 and float32, not {indices.dtype} and {values.dtype}")
+    if len(indices) and not low <= indices.min() <= indices.max() < low + len(out):
+        raise ValueError(f"there are indices that are not in [{low}, {low + len(out)})")
+
+    def work(first: int, end: int) -> None:
+        part = indices[first:end], values[first:end]
+        _put(out.ctypes.data, part[0].ctypes.data, part[1].ctypes.data, end - first, low, int(add))
+
+    team.run([partial(work, *bounds) for part in share([(0, len(indices))], team.threads) for bounds in part])
 
 
 def merge(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -145,6 +145,21 @@ def test_topk_sends_what_the_reference_selects(
         assert selected.dense.tobytes() == codec.dense.gather(total, 0, where.elements).tobytes()
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("minimum", [0, 100])
+def test_buckets_of_hardly_any_elements(name: str, n: int, minimum: int) -> None:
+    codec = opened(f"{name}(minimum={minimum}, value='int8')", Layout(F32, n))
+    for step in range(4):
+        values = np.full(n, 8.0 + step, np.float32)
+        before = residual(codec)
+        selected = codec.accumulate_and_select(values)
+        assert len(selected) == min(n, 1 if minimum == 0 else n)
+        got = codec.unpack(codec.pack(selected, 0, n), 0, n)
+        assert (expanded(codec, got) + residual(codec) == before + values).all()
+    assert codec.residual_norm() >= 0
+
+
 def patterns(n: int) -> dict[str, Array]:
     """Data for which a sample is misleading."""
     rng = np.random.default_rng(7)

@@ -172,6 +172,23 @@ def test_sparse_arrays_are_added_like_the_reference(sizes: tuple[int, int], room
     same(values, expected)
 
 
+@pytest.mark.parametrize("add", [False, True])
+def test_values_are_put_where_they_belong(add: bool, team: Team) -> None:
+    n = 300_000
+    rng = np.random.default_rng(6)
+    indices = np.sort(rng.choice(n, 200_000, replace=False)).astype(np.int32)
+    values, out = rng.standard_normal(200_000, dtype=np.float32), rng.standard_normal(n, dtype=np.float32)
+    expected = out.copy()
+    expected[indices] = expected[indices] + values if add else values
+    selection.put(indices + np.int32(77), values, out, 77, add, team)
+    assert out.tobytes() == expected.tobytes()
+    for wrong in ([-1], [n], [0, n]):
+        with pytest.raises(ValueError, match="are not in"):
+            selection.put(np.array(wrong, np.int32), values[: len(wrong)], out)
+    with pytest.raises(ValueError, match="as int32 and float32, not int64 and float32"):
+        selection.put(np.array([1]), values[:1], out)
+
+
 def test_moments_do_not_depend_on_the_threads(team: Team) -> None:
     values = np.random.default_rng(3).standard_normal(300_000, dtype=np.float32)
     ranges = [(0, 7), (10, 100_003), (150_000, 300_000)]
