@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from fusion_rt.codecs.base import Array, Layout
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
-from fusion_rt.codecs.topk import collect_shares, take_found, take_largest
-from fusion_rt.kernels.selection import NOTHING, UNLIMITED, Cut, Found, Memory, largest, magnitude, moments, share
+from fusion_rt.codecs.topk import collect_shares, largest_found, take_found, take_largest
+from fusion_rt.kernels.selection import NOTHING, UNLIMITED, Cut, Found, Memory, magnitude, moments, share
 from fusion_rt.kernels.team import ALONE, Team
 
 _TRIES = 3
@@ -55,7 +55,7 @@ class GaussianKBucket(SelectingBucketCodec):
             return take_largest(added, ranges, k, team, velocity)[:2]
         cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
         if sum(cut.counts) > k:
-            cut = largest([[each.values[: each.count]] for each in found], k, team)
+            cut = largest_found(found, k)
         return take_found(memory.residual, found, cut, team, velocity)
 
 

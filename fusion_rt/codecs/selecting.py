@@ -23,7 +23,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -40,7 +39,7 @@ from fusion_rt.kernels.team import ALONE, Team
 _F32 = DTYPES["float32"]
 _MAX_ELEMENTS = 2**31 - 1  # an index has 32 bits
 _MASKED_DENSITY = 0.01  # above it, clearing the velocity of what is sent has been seen to hurt
-_TEAM_ELEMENTS = 1 << 18  # groups from here on are worth more than one thread
+_TEAM_ELEMENTS = 1 << 20  # groups from here on are worth more than one thread
 
 
 @dataclass(frozen=True)
@@ -339,8 +338,7 @@ class SelectingBucketCodec(BucketCodec):
 
     @abstractmethod
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
-        """Adds to the elements of a group, and takes k of them out: indices and values, ascending. Groups are taken by
-        several threads at the same time."""
+        """Adds to the elements of a group, and takes k of them out: indices and values, ascending."""
 
     def _own_state(self) -> dict[str, Array]:
         """What a subclass remembers, by names with no `/` in them."""
@@ -355,20 +353,12 @@ class SelectingBucketCodec(BucketCodec):
         return self._velocity if self._codec.masking and few else None
 
     def _select_groups(self, memory: Memory, ks: Sequence[int]) -> list[tuple[Array, Array]]:
-        """Large groups one after the other, with all threads; small ones side by side."""
-        parts: list[tuple[Array, Array]] = [(np.empty(0, np.int32), np.empty(0, np.float32))] * len(ks)
-
-        def work(group: int, team: Team) -> None:
-            parts[group] = self._select(memory, group, ks[group], team)
-
-        small = []
-        for number, group in enumerate(self._groups):
-            if group.size >= _TEAM_ELEMENTS:
-                work(number, self._team)
-            else:
-                small.append(partial(work, number, ALONE))
-        self._team.run(small)
-        return parts
+        """One after the other. Small ones take microseconds in kernels, and threads would wait for the GIL between them
+        more than they gain: two took twice as long as one."""
+        return [
+            self._select(memory, number, k, self._team if group.size >= _TEAM_ELEMENTS else ALONE)
+            for number, (group, k) in enumerate(zip(self._groups, ks, strict=True))
+        ]
 
     def _clip_factor(self, gradient: Array) -> float:
         if not self._codec.clip:

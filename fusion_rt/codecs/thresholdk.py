@@ -16,8 +16,8 @@ import numpy as np
 
 from fusion_rt.codecs.base import Array, CodecError, Layout
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
-from fusion_rt.codecs.topk import collect_shares, take_found, take_largest
-from fusion_rt.kernels.selection import UNLIMITED, Cut, Memory, largest, magnitude, share, value_of
+from fusion_rt.codecs.topk import collect_shares, largest_found, take_found, take_largest
+from fusion_rt.kernels.selection import UNLIMITED, Cut, Memory, magnitude, share, value_of
 from fusion_rt.kernels.team import ALONE, Team
 
 _LOW, _HIGH = 0.8, 1.25
@@ -66,7 +66,7 @@ class ThresholdKBucket(SelectingBucketCodec):
         total = sum(each.count for each in found)
         cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
         if total > k:
-            cut = largest([[each.values[: each.count]] for each in found], k, team)
+            cut = largest_found(found, k)
         if total > _HIGH * k:
             threshold = cut.threshold
         elif total < _FAR * k:

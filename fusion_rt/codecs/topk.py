@@ -63,7 +63,7 @@ def take_largest(
     elif total <= k:
         cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
     else:
-        cut = largest([[each.values[: each.count]] for each in found], k, team)
+        cut = largest_found(found, k)
     return *take_found(memory.residual, found, cut, team, velocity), cut.threshold
 
 
@@ -72,6 +72,11 @@ def collect_shares(memory: Memory, shares: list[list[Range]], threshold: int, ca
     found = [Found(min(capacity, sum(high - low for low, high in part))) for part in shares]
     team.run([partial(collect, memory, part, threshold, each) for part, each in zip(shares, found, strict=True)])
     return found
+
+
+def largest_found(found: list[Found], k: int) -> Cut:
+    """Which are the k largest of what was found; on this thread, since waking another takes as long."""
+    return largest([[each.values[: each.count]] for each in found], k)
 
 
 def take_found(
