@@ -16,7 +16,11 @@ from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.gaussiank import GaussianK
 from fusion_rt.codecs.half import Bf16, Fp16
+from fusion_rt.codecs.int8 import Int8
+from fusion_rt.codecs.onebit import OneBit
 from fusion_rt.codecs.packing import Selection
+from fusion_rt.codecs.powersgd import PowerSGD, PowerSGDBucket
+from fusion_rt.codecs.quantising import QuantisingBucketCodec
 from fusion_rt.codecs.randomk import RandomK
 from fusion_rt.codecs.selecting import SelectingBucketCodec
 from fusion_rt.codecs.thresholdk import ThresholdK
@@ -28,13 +32,15 @@ __all__ = [
     "Codec",
     "CodecError",
     "Layout",
+    "PowerSGDBucket",
+    "QuantisingBucketCodec",
     "SelectingBucketCodec",
     "Selection",
     "Span",
     "parse",
 ]
 
-_ALL: tuple[type[Codec], ...] = (Dense, Fp16, Bf16, TopK, GaussianK, ThresholdK, RandomK)
+_ALL: tuple[type[Codec], ...] = (Dense, Fp16, Bf16, TopK, GaussianK, ThresholdK, RandomK, Int8, OneBit, PowerSGD)
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _ALL}
 
 _MAX_TEXT = 200  # characters; the text may come from another process

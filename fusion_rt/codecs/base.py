@@ -14,6 +14,7 @@ Rules that collectives and algorithms rely on:
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from fusion_rt.dtypes import DType
 from fusion_rt.errors import FusionError
+from fusion_rt.kernels.team import ALONE, Team
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -33,11 +35,22 @@ class CodecError(FusionError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Where a tensor lies in a bucket: `numel` elements from element `start` on."""
+    """Where a tensor lies in a bucket: `numel` elements from element `start` on.
+
+    `shape`: of the tensor, where that is known.
+
+    Raises:
+        ValueError: a tensor of that shape has another number of elements.
+    """
 
     name: str
     start: int
     numel: int
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.shape and math.prod(self.shape) != self.numel:
+            raise ValueError(f"the tensor {self.name!r} of shape {self.shape} has not {self.numel} elements")
 
     @property
     def end(self) -> int:
@@ -102,10 +115,14 @@ class Codec(ABC):
         """Whether buckets of this element type are encoded; all others go dense."""
 
     @abstractmethod
-    def open(self, layout: Layout) -> BucketCodec:
-        """The codec of one bucket on this node, with an empty residual. Of any element type: see `applies_to`.
+    def open(self, layout: Layout, team: Team = ALONE) -> BucketCodec:
+        """The codec of one bucket on this node, with an empty residual. A stateless codec opens any bucket, and leaves
+        those dense that it does not apply to; a stateful one raises `CodecError`.
 
         Prepares the kernels it needs, so it may take seconds on a host where they have never been compiled.
+
+        Args:
+            team: the threads that a bucket may use.
         """
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from fusion_rt.codecs.base import Array, BucketCodec, Codec, Layout, byte_view, check_length
 from fusion_rt.dtypes import DType
+from fusion_rt.kernels.team import ALONE, Team
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Dense(Codec):
     def applies_to(self, dtype: DType) -> bool:
         return True
 
-    def open(self, layout: Layout) -> BucketCodec:
+    def open(self, layout: Layout, team: Team = ALONE) -> BucketCodec:
         return DenseBucket(layout)
 
 

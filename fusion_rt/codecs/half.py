@@ -19,6 +19,7 @@ from fusion_rt.codecs.base import Array, BucketCodec, Codec, Layout, byte_view, 
 from fusion_rt.codecs.dense import DenseBucket
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
+from fusion_rt.kernels.team import ALONE, Team
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class _Half(Codec):
     def applies_to(self, dtype: DType) -> bool:
         return dtype.is_floating and not dtype.is_half
 
-    def open(self, layout: Layout) -> BucketCodec:
+    def open(self, layout: Layout, team: Team = ALONE) -> BucketCodec:
         return HalfBucket(layout, self) if self.applies_to(layout.dtype) else DenseBucket(layout)
 
 

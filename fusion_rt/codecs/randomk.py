@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, CodecError, Layout
-from fusion_rt.codecs.packing import Spans
+from fusion_rt.codecs.base import Array, Layout
+from fusion_rt.codecs.draws import check_seed, mix
+from fusion_rt.codecs.packing import Selection, Spans
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.codecs.topk import collect_shares
 from fusion_rt.kernels.selection import NOTHING, Memory, share
@@ -34,8 +35,7 @@ class RandomK(Selecting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.seed < 2**63:
-            raise CodecError(f"the seed of the codec randomk is from 0 to 2**63 - 1, not {self.seed}")
+        check_seed(self.seed, self.name)
 
     def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
         return RandomKBucket(layout, self, team)
@@ -57,6 +57,12 @@ class RandomKBucket(SelectingBucketCodec):
             velocity[indices] = 0
         return indices, values
 
+    def conclude(self, total: Selection, nodes: int) -> Selection:
+        """Keeps all: every node has drawn the same, so a sum is as sparse as its parts."""
+        sent, left = self.rounded(total)
+        self.reclaim(left)
+        return sent
+
     def _drawn(self, step: int, low: int, high: int) -> Array:
         """What every node selects in [low, high) in a step: int32, ascending."""
         parts = [np.empty(0, np.int32)]
@@ -72,18 +78,7 @@ class RandomKBucket(SelectingBucketCodec):
         draws = np.arange(first * k // spans.size, min(k, -(-end * k // spans.size)), dtype=np.int64)
         begins, ends = draws * spans.size // k, (draws + 1) * spans.size // k
         with np.errstate(over="ignore"):
-            hashes = _mix(_mix(np.uint64(self._seed) + _mix(np.uint64(step))) + np.uint64(group)) + draws.astype(
-                np.uint64
-            )
-        ranks = begins + (_mix(hashes) % (ends - begins).astype(np.uint64)).astype(np.int64)
+            hashes = mix(mix(np.uint64(self._seed) + mix(np.uint64(step))) + np.uint64(group)) + draws.astype(np.uint64)
+        ranks = begins + (mix(hashes) % (ends - begins).astype(np.uint64)).astype(np.int64)
         ranks = ranks[(ranks >= first) & (ranks < end)]
         return spans.elements(ranks).astype(np.int32)
-
-
-def _mix(x: Array) -> Array:
-    """Scatters the bits of uint64; the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Array = x ^ (x >> np.uint64(31))
-    return mixed

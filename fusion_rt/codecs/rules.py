@@ -60,11 +60,11 @@ class Rules:
         CodecError: an argument is out of range, or not written like this.
     """
 
-    density: float
-    scope: str
-    minimum: int
-    exclude: str
-    densities: str
+    density: float = 1.0
+    scope: str = "bucket"
+    minimum: int = 0
+    exclude: str = ""
+    densities: str = ""
 
     def __post_init__(self) -> None:
         _check_density(self.density, "the density")
@@ -76,7 +76,7 @@ class Rules:
 
     def groups(self, layout: Layout) -> tuple[Group, ...]:
         """The elements that are selected from, ascending; those of different groups do not mix."""
-        sparse = [span for span in layout.spans if span.numel and not self._is_dense(span)]
+        sparse = [span for span in layout.spans if span.numel and not self.is_dense(span)]
         if self.scope == "tensor":
             return tuple(
                 Group(span.name, ((span.start, span.end),), ((span.numel, self._density(span)),)) for span in sparse
@@ -88,9 +88,10 @@ class Rules:
 
     def dense(self, layout: Layout) -> tuple[Range, ...]:
         """The elements that are always sent, ascending."""
-        return joined([(span.start, span.end) for span in layout.spans if span.numel and self._is_dense(span)])
+        return joined([(span.start, span.end) for span in layout.spans if span.numel and self.is_dense(span)])
 
-    def _is_dense(self, span: Span) -> bool:
+    def is_dense(self, span: Span) -> bool:
+        """Whether a tensor is always sent."""
         patterns = [pattern.strip() for pattern in self.exclude.split(",")]
         return span.numel < self.minimum or any(fnmatchcase(span.name, pattern) for pattern in patterns if pattern)
 

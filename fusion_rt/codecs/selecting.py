@@ -18,25 +18,25 @@ is converted to float32 when it comes in.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, BucketCodec, Codec, CodecError, Layout
-from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans
+from fusion_rt.codecs.base import Array, Codec, CodecError, Layout
+from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec
+from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans, merged, strongest
 from fusion_rt.codecs.rules import Rules, joined
+from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.values import FORMATS
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.dtypes import DType
 from fusion_rt.kernels import coding, cpu, selection
-from fusion_rt.kernels.selection import NOTHING, Found, Memory, Range
+from fusion_rt.kernels.selection import NOTHING, Found, Memory
 from fusion_rt.kernels.team import ALONE, Team
 
-_F32 = DTYPES["float32"]
 _MAX_ELEMENTS = 2**31 - 1  # an index has 32 bits
 _MASKED_DENSITY = 0.01  # above it, clearing the velocity of what is sent has been seen to hurt
 _TEAM_ELEMENTS = 1 << 20  # groups from here on are worth more than one thread
@@ -59,7 +59,8 @@ class Selecting(Codec):
         nesterov: the velocity looks ahead.
         masking: the velocity of what is sent starts again at 0 (at densities up to 1 %).
         clip: the largest L2 norm of what this node adds to a bucket in a step, before the residual; divided by the
-            square root of the number of contributors (`SelectingBucketCodec.contributors`). 0 for none.
+            square root of the number of contributors (`SummingBucketCodec.nodes`). 0 for none.
+        feedback: what is not sent waits in the residual; without, it is lost.
     """
 
     lossless = False
@@ -79,6 +80,7 @@ class Selecting(Codec):
     nesterov: bool = False
     masking: bool = True
     clip: float = 0.0
+    feedback: bool = True
 
     def __post_init__(self) -> None:
         _ = self.rules
@@ -109,15 +111,13 @@ class Selecting(Codec):
         """See `Codec.open`. `team`: the threads that a bucket may use."""
 
 
-class SelectingBucketCodec(BucketCodec):
+class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
     """One bucket's codec on one node: the residual of the whole bucket, and what is selected from it.
 
-    A step is `accumulate_and_select`, then `pack` for each range of the bucket that goes anywhere; receivers `unpack`,
-    add up with `packing.merged`, and `expand` the result. Whatever of a selection does not arrive where it counts is
-    given back.
+    Portions are selections. `accumulate_and_select` is what contributes; of a sum of selections, an owner keeps its
+    share of the elements that were asked for.
 
     Attributes:
-        contributors: how many nodes contribute to the mean that the gradient is a part of, for `clip`.
         sparse, dense: the elements that are selected from, and those that are always sent; the rest is padding, and
             never sent. They follow from the codec and the layout, so they are the same on every node.
         step: how many times it has selected.
@@ -126,36 +126,28 @@ class SelectingBucketCodec(BucketCodec):
         CodecError: the bucket has more elements than an index can count, or is not of a floating type.
     """
 
-    lossless = False
+    blank = True
+    adapts = True
 
     def __init__(self, layout: Layout, codec: Selecting, team: Team, shared: SharedIndices | None = None) -> None:
-        super().__init__(layout)
         if layout.elements > _MAX_ELEMENTS:
             raise CodecError(
                 f"a bucket of {layout.elements} elements is too large for the codec {codec.name}, which counts them "
                 f"with 32 bits; make the fusion threshold smaller"
             )
-        if not codec.applies_to(layout.dtype):
-            raise CodecError(f"the codec {codec.name} is for floating types, not for {layout.dtype}")
-        self._codec, self._team = codec, team
+        super().__init__(layout, codec, team, codec.momentum > 0)
+        self._codec = codec
         self._groups = codec.rules.groups(layout)
         self.sparse = Spans(joined(sorted(r for group in self._groups for r in group.ranges)))
         self.dense = Spans(codec.rules.dense(layout))
+        self.always = self.dense.ranges
         self._format = FORMATS[codec.value]
         self._packer = Packer(self.sparse, self.dense, codec.value, codec.index, shared)
-        self._residual = np.zeros(layout.elements, np.float32)
-        self._velocity = np.zeros(layout.elements, np.float32) if codec.momentum else None
-        self._lock = threading.Lock()  # ranges may be packed by several threads
-        self._packed_nbytes = 0
-        self._asked = self._selected = self._always = 0
+        self._packed_nbytes = self._dense_nbytes = 0
+        self._asked = self._selected = self._always = self._wanted = 0
         self._seconds = 0.0
-        self.contributors = 1
-        self.step = 0
-        selection.prepare()
         coding.prepare()
         self._format.prepare()
-        if layout.dtype != _F32:
-            cpu.prepare([], [(layout.dtype, _F32), (_F32, layout.dtype)])
 
     # What a step is made of.
 
@@ -174,7 +166,7 @@ class SelectingBucketCodec(BucketCodec):
         gradient = self._as_float32(values)
         memory = Memory(self._residual, gradient, self._velocity, self._codec.momentum, self._codec.nesterov)
         memory.factor = self._clip_factor(gradient)
-        ks = [group.k(self.step, self._codec.warmup) for group in self._groups]
+        ks = self._ks()
         parts = self._select_groups(memory, ks)
         selection.collect(memory, self.dense.ranges, NOTHING, Found(0))
         indices, wanted = parts[0] if len(parts) == 1 else _one_after_the_other(parts)
@@ -185,8 +177,11 @@ class SelectingBucketCodec(BucketCodec):
         sent_always = self._format.rounded(always)
         self.dense.scatter(_left(always, sent_always), 0, self._residual)
         selected = Selection(0, self.layout.elements, indices, sent, sent_always, self.step)
+        if not self._codec.feedback:
+            self._residual[:] = 0
         self.step += 1
-        self._asked += sum(ks)
+        self._wanted = sum(ks)
+        self._asked += self._wanted
         self._selected += len(indices)
         self._always += len(sent_always)
         self._seconds += time.perf_counter() - began
@@ -195,13 +190,9 @@ class SelectingBucketCodec(BucketCodec):
     def pack(self, selected: Selection, low: int, high: int) -> memoryview:
         """What a selection has in the range [low, high), as at most `max_encoded_nbytes(high - low)` bytes.
 
-        The selection's values are as `accumulate_and_select` or `rounded` give them. Ranges may be packed by several
-        threads at the same time.
+        The selection's values are as `accumulate_and_select` or `rounded` give them.
         """
-        payload = self._packer.pack(selected, low, high)
-        with self._lock:
-            self._packed_nbytes += payload.nbytes
-        return payload
+        return self._packer.pack(selected, low, high)
 
     def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Selection:
         """What a node packed for the range [low, high). Changes nothing, and may be called by several threads.
@@ -220,7 +211,7 @@ class SelectingBucketCodec(BucketCodec):
 
     def expand(self, selected: Selection, out: Array) -> None:
         """Writes a selection as an array of all elements of its range, of the bucket's storage dtype."""
-        wide = out if self.layout.dtype == _F32 else np.empty(selected.high - selected.low, np.float32)
+        wide = out if self.layout.dtype == F32 else np.empty(selected.high - selected.low, np.float32)
         wide[:] = 0
         selection.put(selected.indices, selected.values, wide, selected.low)
         within = Spans(
@@ -228,20 +219,59 @@ class SelectingBucketCodec(BucketCodec):
         )
         within.scatter(selected.dense, 0, wide)
         if wide is not out:
-            cpu.convert(wide, _F32, out, self.layout.dtype)
+            cpu.convert(wide, F32, out, self.layout.dtype)
+
+    # As a part of an exchange in which owners sum.
+
+    def contribute(self, values: Array) -> Selection:
+        return self.accumulate_and_select(values)
+
+    def add(self, first: Selection, second: Selection) -> Selection:
+        return merged([first, second])
+
+    def conclude(self, total: Selection, nodes: int) -> Selection:
+        """Keeps the largest, as many as this node's share of what is asked for."""
+        kept, rest = strongest(total, -(-self._wanted // nodes))
+        sent, left = self.rounded(kept)
+        self.reclaim(rest)
+        self.reclaim(left)
+        return sent
+
+    def write(self, selected: Selection, outputs: Sequence[Array], scale: float, divisor: int) -> None:
+        values, dense = selected.values, selected.dense
+        if scale != 1.0 or divisor != 1:
+            factor = np.float32(scale)
+            values, dense = (np.divide(part * factor, np.float32(divisor)) for part in (values, dense))
+        if self.layout.dtype != F32:
+            values, dense = (self._as_stored(part) for part in (values, dense))
+        for output in outputs:
+            if self.layout.dtype == F32:
+                selection.put(selected.indices, values, output)
+            else:
+                output[selected.indices] = values
+            self.dense.scatter(dense, selected.low, output[selected.low : selected.high])
+
+    def reclaim(self, selected: Selection) -> None:
+        if self._codec.feedback:
+            self.give_back_selection(selected)
+
+    def wanted(self) -> int:
+        return sum(self._ks()) + self.dense.size
+
+    def counts(self, selected: Selection, edges: Sequence[int]) -> list[int]:
+        places = np.searchsorted(selected.indices, np.array(edges, np.int32))
+        return [int(count) for count in np.diff(places)]
+
+    def weights(self) -> list[tuple[int, int, float]]:
+        density = self._wanted / max(1, self.sparse.size)
+        ranges = [(*r, density) for r in self.sparse.ranges] + [(*r, 1.0) for r in self.dense.ranges]
+        return sorted(ranges)
+
+    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
+        self._packed_nbytes += nbytes
+        self._dense_nbytes += dense_nbytes
 
     # What comes back.
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def give_back(self, start: int, values: Array) -> None:
-        """Adds elements of the bucket, from element `start` on, to the residual: they were not used after all.
-
-        Args:
-            values: 1-D, contiguous, of the bucket's storage dtype, or float32.
-        """
-        if values.dtype != np.float32:
-            values = self._as_float32(values)
-        self._residual[start : start + len(values)] += values
 
     @np.errstate(over="ignore", invalid="ignore")
     def give_back_selection(self, selected: Selection) -> None:
@@ -252,71 +282,19 @@ class SelectingBucketCodec(BucketCodec):
             self._residual[low:high] += selected.dense[done : done + high - low]
             done += high - low
 
-    @np.errstate(over="ignore", invalid="ignore")
-    def scale_residual(self, factor: float) -> None:
-        """Multiplies the residual: by old / new when the learning rate has changed, since what it holds will be applied
-        with the new one. The velocity stays, as that of the optimizers does."""
-        self._residual *= np.float32(factor)
-
-    def residual_norm(self) -> float:
-        """The L2 norm of the residual, without padding."""
-        return math.sqrt(selection.moments(self._residual, self._ranges(), self._team)[1])
-
     def statistics(self) -> dict[str, float]:
         """Sums over all steps: `steps`; how many elements were `asked` for, `selected`, and sent `always`;
-        `packed_nbytes` that they took, headers included; the `dense_nbytes` of the buckets; and the `seconds` spent
-        selecting."""
+        `packed_nbytes` that were sent to other nodes, headers included, and the `dense_nbytes` that an all-reduce would
+        have sent instead; and the `seconds` spent selecting."""
         return {
             "steps": self.step,
             "asked": self._asked,
             "selected": self._selected,
             "always": self._always,
             "packed_nbytes": self._packed_nbytes,
-            "dense_nbytes": self.step * self.layout.elements * self.layout.dtype.itemsize,
+            "dense_nbytes": self._dense_nbytes,
             "seconds": self._seconds,
         }
-
-    # State.
-
-    def state_dict(self) -> dict[str, Array]:
-        """The residual of each tensor as `residual/NAME`, the velocity as `velocity/NAME`, and the `step`; copies.
-
-        Names of tensors are all it depends on, so the states of several buckets can be united, to be taken over by the
-        buckets of another plan with `partial`.
-        """
-        state = {"step": np.array(self.step, np.int64)}
-        for kind, memory in self._memories():
-            state |= {f"{kind}/{span.name}": memory[span.start : span.end].copy() for span in self.layout.spans}
-        return state | self._own_state()
-
-    def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
-        """Continues from a `state_dict`.
-
-        Args:
-            partial: `state` is of other buckets: what it has of this bucket's tensors is used, what it lacks starts at
-                zero, and the rest is ignored. So a new plan takes over the tensors of an old one.
-
-        Raises:
-            CodecError: without `partial`, the state has not exactly this bucket's tensors; or a tensor has another
-                size. Then nothing has changed.
-        """
-        places = {
-            f"{kind}/{s.name}": memory[s.start : s.end] for kind, memory in self._memories() for s in self.layout.spans
-        }
-        expected = {"step", *places, *self._own_state()}
-        if not partial and state.keys() != expected:
-            odd = ", ".join(sorted(state.keys() ^ expected))
-            raise CodecError(
-                f"the saved state is not of this bucket with the codec {self._codec}: {odd} is in one of them only; "
-                f"use the codec and the model that the checkpoint was written with"
-            )
-        for key, place in places.items():
-            if key in state and state[key].shape != place.shape:
-                raise CodecError(f"{key} has shape {state[key].shape} in the saved state, and {place.shape} here")
-        for key, place in places.items():
-            place[:] = state.get(key, 0)
-        self.step = int(state.get("step", 0))
-        self._load_own_state({} if partial else state)
 
     # As a codec that is not asked for selections.
 
@@ -326,7 +304,9 @@ class SelectingBucketCodec(BucketCodec):
             raise CodecError(
                 f"the codec {self._codec.name} selects from whole buckets, so it cannot encode parts of them"
             )
-        return self.pack(self.accumulate_and_select(values), 0, self.layout.elements)
+        payload = self.pack(self.accumulate_and_select(values), 0, self.layout.elements)
+        self.note_sent(payload.nbytes, values.nbytes)
+        return payload
 
     def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
         self.expand(self.unpack(payload, start, start + len(out)), out)
@@ -334,18 +314,15 @@ class SelectingBucketCodec(BucketCodec):
     def max_encoded_nbytes(self, n: int) -> int:
         return self._packer.max_nbytes(n)
 
+    def _ks(self) -> list[int]:
+        """How many elements of each group are to be sent in the next step."""
+        return [group.k(self.step, self._codec.warmup) for group in self._groups]
+
     # For subclasses.
 
     @abstractmethod
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
         """Adds to the elements of a group, and takes k of them out: indices and values, ascending."""
-
-    def _own_state(self) -> dict[str, Array]:
-        """What a subclass remembers, by names with no `/` in them."""
-        return {}
-
-    def _load_own_state(self, state: Mapping[str, Array]) -> None:
-        """Continues from a state; anew where that lacks what `_own_state` gives."""
 
     def _cleared_velocity(self, group: int, k: int) -> Array | None:
         """The velocity, when that of selected elements is to start again."""
@@ -363,23 +340,9 @@ class SelectingBucketCodec(BucketCodec):
     def _clip_factor(self, gradient: Array) -> float:
         if not self._codec.clip:
             return 1.0
-        norm = math.sqrt(selection.moments(gradient, self._ranges(), self._team)[1])
-        bound = self._codec.clip / math.sqrt(self.contributors)
+        norm = math.sqrt(selection.moments(gradient, self._ranges, self._team)[1])
+        bound = self._codec.clip / math.sqrt(self.nodes)
         return bound / norm if bound < norm < math.inf else 1.0
-
-    def _ranges(self) -> list[Range]:
-        return sorted((*self.sparse.ranges, *self.dense.ranges))
-
-    def _memories(self) -> list[tuple[str, Array]]:
-        memories = [("residual", self._residual)]
-        return memories if self._velocity is None else [*memories, ("velocity", self._velocity)]
-
-    def _as_float32(self, values: Array) -> Array:
-        if self.layout.dtype == _F32:
-            return values
-        wide = np.empty(len(values), np.float32)
-        cpu.convert(values, self.layout.dtype, wide, _F32)
-        return wide
 
 
 def _one_after_the_other(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:

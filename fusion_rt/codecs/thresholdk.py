@@ -79,6 +79,6 @@ class ThresholdKBucket(SelectingBucketCodec):
     def _own_state(self) -> dict[str, Array]:
         return {"thresholds": self._thresholds.copy()}
 
-    def _load_own_state(self, state: Mapping[str, Array]) -> None:
-        saved = state.get("thresholds")
+    def _load_own_state(self, state: Mapping[str, Array], partial: bool) -> None:
+        saved = None if partial else state.get("thresholds")
         self._thresholds[:] = 0 if saved is None or saved.shape != self._thresholds.shape else saved

@@ -35,7 +35,16 @@ REQUEST = struct.Struct("5q2d")
 REQUEST_WORDS = REQUEST.size // 8
 
 _HERE = Path(__file__).parent
-_PARTS = ("_kernels.py", "_selection.py", "_coding.py", "_lanes.py", "_memory.py", "_ir.py")
+_PARTS = (
+    "_kernels.py",
+    "_selection.py",
+    "_coding.py",
+    "_quantisation.py",
+    "_low_rank.py",
+    "_lanes.py",
+    "_memory.py",
+    "_ir.py",
+)
 _SOURCES = (Path(__file__), *(_HERE / part for part in _PARTS), Path(dtypes.__file__))
 _COMPILER = "fusion_rt.kernels._kernels"
 _COMPILE_TIMEOUT_S = 300.0

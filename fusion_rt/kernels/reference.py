@@ -1,9 +1,10 @@
-"""What `cpu`, `selection` and `coding` do, in plain numpy, as their documentation says and nothing else; the tests
-compare with this.
+"""What `cpu`, `selection`, `coding`, `quantisation` and `low_rank` do, in plain numpy, as their documentation says and
+nothing else; the tests compare with this.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import reduce as fold
 from typing import Any, TypeAlias
@@ -120,6 +121,61 @@ def rice(indices: Array, low: int, bits: int) -> tuple[Array, ...]:
     return tuple(np.packbits(np.array(part, np.uint8), bitorder="little") for part in (high_bits, low_bits))
 
 
+@np.errstate(all="ignore")
+def int8(values: Array, block: int, phase: int, base: int, left: int, right: int) -> tuple[bytes, Array, Array]:
+    """See `quantisation.INT8`: the payload of a sum, what is left of it, and what receivers get."""
+    payload, rest, got = b"", np.empty_like(values), np.empty_like(values)
+    most = np.nextafter(np.float32(2.0**128 / 127), np.float32(0))
+    for low, high in _blocks(len(values), block, phase):
+        part = values[low:high]
+        finite = np.isfinite(part)
+        scale = np.abs(np.where(finite, part, 0)).max() / np.float32(127)
+        scale = np.clip(scale, np.float32(2.0**-126), most)
+        ratio = np.where(finite, part, 0) / scale
+        x = np.arange(base + low, base + high, dtype=np.uint64).astype(np.uint32) + np.uint32(left)
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = x ^ (x >> np.uint32(15)) ^ np.uint32(right)
+        x = x * np.uint32(0x846CA68B)
+        x = x ^ (x >> np.uint32(16))
+        drawn = (x >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+        down = np.floor(ratio)
+        steps = (down + (drawn < ratio - down)).clip(-127, 127).astype(np.float32)
+        rest[low:high] = np.where(finite, part - steps * scale, 0)
+        got[low:high] = np.where(finite, steps * scale, np.nan)
+        payload += scale.tobytes() + np.where(finite, steps, -128).astype(np.int8).tobytes()
+    return payload, rest, got
+
+
+@np.errstate(all="ignore")
+def onebit(values: Array, block: int, phase: int) -> tuple[bytes, Array, Array]:
+    """See `quantisation.ONEBIT`: the payload of a sum, what is left of it, and what receivers get."""
+    payload, rest, got = b"", np.empty_like(values), np.empty_like(values)
+    for low, high in _blocks(len(values), block, phase):
+        part = values[low:high]
+        finite = np.isfinite(part)
+        sizes = np.abs(np.where(finite, part, 0)).astype(np.float64)
+        whole = len(part) // 32 * 32
+        lanes = fold(np.add, sizes[:whole].reshape(-1, 32), np.zeros(32))  # the order in which a kernel adds
+        total = fold(lambda left, right: left + right, [*lanes, *sizes[whole:]], 0.0)
+        mean = np.float32(total / len(part)) if finite.all() else np.float32(np.nan)
+        got[low:high] = np.copysign(mean, part)
+        rest[low:high] = np.where(finite, part - np.copysign(mean if finite.all() else np.float32(0), part), 0)
+        payload += mean.tobytes() + np.packbits(np.signbit(part), bitorder="little").tobytes()
+    return payload, rest, got
+
+
+@np.errstate(all="ignore")
+def orthonormal(vectors: Array) -> Array:
+    """See `low_rank.orthonormalise`, in float64."""
+    result: list[Array] = []
+    for vector in vectors.astype(np.float64):
+        rest = vector - sum((other * (other @ vector) for other in result), np.zeros_like(vector))
+        rest = rest - sum((other * (other @ rest) for other in result), np.zeros_like(vector))
+        size = np.linalg.norm(rest)
+        result.append(rest * 0 if size <= 1e-7 * np.linalg.norm(vector) else rest / size)
+    return np.array(result).reshape(vectors.shape)
+
+
 def _combine(op: str, dtype: DType, left: Array, right: Array) -> Array:
     if dtype.name == "bool":
         op = {"sum": "max", "product": "min"}.get(op, op)
@@ -156,3 +212,8 @@ def _divide(dtype: DType, values: Array, divisor: int) -> Array:
         exact = [abs(int(value)) // divisor * (1 if value >= 0 else -1) for value in values]
         quotients = np.array(exact, values.dtype)
     return quotients
+
+
+def _blocks(n: int, block: int, phase: int) -> list[tuple[int, int]]:
+    edges = [0, *range(block - phase, n, block), n] if n else []
+    return list(itertools.pairwise(edges))

@@ -73,7 +73,7 @@ def test_thresholdk_selects_exactly_at_once_when_its_threshold_is_far_off() -> N
     rng = np.random.default_rng(2)
     counts = []
     for scale in (1, 1e-3, 1e-3, 1e3, 1e3):
-        codec.scale_residual(0.0)
+        codec.scale_residual([0.0] * len(codec.layout.spans))
         counts.append(len(codec.accumulate_and_select(scale * rng.standard_normal(N, dtype=np.float32))))
     assert counts[0] == counts[2] == counts[3] == 1000
     assert counts[1] < 500

@@ -1,4 +1,4 @@
-"""Encoding and decoding of buckets by the codecs that send every element, and payloads that are none."""
+"""Encoding and decoding of buckets by the codecs without a state, and payloads that are none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_rt.dtypes import DTYPES, DType
 
 Array = npt.NDArray[Any]
 
-NAMES = sorted(name for name, codec in CODECS.items() if not codec.selecting)
+NAMES = sorted(name for name, codec in CODECS.items() if not codec.stateful)
 ALL = list(DTYPES.values())
 WIDE = [DTYPES["float32"], DTYPES["float64"]]
 TORCH_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -13,6 +13,9 @@ from fusion_rt import codecs
 from fusion_rt.codecs import BucketCodec, Codec, CodecError, Layout, parse
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.half import Bf16, Fp16
+from fusion_rt.codecs.int8 import Int8
+from fusion_rt.codecs.onebit import OneBit
+from fusion_rt.codecs.powersgd import PowerSGD
 from fusion_rt.dtypes import DType
 
 
@@ -53,6 +56,22 @@ def test_a_name_alone_is_a_codec(text: str, codec: Codec) -> None:
     assert parse(text) == codec
     assert parse(f" {text}() ") == codec
     assert str(codec) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"),
+    [
+        ("int8", Int8()),
+        ("int8(block=64, feedback=False, seed=3)", Int8(block=64, feedback=False, seed=3)),
+        ("onebit(block=1024)", OneBit()),
+        ("onebit(momentum=0.9, nesterov=True)", OneBit(momentum=0.9, nesterov=True)),
+        ("powersgd(rank=4)", PowerSGD()),
+        ("powersgd(rank=1, warm_start=False, exclude='')", PowerSGD(1, warm_start=False, exclude="")),
+    ],
+)
+def test_codecs_that_send_less_of_every_element_have_arguments(text: str, codec: Codec) -> None:
+    assert parse(text) == codec
+    assert parse(str(codec)) == codec
 
 
 def test_arguments_have_names_and_defaults() -> None:

@@ -1,0 +1,149 @@
+"""What stateful codecs have in common: the residual of a bucket on one node, and how it is saved and moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fusion_rt.codecs.base import Array, BucketCodec, Codec, CodecError, Layout
+from fusion_rt.codecs.rules import joined
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.kernels import cpu, selection
+from fusion_rt.kernels.selection import Range
+from fusion_rt.kernels.team import Team
+
+F32 = DTYPES["float32"]
+
+
+class FeedbackBucketCodec(BucketCodec):
+    """Keeps, in float32, what a node has been given and has not sent.
+
+    Args:
+        velocity: whether it keeps a velocity too, for momentum correction.
+
+    Attributes:
+        text: of the codec.
+        step: how many steps have begun.
+
+    Raises:
+        CodecError: the bucket is not of a floating type.
+    """
+
+    lossless = False
+
+    def __init__(self, layout: Layout, codec: Codec, team: Team, velocity: bool = False) -> None:
+        super().__init__(layout)
+        if not codec.applies_to(layout.dtype):
+            raise CodecError(f"the codec {codec.name} is for floating types, not for {layout.dtype}")
+        self.text, self._team = str(codec), team
+        self._residual: Array = np.zeros(layout.elements, np.float32)
+        self._velocity: Array | None = np.zeros(layout.elements, np.float32) if velocity else None
+        self._ranges: tuple[Range, ...] = joined([(s.start, s.end) for s in layout.spans if s.numel])
+        self.step = 0
+        selection.prepare()
+        if layout.dtype != F32:
+            cpu.prepare([], [(layout.dtype, F32), (F32, layout.dtype)])
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def give_back(self, start: int, values: Array) -> None:
+        """Adds elements of the bucket, from element `start` on, to the residual: they were not used after all.
+
+        Args:
+            values: 1-D, contiguous, of the bucket's storage dtype, or float32.
+        """
+        if values.dtype != np.float32:
+            values = self._as_float32(values)
+        self._residual[start : start + len(values)] += values
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def scale_residual(self, factors: Sequence[float]) -> None:
+        """Multiplies the residual of each tensor of the layout by its factor: old / new when the learning rate has
+        changed, since what it holds will be applied with the new one. The velocity stays, as that of the optimizers
+        does."""
+        for span, factor in zip(self.layout.spans, factors, strict=True):
+            if factor != 1.0:
+                self._residual[span.start : span.end] *= np.float32(factor)
+
+    def residual_norm(self) -> float:
+        """The L2 norm of the residual, without padding."""
+        return math.sqrt(selection.moments(self._residual, self._ranges, self._team)[1])
+
+    def state_dict(self) -> dict[str, Array]:
+        """The residual of each tensor as `residual/NAME`, the velocity as `velocity/NAME`, and the `step`; copies.
+
+        Names of tensors are all it depends on, so the states of several buckets can be united, to be taken over by the
+        buckets of another plan with `partial`.
+        """
+        state = {"step": np.array(self.step, np.int64)}
+        for kind, memory in self._memories():
+            state |= {f"{kind}/{span.name}": memory[span.start : span.end].copy() for span in self.layout.spans}
+        return state | self._own_state()
+
+    def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
+        """Continues from a `state_dict`.
+
+        Args:
+            partial: `state` is of other buckets: what it has of this bucket's tensors is used, what it lacks starts at
+                zero, and the rest is ignored. So a new plan takes over the tensors of an old one.
+
+        Raises:
+            CodecError: without `partial`, the state has not exactly this bucket's tensors; or a tensor has another
+                size. Then nothing has changed.
+        """
+        places = {
+            f"{kind}/{s.name}": memory[s.start : s.end] for kind, memory in self._memories() for s in self.layout.spans
+        }
+        own = self._own_state()
+        expected = {"step", *places, *own}
+        if not partial and state.keys() != expected:
+            odd = ", ".join(sorted(state.keys() ^ expected))
+            raise CodecError(
+                f"the saved state is not of this bucket with the codec {self.text}: {odd} is in one of them only; "
+                f"use the codec and the model that the checkpoint was written with"
+            )
+        for key, place in (places | {key: value for key, value in own.items() if "/" in key}).items():
+            if key in state and state[key].shape != place.shape:
+                raise CodecError(f"{key} has shape {state[key].shape} in the saved state, and {place.shape} here")
+        for key, place in places.items():
+            place[:] = state.get(key, 0)
+        self.step = int(state.get("step", 0))
+        self._load_own_state(state, partial)
+
+    # For subclasses.
+
+    def _own_state(self) -> dict[str, Array]:
+        """What a subclass remembers: `KIND/NAME` of a tensor, or a name with no `/` in it of the bucket; copies."""
+        return {}
+
+    def _load_own_state(self, state: Mapping[str, Array], partial: bool) -> None:
+        """Continues from a state; anew where that lacks what `_own_state` gives, or has it of another bucket."""
+
+    def _check_range(self, start: int, values: Array) -> None:
+        """Raises `ValueError` unless these can be elements of the bucket from element `start` on."""
+        storage, elements = self.layout.dtype.storage, self.layout.elements
+        if values.ndim != 1 or values.dtype != storage or not 0 <= start <= start + len(values) <= elements:
+            raise ValueError(
+                f"{values.dtype} {values.shape} from element {start} on is no part of a bucket of {elements} elements "
+                f"of {storage}"
+            )
+
+    def _memories(self) -> list[tuple[str, Array]]:
+        memories = [("residual", self._residual)]
+        return memories if self._velocity is None else [*memories, ("velocity", self._velocity)]
+
+    def _as_float32(self, values: Array) -> Array:
+        if self.layout.dtype == F32:
+            return values
+        wide = np.empty(len(values), np.float32)
+        cpu.convert(values, self.layout.dtype, wide, F32)
+        return wide
+
+    def _as_stored(self, values: Array) -> Array:
+        """The opposite of `_as_float32`."""
+        if self.layout.dtype == F32:
+            return values
+        stored = np.empty(len(values), self.layout.dtype.storage)
+        cpu.convert(values, F32, stored, self.layout.dtype)
+        return stored

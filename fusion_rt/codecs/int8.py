@@ -1,0 +1,51 @@
+"""`int8`: integers from -127 to 127 times a scale for each block, rounded at random so that they are right on average.
+
+Rounding up or down with the probability of the distance is that of QSGD (Alistarh et al. 2017). What is drawn follows
+from the seed, the step, the node, and the element, so the same job gives the same bits. What is not finite arrives as
+NaN; the rest of its block is not affected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_rt.codecs.base import Array, Layout
+from fusion_rt.codecs.draws import check_seed, key
+from fusion_rt.codecs.quantising import Quantising, QuantisingBucketCodec
+from fusion_rt.kernels.quantisation import INT8, LEAST_STEP, MOST_STEP, Draw
+from fusion_rt.kernels.team import ALONE, Team
+
+
+@dataclass(frozen=True)
+class Int8(Quantising):
+    """A byte an element.
+
+    Args:
+        seed: from 0 to 2**63 - 1.
+    """
+
+    name = "int8"
+    quantiser = INT8
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seed(self.seed, self.name)
+
+    def open(self, layout: Layout, team: Team = ALONE) -> Int8Bucket:
+        return Int8Bucket(layout, self, team)
+
+
+class Int8Bucket(QuantisingBucketCodec):
+    def __init__(self, layout: Layout, codec: Int8, team: Team) -> None:
+        super().__init__(layout, codec, team)
+        self._seed = codec.seed
+
+    def _possible(self, scales: Array) -> Array:
+        possible: Array = (scales >= LEAST_STEP) & (scales <= MOST_STEP)
+        return possible
+
+    def _draw(self, what: int) -> Draw:
+        bits = key(self._seed, self.step, self.node, what)
+        return Draw(bits >> 32, bits & 0xFFFFFFFF)

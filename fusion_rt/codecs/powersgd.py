@@ -1,0 +1,312 @@
+"""`powersgd`: each matrix of the gradient as the product of two thin ones.
+
+Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (2019), algorithms 1
+and 2. For each matrix M (a tensor's first dimension by all others) of the sum of gradient and residual:
+
+    P = M Q, summed over nodes;  P made orthonormal;  Q = M^T P, summed over nodes;  result P Q^T, residual M - P Q^T
+
+with each node's own Q in the residual, so that
+
+    sum of all nodes' residuals + result, afterwards = sum of all nodes' residuals + gradients, before
+
+as exactly as float32 multiplies and adds up. `warm_start` begins a step with the Q of the one before, which over steps
+is the power iteration; directions in which there was nothing are drawn anew. Whatever is no matrix, small, excluded, or
+not at least twice as large as its factors travels whole, with P, and leaves no residual.
+
+Everything that follows from sums is computed alike on all nodes, bit by bit. A matrix in which anything is not finite
+on any node, or so large that a product is not, arrives as NaN; finite elements of it stay in the residual. Momentum
+correction makes no sense here: an optimizer applies its momentum to the result (there: "post-compression momentum").
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion_rt.codecs.base import Array, Codec, CodecError, Layout, Span, byte_view, check_length
+from fusion_rt.codecs.draws import check_seed, key, uniform
+from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec
+from fusion_rt.codecs.packing import Spans
+from fusion_rt.codecs.rules import Rules, joined
+from fusion_rt.codecs.topk import collect_shares
+from fusion_rt.dtypes import DType
+from fusion_rt.kernels import cpu, low_rank
+from fusion_rt.kernels.selection import NOTHING, Memory, Range, share
+from fusion_rt.kernels.team import ALONE, Team
+
+_GAIN = 2  # how many times smaller than the matrix its factors have to be
+
+
+@dataclass(frozen=True)
+class PowerSGD(Codec):
+    """A low-rank approximation.
+
+    Args:
+        rank: columns of the factors, at least 1.
+        warm_start: a step begins with the factor of the one before; without, with a random one.
+        feedback: what is not sent waits in the residual; without, it is lost.
+        minimum: tensors with fewer elements travel whole.
+        exclude: tensors whose name fits one of these patterns, with commas between them, travel whole.
+        seed: of the random factors, from 0 to 2**63 - 1.
+    """
+
+    name = "powersgd"
+    lossless = False
+    stateful = True
+    selecting = False
+
+    rank: int = 4
+    warm_start: bool = True
+    feedback: bool = True
+    minimum: int = 1024
+    exclude: str = "*bias,*norm*,*.bn*"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _ = self.rules
+        if self.rank < 1:
+            raise CodecError(f"the rank of the codec powersgd is a number of columns from 1 on, not {self.rank}")
+        check_seed(self.seed, self.name)
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(minimum=self.minimum, exclude=self.exclude)
+
+    def applies_to(self, dtype: DType) -> bool:
+        return dtype.is_floating
+
+    def open(self, layout: Layout, team: Team = ALONE) -> PowerSGDBucket:
+        """See `Codec.open`. `team`: the threads that a bucket may use. Tensors of unknown shape travel whole."""
+        return PowerSGDBucket(layout, self, team)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A tensor that is approximated.
+
+    Attributes:
+        residual: (rows, columns), within the bucket's residual.
+        lefts, rights: where its factors P (rank, rows) and Q (rank, columns) are in flat arrays.
+        start: the Q that a step begins with.
+    """
+
+    span: Span
+    residual: Array
+    lefts: slice
+    rights: slice
+    start: Array
+
+    def left(self, factors: Array) -> Array:
+        return factors[self.lefts].reshape(len(self.start), -1)
+
+    def right(self, factors: Array) -> Array:
+        return factors[self.rights].reshape(len(self.start), -1)
+
+
+class PowerSGDBucket(FeedbackBucketCodec):
+    """One bucket's codec on one node. A step is
+
+        first = codec.start(values)      # float32, `first_elements`; to be summed over all nodes
+        second = codec.second(first)     # given the sum; float32, `second_elements`; to be summed over all nodes
+        codec.finish(second, outputs)    # given the sum
+
+    Sums have to be the same on all nodes, bit by bit. Arrays that are returned belong to the caller, and those that are
+    given are left as they are. A step that is not finished has lost nothing: what it had been given waits in the
+    residual for the next `start`.
+
+    Attributes:
+        dense: the elements that travel whole; those of the first exchange end with them.
+        first_elements, second_elements: of the two exchanges; with 0 elements one need not take place.
+    """
+
+    def __init__(self, layout: Layout, codec: PowerSGD, team: Team) -> None:
+        super().__init__(layout, codec, team)
+        self._codec = codec
+        self._matrices: list[_Matrix] = []
+        lefts = rights = 0
+        whole: list[Range] = []
+        for span in layout.spans:
+            if not self._is_approximated(span):
+                whole.append((span.start, span.end))
+                continue
+            residual = self._residual[span.start : span.end].reshape(span.shape[0], -1)
+            left_end, right_end = (
+                start + codec.rank * n for start, n in zip((lefts, rights), residual.shape, strict=True)
+            )
+            start = np.zeros((codec.rank, residual.shape[1]), np.float32)
+            self._matrices.append(_Matrix(span, residual, slice(lefts, left_end), slice(rights, right_end), start))
+            lefts, rights = left_end, right_end
+        self.dense = Spans(joined(whole))
+        self.first_elements, self.second_elements = lefts + self.dense.size, rights
+        self._left: Array = np.zeros(lefts, np.float32)
+        self._right: Array = np.zeros(rights, np.float32)
+        self._whole: Array = np.zeros(self.dense.size, np.float32)
+        self._next = "start"
+        self._packed_nbytes = self._dense_nbytes = 0
+        self._seconds = 0.0
+        low_rank.prepare()
+        cpu.prepare([F32])
+
+    def start(self, values: Array) -> Array:
+        """Adds a gradient to the residual.
+
+        Args:
+            values: all elements of the bucket, 1-D, contiguous, of its storage dtype; left as they are.
+
+        Returns: the factors P of this node, and then its elements that travel whole.
+        """
+        if values.shape != (self.layout.elements,) or values.dtype != self.layout.dtype.storage:
+            raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
+        began = time.perf_counter()
+        memory = Memory(self._residual, self._as_float32(values))
+        collect_shares(memory, share(self._ranges, self._team.threads), NOTHING, 0, self._team)
+        for matrix in self._matrices:
+            self._prepare_start(matrix)
+            low_rank.left_of(matrix.residual, matrix.start, matrix.left(self._left), self._team)
+        self.step += 1
+        self._next = "second"
+        first: Array = np.concatenate([self._left, self.dense.gather(self._residual, 0, self.layout.elements)])
+        self._seconds += time.perf_counter() - began
+        return first
+
+    def second(self, total: Array) -> Array:
+        """The factors Q of this node.
+
+        Args:
+            total: the sum of what `start` returned, over all nodes.
+        """
+        self._enter("second", total, self.first_elements)
+        began = time.perf_counter()
+        self._left[:], self._whole[:] = total[: len(self._left)], total[len(self._left) :]
+        for matrix in self._matrices:
+            left = matrix.left(self._left)
+            low_rank.orthonormalise(left)
+            low_rank.right_of(matrix.residual, left, matrix.right(self._right), self._team)
+        self._next = "finish"
+        self._seconds += time.perf_counter() - began
+        right: Array = self._right.copy()
+        return right
+
+    def finish(self, total: Array, outputs: Sequence[Array], scale: float = 1.0, divisor: int = 1) -> None:
+        """Keeps what was not sent, and writes the sum over all nodes, times `scale` and divided by `divisor`.
+
+        Args:
+            total: the sum of what `second` returned, over all nodes.
+            outputs: 1-D, contiguous, writable, of the bucket's storage dtype, all its elements each, at least one; what
+                `start` was given may be among them. Padding becomes zero.
+        """
+        self._enter("finish", total, self.second_elements)
+        began = time.perf_counter()
+        self._conclude(total)
+        wide = outputs[0] if self.layout.dtype == F32 else np.empty(self.layout.elements, np.float32)
+        self._write(self._left, self._whole, total, wide)
+        if scale != 1.0 or divisor != 1:
+            cpu.reduce("sum", F32, [wide], [wide], postscale=scale, divisor=divisor)
+        for output in outputs:
+            if self.layout.dtype != F32:
+                cpu.convert(wide, F32, output, self.layout.dtype)
+            elif output is not wide:
+                output[:] = wide
+        self._seconds += time.perf_counter() - began
+
+    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
+        """Bytes that an exchange sent in a step, and what it would have sent of a dense bucket; for the statistics."""
+        self._packed_nbytes += nbytes
+        self._dense_nbytes += dense_nbytes
+
+    def statistics(self) -> dict[str, float]:
+        """Sums over all steps: `steps`; `packed_nbytes` that were sent to other nodes, and the `dense_nbytes` that an
+        all-reduce would have sent instead; and the `seconds` spent on factors and products."""
+        return {
+            "steps": self.step,
+            "packed_nbytes": self._packed_nbytes,
+            "dense_nbytes": self._dense_nbytes,
+            "seconds": self._seconds,
+        }
+
+    # As a codec that is not asked for sums: an approximation of what one node has.
+
+    def encode(self, start: int, values: Array) -> memoryview:
+        """A step of the whole bucket in one payload: P, the elements that travel whole, and Q, all as float32."""
+        if start != 0 or len(values) != self.layout.elements:
+            raise CodecError("the codec powersgd approximates whole tensors, so it cannot encode parts of a bucket")
+        right = self.second(self.start(values))
+        self._conclude(right)
+        return byte_view(np.concatenate([self._left, self._whole, right]))
+
+    def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
+        if start != 0 or len(out) != self.layout.elements:
+            raise CodecError("the codec powersgd approximates whole tensors, so it cannot decode parts of a bucket")
+        check_length(payload, self.max_encoded_nbytes(len(out)), len(out), self.layout.dtype, self._codec.name)
+        factors = np.frombuffer(bytes(payload), np.float32)
+        wide = out if self.layout.dtype == F32 else np.empty(len(out), np.float32)
+        left, whole, right = np.split(factors, [len(self._left), self.first_elements])
+        self._write(left, whole, right, wide)
+        if wide is not out:
+            cpu.convert(wide, F32, out, self.layout.dtype)
+
+    def max_encoded_nbytes(self, n: int) -> int:
+        return 4 * (self.first_elements + self.second_elements)
+
+    # The parts of a step.
+
+    def _is_approximated(self, span: Span) -> bool:
+        if len(span.shape) < 2 or span.numel == 0 or self._codec.rules.is_dense(span):
+            return False
+        rows = span.shape[0]
+        return _GAIN * self._codec.rank * (rows + span.numel // rows) <= span.numel
+
+    def _prepare_start(self, matrix: _Matrix) -> None:
+        """Makes the vectors that a step begins with orthonormal; missing ones are drawn, alike on all nodes."""
+        start = matrix.start
+        if not (self._codec.warm_start and np.isfinite(start).all()):
+            start[:] = 0
+        low_rank.orthonormalise(start)
+        missing = [k for k in range(len(start)) if not start[k].any()]
+        for k in missing:
+            name = zlib.crc32(matrix.span.name.encode())
+            start[k] = uniform(key(self._codec.seed, self.step, name, k), start.shape[1])
+        if missing:
+            low_rank.orthonormalise(start)
+
+    def _conclude(self, total: Array) -> None:
+        """Takes what this node has sent out of the residual, and keeps the summed factors Q for the next step."""
+        self._next = "start"
+        for low, high in self.dense.ranges:
+            self._residual[low:high] = 0
+        for matrix in self._matrices:
+            left, right, rest = matrix.left(self._left), matrix.right(self._right), matrix.residual
+            if not self._codec.feedback:
+                rest[:] = 0
+            elif np.isfinite(left).all() and np.isfinite(right).all():
+                low_rank.product(left, right, rest, -1, self._team)
+            else:
+                rest[~np.isfinite(rest)] = 0
+            matrix.start[:] = matrix.right(total)
+
+    def _write(self, left: Array, whole: Array, right: Array, out: Array) -> None:
+        """Writes what factors and whole elements amount to; float32."""
+        if sum(high - low for low, high in self._ranges) < len(out):
+            out[:] = 0
+        for matrix in self._matrices:
+            place = out[matrix.span.start : matrix.span.end].reshape(matrix.residual.shape)
+            low_rank.product(matrix.left(left), matrix.right(right), place, team=self._team)
+        self.dense.scatter(whole, 0, out)
+
+    def _enter(self, part: str, total: Array, elements: int) -> None:
+        if self._next != part:
+            raise RuntimeError(f"{part} was called where a step of powersgd goes on with {self._next}")
+        if total.shape != (elements,) or total.dtype != np.float32:
+            raise ValueError(f"{part} is given the sum of {elements} float32, not {total.dtype} {total.shape}")
+
+    def _own_state(self) -> dict[str, Array]:
+        return {f"factor/{matrix.span.name}": matrix.start.copy() for matrix in self._matrices}
+
+    def _load_own_state(self, state: Mapping[str, Array], partial: bool) -> None:
+        self._next = "start"
+        for matrix in self._matrices:
+            matrix.start[:] = state.get(f"factor/{matrix.span.name}", 0)

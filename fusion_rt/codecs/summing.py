@@ -1,0 +1,108 @@
+"""What a codec with error feedback is to an exchange in which owners sum what all nodes contribute.
+
+Such a codec is applied once to each contribution, and once to the sum of a range by the node that owns it; each time,
+what does not travel goes into a residual of the node that it was lost on (Tang et al., "DoubleSqueeze", 2019; for
+selections: Li and Hoefler, "Near-Optimal Sparse Allreduce", 2022). So nothing is lost, however many nodes there are:
+
+    sum of all nodes' residuals + result, afterwards = sum of all nodes' residuals + gradients, before
+
+as exactly as float32 adds up.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeAlias
+
+from fusion_rt.codecs.base import Array, BucketCodec
+
+Portion: TypeAlias = Any
+"""Values of a range of the bucket, as receivers will have them, in a form of the codec's own; such as a `Selection`."""
+
+
+class SummingBucketCodec(BucketCodec):
+    """One bucket's codec on one node, step by step: `contribute`, then `pack` for the owner of each range. An owner
+    `unpack`s, `add`s one portion after the other, `conclude`s and packs; everybody `unpack`s and `write`s.
+
+    Attributes:
+        node, nodes: which of how many nodes this is.
+        step: how many times it has contributed; the same on all nodes.
+        bounds: where the nodes' ranges begin, and the end; the same on all nodes. Empty until the first exchange.
+    """
+
+    lossless = False
+    alignment: ClassVar[int] = 1
+    """Ranges begin at a multiple of this number of elements."""
+    blank: ClassVar[bool] = False
+    """`write` leaves elements alone that are zero, so it has to find zeros there."""
+    adapts: ClassVar[bool] = False
+    """How much a range has in it changes from step to step, so that nodes' ranges have to be adapted."""
+
+    always: Sequence[tuple[int, int]] = ()
+    """Ranges of elements that travel in every step; of a codec that `adapts`."""
+
+    node: int = 0
+    nodes: int = 1
+    step: int
+    bounds: tuple[int, ...] = ()
+
+    @abstractmethod
+    def contribute(self, values: Array) -> Portion:
+        """Adds a gradient to the residual, and takes from it what is to be sent; changes the state.
+
+        Args:
+            values: all elements of the bucket, 1-D, contiguous, of its storage dtype; left as they are.
+        """
+
+    @abstractmethod
+    def pack(self, portion: Portion, low: int, high: int) -> memoryview:
+        """What a portion of a range has in [low, high), as at most `max_encoded_nbytes(high - low)` bytes."""
+
+    @abstractmethod
+    def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Portion:
+        """What `pack` turned into these bytes, on any node; changes nothing.
+
+        Raises:
+            CodecError: this is no portion of that range. No more memory was taken than the range has elements.
+        """
+
+    @abstractmethod
+    def add(self, first: Portion, second: Portion) -> Portion:
+        """The sum of two portions of the same range; may be done in place in the first."""
+
+    @abstractmethod
+    def conclude(self, total: Portion, nodes: int) -> Portion:
+        """What of a sum travels to all nodes, as they will have it; the rest goes into this node's residual.
+
+        Args:
+            total: of a range that this node owns.
+            nodes: how many have ranges of their own.
+        """
+
+    @abstractmethod
+    def write(self, portion: Portion, outputs: Sequence[Array], scale: float, divisor: int) -> None:
+        """Writes a portion, times `scale` and divided by `divisor`, into arrays of the whole bucket; see `blank`."""
+
+    @abstractmethod
+    def reclaim(self, portion: Portion) -> None:
+        """Adds a portion to the residual: it did not arrive where it counts."""
+
+    @abstractmethod
+    def wanted(self) -> int:
+        """How many values the next contribution is to have, as far as all nodes know; what an exchange costs follows
+        from it."""
+
+    def counts(self, portion: Portion, edges: Sequence[int]) -> list[int]:
+        """How many values a portion has between each edge and the next, ascending; of a codec that `adapts`."""
+        raise NotImplementedError
+
+    def weights(self) -> list[tuple[int, int, float]]:
+        """(begin, end, weight of an element) of the ranges of elements that travel, ascending: what they are expected
+        to cost."""
+        return [(0, self.layout.elements, 1.0)]
+
+    @abstractmethod
+    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
+        """Bytes of payloads that an exchange sent in a step, and what it would have sent of a dense bucket; for the
+        statistics."""

@@ -1,0 +1,375 @@
+"""The kernels that quantise blocks, which Numba compiles: see `quantisation`, which calls them, for what they do.
+
+Each gets the address of a block of 64-bit words. Elements are handled by the dozen (`_lanes`), and one by one where a
+block ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import extending, types
+
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.kernels import _ir
+from fusion_rt.kernels._lanes import Lanes, Wire, add, lanes, load, maximum, store, zeros
+from fusion_rt.kernels._memory import peek8, peek64, peek_float, poke8, poke32, poke_float
+
+# Numba's annotations describe ordinary functions; what these make of a function has another signature.
+njit: Any = numba.njit
+intrinsic: Any = extending.intrinsic
+
+_WIDE, _SINGLE = Wire.wide(DTYPES["float32"]), Wire(DTYPES["float32"], 1)
+_WIDE_INTEGERS = Wire(DTYPES["int32"], _WIDE.lanes)
+_INFINITE = 0x7F800000
+_SCALE_BYTES = 4
+_LEAST_STEP, _MOST_STEP = 2.0**-126, float.fromhex("0x1.020406p+121")
+_BYTE, _BIT = ir.IntType(8), ir.IntType(1)
+
+
+def _words(wire: Wire) -> Any:
+    return ir.VectorType(_ir.I32, wire.lanes)
+
+
+def _same(vector: Any, value: Any) -> Any:
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def _at(builder: Any, element: Any, count: int, address: Any) -> Any:
+    return builder.inttoptr(address, ir.VectorType(element, count).as_pointer())
+
+
+def _magnitude(builder: Any, value: Any) -> Any:
+    words = ir.VectorType(_ir.I32, value.type.count)
+    return builder.and_(builder.bitcast(value, words), _same(words, 0x7FFFFFFF))
+
+
+def _is_finite(builder: Any, value: Any) -> Any:
+    magnitude = _magnitude(builder, value)
+    return builder.icmp_signed("<", magnitude, _same(magnitude.type, _INFINITE))
+
+
+@intrinsic
+def _magnitudes(typing: Any, wire: Wire, value: Lanes) -> Any:
+    """The bits without the sign."""
+    result = Lanes(DTYPES["int32"], wire.lanes)
+    return result(wire, value), lambda context, builder, signature, arguments: _magnitude(builder, arguments[1])
+
+
+@intrinsic
+def _finite_magnitudes(typing: Any, wire: Wire, value: Lanes) -> Any:
+    """The bits without the sign; 0 of what is not finite."""
+    result = Lanes(DTYPES["int32"], wire.lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        magnitude = _magnitude(builder, arguments[1])
+        return builder.select(_is_finite(builder, arguments[1]), magnitude, _same(magnitude.type, 0))
+
+    return result(wire, value), generate
+
+
+@intrinsic
+def _largest(typing: Any, value: Any) -> Any:
+    """The largest of int32 lanes as an int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = arguments[0].type
+        name = f"llvm.vector.reduce.smax.v{vector.count}i32"
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, ir.FunctionType(_ir.I32, [vector]), name)
+        return builder.zext(builder.call(function, arguments), _ir.I64)
+
+    return types.int64(value), generate
+
+
+@intrinsic
+def _float_of(typing: Any, magnitude: Any) -> Any:
+    """The float32 with these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.trunc(arguments[0], _ir.I32), _ir.F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def _add_magnitudes(typing: Any, wire: Wire, sums: Lanes, value: Lanes) -> Any:
+    """Adds absolute values to float64 lanes; nothing for what is not finite."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, total, elements = arguments
+        absolute = builder.bitcast(_magnitude(builder, elements), elements.type)
+        absolute = builder.select(_is_finite(builder, elements), absolute, _same(elements.type, 0.0))
+        return builder.fadd(total, builder.fpext(absolute, total.type))
+
+    return sums(wire, sums, value), generate
+
+
+@intrinsic
+def _round_at_random(
+    typing: Any, wire: Wire, value: Any, size: Any, target: Any, index: Any, left: Any, right: Any
+) -> Any:
+    """Writes value / size, rounded at random, as int8 to the address `target`; gives what is left of the value."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, elements, scalar, address, first, left_key, right_key = arguments
+        words, floats = _words(wire), elements.type
+
+        def same(integer: Any) -> Any:
+            return _ir.splat(builder, builder.trunc(integer, _ir.I32), wire.lanes)
+
+        def xor_shifted(x: Any, bits: int) -> Any:
+            return builder.xor(x, builder.lshr(x, _same(words, bits)))
+
+        scales = _ir.splat(builder, scalar, wire.lanes)
+        finite = _is_finite(builder, elements)
+        ratio = builder.fdiv(builder.select(finite, elements, _same(floats, 0.0)), scales)
+        whole = builder.fptosi(ratio, words)
+        whole = builder.add(whole, builder.sext(builder.fcmp_ordered("<", ratio, builder.sitofp(whole, floats)), words))
+        fraction = builder.fsub(ratio, builder.sitofp(whole, floats))
+
+        x = builder.add(builder.add(same(first), ir.Constant(words, list(range(wire.lanes)))), same(left_key))
+        x = builder.mul(xor_shifted(x, 16), _same(words, 0x7FEB352D))
+        x = builder.xor(xor_shifted(x, 15), same(right_key))
+        x = xor_shifted(builder.mul(x, _same(words, 0x846CA68B)), 16)
+        drawn = builder.sitofp(builder.lshr(x, _same(words, 8)), floats)
+        drawn = builder.fmul(drawn, _same(floats, 2.0**-24))
+
+        whole = builder.add(whole, builder.zext(builder.fcmp_ordered("<", drawn, fraction), words))
+        for bound, sign in ((127, ">"), (-127, "<")):
+            limit = _same(words, bound)
+            whole = builder.select(builder.icmp_signed(sign, whole, limit), limit, whole)
+        left_over = builder.fsub(elements, builder.fmul(builder.sitofp(whole, floats), scales))
+        whole = builder.select(finite, whole, _same(words, -128))
+        byte = ir.VectorType(_BYTE, wire.lanes)
+        builder.store(builder.trunc(whole, byte), _at(builder, _BYTE, wire.lanes, address), align=1)
+        return builder.select(finite, left_over, _same(floats, 0.0))
+
+    arguments = types.float32, types.int64, types.int64, types.int64, types.int64
+    return value(wire, value, *arguments), generate
+
+
+@intrinsic
+def _from_bytes(typing: Any, wire: Wire, address: Any, size: Any) -> Any:
+    """int8 from an address times a float32; NaN for -128."""
+    result = Lanes(wire.dtype, wire.lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, source, scalar = arguments
+        raw = builder.load(_at(builder, _BYTE, wire.lanes, source), align=1)
+        values = builder.sitofp(builder.sext(raw, _words(wire)), result.vector)
+        values = builder.fmul(values, _ir.splat(builder, scalar, wire.lanes))
+        missing = builder.icmp_signed("==", raw, _same(raw.type, -128))
+        return builder.select(missing, _same(result.vector, float("nan")), values)
+
+    return result(wire, types.int64, types.float32), generate
+
+
+@intrinsic
+def _sign(typing: Any, wire: Wire, value: Lanes) -> Any:
+    """Which of at most 32 float32 have a sign, as the bits of an integer, the first element's lowest."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits = builder.bitcast(arguments[1], _words(wire))
+        signs = builder.icmp_signed("<", bits, _same(bits.type, 0))
+        return builder.zext(builder.bitcast(signs, ir.IntType(wire.lanes)), _ir.I64)
+
+    return types.int64(wire, value), generate
+
+
+@intrinsic
+def _without(typing: Any, wire: Wire, value: Any, size: Any) -> Any:
+    """What is left of values after `size` with their signs was taken away; 0 of what is not finite."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, elements, scalar = arguments
+        bits = builder.bitcast(elements, _words(wire))
+        sign = builder.and_(bits, _same(bits.type, 0x80000000))
+        size_bits = _ir.splat(builder, builder.bitcast(scalar, _ir.I32), wire.lanes)
+        rest = builder.fsub(elements, builder.bitcast(builder.or_(sign, size_bits), elements.type))
+        return builder.select(_is_finite(builder, elements), rest, _same(elements.type, 0.0))
+
+    return value(wire, value, types.float32), generate
+
+
+@intrinsic
+def _from_signs(typing: Any, wire: Wire, address: Any, size: Any) -> Any:
+    """A float32 with the signs that the bits at an address say."""
+    result = Lanes(wire.dtype, wire.lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, source, scalar = arguments
+        raw = ir.IntType(wire.lanes)
+        signs = builder.load(builder.inttoptr(source, raw.as_pointer()), align=1)
+        signs = builder.zext(builder.bitcast(signs, ir.VectorType(_BIT, wire.lanes)), _words(wire))
+        size_bits = _ir.splat(builder, builder.bitcast(scalar, _ir.I32), wire.lanes)
+        return builder.bitcast(builder.or_(builder.shl(signs, _same(_words(wire), 31)), size_bits), result.vector)
+
+    return result(wire, types.int64, types.float32), generate
+
+
+@njit
+def _accumulate(wire, residual, gradient, i):  # type: ignore[no-untyped-def]
+    value = load(wire, residual, i)
+    if gradient != 0:
+        value = add(value, load(wire, gradient, i))
+        store(wire, residual, i, value)
+    return value
+
+
+@njit
+def _block_end(low, size, block, phase):  # type: ignore[no-untyped-def]
+    """Where the block that begins at element `low` ends; of the first one, `phase` elements come before these."""
+    return min(low + block - (phase if low == 0 else 0), size)
+
+
+def int8_encode(request):  # type: ignore[no-untyped-def]
+    residual, gradient, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2), peek64(request, 3)
+    out, keep, phase, base = peek64(request, 4), peek64(request, 5), peek64(request, 6), peek64(request, 7)
+    left, right = peek64(request, 8), peek64(request, 9)
+    low = 0
+    while low < size:
+        high = _block_end(low, size, block, phase)
+        peaks, i = zeros(_WIDE_INTEGERS), low
+        while i + lanes(_WIDE) <= high:
+            peaks = maximum(peaks, _finite_magnitudes(_WIDE, _accumulate(_WIDE, residual, gradient, i)))
+            i += lanes(_WIDE)
+        peak = _largest(peaks)
+        while i < high:
+            peak = max(peak, _largest(_finite_magnitudes(_SINGLE, _accumulate(_SINGLE, residual, gradient, i))))
+            i += 1
+        size_of_one = _float_of(peak) / numba.float32(127)
+        size_of_one = numba.float32(min(max(size_of_one, _LEAST_STEP), _MOST_STEP))
+        poke_float(out, 0, size_of_one)
+        out += _SCALE_BYTES
+        i = low
+        while i + lanes(_WIDE) <= high:
+            rest = _round_at_random(_WIDE, load(_WIDE, residual, i), size_of_one, out, base + i, left, right)
+            store(_WIDE, residual, i, rest if keep != 0 else zeros(_WIDE))
+            out += lanes(_WIDE)
+            i += lanes(_WIDE)
+        while i < high:
+            rest = _round_at_random(_SINGLE, load(_SINGLE, residual, i), size_of_one, out, base + i, left, right)
+            store(_SINGLE, residual, i, rest if keep != 0 else zeros(_SINGLE))
+            out += 1
+            i += 1
+        low = high
+
+
+@njit
+def _deliver(wire, out, i, value, adding):  # type: ignore[no-untyped-def]
+    store(wire, out, i, add(load(wire, out, i), value) if adding != 0 else value)
+
+
+def int8_decode(request):  # type: ignore[no-untyped-def]
+    payload, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2)
+    out, adding, phase = peek64(request, 3), peek64(request, 4), peek64(request, 5)
+    low = 0
+    while low < size:
+        high = _block_end(low, size, block, phase)
+        size_of_one, i = peek_float(payload, 0), low
+        payload += _SCALE_BYTES
+        while i + lanes(_WIDE) <= high:
+            _deliver(_WIDE, out, i, _from_bytes(_WIDE, payload, size_of_one), adding)
+            payload += lanes(_WIDE)
+            i += lanes(_WIDE)
+        while i < high:
+            _deliver(_SINGLE, out, i, _from_bytes(_SINGLE, payload, size_of_one), adding)
+            payload += 1
+            i += 1
+        low = high
+
+
+@intrinsic
+def _doubles(typing: Any, wire: Wire) -> Any:
+    result = Lanes(DTYPES["float64"], wire.lanes)
+    return result(wire), lambda context, builder, signature, arguments: ir.Constant(result.vector, None)
+
+
+@intrinsic
+def _total(typing: Any, value: Lanes) -> Any:
+    """The sum of float64 lanes, in their order."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        result = ir.Constant(_ir.F64, 0.0)
+        for lane in range(arguments[0].type.count):
+            result = builder.fadd(result, builder.extract_element(arguments[0], _ir.I32(lane)))
+        return result
+
+    return types.float64(value), generate
+
+
+def onebit_encode(request):  # type: ignore[no-untyped-def]
+    residual, gradient, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2), peek64(request, 3)
+    out, keep, phase = peek64(request, 4), peek64(request, 5), peek64(request, 6)
+    low = 0
+    while low < size:
+        high = _block_end(low, size, block, phase)
+        peaks, sums, i = zeros(_WIDE_INTEGERS), _doubles(_WIDE), low
+        while i + lanes(_WIDE) <= high:
+            value = _accumulate(_WIDE, residual, gradient, i)
+            peaks = maximum(peaks, _magnitudes(_WIDE, value))
+            sums = _add_magnitudes(_WIDE, sums, value)
+            i += lanes(_WIDE)
+        peak, total = _largest(peaks), _total(sums)
+        while i < high:
+            value = _accumulate(_SINGLE, residual, gradient, i)
+            peak = max(peak, _largest(_magnitudes(_SINGLE, value)))
+            total += _total(_add_magnitudes(_SINGLE, _doubles(_SINGLE), value))
+            i += 1
+        mean = numba.float32(total / (high - low))
+        good = peak < _INFINITE
+        poke_float(out, 0, mean if good else _float_of(0x7FC00000))
+        taken = mean if good else numba.float32(0)
+        out += _SCALE_BYTES
+        i = low
+        while i + lanes(_WIDE) <= high:
+            value = load(_WIDE, residual, i)
+            poke32(out, 0, _sign(_WIDE, value))
+            rest = _without(_WIDE, value, taken)
+            store(_WIDE, residual, i, rest if keep != 0 else zeros(_WIDE))
+            out += lanes(_WIDE) >> 3
+            i += lanes(_WIDE)
+        bits, filled = 0, 0
+        while i < high:
+            value = load(_SINGLE, residual, i)
+            bits |= _sign(_SINGLE, value) << filled
+            rest = _without(_SINGLE, value, taken)
+            store(_SINGLE, residual, i, rest if keep != 0 else zeros(_SINGLE))
+            filled += 1
+            i += 1
+            if filled == 8 or i == high:
+                poke8(out, 0, bits)
+                out += 1
+                bits, filled = 0, 0
+        low = high
+
+
+def onebit_decode(request):  # type: ignore[no-untyped-def]
+    payload, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2)
+    out, adding, phase = peek64(request, 3), peek64(request, 4), peek64(request, 5)
+    low = 0
+    while low < size:
+        high = _block_end(low, size, block, phase)
+        mean, i = peek_float(payload, 0), low
+        payload += _SCALE_BYTES
+        while i + lanes(_WIDE) <= high:
+            _deliver(_WIDE, out, i, _from_signs(_WIDE, payload, mean), adding)
+            payload += lanes(_WIDE) >> 3
+            i += lanes(_WIDE)
+        first = i
+        while i < high:
+            bit = (peek8(payload, (i - first) >> 3) >> ((i - first) & 7)) & 1
+            value = -mean if bit != 0 else mean
+            if adding != 0:
+                value += peek_float(out, i)
+            poke_float(out, i, value)
+            i += 1
+        payload += (high - first + 7) >> 3
+        low = high
+
+
+KERNELS = (int8_encode, int8_decode, onebit_encode, onebit_decode)

@@ -1,0 +1,139 @@
+"""Quantisation of float32 in blocks, in the pass that adds the gradient to a residual.
+
+A payload is one record for each block of consecutive elements: a float32, and then the elements. The first block may
+lack `phase` elements at its beginning, and the last some at its end. So the payload of a range that begins and ends
+with blocks is a part of the payload of the whole.
+
+`INT8`: the float32 is the size s of one step, the largest finite magnitude / 127, held within [`LEAST_STEP`,
+`MOST_STEP`]; an element x is the int8 q = x / s, rounded down or up at random so that q * s is x on average; -128 if it
+is not finite.
+
+`ONEBIT`: the float32 is the mean magnitude of the block, NaN if an element is not finite; an element is its sign bit, 8
+in a byte from the lowest on.
+
+What is left, element by element and in float32, is x - q * s, or x minus the mean with the sign of x. Nothing is left
+of what is not finite; with `ONEBIT` all is left of the finite elements beside it. `reference` computes the same,
+plainly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion_rt.kernels import cpu
+from fusion_rt.kernels.cpu import Array, Routine
+
+LEAST_STEP, MOST_STEP = np.float32(2.0**-126), np.float32(float.fromhex("0x1.020406p+121"))
+"""Of int8; 127 times the largest is finite, and not so of the next number."""
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random bits by counter: `left` and `right` (32 bits) are the key, and each element's index is the counter.
+
+    The function is lowbias32 by Chris Wellons (hash-prospector, public domain), with the key put in at the beginning
+    and in the middle.
+    """
+
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """A way to quantise; `INT8` and `ONEBIT` are all there are.
+
+    In all methods: `block` elements make a block, a multiple of 32; and `phase` elements of the first one, fewer than
+    that, come before the elements at hand.
+
+    Attributes:
+        bits: of an element.
+    """
+
+    name: str
+    bits: int
+    _encode: Routine
+    _decode: Routine
+
+    def nbytes(self, n: int, block: int, phase: int = 0) -> int:
+        """Bytes of n elements."""
+        first = min(n, block - phase)
+        full, rest = divmod(n - first, block)
+        return self._record(first) + full * self._record(block) + self._record(rest)
+
+    def encode(
+        self,
+        residual: Array,
+        gradient: Array | None,
+        block: int,
+        out: Array,
+        *,
+        phase: int = 0,
+        keep: bool = True,
+        base: int = 0,
+        draw: Draw = Draw(0, 0),
+    ) -> None:
+        """Adds the gradient to the residual, writes the sum as blocks, and keeps what is left of it.
+
+        Args:
+            residual: float32, contiguous, writable, n elements.
+            gradient: as `residual`; None when it has been added already.
+            out: uint8, contiguous, `nbytes(n, block, phase)` bytes.
+            keep: what is left becomes the residual; if not, zeros do.
+            base: the counter of the first element, for `draw`.
+            draw: the random bits that `INT8` rounds with.
+        """
+        n = len(residual)
+        for array in (residual, gradient):
+            if array is not None and not (
+                array.dtype == np.float32 and array.shape == (n,) and array.flags.c_contiguous
+            ):
+                raise ValueError(f"contiguous float32 arrays are quantised, not {array.dtype} {array.shape}")
+        self._check(out, n, block, phase)
+        self._encode(
+            residual.ctypes.data, 0 if gradient is None else gradient.ctypes.data, n, block, out.ctypes.data,
+            int(keep), phase, base, draw.left, draw.right,
+        )  # fmt: skip
+
+    def decode(self, payload: Array, block: int, out: Array, *, phase: int = 0, add: bool = False) -> None:
+        """Writes the n elements in a payload (uint8, `nbytes(n, block, phase)` of any bytes) to `out`, or adds them."""
+        self._check(payload, len(out), block, phase)
+        if not (out.dtype == np.float32 and out.ndim == 1 and out.flags.c_contiguous and out.flags.writeable):
+            raise ValueError(f"blocks are written to a contiguous float32 array, not {out.dtype} {out.shape}")
+        self._decode(payload.ctypes.data, len(out), block, out.ctypes.data, int(add), phase)
+
+    def scales(self, payload: Array, n: int, block: int, phase: int = 0) -> Array:
+        """The float32 of each block in a payload of n elements; a copy."""
+        self._check(payload, n, block, phase)
+        starts = np.arange(-(-(n + phase) // block) if n else 0) * self._record(block)
+        starts[1:] += self._record(min(n, block - phase)) - self._record(block)
+        found: Array = payload[starts[:, None] + np.arange(_SCALE_BYTES)].view(np.float32).ravel()
+        return found
+
+    def _record(self, n: int) -> int:
+        """Bytes of n elements of one block."""
+        return _SCALE_BYTES + -(-n * self.bits // 8) if n else 0
+
+    def _check(self, payload: Array, n: int, block: int, phase: int) -> None:
+        if block <= 0 or block % 32 or not 0 <= phase < block:
+            raise ValueError(f"a block has a multiple of 32 elements, and a part of it before; not {block} and {phase}")
+        nbytes = self.nbytes(n, block, phase)
+        if payload.dtype != np.uint8 or payload.shape != (nbytes,) or not payload.flags.c_contiguous:
+            raise ValueError(
+                f"{n} elements take {nbytes} bytes in blocks of {block}, not {payload.shape} of {payload.dtype}"
+            )
+
+
+INT8 = Quantiser("int8", 8, Routine("int8-encode"), Routine("int8-decode"))
+ONEBIT = Quantiser("onebit", 1, Routine("onebit-encode"), Routine("onebit-decode"))
+
+ROUTINES = ("int8-encode", "int8-decode", "onebit-encode", "onebit-decode")
+
+
+def prepare() -> None:
+    """Makes the kernels ready before they are needed in a hurry."""
+    cpu.prepare([], others=ROUTINES)
