@@ -1,0 +1,366 @@
+"""The code that runs on the device: see `selection`, which launches it, for what it does together.
+
+The elements are divided into parts. A part belongs to a group of threads, which walks through it in steps of its width,
+in order, so that what it finds is ordered too, without sorting: a warp, where there are instructions for it, and
+otherwise a whole block. The groups do not wait for each other within a kernel; what follows from all of them is worked
+out by the last block to end, or by the next kernel.
+
+`state`, int64, is what one kernel leaves to the next: see the constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fusion_rt.kernels.cuda.shim import bits_of, cuda, multiply
+
+THRESHOLD = 0  # digits of the magnitude of the smallest to take, as far as known
+LEFT = 1  # how many to take of those that have these digits
+FLOOR = 2  # the magnitude from which elements are collected
+COLLECTED, SELECTED = 3, 4  # how many elements were
+STATE = 5
+
+HEADER = 4  # words before the indices in what `take` writes: selected, threshold, collected, unused
+BINS = 2048
+MAGNITUDE_BITS = 31
+DIGITS = ((20, 11, MAGNITUDE_BITS), (10, 10, 20), (0, 10, 10))  # (shift, bits, shift of the one before)
+COARSE = DIGITS[0][0]
+
+NO_GRADIENT, PLAIN, MOMENTUM, NESTEROV = range(4)
+FROM_STATE = -1  # as a threshold: the one that `survey` has found
+
+_MAGNITUDE = 0x7FFFFFFF
+_ITEMS = 4  # elements that a thread has on their way at once
+_ALL_LANES = 0xFFFFFFFF
+_WARP = 32
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels for blocks of `threads`, of which `groups` work on a part each."""
+
+    threads: int
+    groups: int
+    survey: Any
+    collect: Any
+    count: Any
+    place: Any
+    scan: Any
+    take: Any
+    gather: Any
+    put: Any
+
+
+def build(threads: int, warps: bool) -> Kernels:
+    """Args:
+    threads: of a block, a multiple of 32.
+    warps: whether a warp is a group; the simulator has no instructions for this.
+    """
+    width = _WARP if warps else threads
+    tile = width * _ITEMS
+    device = cuda.jit(device=True)
+
+    if warps:
+
+        @device
+        def rank(flag):  # type: ignore[no-untyped-def]
+            """How many of the threads before this one in the group have the flag, and how many have it at all. All
+            threads of the group have to call this."""
+            hits = cuda.ballot_sync(_ALL_LANES, flag)
+            before = hits & ((1 << cuda.laneid) - 1)
+            return cuda.popc(np.uint32(before)), cuda.popc(np.uint32(hits))
+
+    else:
+
+        @device
+        def rank(flag):  # type: ignore[no-untyped-def]
+            flags = cuda.shared.array(threads, np.int32)
+            total = cuda.syncthreads_count(np.int32(flag))
+            before = 0
+            if total > 0:
+                me = cuda.threadIdx.x
+                flags[me] = 1 if flag else 0
+                cuda.syncthreads()
+                for thread in range(me):
+                    before += flags[thread]
+                cuda.syncthreads()
+            return before, total
+
+    @device
+    def advance(residual, gradient, velocity, rule, momentum, factor, i):  # type: ignore[no-untyped-def]
+        """Adds to one element, and gives what it then is."""
+        step = multiply(gradient[i], factor)
+        if rule == MOMENTUM:
+            step = multiply(velocity[i], momentum) + step
+            velocity[i] = step
+        elif rule == NESTEROV:
+            speed = multiply(velocity[i] + step, momentum)
+            velocity[i] = speed
+            step = speed + step
+        value = residual[i] + step
+        residual[i] = value
+        return value
+
+    @device
+    def load(residual, gradient, velocity, rule, momentum, factor, first, end, values):  # type: ignore[no-untyped-def]
+        """The elements of this thread in the tile that begins at `first`, after addition; 0 beyond the end. All are
+        read before the first is written, so that they are on their way together."""
+        steps = cuda.local.array(_ITEMS, np.float32)
+        lane = cuda.threadIdx.x % width
+        for item in range(_ITEMS):
+            i = first + item * width + lane
+            values[item] = residual[i] if i < end else np.float32(0)
+        if rule == PLAIN:
+            for item in range(_ITEMS):
+                i = first + item * width + lane
+                steps[item] = multiply(gradient[i], factor) if i < end else np.float32(0)
+            for item in range(_ITEMS):
+                i = first + item * width + lane
+                if i < end:
+                    values[item] += steps[item]
+                    residual[i] = values[item]
+        elif rule != NO_GRADIENT:
+            for item in range(_ITEMS):
+                i = first + item * width + lane
+                if i < end:
+                    values[item] = advance(residual, gradient, velocity, rule, momentum, factor, i)
+
+    @device
+    def clear(bins):  # type: ignore[no-untyped-def]
+        for b in range(cuda.threadIdx.x, BINS, threads):
+            bins[b] = 0
+        cuda.syncthreads()
+
+    @device
+    def add_up(bins, histogram, ticket):  # type: ignore[no-untyped-def]
+        """Adds a block's counts to those of all; whether this block is the last to do so."""
+        last = cuda.shared.array(1, np.int32)
+        cuda.syncthreads()
+        for b in range(cuda.threadIdx.x, BINS, threads):
+            if bins[b] != 0:
+                cuda.atomic.add(histogram, b, bins[b])
+        cuda.threadfence()
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0:
+            last[0] = cuda.atomic.add(ticket, 0, 1)
+            if last[0] == cuda.gridDim.x - 1:
+                ticket[0] = 0
+        cuda.syncthreads()
+        return last[0] == cuda.gridDim.x - 1
+
+    @device
+    def pick(histogram, bins, wanted, result):  # type: ignore[no-untyped-def]
+        """The last digit that `wanted` elements have or exceed, and how many of them exceed it, into `result`; 0 and 0
+        where there are fewer. Sets the histogram back to zero. One block calls this."""
+        sums = cuda.shared.array(threads, np.int32)
+        me = cuda.threadIdx.x
+        each = (BINS + threads - 1) // threads
+        mine = 0
+        for b in range(me * each, min(BINS, me * each + each)):
+            bins[b] = cuda.atomic.exch(histogram, b, 0)  # atomic, since a plain read might find an old copy
+            mine += bins[b]
+        sums[me] = mine
+        if me == 0:
+            result[0] = 0
+            result[1] = 0
+        cuda.syncthreads()
+        above = 0
+        for thread in range(me + 1, threads):
+            above += sums[thread]
+        if above < wanted and wanted <= above + mine:
+            digit = min(BINS, me * each + each) - 1
+            while above + bins[digit] < wanted:
+                above += bins[digit]
+                digit -= 1
+            result[0] = digit
+            result[1] = above
+        cuda.syncthreads()
+
+    @device
+    def part_of_group():  # type: ignore[no-untyped-def]
+        return cuda.blockIdx.x * (threads // width) + cuda.threadIdx.x // width
+
+    @cuda.jit
+    def survey(  # type: ignore[no-untyped-def]
+        residual, gradient, velocity, parts, rule, momentum, factor, k, floor, histogram, ticket, state
+    ):
+        bins = cuda.shared.array(BINS, np.int32)
+        result = cuda.shared.array(2, np.int64)
+        values = cuda.local.array(_ITEMS, np.float32)
+        clear(bins)
+        part = part_of_group()
+        if part < len(parts):
+            end = parts[part, 1]
+            for first in range(parts[part, 0], end, tile):
+                load(residual, gradient, velocity, rule, momentum, factor, first, end, values)
+                for item in range(_ITEMS):
+                    magnitude = bits_of(values[item]) & _MAGNITUDE
+                    if magnitude >= floor and magnitude > 0:
+                        cuda.atomic.add(bins, magnitude >> COARSE, 1)
+        if add_up(bins, histogram, ticket):
+            pick(histogram, bins, k, result)
+            if cuda.threadIdx.x == 0:
+                state[FLOOR] = max(1, result[0] << COARSE)
+
+    @cuda.jit
+    def collect(  # type: ignore[no-untyped-def]
+        residual, gradient, velocity, parts, rule, momentum, factor, threshold, candidates, counts, state
+    ):
+        values = cuda.local.array(_ITEMS, np.float32)
+        if threshold == FROM_STATE:
+            threshold = state[FLOOR]
+        elif cuda.grid(1) == 0:
+            state[FLOOR] = threshold
+        part, lane = part_of_group(), cuda.threadIdx.x % width
+        if part < len(parts):
+            end = parts[part, 1]
+            found = 0
+            for first in range(parts[part, 0], end, tile):
+                load(residual, gradient, velocity, rule, momentum, factor, first, end, values)
+                for item in range(_ITEMS):
+                    i = first + item * width + lane
+                    hit = i < end and bits_of(values[item]) & _MAGNITUDE >= threshold
+                    before, total = rank(hit)
+                    if hit and found + before < candidates.shape[1]:
+                        candidates[part, found + before] = i
+                    found += total
+            if lane == 0:
+                counts[part] = found
+
+    @device
+    def candidate(parts, candidates, part, found, j):  # type: ignore[no-untyped-def]
+        """The index of a part's j-th candidate; every element is one where there was no room for those found."""
+        return candidates[part, j] if found <= candidates.shape[1] else parts[part, 0] + j
+
+    @device
+    def candidate_count(parts, candidates, part, found):  # type: ignore[no-untyped-def]
+        return found if found <= candidates.shape[1] else parts[part, 1] - parts[part, 0]
+
+    @cuda.jit
+    def count(  # type: ignore[no-untyped-def]
+        residual, parts, candidates, counts, k, shift, digits, above, histogram, ticket, state
+    ):
+        bins = cuda.shared.array(BINS, np.int32)
+        result = cuda.shared.array(2, np.int64)
+        clear(bins)
+        floor, threshold, left = state[FLOOR], np.int64(0), np.int64(k)
+        if above < MAGNITUDE_BITS:  # this is not the first digit
+            threshold, left = state[THRESHOLD], state[LEFT]
+        part = part_of_group()
+        if part < len(parts):
+            found = counts[part]
+            size = candidate_count(parts, candidates, part, found)
+            for j in range(cuda.threadIdx.x % width, size, width):
+                i = candidate(parts, candidates, part, found, j)
+                magnitude = bits_of(residual[i]) & _MAGNITUDE
+                if magnitude >= floor and magnitude >> above == threshold >> above:
+                    cuda.atomic.add(bins, (magnitude >> shift) & (digits - 1), 1)
+        if add_up(bins, histogram, ticket):
+            pick(histogram, bins, left, result)
+            if cuda.threadIdx.x == 0:
+                threshold |= result[0] << shift
+                left -= result[1]
+                if shift == 0 and threshold == 0:  # there are fewer than wanted: all of them
+                    threshold, left = np.int64(1), np.int64(_MAGNITUDE)
+                state[THRESHOLD] = threshold
+                state[LEFT] = left
+
+    @cuda.jit
+    def place(residual, parts, candidates, counts, above, ties, state):  # type: ignore[no-untyped-def]
+        threshold, floor = state[THRESHOLD], state[FLOOR]
+        part, lane = part_of_group(), cuda.threadIdx.x % width
+        if part < len(parts):
+            found = counts[part]
+            size = candidate_count(parts, candidates, part, found)
+            larger, equal = 0, 0
+            for first in range(0, size, width):
+                magnitude = 0
+                if first + lane < size:
+                    i = candidate(parts, candidates, part, found, first + lane)
+                    magnitude = bits_of(residual[i]) & _MAGNITUDE
+                larger += rank(magnitude >= floor and magnitude > threshold)[1]
+                equal += rank(magnitude >= floor and magnitude == threshold)[1]
+            if lane == 0:
+                above[part] = larger
+                ties[part] = equal
+
+    @cuda.jit
+    def scan(counts, above, ties, state):  # type: ignore[no-untyped-def]
+        """One block. `above` becomes where each part's elements go, `ties` how many of its ties are taken."""
+        sums = cuda.shared.array((3, threads), np.int64)
+        me, size = cuda.threadIdx.x, len(above)
+        left = state[LEFT]
+        each = (size + threads - 1) // threads
+        first, end = min(size, me * each), min(size, me * each + each)
+        found, larger, equal = np.int64(0), np.int64(0), np.int64(0)
+        for part in range(first, end):
+            found += counts[part]
+            larger += above[part]
+            equal += ties[part]
+        sums[0, me], sums[1, me], sums[2, me] = found, larger, equal
+        cuda.syncthreads()
+        found, larger, equal = np.int64(0), np.int64(0), np.int64(0)
+        for thread in range(me):
+            found += sums[0, thread]
+            larger += sums[1, thread]
+            equal += sums[2, thread]
+        for part in range(first, end):
+            more_larger, more_equal = above[part], ties[part]
+            above[part] = larger + min(left, equal)
+            ties[part] = min(left, equal + more_equal) - min(left, equal)
+            larger += more_larger
+            equal += more_equal
+        if me == threads - 1:
+            state[COLLECTED] = found + sums[0, me]
+            state[SELECTED] = larger + min(left, equal)
+
+    @cuda.jit
+    def take(  # type: ignore[no-untyped-def]
+        residual, velocity, clear_velocity, parts, candidates, counts, starts, quotas, room, out, state
+    ):
+        threshold, floor = state[THRESHOLD], state[FLOOR]
+        if cuda.grid(1) == 0:
+            out[0] = state[SELECTED]
+            out[1] = threshold
+            out[2] = state[COLLECTED]
+        part, lane = part_of_group(), cuda.threadIdx.x % width
+        if part < len(parts):
+            found = counts[part]
+            size = candidate_count(parts, candidates, part, found)
+            quota, position = quotas[part], starts[part]
+            for first in range(0, size, width):
+                i, bits, magnitude = 0, 0, 0
+                if first + lane < size:
+                    i = candidate(parts, candidates, part, found, first + lane)
+                    bits = bits_of(residual[i])
+                    magnitude = bits & _MAGNITUDE
+                wanted = magnitude >= floor and magnitude > threshold
+                tied = magnitude >= floor and magnitude == threshold
+                before, total = rank(tied)
+                if tied and before < quota:
+                    wanted = True
+                quota -= min(quota, total)
+                before, total = rank(wanted)
+                if wanted:
+                    out[HEADER + position + before] = i
+                    out[HEADER + room + position + before] = bits
+                    residual[i] = np.float32(0)
+                    if clear_velocity:
+                        velocity[i] = np.float32(0)
+                position += total
+
+    @cuda.jit
+    def gather(values, indices, size, out):  # type: ignore[no-untyped-def]
+        for j in range(cuda.grid(1), size, cuda.gridsize(1)):
+            out[j] = values[indices[j]]
+
+    @cuda.jit
+    def put(indices, values, size, out, low, add):  # type: ignore[no-untyped-def]
+        for j in range(cuda.grid(1), size, cuda.gridsize(1)):
+            i = indices[j] - low
+            out[i] = out[i] + values[j] if add else values[j]
+
+    return Kernels(threads, threads // width, survey, collect, count, place, scan, take, gather, put)

@@ -1,0 +1,34 @@
+"""The one place that imports `numba.cuda`, and what differs between a GPU and Numba's simulator of one.
+
+The simulator (environment variable NUMBA_ENABLE_CUDASIM=1) runs kernels as Python threads. It has shared memory,
+atomics and barriers, but no instructions of warps and no libdevice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numba.cuda
+
+cuda: Any = numba.cuda
+
+SIMULATED = ".simulator." in cuda.jit.__module__
+"""Whether kernels run in the simulator."""
+
+multiply: Any
+"""The product of two float32, rounded: without this, the compiler joins a product and a sum, and rounds once."""
+bits_of: Any
+"""The bits of a float32 as an int32."""
+
+if SIMULATED:
+
+    def multiply(x: Any, y: Any) -> Any:
+        return x * y
+
+    def bits_of(x: Any) -> Any:
+        return x.view("int32")
+
+else:
+    libdevice: Any = importlib.import_module("numba.cuda.libdevice")
+    multiply, bits_of = libdevice.fmul_rn, libdevice.float_as_int

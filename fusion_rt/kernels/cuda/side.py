@@ -1,0 +1,228 @@
+"""Selection beside training: on a stream of its own, from torch tensors without a copy, into memory of the host that
+the daemon reads.
+
+A worker makes one `SideSelector` for each bucket, once, with an `out` in memory that it shares with its daemon:
+
+    layer = TorchLayer(torch, torch.cuda.current_device())
+    selector = SideSelector(layer, bucket.numel(), [(0, bucket.numel())], out, momentum=0.9)
+
+For each step, as soon as the backward pass has queued what fills the bucket (in the hook of its last gradient):
+
+    selector.start(bucket, k)  # returns at once; the backward pass goes on beside it
+    selector.after()           # the bucket may be filled again, by what is queued on the current stream from now on
+    ...
+    taken = selector.finish()  # waits; `taken.indices` and `taken.values` are in `out`, ready for the daemon to send
+
+`selector.ready()` tells without waiting whether it is done, so that one thread can watch many buckets. A checkpoint
+takes `selector.residual` and `selector.velocity` between `finish` and the next `start`; to restore, copy into them.
+
+The selection runs in the worker. That the daemon runs it, on buffers which it opens through CUDA IPC, is not built: it
+would have to work on torch's memory, and return what torch counts as lent, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion_rt.kernels.cuda import selection
+from fusion_rt.kernels.cuda.selection import DeviceArray, Found, Memory, Range, Taken
+from fusion_rt.kernels.cuda.shim import cuda
+
+_OCTAVE = 1 << 23  # the difference between the magnitudes of a number and of its half
+
+Tensor = Any  # fusion_rt.kernels does not import torch
+
+
+class Layer(Protocol):
+    """What a `SideSelector` needs of the device. `TorchLayer` does it with torch."""
+
+    stream: Any
+    """The side stream, as the kernels take it."""
+
+    def active(self) -> AbstractContextManager[Any]:
+        """While it lasts, arrays and launches of this thread belong to this device."""
+
+    def wrap(self, tensor: Tensor) -> DeviceArray:
+        """A tensor as kernels take it; the same memory."""
+
+    def zeros(self, n: int, dtype: str) -> Tensor:
+        """A new tensor on the device, filled with zeros by the side stream."""
+
+    def pin(self, array: npt.NDArray[Any]) -> Tensor:
+        """Memory of the host, as a tensor that the device can copy to by itself; the same memory."""
+
+    def unpin(self, pinned: Tensor) -> None:
+        """Undoes `pin`."""
+
+    def follow(self, tensor: Tensor) -> None:
+        """What is queued on the side stream from now on comes after what has been queued on the current stream, and
+        uses this tensor."""
+
+    def lead(self, event: Any) -> None:
+        """What is queued on the current stream from now on comes after an event."""
+
+    def copy(self, source: Tensor, pinned: Tensor) -> None:
+        """Queues a copy on the side stream."""
+
+    def mark(self) -> Any:
+        """An event after what has been queued on the side stream, which has `synchronize()` and `query()`."""
+
+
+class TorchLayer:
+    """The calls of torch and of `numba.cuda` that the simulator does not have.
+
+    It has never run on a GPU: the tests only check, with substitutes, which calls it makes and in which order.
+
+    Args:
+        torch: the module.
+        index: of the device.
+    """
+
+    def __init__(self, torch: Any, index: int) -> None:
+        self._torch, self._index = torch, index
+        self._device = torch.device("cuda", index)
+        self._side = torch.cuda.Stream(self._device)
+        with self.active():
+            self.stream = cuda.external_stream(self._side.cuda_stream)
+
+    def active(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = cuda.gpus[self._index]
+        return context
+
+    def wrap(self, tensor: Tensor) -> DeviceArray:
+        if tensor.device != self._device or not tensor.is_contiguous():
+            raise ValueError(f"kernels work on contiguous tensors on {self._device}, not on one on {tensor.device}")
+        return cuda.as_cuda_array(tensor.detach().view(-1), sync=False)
+
+    def zeros(self, n: int, dtype: str) -> Tensor:
+        with self._torch.cuda.stream(self._side):
+            return self._torch.zeros(n, dtype=getattr(self._torch, dtype), device=self._device)
+
+    def pin(self, array: npt.NDArray[Any]) -> Tensor:
+        self._check(self._torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0), "pin")
+        return self._torch.from_numpy(array)
+
+    def unpin(self, pinned: Tensor) -> None:
+        self._check(self._torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()), "unpin")
+
+    def follow(self, tensor: Tensor) -> None:
+        self._side.wait_stream(self._torch.cuda.current_stream(self._device))
+        tensor.record_stream(self._side)  # or torch may give its memory to another while the kernels still read it
+
+    def lead(self, event: Any) -> None:
+        self._torch.cuda.current_stream(self._device).wait_event(event)
+
+    def copy(self, source: Tensor, pinned: Tensor) -> None:
+        with self._torch.cuda.stream(self._side):
+            pinned.copy_(source, non_blocking=True)
+
+    def mark(self) -> Any:
+        event = self._torch.cuda.Event()
+        event.record(self._side)
+        return event
+
+    def _check(self, code: Any, what: str) -> None:
+        if int(code) != 0:
+            raise RuntimeError(f"CUDA could not {what} memory of the host (error {int(code)}); see `ulimit -l`")
+
+
+class SideSelector:
+    """Selects from one array on a GPU, step by step; the residual stays there.
+
+    Args:
+        layer: the device.
+        elements: of the array.
+        ranges: of the elements that are selected from, ascending.
+        out: int32, contiguous, `selection.words(k)` of them: where results of up to k elements go. It is pinned until
+            `close`, page by page, so it should share no page with another's; memory shared with the daemon will do.
+        momentum, nesterov: of `selection.Memory`; without momentum there is no velocity.
+        found: buffers for the ranges; default: new ones. One can serve several selectors of one layer.
+
+    Attributes:
+        residual, velocity: tensors.
+    """
+
+    def __init__(
+        self, layer: Layer, elements: int, ranges: Sequence[Range], out: npt.NDArray[np.int32], momentum: float = 0.0,
+        nesterov: bool = False, found: Found | None = None,
+    ) -> None:  # fmt: skip
+        if out.dtype != np.int32 or not out.flags.c_contiguous:
+            raise ValueError(f"results go into a contiguous array of int32, not of {out.dtype}")
+        self._layer, self._words = layer, out
+        self._k = (len(out) - selection.HEADER) // 2
+        self._event: Any = None
+        self._wrapped: tuple[int, DeviceArray] = (0, None)  # the address of the last gradient, and the array
+        self._floor = 0
+        with layer.active():
+            self.residual = layer.zeros(elements, "float32")
+            self.velocity = layer.zeros(elements, "float32") if momentum else None
+            self._out = layer.zeros(len(out), "int32")
+            velocity = None if self.velocity is None else layer.wrap(self.velocity)
+            self._memory = Memory(layer.wrap(self.residual), None, velocity, momentum, nesterov)
+            self._device_out = layer.wrap(self._out)
+            self._found = found or Found(ranges, stream=layer.stream)
+            self._pinned = layer.pin(out)
+
+    def start(
+        self, gradient: Tensor, k: int, threshold: int | None = None, factor: float = 1.0, masked: bool = False
+    ) -> None:
+        """Queues a step: adds gradient * factor and takes elements out of the residual.
+
+        Args:
+            gradient: float32, on the device, as long as the residual.
+            k: how many.
+            threshold: a magnitude that the elements have to reach; None: exactly the k largest are taken.
+            masked: whether the velocity starts again where elements are taken.
+        """
+        if self._event is not None:
+            raise RuntimeError("a selection is still under way; finish it before the next")
+        if not 1 <= k <= self._k:
+            raise ValueError(f"there is room for 1 to {self._k} elements, not for {k}")
+        if gradient.numel() != self.residual.numel() or "float32" not in str(gradient.dtype):
+            raise ValueError(
+                f"the gradient has to be {self.residual.numel()} float32, not {gradient.numel()} {gradient.dtype}"
+            )
+        layer, memory = self._layer, self._memory
+        with layer.active():
+            if gradient.data_ptr() != self._wrapped[0]:  # wrapping takes longer than a launch
+                self._wrapped = gradient.data_ptr(), layer.wrap(gradient)
+            memory.gradient, memory.factor = self._wrapped[1], factor
+            layer.follow(gradient)
+            if threshold is None:
+                selection.take_largest(memory, self._found, k, self._device_out, masked, self._floor, layer.stream)
+            else:
+                selection.take_above(memory, self._found, threshold, k, self._device_out, masked, layer.stream)
+            layer.copy(self._out, self._pinned)
+            self._event = layer.mark()
+
+    def after(self) -> None:
+        """What is queued on the current stream from now on may change the gradient."""
+        self._layer.lead(self._begun())
+
+    def ready(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        return bool(self._begun().query())
+
+    def finish(self) -> Taken:
+        """Waits for what was started. The arrays of the result are views of `out`, until the next step."""
+        self._begun().synchronize()
+        self._event = None
+        taken = Taken(self._words)
+        self._floor = max(0, taken.threshold - _OCTAVE)  # what is below half the last threshold will hardly be taken
+        return taken
+
+    def close(self) -> None:
+        """Waits for what was started, and releases `out`."""
+        if self._event is not None:
+            self.finish()
+        self._layer.unpin(self._pinned)
+
+    def _begun(self) -> Any:
+        if self._event is None:
+            raise RuntimeError("no selection is under way; start one first")
+        return self._event

@@ -1,0 +1,66 @@
+"""The kernels as a GPU would run them, those for warps too, compiled to its assembly language, which needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusion_rt.kernels.cuda import selection
+
+pytestmark = pytest.mark.skipif("NUMBA_ENABLE_CUDASIM" in os.environ, reason="the simulator compiles nothing")
+
+HOPPER = (9, 0)
+FORBIDDEN = (".f64", ".ftz", "fma.rn.f32")  # wider, with denormals lost, rounded once instead of twice
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Any:
+    """`numba.cuda`, as if there were an H100."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        pytest.skip("the package numba-cuda is not installed: pip install 'fusion_rt[cuda]' 'numba-cuda[cu12]'")
+    from numba import cuda
+    from numba.cuda import dispatcher
+    from numba.cuda.cudadrv import nvvm
+
+    try:
+        nvvm.NVVM()
+    except nvvm.NvvmSupportError as error:
+        pytest.skip(f"NVIDIA's compiler is not installed, which pip install 'numba-cuda[cu12]' does: {error}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=HOPPER))
+        yield cuda
+
+
+def signatures(types: Any) -> dict[str, tuple[Any, ...]]:
+    floats, ints, longs, rows = types.float32[::1], types.int32[::1], types.int64[::1], types.int32[:, ::1]
+    added = (floats, floats, floats, rows, types.int64, types.float32, types.float32)
+    found = (floats, rows, rows, ints)
+    return {
+        "survey": (*added, types.int64, types.int64, ints, ints, longs),
+        "collect": (*added, types.int64, rows, ints, longs),
+        "count": (*found, types.int64, types.int64, types.int64, types.int64, ints, ints, longs),
+        "place": (*found, ints, ints, longs),
+        "scan": (ints, ints, ints, longs),
+        "take": (floats, floats, types.boolean, rows, rows, ints, ints, ints, types.int64, ints, longs),
+        "gather": (floats, ints, types.int64, floats),
+        "put": (ints, floats, types.int64, floats, types.int64, types.boolean),
+    }
+
+
+@pytest.mark.parametrize("warps", [True, False])
+def test_all_kernels_compile_and_round_like_the_cpu(cuda: Any, warps: bool) -> None:
+    from numba import types
+
+    code = selection.kernels(256, warps)
+    for name, arguments in signatures(types).items():
+        ptx, _ = cuda.compile_ptx(getattr(code, name).py_func, types.void(*arguments), cc=HOPPER)
+        assert ".target sm_90" in ptx
+        assert [text for text in FORBIDDEN if text in ptx] == [], name
+        ranked = name in ("collect", "place", "take")
+        assert ("vote.sync.ballot" in ptx) == (warps and ranked), name
+        assert ("barrier" in ptx or "bar." in ptx) == (name in ("survey", "count", "scan") or (ranked and not warps))
+        assert ("mul.rn.f32" in ptx) == (name in ("survey", "collect")), name

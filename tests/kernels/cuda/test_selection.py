@@ -1,0 +1,206 @@
+"""`kernels.cuda.selection` in the simulator against `kernels.reference`, which is plain numpy."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
+    pytest.skip("test_simulator runs this in a process of its own", allow_module_level=True)
+
+from fusion_rt.kernels import reference
+from fusion_rt.kernels.cuda import selection
+from fusion_rt.kernels.cuda.selection import NOTHING, Found, Memory, Range, Taken, words
+from fusion_rt.kernels.cuda.shim import cuda
+
+Array = npt.NDArray[Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says so when a sum is not finite
+
+CODE = selection.kernels(threads=4, warps=False)
+SPECIALS = np.array(
+    [0.0, -0.0, 1.0, -1.0, 1.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-45, 1e-40, 3.4e38, -3.4e38], np.float32
+)
+ONE, INFINITY = 0x3F800000, 0x7F800000
+
+
+def numbers(n: int, seed: int, special: float) -> Array:
+    """Any bits at all, a share of them ordinary special values, so that many are equal."""
+    rng = np.random.default_rng(seed)
+    values = np.frombuffer(rng.bytes(4 * n), np.float32).copy()
+    chosen = rng.random(n) < special
+    values[chosen] = rng.choice(SPECIALS, int(chosen.sum()))
+    return values
+
+
+def same(actual: Array, expected: Array) -> None:
+    """Equal bit by bit, but any NaN will do for a NaN."""
+    both_nan = np.isnan(actual) & np.isnan(expected)
+    assert ((actual.view(np.uint32) == expected.view(np.uint32)) | both_nan).all()
+
+
+def device(array: Array | None) -> Any:
+    return None if array is None else cuda.to_device(array)
+
+
+def select(
+    residual: Array, k: int, gradient: Array | None = None, velocity: Array | None = None, *, nesterov: bool = False,
+    factor: float = 1.0, ranges: list[Range] | None = None, threshold: int | None = None, masked: bool = False,
+    floor: int = 0, room: int | None = None, parts: int = 2, found: Found | None = None,
+) -> tuple[Taken, Array, Found]:  # fmt: skip
+    """Selects, and checks the result and everything that has changed against the reference."""
+    ranges = ranges or [(0, len(residual))]
+    inside = np.zeros(len(residual), bool)
+    for low, high in ranges:
+        inside[low:high] = True
+    memory = Memory(device(residual), device(gradient), device(velocity), 0.9, nesterov, factor)
+    found = found or Found(ranges, CODE, room, parts)
+    out = cuda.to_device(np.full(words(k + 1), -7, np.int32))
+    if threshold is None:
+        selection.take_largest(memory, found, k, out, masked, floor)
+    else:
+        selection.take_above(memory, found, threshold, k, out, masked)
+    taken, left = Taken(out.copy_to_host()), memory.residual.copy_to_host()
+
+    total, moved = residual.copy(), velocity
+    if gradient is not None:
+        added, moved = reference.added(residual, gradient, velocity, 0.9, nesterov, factor)
+        total[inside] = added[inside]
+        moved = None if moved is None or velocity is None else np.where(inside, moved, velocity)
+    # Which NaN a sum gives is up to the machine; the largest are those of what the device has added.
+    whole = left.copy()
+    whole[taken.indices] = taken.values
+    same(whole, total)
+    eligible = np.where(inside, whole, np.float32(0))
+    if threshold is not None:
+        eligible[reference.magnitudes(eligible) < threshold] = 0
+    expected = reference.largest(eligible, k)
+    assert taken.indices.tolist() == expected.tolist()
+    assert taken.values.tobytes() == whole[expected].tobytes()
+    assert (left[expected].view(np.int32) == 0).all()
+    if moved is not None:
+        if masked:
+            moved[expected] = 0
+        same(memory.velocity.copy_to_host(), moved.astype(np.float32))
+    if taken.count == k:
+        assert taken.threshold <= reference.magnitudes(taken.values).min()
+    return taken, left, found
+
+
+@pytest.mark.parametrize(
+    ("rule", "special", "k"), [("plain", 0.0, 7), ("momentum", 0.5, 20), ("nesterov", 0.3, 3), ("none", 1.0, 33)]
+)
+def test_the_largest_are_those_of_the_reference(rule: str, special: float, k: int) -> None:
+    n = 53
+    residual, gradient, velocity = (numbers(n, k + i, special) for i in range(3))
+    select(
+        residual, k, None if rule == "none" else gradient, velocity if rule in ("momentum", "nesterov") else None,
+        nesterov=rule == "nesterov", factor=0.3, masked=rule == "momentum",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("threshold", [1, ONE, INFINITY, NOTHING])
+def test_only_what_reaches_the_threshold_is_taken(threshold: int) -> None:
+    residual, gradient = numbers(41, 3, 0.6), np.zeros(41, np.float32)
+    reached = int((reference.magnitudes(residual) >= threshold).sum())
+    taken, _, _ = select(residual, 15, gradient, threshold=threshold)
+    assert taken.collected == reached
+    assert taken.count == min(15, reached)
+
+
+def test_of_equal_ones_the_first_are_taken_across_parts_and_ranges() -> None:
+    values = np.where(np.arange(60) % 2, np.float32(1), np.float32(-1)).astype(np.float32)
+    values[[5, 40]] = 2
+    taken, _, _ = select(values, 14, ranges=[(3, 20), (30, 31), (35, 60)], parts=4)
+    assert taken.indices.tolist() == [*range(3, 16), 40]
+    assert taken.threshold == ONE
+
+
+@pytest.mark.parametrize("room", [1, 64])
+def test_the_room_for_what_is_put_aside_changes_nothing(room: int) -> None:
+    select(numbers(40, 11, 0.4), 12, numbers(40, 12, 0.4), room=room)
+
+
+@pytest.mark.parametrize("floor", [ONE - 1, INFINITY])
+def test_a_wrong_guess_of_the_threshold_changes_nothing(floor: int) -> None:
+    values = np.random.default_rng(8).standard_normal(40).astype(np.float32)
+    select(values, 9, np.zeros(40, np.float32), floor=floor)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_zeros_are_never_taken_and_the_smallest_numbers_are(value: float) -> None:
+    values = np.full(20, value, np.float32)
+    values[[7, 13]] = 1e-45, -1e-40
+    taken, _, _ = select(values, 10)
+    assert taken.indices.tolist() == [7, 13]
+    assert select(np.full(9, value, np.float32), 5)[0].count == 0
+
+
+def test_what_is_not_finite_is_taken_first() -> None:
+    values = np.array([1, np.nan, 3.4e38, -np.inf, np.inf, -np.nan, 2], np.float32)
+    assert select(values, 2)[0].indices.tolist() == [1, 5]
+    assert select(values, 3)[0].indices.tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 1), (1, 1), (1, 5), (6, 6), (6, 99)])
+def test_there_may_be_fewer_than_are_wanted(n: int, k: int) -> None:
+    taken, left, _ = select(np.arange(1, n + 1, dtype=np.float32), k, np.ones(n, np.float32))
+    assert taken.count == min(n, k)
+    assert (left == 0).all()
+
+
+def test_one_set_of_buffers_serves_any_number_of_selections() -> None:
+    rng = np.random.default_rng(2)
+    _, left, found = select(rng.standard_normal(30).astype(np.float32), 5)
+    for k in (8, 2):
+        _, left, _ = select(left, k, rng.standard_normal(30).astype(np.float32), found=found)
+
+
+def test_a_pass_may_only_add() -> None:
+    residual, gradient = numbers(20, 1, 0.5), numbers(20, 2, 0.5)
+    memory, found = Memory(device(residual), device(gradient)), Found([(0, 20)], CODE, parts=2)
+    selection.collect(memory, found, NOTHING)
+    same(memory.residual.copy_to_host(), reference.added(residual, gradient, None, 0.0, False, 1.0)[0])
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_values_are_fetched_and_put_where_they_belong(add: bool) -> None:
+    rng = np.random.default_rng(6)
+    indices = np.sort(rng.choice(40, 9, replace=False)).astype(np.int32)
+    values, out = rng.standard_normal(9, np.float32), cuda.to_device(rng.standard_normal(40, np.float32))
+    expected = out.copy_to_host()
+    expected[indices] = expected[indices] + values if add else values
+    selection.put(device(indices + np.int32(70)), device(values), out, 70, add, CODE)
+    assert out.copy_to_host().tobytes() == expected.tobytes()
+    fetched = cuda.to_device(np.zeros(9, np.float32))
+    selection.gather(out, device(indices), fetched, CODE)
+    assert fetched.copy_to_host().tobytes() == expected[indices].tobytes()
+
+
+def test_parts_cover_the_ranges_in_order() -> None:
+    parts = selection.divide([(0, 7), (10, 10), (12, 30)], 4, 1)
+    covered = [i for low, high in parts for i in range(low, high)]
+    assert covered == [*range(7), *range(12, 30)]
+    assert (parts[:, 1] - parts[:, 0]).max() == 7
+    assert len(selection.divide([(0, 100)], 50, 40)) == 3
+    assert selection.divide([], 4, 1).tolist() == [[0, 0]]
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    memory, found = Memory(device(np.ones(4, np.float32))), Found([(0, 4)], CODE)
+    out = cuda.to_device(np.zeros(words(2), np.int32))
+    for k in (0, 3):
+        with pytest.raises(ValueError, match=f"k is {k}, the words 8"):
+            selection.take_largest(memory, found, k, out)
+        with pytest.raises(ValueError, match=f"k is {k}"):
+            selection.take_above(memory, found, 1, k, out)
+    with pytest.raises(ValueError, match="no velocity"):
+        selection.take_largest(memory, found, 2, out, masked=True)
+    with pytest.raises(ValueError, match="no instructions of warps"):
+        selection.kernels(64, warps=True)
+    with pytest.raises(ValueError, match="at most 1024"):
+        selection.kernels(2048, warps=False)

@@ -1,0 +1,243 @@
+"""`kernels.cuda.side`: whole steps in the simulator, on a device that is played by torch's CPU tensors; and, with
+substitutes for what torch does on a GPU, which calls are made in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
+    pytest.skip("test_simulator runs this in a process of its own", allow_module_level=True)
+
+import torch
+
+from fusion_rt.kernels import reference
+from fusion_rt.kernels.cuda import selection, side
+from fusion_rt.kernels.cuda.selection import Found, words
+from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
+
+
+class Event:
+    """Which has happened once somebody has waited for it."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def synchronize(self) -> None:
+        self.happened = True
+
+    def query(self) -> bool:
+        return self.happened
+
+
+class SimulatedLayer:
+    """The memory of the host as the device; what is queued is done at once."""
+
+    stream = 0
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def active(self) -> Any:
+        return contextlib.nullcontext()
+
+    def wrap(self, tensor: torch.Tensor) -> Any:
+        self.calls.append("wrap")
+        return tensor.numpy()
+
+    def zeros(self, n: int, dtype: str) -> torch.Tensor:
+        return torch.zeros(n, dtype=getattr(torch, dtype))
+
+    def pin(self, array: Any) -> torch.Tensor:
+        self.calls.append("pin")
+        return torch.from_numpy(array)
+
+    def unpin(self, pinned: torch.Tensor) -> None:
+        self.calls.append("unpin")
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        self.calls.append("follow")
+
+    def lead(self, event: Any) -> None:
+        self.calls.append("lead")
+
+    def copy(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
+        self.calls.append("copy")
+        pinned.copy_(source)
+
+    def mark(self) -> Event:
+        self.calls.append("mark")
+        return Event()
+
+
+def make(n: int, k: int, layer: Any, **options: Any) -> tuple[SideSelector, Any]:
+    out = np.zeros(words(k), np.int32)
+    found = Found([(0, n)], selection.kernels(threads=4, warps=False), parts=2)
+    return SideSelector(layer, n, [(0, n)], out, found=found, **options), out
+
+
+def test_steps_select_what_the_reference_does_and_keep_the_rest() -> None:
+    n, k = 40, 6
+    layer = SimulatedLayer()
+    selector, out = make(n, k, layer, momentum=0.9)
+    residual, velocity = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    generator = torch.Generator().manual_seed(4)
+    bucket = torch.empty(n)
+    threshold = None
+    for step in range(3):
+        bucket.copy_(torch.randn(n, generator=generator))
+        selector.start(bucket, k, threshold=threshold, factor=0.5, masked=True)
+        selector.after()
+        assert not selector.ready()
+        taken = selector.finish()
+        residual, moved = reference.added(residual, bucket.numpy(), velocity, 0.9, False, 0.5)
+        assert moved is not None
+        eligible = np.where(reference.magnitudes(residual) >= (threshold or 0), residual, np.float32(0))
+        expected = reference.largest(eligible, k)
+        assert taken.indices.tolist() == expected.tolist(), step
+        assert taken.values.tobytes() == residual[expected].tobytes()
+        assert np.shares_memory(taken.values, out)
+        residual[expected], moved[expected] = 0, 0
+        velocity = moved
+        assert selector.residual.numpy().tobytes() == residual.tobytes()
+        assert selector.velocity.numpy().tobytes() == velocity.tobytes()
+        threshold = taken.threshold if step == 1 else None
+    selector.close()
+    step_calls = ["follow", "copy", "mark", "lead"]
+    assert [call for call in layer.calls if call != "wrap"] == ["pin", *step_calls * 3, "unpin"]
+    assert layer.calls.count("wrap") == 4  # residual, velocity and result; the gradient, once
+
+
+def test_steps_in_the_wrong_order_or_of_the_wrong_size_are_refused() -> None:
+    selector, _ = make(8, 2, SimulatedLayer())
+    for act in (selector.finish, selector.after, selector.ready):
+        with pytest.raises(RuntimeError, match="no selection is under way"):
+            act()
+    for k in (0, 3):
+        with pytest.raises(ValueError, match=f"room for 1 to 2 elements, not for {k}"):
+            selector.start(torch.ones(8), k)
+    for wrong in (torch.ones(7), torch.ones(8, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="has to be 8 float32, not"):
+            selector.start(wrong, 1)
+    selector.start(torch.ones(8), 2)
+    with pytest.raises(RuntimeError, match="still under way"):
+        selector.start(torch.ones(8), 2)
+    selector.close()
+    with pytest.raises(ValueError, match="contiguous array of int32, not of float32"):
+        SideSelector(SimulatedLayer(), 8, [(0, 8)], np.zeros(8, np.float32))  # type: ignore[arg-type]
+
+
+class Recorder:
+    """Plays torch and `numba.cuda` on a machine with a GPU."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.pinning = 0
+        self.torch = SimpleNamespace(
+            device=lambda kind, index: f"{kind}:{index}",
+            float32="float32", int32="int32",
+            zeros=lambda n, dtype, device: self.log(f"zeros {dtype}") or self.tensor(n),
+            from_numpy=lambda array: self.tensor(len(array)),
+            cuda=SimpleNamespace(
+                Stream=lambda device: self.stream_of("side"),
+                current_stream=lambda device: self.stream_of("current"),
+                stream=self.inside,
+                Event=self.event,
+                cudart=lambda: SimpleNamespace(
+                    cudaHostRegister=lambda address, size, flags: self.log(f"register {size}") or self.pinning,
+                    cudaHostUnregister=lambda address: self.log("unregister") or 0,
+                ),
+            ),
+        )  # fmt: skip
+        self.numba = SimpleNamespace(
+            external_stream=lambda pointer: f"numba's {pointer}",
+            gpus=[contextlib.nullcontext()],
+            as_cuda_array=lambda tensor, sync: self.log(f"wrap, sync={sync}") or tensor,
+        )
+
+    def log(self, call: str) -> None:
+        self.calls.append(call)
+
+    @contextlib.contextmanager
+    def inside(self, stream: Any) -> Any:
+        self.log(f"enter {stream.name}")
+        yield
+        self.log(f"leave {stream.name}")
+
+    def stream_of(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name,
+            cuda_stream=name,
+            wait_stream=lambda other: self.log(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.log(f"{name} waits for the event"),
+        )
+
+    def event(self) -> Any:
+        return SimpleNamespace(
+            record=lambda stream: self.log(f"event after {stream.name}"),
+            synchronize=lambda: self.log("host waits for the event"),
+            query=lambda: True,
+        )
+
+    def tensor(self, n: int, device: str = "cuda:0", contiguous: bool = True) -> Any:
+        made = SimpleNamespace(
+            device=device, dtype="torch.float32", numel=lambda: n, data_ptr=lambda: id(made),
+            is_contiguous=lambda: contiguous, detach=lambda: made, view=lambda *shape: made,
+            record_stream=lambda stream: self.log(f"gradient is used by {stream.name}"),
+            copy_=lambda source, non_blocking: self.log(f"copy, non_blocking={non_blocking}"),
+        )  # fmt: skip
+        return made
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(side, "cuda", recorder.numba)
+    for name in ("take_largest", "take_above"):
+        monkeypatch.setattr(selection, name, lambda *given, n=name: recorder.log(f"{n} on {given[-1]}"))
+    return recorder
+
+
+@pytest.mark.parametrize(("threshold", "launched"), [(None, "take_largest"), (5, "take_above")])
+def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
+    recorder: Recorder, threshold: int | None, launched: str
+) -> None:
+    layer = TorchLayer(recorder.torch, 0)
+    out = np.zeros(words(2), np.int32)
+    selector = SideSelector(layer, 8, [(0, 8)], out, found=object())  # type: ignore[arg-type]
+    filled = ["enter side", "zeros float32", "leave side", "enter side", "zeros int32", "leave side"]
+    assert recorder.calls == [*filled, "wrap, sync=False", "wrap, sync=False", f"register {out.nbytes}"]
+    recorder.calls.clear()
+    selector.start(recorder.tensor(8), 2, threshold)
+    selector.after()
+    assert selector.ready()
+    selector.finish()
+    selector.close()
+    assert recorder.calls == [
+        "wrap, sync=False",
+        "side waits for current",
+        "gradient is used by side",
+        f"{launched} on numba's side",
+        "enter side",
+        "copy, non_blocking=True",
+        "leave side",
+        "event after side",
+        "current waits for the event",
+        "host waits for the event",
+        "unregister",
+    ]
+
+
+def test_memory_that_kernels_cannot_use_is_refused(recorder: Recorder) -> None:
+    layer = TorchLayer(recorder.torch, 0)
+    for wrong in (recorder.tensor(8, device="cpu"), recorder.tensor(8, contiguous=False)):
+        with pytest.raises(ValueError, match="contiguous tensors on cuda:0"):
+            layer.wrap(wrong)
+    recorder.pinning = 2
+    with pytest.raises(RuntimeError, match="could not pin memory of the host"):
+        layer.pin(np.zeros(4, np.int32))
