@@ -7,14 +7,18 @@ completes an operation costs one `recv`, and a worker that computes costs nothin
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from fusion_rt import local, wire
+import numpy as np
+
+from fusion_rt import local, named_arrays, wire
 from fusion_rt.arena import Arena, Region, Segment
 from fusion_rt.errors import FusionError, HorovodInternalError
 from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
@@ -183,13 +187,60 @@ class Client:
         self.wait(self.submit("process_set", wire.Signature("remove_process_set", ranks=members)))
         del self.process_sets[process_set]
 
-    def ready(self, name: str, plan: int, bucket: int) -> Operation:
-        """Says that this worker's part of a planned bucket is in the arena."""
+    def save_state(self, process_set: int, group: str, common: bool = False) -> dict[str, Any]:
+        """What the codecs of a group of tensors remember on this node, by name; arrays that may be written to.
+
+        Args:
+            common: only what is the same on all nodes, which is small.
+
+        Raises:
+            HorovodInternalError: they are at work.
+        """
+        operation = self._begin(group)
+        self._send(local.Packet(wire.encode(wire.SaveState(operation.handle, process_set, group, common))))
+        output = self.wait(operation).output
+        data = bytearray(operation.inline or b"") if output is None else output.view
+        return named_arrays.read(np.frombuffer(data, np.uint8))
+
+    def load_state(self, process_set: int, group: str, state: Mapping[str, Any], common: bool = False) -> None:
+        """Gives that back.
+
+        Args:
+            common: it has no residuals; does nothing where as many steps have been taken.
+
+        Raises:
+            HorovodInternalError: it is not of the plan in force, or the codecs are at work.
+        """
+        nbytes = named_arrays.nbytes_of(state)
+        region = self.allocate(nbytes)
+        named_arrays.write(state, np.frombuffer(region.view, np.uint8)[:nbytes])
+        operation = self._begin(group)
+        place = wire.Place(region.segment, region.offset)
+        message = wire.LoadState(operation.handle, process_set, group, place, nbytes, common)
+        self._send(local.Packet(wire.encode(message)))
+        try:
+            self.wait(operation)
+        finally:
+            self.arena.free(region)
+
+    def compression(self) -> dict[str, dict[str, float]]:
+        """What compression has saved and cost on this node, by group and in "total"."""
+        operation = self._begin("compression")
+        self._send(local.Packet(wire.encode(wire.CompressionRequest(operation.handle))))
+        told: dict[str, dict[str, float]] = json.loads(self.wait(operation).inline or b"{}")
+        return told
+
+    def ready(self, name: str, plan: int, bucket: int, rescale: tuple[float, ...] = ()) -> Operation:
+        """Says that this worker's part of a planned bucket is in the arena.
+
+        Args:
+            rescale: what the residual of each tensor is multiplied by first, if learning rates have changed.
+        """
         identity = (-plan, bucket)
         clock = self._clocks.get(identity, self._first_clock)
         self._clocks[identity] = clock + 1
         operation = self._begin(name)
-        self._send(local.Packet(wire.encode(wire.Ready(operation.handle, plan, bucket, clock))))
+        self._send(local.Packet(wire.encode(wire.Ready(operation.handle, plan, bucket, clock, rescale))))
         return operation
 
     def plan_segment(self, plan: wire.Plan) -> tuple[int, Segment]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt.errors import SettingError
-from fusion_rt.units import BYTES, COUNT, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
+from fusion_rt.units import BYTES, CODEC, COUNT, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
 
 START, HOSTS, REACH, OUTPUT, ELASTIC, FUSION, STALLS, DAEMON, LOGGING, TIMELINE, AUTOTUNE, COMPATIBLE = GROUPS = (
     "start of a job",
@@ -160,12 +160,16 @@ class Settings:
         unit=BYTES, flags=("--fusion-threshold-mb",), variable="HOROVOD_FUSION_THRESHOLD",
         yaml="params.fusion_threshold_mb", bare=MIB)
     compression: str = _row(
-        "dense", FUSION, "Codec of the gradients of a DistributedOptimizer between nodes, such as fp16; "
-        "`fusionrun --check-build` lists them.",
-        flags=("--compression",), variable="FUSION_COMPRESSION", yaml="params.compression", placeholder="CODEC")
+        "dense", FUSION, "Codec of the gradients of a DistributedOptimizer between nodes, such as fp16 or "
+        "topk(density=0.01); `fusionrun --check-build` lists them.",
+        unit=CODEC, flags=("--compression",), variable="FUSION_COMPRESSION", yaml="params.compression")
     algorithm: str = _row(
         "allreduce", FUSION, "How the gradients of a DistributedOptimizer are combined.",
         flags=("--algorithm",), variable="FUSION_ALGORITHM", yaml="params.algorithm", placeholder="NAME")
+    sparse_route: str = _row(
+        "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything to "
+        "everybody), or auto: the one that is expected to be faster.",
+        variable="FUSION_SPARSE_ROUTE", choices=("auto", "owners", "gather"))
     stall_check: bool = _row(
         True, STALLS, "Whether operations that wait for ranks are warned about and ended; off: they may wait for ever.",
         unit=SWITCH, flags=("--stall-check",), off=("--no-stall-check",), variable="HOROVOD_STALL_CHECK_DISABLE",

@@ -105,6 +105,16 @@ def _show_size(value: int) -> str:
     return f"{value} bytes"
 
 
+def _parse_codec(text: str, bare: float) -> str:
+    from fusion_rt import codecs  # brings numpy along, which hardly any process that reads settings needs
+
+    try:
+        codecs.parse(text)
+    except codecs.CodecError as error:
+        raise SettingError(str(error)) from None
+    return text
+
+
 def _same(text: str, bare: float = 1) -> str:
     return text
 
@@ -121,3 +131,4 @@ SWITCH = Unit("", _parse_switch, lambda value, bare: str(int(value)), lambda val
 COUNT = Unit("N", _parse_count, lambda value, bare: str(value), str)
 NUMBER = Unit("NUMBER", _parse_number, lambda value, bare: f"{value:g}", lambda value: f"{value:g}")
 TEXT = Unit("TEXT", _same, _same, str)
+CODEC = Unit("CODEC", _parse_codec, _same, str)

@@ -125,11 +125,12 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's place in a bucket: elements [start, start + numel)."""
+    """A tensor's place in a bucket: elements [start, start + numel), and its shape there."""
 
     name: Name
     start: Count
     numel: Count
+    shape: Shape = ()
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -226,12 +227,48 @@ class Propose(msgspec.Struct, tag="propose", array_like=True):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """This worker's part of a planned bucket is in the arena: the only message a bucket costs in a step."""
+    """This worker's part of a planned bucket is in the arena: the only message a bucket costs in a step.
+
+    `rescale`: what the residual of each of its tensors is multiplied by first, when learning rates have changed.
+    """
 
     handle: Count
     plan: Count
     bucket: Count
     clock: Count
+    rescale: tuple[float, ...] = ()
+
+
+class SaveState(msgspec.Struct, tag="save", array_like=True):
+    """Asks for what the codecs of a group's plan remember on this node; the result is `named_arrays`.
+
+    `common`: only for what is the same on all nodes, without residuals.
+    """
+
+    handle: Count
+    process_set: Count
+    group: Name
+    common: bool = False
+
+
+class LoadState(msgspec.Struct, tag="load", array_like=True):
+    """Gives that back (`nbytes` bytes in the arena), for the plan in force, or else for the next one of the group.
+
+    `common`: it has no residuals, which start at zero; nothing happens where as many steps have been taken already.
+    """
+
+    handle: Count
+    process_set: Count
+    group: Name
+    place: Place
+    nbytes: Count
+    common: bool = False
+
+
+class CompressionRequest(msgspec.Struct, tag="compression", array_like=True):
+    """Asks what compression has saved and cost on this node; the result is JSON."""
+
+    handle: Count
 
 
 class Bye(msgspec.Struct, tag="bye", array_like=True):
@@ -254,8 +291,9 @@ class StopRequest(msgspec.Struct, tag="stop", array_like=True):
 
 
 WorkerMessage: TypeAlias = (
-    Hello | AddSegment | DropSegment | Submit | Propose | Ready | Bye | StatusRequest | StopRequest
-)
+    Hello | AddSegment | DropSegment | Submit | Propose | Ready | SaveState | LoadState | CompressionRequest | Bye
+    | StatusRequest | StopRequest
+)  # fmt: skip
 
 # --- local channel: daemon to worker ----------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         case msgspec.inspect.IntType():
             above = info.lt - 1 if info.lt is not None else 2**63 - 1
             return st.integers(info.ge if info.ge is not None else -(2**63), above)
+        case msgspec.inspect.BoolType():
+            return st.booleans()
         case msgspec.inspect.FloatType():
             return st.floats(allow_nan=False)
         case msgspec.inspect.StrType():

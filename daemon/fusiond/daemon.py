@@ -130,13 +130,22 @@ class Daemon:
 
     def _prepare_kernels(self, dtypes: Sequence[str]) -> None:
         """Loads or compiles kernels before they are needed, beside the event loop."""
+        from fusion_rt import codecs
         from fusion_rt.kernels import cpu
+
+        codec = codecs.parse(self._settings.compression)
+
+        def prepare() -> None:
+            cpu.prepare([DType.named(name) for name in dtypes])
+            if self._mesh is not None:
+                for name in dtypes:
+                    codec.open(codecs.Layout(DTYPES[name], 1))
 
         def done(error: BaseException | None) -> None:
             if error is not None:
                 self._fail(f"the daemon of host {self._host} cannot reduce: {error}")
 
-        self._pool.run([lambda: cpu.prepare([DType.named(name) for name in dtypes])], done)
+        self._pool.run([prepare], done)
 
     # --- engine's Outside ---------------------------------------------------------------------------------------------
 
@@ -199,6 +208,12 @@ class Daemon:
             if message.place is not None:
                 memory = link.at(message.place, _nbytes(message.signature))
             self._engine.submit(rank, message, memory)
+        elif isinstance(message, wire.SaveState):
+            self._engine.save_state(rank, message)
+        elif isinstance(message, wire.LoadState):
+            self._engine.load_state(rank, message, link.at(message.place, message.nbytes))
+        elif isinstance(message, wire.CompressionRequest):
+            self._engine.compression(rank, message.handle)
         elif isinstance(message, wire.Propose):
             self._engine.propose(rank, message.handle, message.proposal)
         elif isinstance(message, wire.AddSegment):

@@ -111,7 +111,7 @@ def _bucket(index: int, tensors: Sequence[TensorSpec], offset: int) -> Bucket:
     places: list[PlannedTensor] = []
     for tensor in tensors:
         numel = math.prod(tensor.shape)
-        places.append(PlannedTensor(tensor.name, start, numel))
+        places.append(PlannedTensor(tensor.name, start, numel, tensor.shape))
         start += _padded(numel, dtype)
     return Bucket(index, dtype, start, offset, tuple(places))
 

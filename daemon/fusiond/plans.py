@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fusion_rt import codecs, wire
+from fusion_rt.codecs import CodecError
 from fusion_rt.dtypes import DTYPES
-from fusiond import algorithms
+from fusion_rt.kernels.team import ALONE, Team
+from fusiond import algorithms, remembered
 from fusiond.algorithms.base import Algorithm
 from fusiond.collectives.base import Array, Reducer
 from fusiond.participants import Members
+from fusiond.remembered import State
 from fusiond.requests import Part, RequestError, reducer_of
 
 
@@ -30,34 +35,54 @@ class BucketState:
 
 @dataclass(frozen=True)
 class PlanState:
-    """A plan in force."""
+    """A plan in force. `past`: sums of the statistics of plans that it has replaced."""
 
     plan: wire.Plan
     members: Members
     algorithm: Algorithm
     buckets: tuple[BucketState, ...]
+    past: Counter[str]
+
+    @property
+    def codecs(self) -> list[codecs.BucketCodec]:
+        """Of its buckets."""
+        return [bucket.codec for bucket in self.buckets]
 
 
 class Plans:
-    """All plans in force, by id."""
+    """All plans in force, by id.
 
-    def __init__(self) -> None:
+    Args:
+        team: the threads that a bucket's codec may use.
+    """
+
+    def __init__(self, team: Team = ALONE) -> None:
+        self._team = team
         self._plans: dict[int, PlanState] = {}
         self._memory: dict[tuple[int, int], Array] = {}  # plan and rank: the plan's segment in that worker's arena
+        self._waiting: dict[tuple[int, str], State] = {}  # process set and group: loaded before there was a plan
 
     def __iter__(self) -> Iterator[PlanState]:
         return iter(self._plans.values())
 
-    def install(self, plan: wire.Plan, members: Members) -> None:
-        """Puts a plan in force; it replaces the one that its group had. Does nothing when it is in force already."""
+    def install(self, plan: wire.Plan, members: Members) -> str:
+        """Puts a plan in force; it replaces the one that its group had, and takes over what that one's codecs remember.
+        Does nothing when it is in force already.
+
+        Returns: why a state that had been loaded is not used; empty if there is nothing to say.
+        """
         if plan.id in self._plans:
-            return
-        for old in [s.plan for s in self if (s.plan.process_set, s.plan.group) == (plan.process_set, plan.group)]:
-            del self._plans[old.id]
+            return ""
+        state: State = {}
+        past: Counter[str] = Counter()
+        old = self._of_group(plan.process_set, plan.group)
+        if old is not None:
+            state, past = remembered.saved(old.codecs), _sums(old)
+            del self._plans[old.plan.id]
             for rank in members.local:
-                self.drop_memory(rank, old.id)
+                self.drop_memory(rank, old.plan.id)
         codec = codecs.parse(plan.reduction.codec)
-        self._plans[plan.id] = PlanState(
+        installed = self._plans[plan.id] = PlanState(
             plan,
             members,
             algorithms.make(plan.reduction.algorithm),
@@ -66,12 +91,24 @@ class Plans:
                     bucket,
                     str(bucket.index),
                     reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks)),
-                    codec.open(codecs.Layout(DTYPES[bucket.dtype], bucket.numel)),
+                    remembered.open_bucket(codec, _layout(bucket), len(members.nodes), self._team),
                     tuple((tensor.start, tensor.numel) for tensor in bucket.tensors),
                 )
                 for bucket in plan.buckets
             ),
+            past,
         )
+        loaded = self._waiting.pop((plan.process_set, plan.group), None)
+        if loaded is not None:
+            try:
+                remembered.restore(installed.codecs, loaded, strict=True)
+                return ""
+            except CodecError as error:
+                why = f"a state was loaded for {plan.group!r}, and it starts without: {error}"
+        else:
+            why = ""
+        remembered.restore(installed.codecs, state)
+        return why
 
     def remove_set(self, process_set: int) -> None:
         """Drops the plans of a process set that has been removed."""
@@ -79,6 +116,40 @@ class Plans:
             del self._plans[state.plan.id]
             for rank in state.members.local:
                 self.drop_memory(rank, state.plan.id)
+        for key in [key for key in self._waiting if key[0] == process_set]:
+            del self._waiting[key]
+
+    def save(self, process_set: int, group: str, common: bool) -> State:
+        """What the codecs of a group's plan remember, or will when there is one; copies."""
+        state = self._of_group(process_set, group)
+        if state is not None:
+            return remembered.saved(state.codecs, common)
+        waiting = self._waiting.get((process_set, group), {})
+        return remembered.only_common(waiting) if common else dict(waiting)
+
+    def load(self, process_set: int, group: str, state: State, common: bool) -> None:
+        """Gives that back to the plan in force, or keeps it for the next one.
+
+        Args:
+            common: what is of another node is left out; does nothing where as many steps have been taken.
+
+        Raises:
+            CodecError: the state is not of this plan; nothing has changed then.
+        """
+        if common:
+            if remembered.steps_of(state) == remembered.steps_of(self.save(process_set, group, True)):
+                return
+            state = remembered.only_common(state)
+        found = self._of_group(process_set, group)
+        if found is not None:
+            remembered.restore(found.codecs, state, strict=True)
+        else:
+            self._waiting[process_set, group] = {key: value.copy() for key, value in state.items()}
+
+    def plan_of(self, process_set: int, group: str) -> int:
+        """The id of a group's plan in force; 0 if there is none."""
+        found = self._of_group(process_set, group)
+        return 0 if found is None else found.plan.id
 
     def add_memory(self, rank: int, plan: int, memory: Array) -> None:
         """A worker's arena has a segment (its bytes, uint8) for the buckets of a plan. Raises `RequestError`."""
@@ -102,7 +173,7 @@ class Plans:
         """What a worker's `Ready` is about.
 
         Raises:
-            RequestError: there is no such bucket, or the worker gave no memory for it.
+            RequestError: there is no such bucket, or the worker gave no memory for it, or `rescale` makes no sense.
         """
         state = self._plans.get(ready.plan)
         memory = self._memory.get((ready.plan, rank))
@@ -111,13 +182,72 @@ class Plans:
                 f"rank {rank} is ready in bucket {ready.bucket} of plan {ready.plan}, which is not in force"
             )
         found = state.buckets[ready.bucket]
+        if ready.rescale and not (
+            len(ready.rescale) == len(found.parts) and all(0 < factor < math.inf for factor in ready.rescale)
+        ):
+            raise RequestError(
+                f"rank {rank} rescales the residual of bucket {ready.bucket} of plan {ready.plan}, which has "
+                f"{len(found.parts)} tensors, by {list(ready.rescale)}"
+            )
         storage = found.reducer.dtype.storage
         offset = found.bucket.offset
         values = memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage)
-        return state, found, Part(ready.handle, values, values)
+        return state, found, Part(ready.handle, values, values, rescale=ready.rescale)
 
     def statistics(self) -> list[Mapping[str, object]]:
         """Id, group, number of buckets and bytes of each."""
         return [
             {"id": s.plan.id, "group": s.plan.group, "buckets": len(s.buckets), "nbytes": s.plan.nbytes} for s in self
         ]
+
+    def compression(self) -> dict[str, dict[str, float]]:
+        """What compression has saved and cost on this node, by group and in "total": `bytes_dense` that would have been
+        sent to other nodes, `bytes_packed` that were, the share `saved`; how many elements were `asked` for, and
+        `selected`; the `seconds` it took; and the L2 norm of what is left, `residual_norm`."""
+        groups = {}
+        for state in self:
+            if any(codec_statistics(codec) is not None for codec in state.codecs):
+                where = f" of process set {state.plan.process_set}" if state.plan.process_set else ""
+                groups[state.plan.group + where] = _sums(state)
+        total: Counter[str] = Counter()
+        for sums in groups.values():
+            total.update(sums)
+        return {name: _told(sums) for name, sums in {**groups, "total": total}.items()}
+
+    def _of_group(self, process_set: int, group: str) -> PlanState | None:
+        return next((s for s in self if (s.plan.process_set, s.plan.group) == (process_set, group)), None)
+
+
+def codec_statistics(codec: codecs.BucketCodec) -> dict[str, float] | None:
+    """What a bucket's codec has counted; None if it does not count."""
+    count = getattr(codec, "statistics", None)
+    return None if count is None else dict(count())
+
+
+def _sums(state: PlanState) -> Counter[str]:
+    """Of all buckets, and of the plans before this one; `squared_norm` of this one only."""
+    sums = Counter(state.past)
+    del sums["squared_norm"]
+    for codec in state.codecs:
+        sums.update(codec_statistics(codec) or {})
+        if hasattr(codec, "residual_norm"):
+            sums["squared_norm"] += codec.residual_norm() ** 2
+    return sums
+
+
+def _told(sums: Counter[str]) -> dict[str, float]:
+    dense, packed = sums["dense_nbytes"], sums["packed_nbytes"]
+    return {
+        "bytes_dense": dense,
+        "bytes_packed": packed,
+        "saved": 1 - packed / dense if dense else 0.0,
+        "asked": sums["asked"],
+        "selected": sums["selected"],
+        "seconds": float(sums["seconds"]),
+        "residual_norm": math.sqrt(sums["squared_norm"]),
+    }
+
+
+def _layout(bucket: wire.Bucket) -> codecs.Layout:
+    spans = tuple(codecs.Span(tensor.name, tensor.start, tensor.numel, tensor.shape) for tensor in bucket.tensors)
+    return codecs.Layout(DTYPES[bucket.dtype], bucket.numel, spans)

@@ -37,6 +37,32 @@ def show_status(found: list[dict[str, Any]]) -> None:
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(table)
+    compressed = _compression(found)
+    if compressed.row_count:
+        console.print(compressed)
+
+
+def _compression(found: list[dict[str, Any]]) -> Table:
+    """A row for each group of tensors that is compressed."""
+    table = Table(title="compression")
+    for column in ("job", "node", "gradients of", "dense", "sent", "saved", "selected", "time", "residual norm"):
+        table.add_column(column)
+    for daemon in found:
+        for group, told in daemon.get("engine", {}).get("compression", {}).items():
+            if group == "total" and len(daemon["engine"]["compression"]) <= 2:
+                continue  # there is nothing it would add up
+            table.add_row(
+                str(daemon["job"]),
+                str(daemon["node"]),
+                group,
+                _size(told["bytes_dense"]),
+                _size(told["bytes_packed"]),
+                f"{told['saved']:.1%}",
+                f"{told['selected']} of {told['asked']} asked for" if told["asked"] else "",
+                f"{told['seconds']:.2f} s",
+                f"{told['residual_norm']:.4g}",
+            )
+    return table
 
 
 def _size(nbytes: float) -> str:

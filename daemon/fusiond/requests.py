@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt import codecs, wire
+from fusion_rt.codecs.uses import check_use
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.errors import FusionError
 from fusion_rt.topology import GLOBAL_SET, Topology
@@ -41,6 +42,7 @@ class Part:
         place: where in the arena the result goes, which is where the elements came from; None when they came in a
             message, and the result goes back in one.
         signature, splits: as submitted; of no meaning for a planned bucket.
+        rescale: of a planned bucket: what the residual of each tensor is multiplied by first.
     """
 
     handle: int
@@ -48,6 +50,7 @@ class Part:
     place: Array | None
     signature: wire.Signature = NOTHING
     splits: tuple[int, ...] = ()
+    rescale: tuple[float, ...] = ()
 
 
 def outputs_of(local: Sequence[Part]) -> tuple[list[Array], Array | None]:
@@ -134,6 +137,8 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
     if signature.kind == "broadcast" and signature.root not in members.set.ranks:
         raise RequestError(f"the root rank {signature.root} is not in process set {members.set.id}")
     check_scales(signature)
+    codec = codecs.parse(signature.codec)
+    check_use(codec, signature.op, dtype, signature.kind)
     if signature.op == "adasum" and not (dtype.is_floating and signature.kind == "allreduce"):
         raise RequestError(f"Adasum is an all-reduce of floating-point elements, not a {signature.kind} of {dtype}")
     if signature.kind == "allreduce" and signature.parts and sum(map(math.prod, signature.parts)) != elements:
@@ -142,13 +147,19 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
     if signature.kind in ("allreduce", "reducescatter") and dtype.name == "bool" and scaled:
         raise RequestError("bool elements can be neither averaged nor scaled; use sum (or), product (and), min or max")
     nbytes = elements * dtype.itemsize
+    shapes = signature.parts or (signature.shape,)
+    parts = tuple(_parts([math.prod(shape) for shape in shapes])) if elements else ()
+    spans: tuple[codecs.Span, ...] = ()
+    if codec.stateful:
+        places = enumerate(zip(parts, shapes, strict=False))
+        spans = tuple(codecs.Span(str(i), start, numel, shape) for i, ((start, numel), shape) in places)
     return Recipe(
         signature,
         members,
         reducer_of(signature, dtype, len(members.set.ranks)),
-        codecs.parse(signature.codec),
-        codecs.Layout(dtype, elements),
-        tuple(_parts([math.prod(shape) for shape in signature.parts or (signature.shape,)])) if elements else (),
+        codec,
+        codecs.Layout(dtype, elements, spans),
+        parts,
         nbytes,
         nbytes * len(members.local),
     )
@@ -176,6 +187,7 @@ def check_proposal(proposal: wire.Proposal) -> None:
     if nbytes > _MAX_PLAN:
         raise RequestError(f"its tensors take {nbytes} bytes, more than the {_MAX_PLAN} that a plan may have")
     check_scales(proposal.reduction)
+    check_use(codecs.parse(proposal.reduction.codec), proposal.reduction.op)
 
 
 def check_scales(how: wire.Reduction | wire.Signature) -> None:

@@ -6,10 +6,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
+from fusion_rt.codecs.feedback import FeedbackBucketCodec
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.wire import OpKey
@@ -20,6 +22,7 @@ from fusiond.collectives.cost import CostModel
 from fusiond.flow import FlowPort
 from fusiond.participants import Members
 from fusiond.plans import BucketState, PlanState
+from fusiond.remembered import open_bucket
 from fusiond.requests import Part, Recipe, collective_exchange, outputs_of
 
 INLINE_WORK = 128 * 1024  # bytes; a smaller local part is done at once, where a thread's hand-over would cost more
@@ -137,7 +140,7 @@ class Runner:
             RequestError: the members' sizes do not fit together.
         """
         if recipe.signature.kind == "allreduce":
-            codec = recipe.codec.open(recipe.layout)
+            codec = open_bucket(recipe.codec, recipe.layout, len(run.members.nodes))
             self._reduce(run, self._all_reduce, recipe.reducer, codec, recipe.layout.elements, recipe.parts)
             return
         local = run.local() or [nothing(recipe.reducer, recipe.layout.elements)]
@@ -171,12 +174,23 @@ class Runner:
             local = [nothing(reducer, elements)]
         outputs, run.shared = outputs_of(local)
         sources = [part.source for part in local]
+        factors = run.parts[min(run.parts)].rescale if run.parts else ()
+        first = None
+        if factors and isinstance(codec, FeedbackBucketCodec):
+            first = partial(codec.scale_residual, factors)
+        route = self._settings.sparse_route
         self._start(
-            run, lambda port: algorithm.exchange(Work(port, reducer, codec, self.cost, sources, outputs, parts))
+            run,
+            lambda port: algorithm.exchange(Work(port, reducer, codec, self.cost, sources, outputs, parts, route)),
+            first,
         )
 
-    def _start(self, run: Run, make: Callable[[Port], Exchange]) -> None:
-        """Makes the run's exchange, does the local part of it, and starts it. What `make` raises, this raises."""
+    def _start(self, run: Run, make: Callable[[Port], Exchange], first: Job | None = None) -> None:
+        """Makes the run's exchange, does the local part of it, and starts it. What `make` raises, this raises.
+
+        Args:
+            first: is done before the local part.
+        """
         run.port = FlowPort(
             run.key,
             run.digest,
@@ -192,15 +206,25 @@ class Runner:
         small = run.exchange.local_nbytes <= INLINE_WORK
         jobs = run.exchange.jobs(1 if small else self._settings.kernel_threads)
         if jobs and not small:
-            self._outside.run_jobs(jobs, lambda error: self._jobs_done(run, error))
+            if first is None:
+                self._run_jobs(run, jobs)
+            else:
+                self._outside.run_jobs([first], lambda error: self._run_jobs(run, jobs, error))
             return
         try:
-            for job in jobs:
+            for job in jobs if first is None else (first, *jobs):
                 job()
         except Exception as error:  # reported like one from the pool
             self._jobs_done(run, error)
         else:
             self._jobs_done(run, None)
+
+    def _run_jobs(self, run: Run, jobs: Sequence[Job], error: BaseException | None = None) -> None:
+        """Unless there is an error already, or the run has failed in the meantime."""
+        if error is None and self._runs.get(run.key) is run:
+            self._outside.run_jobs(jobs, lambda error: self._jobs_done(run, error))
+        else:
+            self._jobs_done(run, error)
 
     def receive(self, run: Run, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         """Gives the exchange of a run that has started a chunk."""
@@ -210,8 +234,10 @@ class Runner:
             self._failed(run, error)
 
     def _jobs_done(self, run: Run, error: BaseException | None) -> None:
-        if self._runs.get(run.key) is not run:
-            return  # it has failed in the meantime
+        if self._runs.get(run.key) is not run:  # it has failed in the meantime
+            assert run.exchange is not None
+            run.exchange.abandon()
+            return
         if error is not None:
             self._failed(run, error)
             return

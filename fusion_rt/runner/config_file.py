@@ -12,7 +12,7 @@ from typing import Any
 from fusion_rt.errors import SettingError
 from fusion_rt.runner.choices import Choice
 from fusion_rt.settings import KNOBS, Knob
-from fusion_rt.units import SWITCH, TEXT
+from fusion_rt.units import CODEC, SWITCH, TEXT
 
 MAX_BYTES = 1024 * 1024  # of the file; a hundred lines are a long one
 _BY_KEY = {knob.yaml: knob for knob in KNOBS if knob.yaml}
@@ -90,10 +90,14 @@ def _text(knob: Knob, value: Any, source: str) -> str:
     """A value as it would stand in a variable or after a flag."""
     if isinstance(value, bool) and knob.unit is SWITCH:
         return str(int(value))
-    fits = isinstance(value, str) or (isinstance(value, int | float) and knob.unit is not TEXT)
+    fits = isinstance(value, str) or (isinstance(value, int | float) and knob.unit not in (TEXT, CODEC))
     if isinstance(value, bool) or not fits:
         wanted = (
-            "yes or no" if knob.unit is SWITCH else "text" if knob.unit is TEXT else "a number, or text with a unit"
+            "yes or no"
+            if knob.unit is SWITCH
+            else "text"
+            if knob.unit in (TEXT, CODEC)
+            else "a number, or text with a unit"
         )
         raise SettingError(f"{source} has to be {wanted}, not {_kind(value)}")
     return str(value)

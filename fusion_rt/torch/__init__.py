@@ -7,7 +7,8 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 Names, arguments and meaning are those of `horovod.torch`. Beyond it there are `empty` (a tensor that needs no copies to
-be communicated), `Compression.bf16`, and `statistics()` of a distributed optimizer.
+be communicated), `Compression.bf16` and the codecs of docs/compression.md, `compression_stats`, and `statistics()` of a
+distributed optimizer.
 """
 
 from fusion_rt.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -36,7 +37,7 @@ from fusion_rt.torch.basics import (
     start_timeline,
     stop_timeline,
 )
-from fusion_rt.torch.compression import Compression
+from fusion_rt.torch.compression import Compression, compression_stats
 from fusion_rt.torch.exchange import OptimizerStatistics
 from fusion_rt.torch.functions import (
     allgather_object,
@@ -123,6 +124,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "compression_stats",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -66,11 +66,21 @@ class DenseBucket(Bucket):
         here: this worker's membership.
         plan, index: of the bucket.
         name: for messages to people.
+        rescale: asked when it is sent; by what the residual of each parameter is to be multiplied, if by anything.
     """
 
-    def __init__(self, here: Runtime, plan: int, index: int, name: str, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self,
+        here: Runtime,
+        plan: int,
+        index: int,
+        name: str,
+        slots: Sequence[Slot],
+        rescale: Callable[[], tuple[float, ...]],
+    ) -> None:
         super().__init__(slots)
         self._here = here
+        self._rescale = rescale
         self._identity = (name, plan, index)
         self._operation: Operation | None = None
         self._copying: device.Copying | None = None
@@ -101,7 +111,7 @@ class DenseBucket(Bucket):
             if remote[0]:
                 self._copying = device.layer.copy(*remote)
                 return
-        self._operation = ready(*self._identity)
+        self._operation = ready(*self._identity, self._rescale())
 
     def post(self, wait: bool) -> bool:
         if self._copying is not None:
@@ -110,7 +120,7 @@ class DenseBucket(Bucket):
             elif not self._copying.done():
                 return False
             self._copying = None
-            self._operation = self._here.client.ready(*self._identity)
+            self._operation = self._here.client.ready(*self._identity, self._rescale())
         return True
 
     def receive(self) -> None:

@@ -1,18 +1,23 @@
-"""What is halved on its way between nodes, and the interface by which a script brings a compressor of its own.
+"""What is made smaller on its way between nodes, and the interface by which a script brings a compressor of its own.
 
 `Compression.fp16` and `.bf16` name a codec of the daemon: tensors stay exact in shared memory, where casting them would
 cost more than it saves, and only what travels between nodes is halved. Their `compress` and `decompress` cast as
-Horovod's do, for scripts that call or subclass them. A compressor that a script brings runs in the worker.
+Horovod's do, for scripts that call or subclass them. `Compression.topk(0.01)` and its like, one for each codec there
+is, name one with arguments. A compressor that a script brings runs in the worker.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fusion_rt import codecs
-from fusion_rt.codecs import Codec
+from fusion_rt.codecs import CODECS, Codec, CodecError
+from fusion_rt.torch.runtime import runtime
 
 
 class Compressor:
@@ -65,12 +70,45 @@ class BF16Compressor(Compressor):
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 
-class Compression:
-    """The compressors that come with fusion_rt."""
+class _EveryCodec(type):
+    """Makes an attribute of each codec: a function of its arguments."""
+
+    def __getattr__(cls, name: str) -> Callable[..., Codec]:
+        if name not in CODECS:
+            near = difflib.get_close_matches(name, dir(cls), 1, 0.0)[0]
+            raise AttributeError(f"there is no compression {name!r}; did you mean {near!r}?")
+        return _maker(CODECS[name])
+
+    def __dir__(cls) -> list[str]:
+        return sorted({"none", *CODECS})
+
+
+class Compression(metaclass=_EveryCodec):
+    """The compressors that come with fusion_rt: `none`, `fp16` and `bf16`; and a function for each codec that has
+    arguments, `topk(0.01, value="fp16")`, `int8()`, `powersgd(rank=2)` (docs/compression.md has them all)."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def _maker(kind: type[Codec]) -> Callable[..., Codec]:
+    fields = [field.name for field in dataclasses.fields(kind)]
+
+    def make(*args: Any, **arguments: Any) -> Codec:
+        if len(args) > len(fields):
+            raise CodecError(f"the codec {kind.name} has {len(fields)} arguments, and {len(args)} were given")
+        for field, value in zip(fields, args, strict=False):
+            if field in arguments:
+                raise CodecError(f"the codec {kind.name} was given {field} twice")
+            arguments[field] = value
+        # A number of numpy or torch is not written as what it is.
+        plain = {name: value.item() if hasattr(value, "item") else value for name, value in arguments.items()}
+        return codecs.parse(f"{kind.name}({', '.join(f'{name}={value!r}' for name, value in plain.items())})")
+
+    make.__name__ = make.__qualname__ = kind.name
+    make.__doc__ = kind.__doc__
+    return make
 
 
 # By the class itself, not by an attribute: a subclass that overrides `compress` is a compressor of the script's own.
@@ -95,3 +133,17 @@ def codec_of(compression: Any) -> str | None:
     if not hasattr(compression, "compress") or not hasattr(compression, "decompress"):
         raise ValueError(f"{compression!r} is no compression: it needs the functions compress and decompress")
     return None
+
+
+def compression_stats() -> dict[str, dict[str, float]]:
+    """What compression has saved and cost this node so far.
+
+    Returns: for each distributed optimizer whose codec keeps count (`"optimizer.1"`, in the order in which they were
+        made) and in `"total"`: `bytes_dense` that would have been sent to other nodes, `bytes_packed` that were sent,
+        and the share that was `saved`; how many elements were `asked` for and `selected`, by codecs that select;
+        the `seconds` spent on it; and `residual_norm`, the L2 norm of what has not been sent.
+
+    Raises:
+        ValueError: before `init`.
+    """
+    return runtime().client.compression()

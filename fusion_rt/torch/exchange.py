@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from fusion_rt import wire
+from fusion_rt import codecs, wire
 from fusion_rt.torch import device
 from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
 from fusion_rt.torch.compression import NoneCompressor
+from fusion_rt.torch.feedback import Feedback
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.parameters import Trained
 from fusion_rt.torch.process_sets import ProcessSet
-from fusion_rt.torch.runtime import Runtime, runtime
+from fusion_rt.torch.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.slots import Named, Slot
 from fusion_rt.torch.tensors import TORCH_DTYPES
 
@@ -95,6 +97,8 @@ class GradientExchange:
         self.lost = ""
         self._manner = manner
         self._trained = trained
+        stateful = codecs.parse(manner.reduction.codec).stateful
+        self._feedback = Feedback(manner.reduction.codec, trained) if stateful else None
         self._runtime = runtime()
         self._group = self._name()
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
@@ -123,6 +127,8 @@ class GradientExchange:
         if self._runtime is not here or [id(p) for p in self._trained.tensors()] != list(self._slots):
             self._give_up_plan(here)
             self._watch(self._trained.named())
+        if self._feedback is not None:
+            self._feedback.begin()
         self.idle = False
 
     def advance(self, bucket: Bucket) -> None:
@@ -192,6 +198,51 @@ class GradientExchange:
         buckets = len(self._buckets or [])
         return OptimizerStatistics(self._steps, self._plans, buckets, self._nbytes, self._waited, self._last_waited)
 
+    def codec_state(self) -> dict[str, Any] | None:
+        """What the codec remembers on this node, to be saved; None if there is nothing.
+
+        Raises:
+            ValueError: gradients are under way.
+            HorovodInternalError: gradients of other ranks of this node are.
+        """
+        here = self._rested()
+        if here is None or self._feedback is None:
+            return None
+        return self._feedback.save(here, self._process_set(here), self._group)
+
+    def load_codec_state(self, saved: Any) -> None:
+        """Gives that back; does nothing without such a codec. Raises as `Feedback.load` and `codec_state` do."""
+        here = self._rested()
+        if here is not None and self._feedback is not None:
+            self._feedback.load(here, self._process_set(here), self._group, saved)
+
+    def common_codec_state(self) -> dict[str, Any]:
+        """What the codec remembers alike on all nodes, such as the number of steps."""
+        here = self._rested()
+        return {} if here is None else here.client.save_state(self._process_set(here), self._group, common=True)
+
+    def load_common_codec_state(self, state: dict[str, Any]) -> None:
+        """Lets this node go on where another one is. Residuals stay if it is there already; else there are none."""
+        here = self._rested()
+        if here is not None:
+            with here.allocating:
+                here.client.load_state(self._process_set(here), self._group, state, common=True)
+
+    def _rested(self) -> Runtime | None:
+        """This worker's membership, if there is a codec in it that remembers anything."""
+        if self._feedback is None or not self._slots or not is_initialized():
+            return None
+        if any(bucket.sent for bucket in self._buckets or []):
+            raise ValueError("gradients of this optimizer are being exchanged; save or load its state between step() "
+                             "and the next backward()")  # fmt: skip
+        here = runtime()
+        if here is not self._runtime:
+            self._give_up_plan(here)
+        return here
+
+    def _process_set(self, here: Runtime) -> int:
+        return id_of(here, self._manner.process_set, "allreduce")
+
     def _send(self, bucket: Bucket) -> None:
         bucket.send()
         if not bucket.post(wait=False):
@@ -245,7 +296,7 @@ class GradientExchange:
         if not order:
             self._buckets = []
             return
-        process_set = id_of(here, self._manner.process_set, "allreduce")
+        process_set = self._process_set(here)
         specs = tuple(slot.spec() for slot in order.values())
         # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
         # joined, took no part in some of their proposals.
@@ -263,12 +314,18 @@ class GradientExchange:
             flat = torch.frombuffer(segment.view, dtype=dtype, count=bucket.numel, offset=bucket.offset)
             self._nbytes += flat.nbytes
             slots = [order[tensor.name] for tensor in bucket.tensors]
-            dense = DenseBucket(here, plan.id, bucket.index, f"{self._group}, bucket {bucket.index}", slots)
+            name = f"{self._group}, bucket {bucket.index}"
+            dense = DenseBucket(here, plan.id, bucket.index, name, slots, self._rescaling(slots))
             for slot, tensor in zip(slots, bucket.tensors, strict=True):
                 slot.place(dense, flat[tensor.start : tensor.start + tensor.numel])
             self._buckets.append(dense)
         if not all(slot.direct for slot in self.slots):
             device.layer.pin(segment)
+
+    def _rescaling(self, slots: Sequence[Slot]) -> Callable[[], tuple[float, ...]]:
+        if self._feedback is None:
+            return tuple
+        return partial(self._feedback.rescale, [slot.name for slot in slots])
 
     def _order(self) -> list[Slot]:
         """The slots in the order in which their gradients arrived; those that are wanted together where the last of

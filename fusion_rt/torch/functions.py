@@ -16,6 +16,7 @@ from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also 
 from fusion_rt.torch import ops
 from fusion_rt.torch.basics import rank
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.wrapping import Wrapped
 
 
 def broadcast_parameters(
@@ -62,6 +63,9 @@ def broadcast_optimizer_state(
     leaves behind there, and scripts have come to expect, is left behind here too: an optimizer that had no state has
     gradients afterwards, which are zeros where there were none.
 
+    What a codec has not sent is each node's own and is not broadcast: a node that is not in the root's step, since it
+    has not loaded the checkpoint that the root has, starts with none.
+
     Args:
         optimizer: any optimizer, distributed or not, with the same parameters on all ranks.
         root_rank: whose state counts.
@@ -74,11 +78,13 @@ def broadcast_optimizer_state(
     """
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
-    own = optimizer.state_dict()
+    exchange = optimizer._exchange if isinstance(optimizer, Wrapped) else None
+    own = optimizer.plain_state_dict() if isinstance(optimizer, Wrapped) else optimizer.state_dict()
+    codec = exchange.common_codec_state() if exchange is not None and is_root else {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = _without_tensors(own, tensors) if is_root else None
     like = [(tuple(tensor.shape), tensor.dtype, tensor.is_cpu) for tensor in tensors]
-    state, like = broadcast_object((state, like), root_rank, "optimizer_state", process_set)
+    state, like, codec = broadcast_object((state, like, codec), root_rank, "optimizer_state", process_set)
     if not is_root:
         device = next((p.device for p in parameters if not p.is_cpu), "cpu")  # of what is on a device at the root
         tensors = [torch.empty(shape, dtype=dtype, device="cpu" if host else device) for shape, dtype, host in like]
@@ -91,6 +97,8 @@ def broadcast_optimizer_state(
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups
+    if exchange is not None:
+        exchange.load_common_codec_state(codec)
     for parameter in parameters if not own["state"] else ():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

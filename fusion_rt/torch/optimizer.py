@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from fusion_rt import wire
+from fusion_rt import codecs, wire
+from fusion_rt.codecs.uses import check_use
 from fusion_rt.torch import ops
 from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
 from fusion_rt.torch.compression import Compression, NoneCompressor, codec_of
@@ -172,7 +173,8 @@ def DistributedOptimizer(
         optimizer: any `torch.optim.Optimizer`. Use what this returns in its place from now on.
         named_parameters: `model.named_parameters()`; names the tensors in messages. All parameters of the optimizer
             have to be among them.
-        compression: `Compression.none`, `.fp16`, `.bf16`, a codec's text, or a class with `compress` and `decompress`.
+        compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(0.01)` and its like (docs/compression.md), a codec's
+            text, or a class with `compress` and `decompress`. With `none`, what `fusionrun --compression` says.
         backward_passes_per_step: backward passes whose gradients are accumulated (summed) locally before they are
             reduced.
         op: how the ranks' gradients are combined: `Average`, `Sum`, `Min`, `Max` or `Product`; with `Adasum`, every
@@ -209,6 +211,7 @@ def DistributedOptimizer(
     codec = codec_of(compression)
     compressor = compression if codec is None else NoneCompressor
     chosen = here.client.welcome.compression if compression is Compression.none else codec or "dense"
+    _check_codec(optimizer, chosen, ops.resolve(op))
     reduction = wire.Reduction(
         ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen,
         here.client.welcome.algorithm,
@@ -223,6 +226,18 @@ def DistributedOptimizer(
     wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
     wrapped.sparse_as_dense, wrapped.process_set = sparse_as_dense, process_set
     return wrapped
+
+
+def _check_codec(optimizer: torch.optim.Optimizer, text: str, op: wire.Op) -> None:
+    """Raises `CodecError` for a codec that cannot be used with `op`, and warns of momentum that would count twice."""
+    codec = codecs.parse(text)
+    check_use(codec, op)
+    if getattr(codec, "momentum", 0.0) and any(group.get("momentum") for group in optimizer.param_groups):
+        warnings.warn(
+            f"the codec {codec.name} has a momentum, and the optimizer another: the update would have both; give the "
+            f"optimizer momentum=0",
+            stacklevel=3,
+        )
 
 
 def _in_backward() -> bool:

@@ -95,6 +95,19 @@ class Trained:
             for i, j, parameter in self._places()
         ]
 
+    def sizes(self) -> dict[str, int]:
+        """How many elements they have, by name."""
+        return {named.name: named.parameter.numel() for named in self.named()}
+
+    def group_rates(self) -> list[float]:
+        """The learning rates of the optimizer's groups; 0 where there is none."""
+        return [float(group.get("lr", 0.0)) for group in self._optimizer().__dict__["param_groups"]]
+
+    def rates(self) -> dict[str, float]:
+        """The parameters' learning rates, by name."""
+        rates = self.group_rates()
+        return {named.name: rates[i] for named, (i, _, _) in zip(self.named(), self._places(), strict=True)}
+
     def _places(self) -> list[tuple[int, int, torch.Tensor]]:
         if not takes_part(self._process_set):
             return []

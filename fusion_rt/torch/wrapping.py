@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from fusion_rt.torch.exchange import GradientExchange, Manner, OptimizerStatistics
+from fusion_rt.torch.feedback import KEY
 from fusion_rt.torch.parameters import Trained
 
 _ZEROED_EARLY = (
@@ -47,10 +48,23 @@ class Wrapped(torch.optim.Optimizer):
             raise AssertionError(_ZEROED_EARLY)
         super().zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As the script's optimizer's. With a codec that remembers what it has not sent, this node's memory is under
+        "fusion_rt", so that a checkpoint of each node (of one of its ranks) has to be kept."""
+        state = self.plain_state_dict()
+        remembered = self._exchange.codec_state()
+        return state if remembered is None else {**state, KEY: remembered}
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """The `state_dict` of the script's optimizer."""
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the script's optimizer's; gradients that have arrived since the last step are forgotten."""
         self._exchange.discard()
-        super().load_state_dict(state_dict)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
+        if KEY in state_dict:
+            self._exchange.load_codec_state(state_dict[KEY])
 
     def statistics(self) -> OptimizerStatistics:
         """What the communication of this optimizer has cost so far."""

@@ -187,6 +187,8 @@ def test_the_environment_is_forwarded_but_for_what_belongs_to_one_host(monkeypat
         (["-np", "1", "--log-level", "loud", "x"], "--log-level: 'loud' is not one of TRACE, DEBUG"),
         (["-np", "1", "--start-timeout", "0", "x"], "--start-timeout: '0' is below the least value allowed, 0.001"),
         (["-np", "1", "--encryption", "some", "x"], "--encryption: 'some' is not one of auto"),
+        (["-np", "1", "--compression", "topk(density=2)", "x"], "--compression: the density is the share of elements"),
+        (["-np", "1", "--compression", "topkk", "x"], "there is no codec 'topkk'; did you mean 'topk'?"),
         (["-np", "1", "--rsh-agent", "ssh", "x"], "--rsh-agent 'ssh' has no {host}"),
         (["-np", "1", "-i", "/no/such/key", "x"], "/no/such/key is not a file"),
     ],

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from fusion_rt.codecs import BucketCodec, PowerSGDBucket
+from fusion_rt.codecs.summing import SummingBucketCodec
 from fusiond.algorithms.base import Algorithm, Signal, Work
 from fusiond.collectives.adasum import Adasum
-from fusiond.collectives.base import Exchange
+from fusiond.collectives.base import Array, Exchange, Port, Reducer
+from fusiond.collectives.cost import CostModel
 from fusiond.collectives.doubling import Doubling
+from fusiond.collectives.low_rank import LowRank
 from fusiond.collectives.one_node import OneNode
+from fusiond.collectives.owned import Gathered, Owned
 from fusiond.collectives.ring import Ring
+
+_SELECTED_NBYTES = 4  # about what a selected value takes, with its index
 
 
 class AllReduce(Algorithm):
-    """Through shared memory within a node; between nodes by the cheaper of ring and recursive doubling."""
+    """Through shared memory within a node; between nodes by the cheaper of ring and recursive doubling, or in the way
+    that suits a codec with error feedback."""
 
     signal = Signal.GRADIENT
 
@@ -21,7 +31,31 @@ class AllReduce(Algorithm):
             return Adasum(work.port, work.reducer, work.codec, work.sources, work.outputs, work.parts)
         if nodes == 1:
             return OneNode(work.port, work.reducer, work.sources, work.outputs)
-        nbytes = len(work.sources[0]) * work.reducer.dtype.itemsize
-        small = work.cost.prefers_doubling(nbytes, nodes, work.port.chunk_bytes)
-        kind = Doubling if small else Ring
-        return kind(work.port, work.reducer, work.codec, work.sources, work.outputs)
+        codec = work.codec
+        if isinstance(codec, PowerSGDBucket):
+            return LowRank(
+                work.port, work.reducer, codec, work.sources, work.outputs,
+                lambda port, reducer, dense, factors: _dense(port, reducer, dense, [factors], [factors], work.cost),
+            )  # fmt: skip
+        if isinstance(codec, SummingBucketCodec):
+            gather = work.sparse_route == "gather" or (
+                work.sparse_route == "auto"
+                and codec.adapts
+                and work.cost.prefers_gathering(codec.wanted() * _SELECTED_NBYTES, nodes)
+            )
+            return (Gathered if gather else Owned)(work.port, work.reducer, codec, work.sources, work.outputs)
+        return _dense(work.port, work.reducer, codec, work.sources, work.outputs, work.cost)
+
+
+def _dense(
+    port: Port,
+    reducer: Reducer,
+    codec: BucketCodec,
+    sources: Sequence[Array],
+    outputs: Sequence[Array],
+    cost: CostModel,
+) -> Exchange:
+    """The cheaper of ring and recursive doubling."""
+    nbytes = len(sources[0]) * reducer.dtype.itemsize
+    kind = Doubling if cost.prefers_doubling(nbytes, port.nodes, port.chunk_bytes) else Ring
+    return kind(port, reducer, codec, sources, outputs)

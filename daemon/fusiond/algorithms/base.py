@@ -38,6 +38,7 @@ class Work:
         sources: of each local member, in rank order.
         outputs: the distinct arrays that the result goes to; in place where one is a source.
         parts: first element and number of elements of each tensor in it; there may be padding between them.
+        sparse_route: the setting.
     """
 
     port: Port
@@ -47,6 +48,7 @@ class Work:
     sources: Sequence[Array]
     outputs: Sequence[Array]
     parts: Sequence[tuple[int, int]]
+    sparse_route: str = "auto"
 
 
 class Algorithm(ABC):

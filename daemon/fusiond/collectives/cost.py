@@ -40,6 +40,12 @@ class CostModel:
         rounds = power + (2 if nodes != 1 << power else 0)
         return rounds * (self.latency + nbytes * self.seconds_per_byte)
 
+    def prefers_gathering(self, nbytes: int, nodes: int) -> bool:
+        """Whether each node sends all others `nbytes` sooner than all sum up through the owners of ranges: one message
+        after the other of n (N - 1) bytes, or two that move 2 n (N - 1) / N."""
+        gathered = self.latency + (nodes - 1) * nbytes * self.seconds_per_byte
+        return gathered <= 2 * self.latency + 2 * (nodes - 1) / nodes * nbytes * self.seconds_per_byte
+
     def prefers_doubling(self, nbytes: int, nodes: int, chunk_bytes: int) -> bool:
         """Whether recursive doubling is the faster one; it moves an array as one chunk, so that bounds it."""
         return nbytes <= chunk_bytes and self.doubling(nbytes, nodes) <= self.ring(nbytes, nodes)

@@ -33,14 +33,17 @@ def allreduce(
         tensor: this rank's; any shape, the same on all ranks, and any dtype that `fusion_rt` carries.
         average: deprecated, use `op`: True for `Average`, False for `Sum`.
         name: pairs the ranks' operations.
-        compression: `Compression.none`, `.fp16`, `.bf16`, or a class with `compress` and `decompress`.
+        compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(0.01)` and its like, or a class with `compress` and
+            `decompress`. A codec that leaves something out forgets it: what is sent later, by an optimizer, is lost
+            here. Only what is asked for here counts, not `fusionrun --compression`.
         op: `Average` (the default; truncates integers, and is not for bool), `Sum`, `Min`, `Max`, `Product`, or
             `Adasum` (for floating-point tensors).
         prescale_factor, postscale_factor: multiply the tensor before and the result after the combination.
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: before `init`, an argument that cannot be used, or this rank is not in the process set.
+        ValueError: before `init`, an argument that cannot be used (such as topk for integers, or with `Max`), or this
+            rank is not in the process set.
         HorovodInternalError: the operation failed, on all ranks.
     """
     codec = codec_of(compression)

@@ -9,7 +9,9 @@ from typing import Final, NamedTuple
 
 import torch
 
-from fusion_rt import wire
+from fusion_rt import codecs, wire
+from fusion_rt.codecs.uses import check_use
+from fusion_rt.dtypes import DTYPES
 from fusion_rt.topology import GLOBAL_SET
 from fusion_rt.torch.process_sets import ProcessSet
 from fusion_rt.torch.runtime import Runtime
@@ -22,7 +24,6 @@ Min: Final = "min"
 Max: Final = "max"
 Product: Final = "product"
 _OPS = (Average, Sum, Adasum, Min, Max, Product)
-_HALVED = (torch.float32, torch.float64)  # what the fp16 and bf16 codecs are for
 _MAX_NAME = wire.MAX_NAME - 64  # characters; the kind of operation is put before, and a part's number behind
 _VERBS = {"allgather": "concatenates", "alltoall": "deals out", "reducescatter": "deals out"}
 
@@ -34,7 +35,7 @@ class How(NamedTuple):
         op: elementwise combination.
         prescale, postscale: factors before and after it.
         process_set: the ranks that take part.
-        codec: what halves floats of full size between nodes.
+        codec: what makes them smaller between nodes; element types to which it does not apply travel as they are.
     """
 
     op: wire.Op
@@ -123,6 +124,8 @@ def signature_of(
         raise ValueError("bool tensors have no average; use op=Sum (or), Product (and), Min or Max, or another dtype")
     if op == Adasum and not dtype.is_floating_point:
         raise ValueError(f"Adasum combines floating-point tensors, not {dtype}; use another op, or convert them")
+    chosen = codecs.parse(codec)
+    check_use(chosen, op, DTYPES[name], kind)
     return wire.Signature(
         kind,
         name,
@@ -132,6 +135,6 @@ def signature_of(
         float(postscale),
         root,
         process_set,
-        codec if dtype in _HALVED else "dense",
+        codec if chosen.applies_to(DTYPES[name]) else "dense",
         tuple(map(tuple, parts)),
     )

@@ -1,0 +1,111 @@
+"""All-reduce of a low-rank approximation (PowerSGD, Vogels et al., 2019): two dense ones, of its factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fusion_rt import wire
+from fusion_rt.codecs.base import BucketCodec, Layout
+from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs.feedback import F32
+from fusion_rt.codecs.powersgd import PowerSGDBucket
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer
+from fusiond.collectives.one_node import local_jobs
+
+_PARTS = 1 << 20  # more than an all-reduce has; those of the second begin here
+MakeExchange = Callable[[Port, Reducer, BucketCodec, Array], Exchange]
+_Early = tuple[int, wire.Chunk, bytes]
+
+
+class _Stage:
+    """The port of one of the two: its parts are numbered apart, and its end is not that of the exchange."""
+
+    def __init__(self, port: Port, number: int, then: Callable[[], None]) -> None:
+        self.position, self.nodes, self.chunk_bytes = port.position, port.nodes, port.chunk_bytes
+        self._port, self._number, self._then = port, number, then
+        self.nbytes = 0
+
+    def send(self, position: int, part: int, start: int, hop: int, payload: memoryview | bytes) -> None:
+        self.nbytes += len(payload)
+        self._port.send(position, self._number * _PARTS + part, start, hop, payload)
+
+    def finish(self) -> None:
+        self._then()
+
+
+class LowRank(Exchange):
+    """Sums this node's factors P over all nodes, and then its factors Q.
+
+    Args:
+        port: N nodes, N >= 2.
+        reducer: a sum, or an average.
+        codec: the bucket's, with its residual.
+        sources, outputs: all elements of the bucket each, of the local members; an output may be a source.
+        all_reduce: makes the exchange that adds up an array of float32 in place.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        reducer: Reducer,
+        codec: PowerSGDBucket,
+        sources: Sequence[Array],
+        outputs: Sequence[Array],
+        all_reduce: MakeExchange,
+    ) -> None:
+        super().__init__(port)
+        self._reducer, self._codec = reducer, codec
+        self._sources, self._outputs = sources, outputs
+        self._all_reduce = all_reduce
+        self._factors: list[Array] = []
+        self._stages: list[_Stage] = []
+        self._exchange: Exchange | None = None
+        self._early: list[_Early] = []
+        self.local_nbytes = len(outputs[0]) * reducer.dtype.itemsize * (len(sources) + 3)  # what the products read
+
+    def jobs(self, threads: int) -> Sequence[Job]:
+        return [self._first]
+
+    def _first(self) -> None:
+        values = self._outputs[0]
+        if len(self._sources) == 1 and self._reducer.prescale == 1.0:
+            values = self._sources[0]
+        for job in local_jobs(self._reducer, self._sources, values, 1):
+            job()
+        self._factors.append(self._codec.start(values))
+
+    def start(self) -> None:
+        self._sum(self._first_summed)
+
+    def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        assert self._exchange is not None
+        number, current = chunk.part // _PARTS, len(self._stages) - 1
+        if number > current and number < 2:  # a peer is ahead, by no more than its credit
+            self._early.append((position, chunk, bytes(payload)))
+            return
+        if number != current:
+            raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this exchange")
+        part = wire.Chunk(chunk.key, chunk.digest, chunk.part % _PARTS, chunk.start, chunk.hop)
+        self._exchange.receive(position, part, payload)
+
+    def _first_summed(self) -> None:
+        self._factors.append(self._codec.second(self._factors[0]))
+        self._sum(self._second_summed)
+        early, self._early = self._early, []
+        for position, chunk, payload in early:
+            self.receive(position, chunk, memoryview(payload))
+
+    def _second_summed(self) -> None:
+        self._codec.finish(self._factors[1], self._outputs, self._reducer.postscale, self._reducer.divisor)
+        nodes = self.port.nodes
+        dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
+        self._codec.note_sent(sum(stage.nbytes for stage in self._stages), dense)
+        self.port.finish()
+
+    def _sum(self, then: Callable[[], None]) -> None:
+        """Starts to add up the last factors over all nodes."""
+        factors = self._factors[-1]
+        stage = _Stage(self.port, len(self._stages), then)
+        self._stages.append(stage)
+        self._exchange = self._all_reduce(stage, Reducer("sum", F32), Dense().open(Layout(F32, len(factors))), factors)
+        self._exchange.start()

@@ -1,0 +1,145 @@
+"""What the codecs of a plan remember from step to step on this node: saved, given back, and moved to another plan.
+
+A state has an entry `INDEX:KEY` for each entry `KEY` of the state of bucket `INDEX`'s codec. `INDEX:layout` stands for
+the bucket's codec and layout, and `INDEX:bounds` has the nodes' ranges, if there are any. A bucket of the same layout
+goes on bit by bit; any other takes over what there is of its tensors.
+
+All but residuals and velocities is the same on all nodes, and has to be: so that they can go on together even where
+some of them have lost the rest, that *common* part is also saved by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from fusion_rt import codecs
+from fusion_rt.codecs import BucketCodec, CodecError, Layout
+from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs.feedback import FeedbackBucketCodec
+from fusion_rt.codecs.summing import SummingBucketCodec
+from fusion_rt.kernels.team import ALONE, Team
+from fusiond.collectives.base import Array
+
+State = dict[str, Array]
+_OWN_KINDS = ("residual", "velocity")  # of this node alone
+_OWN_NAMES = ("thresholds",)
+_EXTRA = ("layout", "bounds")
+_DTYPES = {**dict.fromkeys(_OWN_KINDS, np.float32), **dict.fromkeys(("step", *_EXTRA), np.int64)}
+
+
+def open_bucket(codec: codecs.Codec, layout: Layout, nodes: int, team: Team = ALONE) -> BucketCodec:
+    """The codec of a bucket that so many nodes exchange; dense where the codec does not apply, or nothing is sent.
+
+    Args:
+        team: the threads that it may use.
+    """
+    if nodes == 1 or not codec.applies_to(layout.dtype):
+        codec = Dense()
+    return codec.open(layout, team)
+
+
+def saved(buckets: Iterable[BucketCodec], common: bool = False) -> State:
+    """What the codecs of a plan's buckets remember, in their order; copies.
+
+    Args:
+        common: only what is the same on all nodes.
+    """
+    state: State = {}
+    for index, codec in enumerate(buckets):
+        if not isinstance(codec, FeedbackBucketCodec):
+            continue
+        found = {**codec.state_dict(), "layout": _fingerprint(codec)}
+        if isinstance(codec, SummingBucketCodec) and codec.bounds:
+            found["bounds"] = np.array(codec.bounds, np.int64)
+        state |= {f"{index}:{key}": value for key, value in found.items()}
+    return only_common(state) if common else state
+
+
+def only_common(state: Mapping[str, Array]) -> State:
+    """What of a state is the same on all nodes."""
+    return {key: value for key, value in state.items() if not _is_own(key.partition(":")[2])}
+
+
+def steps_of(state: Mapping[str, Array]) -> int:
+    """How many steps had been taken; 0 for an empty state."""
+    steps = [int(value.reshape(-1)[0]) for key, value in state.items() if key.endswith(":step") and value.size]
+    return max(steps, default=0)
+
+
+def restore(buckets: Sequence[BucketCodec], state: Mapping[str, Array], strict: bool = False) -> None:
+    """Lets the codecs of a plan's buckets go on from a state; what it lacks starts anew.
+
+    Args:
+        strict: a tensor that is in no bucket is an error.
+
+    Raises:
+        CodecError: the state is none, or of other tensors; nothing has changed then.
+    """
+    by_bucket = _by_bucket(state)
+    stateful = [codec for codec in buckets if isinstance(codec, FeedbackBucketCodec)]
+    _check(stateful, by_bucket, strict)
+    whole = {_number(found["layout"]): found for found in by_bucket if "layout" in found}
+    united: State = {key: value for found in by_bucket for key, value in found.items() if key not in _EXTRA}
+    if united:
+        united["step"] = np.array(steps_of(state), np.int64)
+    for codec in stateful:
+        same = whole.get(_number(_fingerprint(codec)), {})
+        own = {key: value for key, value in same.items() if key not in _EXTRA}
+        if any(key.startswith("residual/") for key in own):
+            codec.load_state_dict(own)
+        else:
+            codec.load_state_dict(united, partial=True)
+        if isinstance(codec, SummingBucketCodec):
+            codec.bounds = tuple(int(bound) for bound in same.get("bounds", ()))
+
+
+def _by_bucket(state: Mapping[str, Array]) -> list[State]:
+    found: dict[str, State] = {}
+    for key, value in state.items():
+        index, colon, rest = key.partition(":")
+        if not colon or not index.isdecimal():
+            raise CodecError(f"{key!r} cannot be in a saved state; it is damaged, or of another program")
+        found.setdefault(index, {})[rest] = value
+    return list(found.values())
+
+
+def _check(buckets: Sequence[FeedbackBucketCodec], states: Sequence[State], strict: bool) -> None:
+    """Raises `CodecError` for a state that buckets cannot go on from."""
+    sizes = {span.name: span.numel for codec in buckets for span in codec.layout.spans}
+    elements = {_number(_fingerprint(codec)): codec.layout.elements for codec in buckets}
+    for found in states:
+        for key, value in found.items():
+            kind, slash, name = key.partition("/")
+            if slash and name not in sizes and strict and buckets:
+                raise CodecError(
+                    f"the saved state has the tensor {name!r}, which is not in the plan; use the model that the "
+                    f"checkpoint was written with, and give its parameters the same names"
+                )
+            if kind in _OWN_KINDS and name in sizes and value.shape != (sizes[name],):
+                raise CodecError(f"{name!r} has {value.size} elements in the saved state, and {sizes[name]} here")
+            if value.dtype != _DTYPES.get(kind, value.dtype):
+                raise CodecError(f"{key!r} is {value.dtype} in the saved state, which it cannot be")
+        if any(key in found and found[key].size != 1 for key in ("step", "layout")):
+            raise CodecError("the saved state has other than one number of steps, or one layout, of a bucket")
+        bounds = [int(bound) for bound in found.get("bounds", ())]
+        end = elements.get(_number(found["layout"]), bounds[-1] if bounds else 0) if "layout" in found else 0
+        if bounds and (bounds[0] != 0 or bounds[-1] != end or bounds != sorted(bounds)):
+            raise CodecError("the saved state has ranges of nodes that are none of its bucket")
+
+
+def _is_own(key: str) -> bool:
+    return key.partition("/")[0] in (*_OWN_KINDS, *_OWN_NAMES)
+
+
+def _fingerprint(codec: FeedbackBucketCodec) -> Array:
+    """Stands for a codec and a layout."""
+    text = repr((codec.text, codec.layout)).encode()
+    fingerprint: Array = np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), np.int64)
+    return fingerprint
+
+
+def _number(fingerprint: Array) -> int:
+    return int(fingerprint.reshape(-1)[0])
