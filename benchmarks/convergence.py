@@ -103,6 +103,7 @@ def train(model: str, codec: str, seed: int, steps: int, number: int) -> Result:
             curve.append([step, nbytes, train_loss, test_loss])
             total.zero_()
             if not math.isfinite(train_loss):
+                accuracy = math.nan
                 break
     return {
         "model": model, "codec": codec, "seed": seed, "steps": steps, "lr": lr, "parameters": parameters,

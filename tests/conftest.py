@@ -24,9 +24,11 @@ import pytest
 pytest_plugins = ["pytester"]
 
 LEAK_MARK = "FUSION_TEST_LEAK_MARK"
-# A shell starts what it runs in the background with SIGINT ignored, and whatever that starts inherits it; tests that
-# interrupt a job could only wait then.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and what that starts inherits
+# it; tests that end a job by these could only wait then. What has a handler here is at its default in children.
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda number, frame: None)
 
 GRACE_S = 3.0  # for what is on its way out: init has to reap an orphan, a killed process to unmap its memory
 

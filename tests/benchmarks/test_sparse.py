@@ -15,9 +15,10 @@ pytestmark = [
 ]
 
 
-def test_through_owners_less_is_sent_than_by_gathering(capsys: pytest.CaptureFixture[str]) -> None:
-    owners, gather = (sparse.measure(3, route, 0.01, 1, 200_000) for route in sparse.ROUTES)
-    assert 2000 * 2 < owners[0] < gather[0]
-    assert owners[0] < owners[1]  # headers
-    sparse.show({(3, "owners"): owners, (3, "gather"): gather}, 0.01, 200_000)
+def test_what_two_hosts_send_is_counted_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    k = 2000
+    payload, link = sparse.measure(2, "owners", 0.01, 1, 200_000)
+    assert 2 * k < payload < 4 * k  # half of the selection, and half of its sum, in about three bytes each
+    assert payload < link < 2 * payload  # headers
+    sparse.show({(2, "owners"): (payload, link), (2, "gather"): (payload, link)}, 0.01, 200_000)
     assert "k = 2,000" in capsys.readouterr().out
