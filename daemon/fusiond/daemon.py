@@ -209,11 +209,11 @@ class Daemon:
                 memory = link.at(message.place, _nbytes(message.signature))
             self._engine.submit(rank, message, memory)
         elif isinstance(message, wire.SaveState):
-            self._engine.save_state(rank, message)
+            self._engine.codecs.save_state(rank, message)
         elif isinstance(message, wire.LoadState):
-            self._engine.load_state(rank, message, link.at(message.place, message.nbytes))
+            self._engine.codecs.load_state(rank, message, link.at(message.place, message.nbytes))
         elif isinstance(message, wire.CompressionRequest):
-            self._engine.compression(rank, message.handle)
+            self._engine.codecs.statistics(rank, message.handle)
         elif isinstance(message, wire.Propose):
             self._engine.propose(rank, message.handle, message.proposal)
         elif isinstance(message, wire.AddSegment):

@@ -8,22 +8,21 @@ chunks may come before any of that and wait.
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from fusion_rt import codecs, named_arrays, wire
-from fusion_rt.codecs import Codec, Layout
-from fusion_rt.dtypes import DTYPES
+from fusion_rt import codecs, wire
+from fusion_rt.codecs import Codec
 from fusion_rt.errors import FusionError
 from fusion_rt.kernels.team import Team
 from fusion_rt.settings import Settings
 from fusion_rt.topology import GLOBAL_SET, Topology
 from fusion_rt.wire import OpKey
 from fusiond import algorithms
-from fusiond.collectives.base import Array, Result
+from fusiond.codec_service import CodecService
+from fusiond.collectives.base import Array
 from fusiond.collectives.cost import CostModel
 from fusiond.negotiation import DIRECT_KINDS, Coordinator, Outgoing
 from fusiond.participants import Members, Participants
@@ -73,7 +72,6 @@ class Engine:
         self._runs: dict[OpKey, Run] = {}
         self._runner = Runner(topology, node, settings, outside, self._runs, self._delivered, self._run_failed)
         self._plans = Plans(Team(settings.kernel_threads))
-        self._prepared: set[tuple[Codec, str]] = set()  # codecs whose kernels for an element type are there
         self._proposals: dict[tuple[int, str, int], dict[int, int]] = {}  # proposal: handle by rank
         self._recipes: dict[wire.Signature, Recipe] = {}
         self._failed: OrderedDict[OpKey, str] = OrderedDict()
@@ -83,6 +81,7 @@ class Engine:
         self._epoch = epoch
         self._completed = 0
         self._completed_bytes = 0
+        self.codecs = CodecService(self._plans, self._runs, outside, lambda: self._failure, self._codec_failed)
         self.coordinator: Coordinator | None = None
         if node == COORDINATOR:
             self.coordinator = Coordinator(self.participants, settings, outside.clock, outside.warn)
@@ -117,7 +116,7 @@ class Engine:
             return
         if len(recipe.members.nodes) > 1:
             again = partial(self.submit, rank, submit, memory)
-            if not self._kernels_of(recipe.codec, [recipe.layout.dtype.name], again):
+            if not self.codecs.kernels_of(recipe.codec, [recipe.layout.dtype.name], again):
                 return
         run = self._runs.get(key)
         if run is None:
@@ -152,7 +151,7 @@ class Engine:
             return
         if len(members.nodes) > 1:
             dtypes = {tensor.dtype for tensor in proposal.tensors}
-            if not self._kernels_of(codec, dtypes, partial(self.propose, rank, handle, proposal)):
+            if not self.codecs.kernels_of(codec, dtypes, partial(self.propose, rank, handle, proposal)):
                 return
         self._proposals.setdefault((proposal.process_set, proposal.group, proposal.clock), {})[rank] = handle
         self._to_coordinator(wire.PlanRequest(rank, proposal))
@@ -177,84 +176,6 @@ class Engine:
             raise RequestError(f"rank {rank} is ready twice in bucket {ready.bucket} of plan {ready.plan}")
         run.parts[rank] = part
         self._advance(run)
-
-    def save_state(self, rank: int, asked: wire.SaveState) -> None:
-        """A worker asks for what the codecs of a plan remember."""
-        if not self._may_touch_state(rank, asked):
-            return
-        result: list[Result] = []
-
-        def collect() -> None:
-            state = self._plans.save(asked.process_set, asked.group, asked.common)
-            result.append(Result.allocate(named_arrays.nbytes_of(state)))
-            named_arrays.write(state, result[0].array)
-
-        def answer(error: BaseException | None) -> None:
-            if error is not None:
-                self._refuse(rank, asked.handle, f"the state of {asked.group!r} cannot be saved: {error}")
-                return
-            segment = result[0].segment
-            inline = result[0].array.tobytes() if segment is None else None
-            nbytes = 0 if segment is None else segment.nbytes
-            self._outside.to_worker(rank, wire.Done(asked.handle, inline, (), nbytes), result[0])
-            if segment is not None:
-                segment.close()
-
-        # Nothing of the plan begins here before the rank that waits for the answer is ready for it.
-        self._outside.run_jobs([collect], answer)
-
-    def load_state(self, rank: int, given: wire.LoadState, data: Array) -> None:
-        """A worker gives that back (uint8)."""
-        if not self._may_touch_state(rank, given):
-            return
-        try:
-            self._plans.load(given.process_set, given.group, named_arrays.read(data), given.common)
-        except FusionError as error:
-            self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
-        else:
-            self._outside.to_worker(rank, wire.Done(given.handle))
-
-    def compression(self, rank: int, handle: int) -> None:
-        """A worker asks what compression has saved and cost."""
-        self._outside.to_worker(rank, wire.Done(handle, json.dumps(self._plans.compression()).encode()))
-
-    def _may_touch_state(self, rank: int, message: wire.SaveState | wire.LoadState) -> bool:
-        """Whether a plan's state is at rest; if not, says so."""
-        why = self._failure
-        plan = self._plans.plan_of(message.process_set, message.group)
-        if plan and any(run.key.plan == plan and run.exchange is not None for run in self._runs.values()):
-            why = (
-                f"gradients of {message.group!r} are being exchanged; save or load the state of an optimizer between "
-                "step() and the next backward()"
-            )
-        if why:
-            self._refuse(rank, message.handle, why)
-        return not why
-
-    def _kernels_of(self, codec: Codec, dtypes: Iterable[str], then: Callable[[], None]) -> bool:
-        """Whether a codec's kernels for these element types are there. If not, they are loaded or compiled beside the
-        event loop, which may take seconds the first time on a host, and `then` is called."""
-        missing = [
-            name
-            for name in dtypes
-            if not codec.lossless and codec.applies_to(DTYPES[name]) and (codec, name) not in self._prepared
-        ]
-        if not missing:
-            return True
-
-        def prepare() -> None:
-            for name in missing:
-                codec.open(Layout(DTYPES[name], 1))
-
-        def prepared(error: BaseException | None) -> None:
-            if error is not None:
-                host = self.topology.hosts[self.node]
-                self._on_job_failed(f"the daemon of host {host} cannot use the codec {codec}: {error}")
-            self._prepared.update((codec, name) for name in missing)
-            then()
-
-        self._outside.run_jobs([prepare], prepared)
-        return False
 
     def depart(self, ranks: Sequence[int]) -> None:
         """Ranks have left in good order, here or elsewhere."""
@@ -616,6 +537,11 @@ class Engine:
         """Has the coordinator ask everybody, and tell everybody if something is wrong."""
         run.inquired = self._outside.clock()
         self._to_coordinator(wire.Mismatch(run.key, waited))
+
+    def _codec_failed(self, codec: Codec, error: BaseException) -> None:
+        self._on_job_failed(
+            f"the daemon of host {self.topology.hosts[self.node]} cannot use the codec {codec}: {error}"
+        )
 
     def _run_failed(self, run: Run, error: BaseException) -> None:
         host = self.topology.hosts[self.node]

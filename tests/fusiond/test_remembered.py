@@ -37,7 +37,7 @@ class Training:
 def save(job: SimulatedJob, rank: int, common: bool = False) -> State:
     job._handles += 1
     handle = job._handles
-    job.engine(rank).save_state(rank, wire.SaveState(handle, 0, "opt", common))
+    job.engine(rank).codecs.save_state(rank, wire.SaveState(handle, 0, "opt", common))
     job.settle()
     return named_arrays.read(job.result(rank, handle, "uint8").copy())
 
@@ -48,7 +48,7 @@ def load(job: SimulatedJob, rank: int, state: State, common: bool = False) -> st
     named_arrays.write(state, data)
     job._handles += 1
     message = wire.LoadState(job._handles, 0, "opt", wire.Place(1, 0), len(data), common)
-    job.engine(rank).load_state(rank, message, data)
+    job.engine(rank).codecs.load_state(rank, message, data)
     answer, _ = job.answer(rank, job._handles)
     return answer.message if isinstance(answer, wire.Failed) else ""
 
