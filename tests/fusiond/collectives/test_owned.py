@@ -253,3 +253,21 @@ def test_what_a_failed_step_has_taken_goes_back(kind: Callable[..., Compressed])
         exchange.abandon()
         exchange.abandon()  # changes nothing
     assert np.allclose(job.residual()[INSIDE], given[INSIDE], atol=1e-5, rtol=0)
+
+
+@kinds
+@pytest.mark.parametrize(
+    "codec", ["topk(density=0.1, minimum=0)", "topk", "randomk(minimum=0)", "int8", "onebit(minimum=0)"]
+)
+@pytest.mark.parametrize("elements", [0, 1, 3, 33])
+def test_buckets_with_hardly_any_elements(kind: Callable[..., Compressed], codec: str, elements: int) -> None:
+    """Some ranges are empty then."""
+    layout = Layout(DTYPES["float32"], elements)
+    job = Job(kind, 4, codec, layout)
+    given, got = np.zeros(elements), np.zeros(elements)
+    for step in range(3):
+        values = gradients(4, step, elements)
+        given += np.sum(values, axis=0, dtype=float)
+        got += job.step(values)
+    residual = np.sum([c.state_dict()["residual/"] for c in job.codecs], axis=0, dtype=float)
+    assert np.allclose(got + residual, given, atol=1e-4, rtol=0)
