@@ -37,6 +37,8 @@ class Printer:
         self._room.set()
         self._waits = True
         self._waiting = 0  # changed by the event loop's thread only
+        self._finished = 0  # bytes of which the event loop has not been told
+        self._telling = threading.Lock()
         self._written = 0
         self._dropped = 0
         self.failures: dict[int, OSError] = {}  # by descriptor: why nothing more is written to it
@@ -83,8 +85,19 @@ class Printer:
                 self.failures[fd] = error
             if fd in self.failures:
                 self._dropped += len(data)
+            self._tell(len(data))
+
+    def _tell(self, count: int) -> None:
+        """Has the event loop told of so many more bytes.
+
+        Once for many: each telling writes to the socket that also wakes the loop for signals, and a signal that finds
+        it full is lost, of which SIGCHLD is the one that nobody sends again.
+        """
+        with self._telling:
+            told, self._finished = self._finished > 0, self._finished + count
+        if not told:
             with suppress(RuntimeError):  # the loop was closed because `close` ran out of time
-                self._loop.call_soon_threadsafe(self._done, len(data))
+                self._loop.call_soon_threadsafe(self._done)
 
     def _write_all(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
@@ -97,7 +110,9 @@ class Printer:
             self._written += count
             view = view[count:]
 
-    def _done(self, count: int) -> None:
+    def _done(self) -> None:
+        with self._telling:
+            count, self._finished = self._finished, 0
         self._waiting -= count
         if self._waiting <= ROOM:
             self._room.set()

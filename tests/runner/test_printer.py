@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,21 @@ def test_a_descriptor_that_fails_is_told_once_and_the_others_go_on(tmp_path: Pat
 
     run(main())
     assert (tmp_path / "good").read_text() == "kept\n" * 3
+
+
+def test_signals_reach_the_event_loop_however_many_pieces_were_written_while_it_was_busy(tmp_path: Path) -> None:
+    async def main() -> None:
+        printer = Printer()
+        handled = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, handled.set)
+        file = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
+        for _ in range(2000):
+            printer.write(file, b"x")
+        while printer.statistics().written < 2000:  # without letting the loop turn
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await asyncio.wait_for(handled.wait(), 10)
+        assert await printer.close(10)
+        os.close(file)
+
+    run(main())
