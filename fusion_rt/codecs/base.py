@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fusion_rt import specs
 from fusion_rt.dtypes import DType
 from fusion_rt.errors import FusionError
 from fusion_rt.kernels.team import ALONE, Team
@@ -127,12 +128,7 @@ class Codec(ABC):
 
     def __str__(self) -> str:
         """The canonical text: `parse` of it is equal to this codec, and equal codecs have the same."""
-        arguments = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"{self.name}({', '.join(arguments)})" if arguments else self.name
+        return specs.write(self.name, self)
 
 
 class BucketCodec(ABC):
