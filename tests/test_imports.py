@@ -1,6 +1,6 @@
-"""The direction of imports (docs/design.md): `fusion_rt.torch`, `fusion_rt.runner` and `fusiond` use the shared modules
-of `fusion_rt`, never each other; nothing shared uses them; and only `fusion_rt.torch` imports torch, whose import takes
-seconds that neither the daemon nor the launcher may pay.
+"""The direction of imports (docs/design.md): `fusion_rt.torch`, `fusion_rt.runner`, `fusiond` and `fusion_trace` use
+the shared modules of `fusion_rt`, never each other; nothing shared uses them; and only `fusion_rt.torch` imports torch,
+whose import takes seconds that neither the daemon nor the launcher may pay.
 """
 
 from __future__ import annotations
@@ -16,10 +16,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOTS = {"fusion_rt": ROOT / "fusion_rt", "fusiond": ROOT / "daemon" / "fusiond"}
+ROOTS = {
+    "fusion_rt": ROOT / "fusion_rt",
+    "fusiond": ROOT / "daemon" / "fusiond",
+    "fusion_trace": ROOT / "tools" / "fusion_trace",
+}
 
 # Every module belongs to the area with the longest matching name; `fusion_rt` alone is what all of them share.
-AREAS = ("fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "fusion_rt.runner", "fusion_rt.shim", "fusiond")
+AREAS = (
+    "fusion_rt",
+    "fusion_rt.launchers",
+    "fusion_rt.torch",
+    "fusion_rt.runner",
+    "fusion_rt.shim",
+    "fusiond",
+    "fusion_trace",
+)
 ALLOWED = {
     "fusion_rt": {"fusion_rt"},
     "fusion_rt.launchers": {"fusion_rt", "fusion_rt.launchers"},
@@ -34,6 +46,7 @@ ALLOWED = {
         "torch",
     },
     "fusiond": {"fusion_rt", "fusiond"},
+    "fusion_trace": {"fusion_rt", "fusion_trace"},
 }
 
 
@@ -103,6 +116,7 @@ def test_imports_point_one_way() -> None:
         ("fusion_rt.kernels.cpu", "from ..torch import ops"),
         ("fusion_rt.runner.cli", "from fusiond import cli"),
         ("fusion_rt.torch.ops", "from ..runner import cli"),
+        ("fusion_trace.cli", "from fusiond import planning"),
         ("fusiond.loop", "import importlib\nimportlib.import_module('fusion_rt.torch')"),
     ],
 )
@@ -122,7 +136,7 @@ def test_a_right_import_is_left_alone(module: str, source: str) -> None:
     assert violations(module, Path("example.py"), source) == []
 
 
-@pytest.mark.parametrize("area", ["fusiond", "fusion_rt.runner"])
+@pytest.mark.parametrize("area", ["fusiond", "fusion_rt.runner", "fusion_trace"])
 def test_importing_all_of_it_leaves_torch_out(area: str) -> None:
     names = [name for name in modules() if area_of(name) == area and not name.endswith("__main__")]
     assert f"{area}.cli" in names, f"{area} has no command line module {area}.cli"

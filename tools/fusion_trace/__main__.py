@@ -1,0 +1,5 @@
+"""`python -m fusion_trace`."""
+
+from fusion_trace.cli import main
+
+main()
