@@ -34,7 +34,7 @@ class DaemonConfig(msgspec.Struct, frozen=True):
     Attributes:
         job: id of the job, part of the path of the daemon's directory.
         node: index of this daemon's node in the topology.
-        topology: all nodes and ranks.
+        topology: all nodes and ranks; node 0, which coordinates the operations, has workers.
         address: IP address to listen on for peers; unused in a job of one node.
         attached: end the job when standard input ends.
     """
@@ -48,6 +48,9 @@ class DaemonConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0 <= self.node < len(self.topology.hosts):
             raise ValueError(f"there is no node {self.node} in a job of {len(self.topology.hosts)} nodes")
+        if not self.topology.ranks[0]:
+            raise ValueError(f"node 0 (host {self.topology.hosts[0]}) has no workers, but it has to coordinate them; "
+                             "name nodes without workers last")  # fmt: skip
         ipaddress.ip_address(self.address)  # raises ValueError
 
 
@@ -73,7 +76,10 @@ class StartError(msgspec.Struct, frozen=True, tag="error"):
 
 class Phase(msgspec.Struct, frozen=True, tag="phase"):
     """How far the start has come on this node: its workers have `joined`; it is `connected` to the other daemons; the
-    links are measured and all ranks have been told that the job has `started`; one operation is done (`first_done`)."""
+    links are measured and all ranks have been told that the job has `started`; one operation is done (`first_done`).
+
+    A node without workers says `joined` at once, and `first_done` when the job has started: there is none to wait for.
+    """
 
     phase: Literal["joined", "connected", "started", "first_done"]
 

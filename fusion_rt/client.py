@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,22 @@ from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
 
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 _CLOCKS_OF_A_JOIN = 1 << 24  # clocks between one join and the next
+
+
+class Terms(NamedTuple):
+    """What is said about a worker's part of a planned bucket.
+
+    Attributes:
+        rescale: what the residual of each tensor is multiplied by first, if learning rates have changed.
+        rates: learning rate of each parameter group, where a home takes the steps.
+        samples: how many samples it comes from; 0: it is nothing, and the home is only asked for what it has.
+        seed: it is what the bucket's home begins with.
+    """
+
+    rescale: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+    samples: int = 1
+    seed: bool = False
 
 
 class Operation:
@@ -230,18 +246,24 @@ class Client:
         told: dict[str, dict[str, float]] = json.loads(self.wait(operation).inline or b"{}")
         return told
 
-    def ready(self, name: str, plan: int, bucket: int, rescale: tuple[float, ...] = ()) -> Operation:
-        """Says that this worker's part of a planned bucket is in the arena.
-
-        Args:
-            rescale: what the residual of each tensor is multiplied by first, if learning rates have changed.
-        """
+    def ready(self, name: str, plan: int, bucket: int, terms: Terms | None = None) -> Operation:
+        """Says that this worker's part of a planned bucket is in the arena; `terms` go with it."""
+        terms = terms or Terms()
         identity = (-plan, bucket)
         clock = self._clocks.get(identity, self._first_clock)
-        self._clocks[identity] = clock + 1
+        if not terms.seed:
+            self._clocks[identity] = clock + 1
         operation = self._begin(name)
-        self._send(local.Packet(wire.encode(wire.Ready(operation.handle, plan, bucket, clock, rescale))))
+        message = wire.Ready(operation.handle, plan, bucket, clock, *terms)
+        self._send(local.Packet(wire.encode(message)))
         return operation
+
+    def staleness(self) -> dict[str, Any]:
+        """How stale the contributions of this node's workers have been, and what its homes have seen."""
+        operation = self._begin("staleness")
+        self._send(local.Packet(wire.encode(wire.StalenessRequest(operation.handle))))
+        told: dict[str, Any] = json.loads(self.wait(operation).inline or b"{}")
+        return told
 
     def plan_segment(self, plan: wire.Plan) -> tuple[int, Segment]:
         """A new segment of the arena for the plan's buckets."""
@@ -292,6 +314,9 @@ class Client:
         if self._pid == os.getpid():
             with contextlib.suppress(OSError):  # gone already
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads; close would not
+                # What nobody has read would reset the connection, and the daemon would not get to read `Bye`.
+                while self._socket.recv(1, _DONTWAIT):
+                    pass
         self._socket.close()
 
     def abandon(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt.errors import SettingError
-from fusion_rt.units import BYTES, CODEC, COUNT, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
+from fusion_rt.units import ALGORITHM, BYTES, CODEC, COUNT, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
 
 START, HOSTS, REACH, OUTPUT, ELASTIC, FUSION, STALLS, DAEMON, LOGGING, TIMELINE, AUTOTUNE, COMPATIBLE = GROUPS = (
     "start of a job",
@@ -164,12 +164,22 @@ class Settings:
         "topk(density=0.01); `fusionrun --check-build` lists them.",
         unit=CODEC, flags=("--compression",), variable="FUSION_COMPRESSION", yaml="params.compression")
     algorithm: str = _row(
-        "allreduce", FUSION, "How the gradients of a DistributedOptimizer are combined.",
-        flags=("--algorithm",), variable="FUSION_ALGORITHM", yaml="params.algorithm", placeholder="NAME")
+        "allreduce", FUSION, "How the ranks' work becomes one model, by a DistributedOptimizer: an algorithm such as "
+        "allreduce, ssp(staleness=4) or adpsgd.",
+        unit=ALGORITHM, flags=("--algorithm",), variable="FUSION_ALGORITHM", yaml="params.algorithm")
     sparse_route: str = _row(
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything to "
         "everybody), or auto: the one that is expected to be faster.",
         variable="FUSION_SPARSE_ROUTE", choices=("auto", "owners", "gather"))
+    shard_hosts: str = _row(
+        "", HOSTS, "Hosts, separated by commas, whose daemons keep parameter shards; those that are not among the "
+        "job's hosts get a daemon and no workers.",
+        flags=("--shard-hosts",), variable="FUSION_SHARD_HOSTS", yaml="params.shard_hosts", placeholder="HOSTS",
+        absent="every host that has workers")
+    tolerate_losses: bool = _row(
+        False, STALLS, "Go on without workers and hosts that are lost, with an algorithm that can: any asynchronous "
+        "one, as long as the host keeps no parameter shard and is not the first.",
+        unit=SWITCH, flags=("--tolerate-losses",), variable="FUSION_TOLERATE_LOSSES", yaml="params.tolerate_losses")
     stall_check: bool = _row(
         True, STALLS, "Whether operations that wait for ranks are warned about and ended; off: they may wait for ever.",
         unit=SWITCH, flags=("--stall-check",), off=("--no-stall-check",), variable="HOROVOD_STALL_CHECK_DISABLE",
@@ -193,6 +203,17 @@ class Settings:
         unit=SWITCH, flags=("--log-with-timestamp", "--no-log-hide-timestamp"),
         off=("--log-without-timestamp", "--log-hide-timestamp"), variable="HOROVOD_LOG_HIDE_TIME", inverse=True,
         yaml="logging.with_timestamp")
+    snapshot_every: float = _row(
+        0.0, DAEMON, "How often each daemon writes what its parameter shards have to --snapshot-directory (0: never).",
+        unit=SECONDS, flags=("--snapshot-every",), variable="FUSION_SNAPSHOT_EVERY", yaml="params.snapshot_every",
+        least=0)
+    snapshot_directory: str = _row(
+        "", DAEMON, "Directory for snapshots of parameter shards, on each host or shared by all.",
+        flags=("--snapshot-directory",), variable="FUSION_SNAPSHOT_DIRECTORY", yaml="params.snapshot_directory",
+        placeholder="DIR")
+    snapshot_restore: bool = _row(
+        False, DAEMON, "Begin with the snapshots in --snapshot-directory instead of the first rank's parameters.",
+        unit=SWITCH, flags=("--snapshot-restore",), variable="FUSION_SNAPSHOT_RESTORE", yaml="params.snapshot_restore")
     encryption: str = _row(
         "auto", DAEMON, "What is encrypted between daemons: all, control (payloads travel in the clear, for trusted "
         "networks), or auto: all, unless every daemon listens on loopback.",
@@ -236,6 +257,8 @@ class Settings:
             for knob in OF_SETTINGS
             if environ.get(knob.variable, "") != ""
         }
+        if (values.get("snapshot_every") or values.get("snapshot_restore")) and not values.get("snapshot_directory"):
+            raise SettingError("--snapshot-every and --snapshot-restore need --snapshot-directory")
         if not values.get("stall_check", True):
             values.update(stall_warning_time=math.inf, operation_timeout=math.inf)
         return cls(**values)

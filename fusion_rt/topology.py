@@ -1,7 +1,8 @@
 """Who is where: nodes, their hosts and the ranks of their workers, and sets of ranks.
 
 A `Topology` is one membership epoch's fixed assignment. Ranks fill nodes in order in jobs that `fusionrun` starts,
-but nothing here relies on it; nodes may have different numbers of workers.
+but nothing here relies on it; nodes may have different numbers of workers, or none: such a node only keeps parameter
+shards.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from fusion_rt.errors import FusionError
+from fusion_rt.errors import FusionError, SettingError
 
 GLOBAL_SET = 0  # id of the process set that holds every rank
 
@@ -20,7 +21,7 @@ class Topology(msgspec.Struct, frozen=True):
 
     Attributes:
         hosts: name of each node's host, by node index.
-        ranks: ranks of each node's workers in order of local_rank, by node index.
+        ranks: ranks of each node's workers in order of local_rank, by node index; () for a node without workers.
     """
 
     hosts: tuple[str, ...]
@@ -73,6 +74,32 @@ class Topology(msgspec.Struct, frozen=True):
             if here:
                 parts.append(f"rank{'s' if len(here) > 1 else ''} {_spans(here)} (host {host})")
         return ", ".join(parts)
+
+    def describe_node(self, node: int) -> str:
+        """A node by its workers, for error messages: `ranks 0-1 (host a)`, or `host c (no workers)`."""
+        return self.describe(self.ranks[node]) or f"host {self.hosts[node]} (no workers)"
+
+    def homes(self, shard_hosts: str) -> tuple[int, ...]:
+        """Indices, ascending, of the nodes that may be homes of parameter shards.
+
+        Args:
+            shard_hosts: names of their hosts, separated by commas; "": every node that has workers.
+
+        Raises:
+            SettingError: a name is not that of a host of this job, or stands there twice.
+        """
+        if not shard_hosts.strip():
+            return tuple(node for node, ranks in enumerate(self.ranks) if ranks)
+        names = [name.strip() for name in shard_hosts.split(",")]
+        for name in names:
+            if name not in self.hosts:
+                raise SettingError(
+                    f"shard host {name!r} (FUSION_SHARD_HOSTS) is no host of this job, whose hosts are "
+                    f"{', '.join(dict.fromkeys(self.hosts))}; name some of these"
+                )
+            if names.count(name) > 1:
+                raise SettingError(f"shard host {name!r} (FUSION_SHARD_HOSTS) is named twice; name it once")
+        return tuple(node for node, host in enumerate(self.hosts) if host in names)
 
 
 class ProcessSet(msgspec.Struct, frozen=True):

@@ -115,6 +115,16 @@ def _parse_codec(text: str, bare: float) -> str:
     return text
 
 
+def _parse_algorithm(text: str, bare: float) -> str:
+    from fusion_rt import algorithms  # numpy again
+
+    try:
+        algorithms.parse(text)
+    except algorithms.AlgorithmError as error:
+        raise SettingError(str(error)) from None
+    return text
+
+
 def _same(text: str, bare: float = 1) -> str:
     return text
 
@@ -132,3 +142,4 @@ COUNT = Unit("N", _parse_count, lambda value, bare: str(value), str)
 NUMBER = Unit("NUMBER", _parse_number, lambda value, bare: f"{value:g}", lambda value: f"{value:g}")
 TEXT = Unit("TEXT", _same, _same, str)
 CODEC = Unit("CODEC", _parse_codec, _same, str)
+ALGORITHM = Unit("ALGORITHM", _parse_algorithm, _same, str)

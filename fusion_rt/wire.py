@@ -26,6 +26,7 @@ MAX_INLINE = 8 * 1024  # bytes of a tensor that travels inside a local message i
 MAX_NAME = 1024
 MAX_RANKS = 65536
 MAX_DIMS = 64
+MAX_GROUPS = 64  # parameter groups of an optimizer that a home has
 CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: what comes late from the one before is told by its clock
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -37,6 +38,7 @@ Kind: TypeAlias = Literal[
     "add_process_set", "remove_process_set",
 ]  # fmt: skip
 Op: TypeAlias = Literal["sum", "average", "min", "max", "product", "adasum"]
+Rates: TypeAlias = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256 * 1024)]
 
 
@@ -115,6 +117,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         together: tensors of one dtype with the same number here share a bucket with nothing else; 0: no wish.
         sparse: how many of its dimensions are sparse on this rank; 0: it is dense, or there is none yet.
+        group: index of the optimizer's parameter group that it is in.
     """
 
     name: Name
@@ -122,15 +125,17 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: Shape
     together: Count = 0
     sparse: Count = 0
+    group: Count = 0
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's place in a bucket: elements [start, start + numel), and its shape there."""
+    """A tensor's place in a bucket: elements [start, start + numel), its shape there, and its parameter group."""
 
     name: Name
     start: Count
     numel: Count
     shape: Shape = ()
+    group: Count = 0
 
 
 class Bucket(msgspec.Struct, frozen=True):
@@ -143,20 +148,34 @@ class Bucket(msgspec.Struct, frozen=True):
     tensors: tuple[PlannedTensor, ...]
 
 
+class OptimizerSpec(msgspec.Struct, frozen=True):
+    """An optimizer of `torch.optim`, for a home that takes the steps.
+
+    Attributes:
+        name: of its class.
+        groups: arguments of each parameter group, as JSON, without the learning rate, which comes with each gradient.
+    """
+
+    name: Name
+    groups: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+
+
 class Reduction(msgspec.Struct, frozen=True):
-    """How the buckets of a plan are combined."""
+    """How the buckets of a plan are combined; `optimizer`: where a home applies gradients."""
 
     op: Op = "average"
     prescale: float = 1.0
     postscale: float = 1.0
     codec: Name = "dense"
     algorithm: Name = "allreduce"
+    optimizer: OptimizerSpec | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
     """The agreed, ordered list of buckets of one group of tensors; `id` grows with every plan of a job.
 
-    `sparse`: tensors that are sparse on some rank, and so are in no bucket on any.
+    `sparse`: tensors that are sparse on some rank, and so are in no bucket on any. `homes`: the node of each bucket's
+    home, if buckets have one home each.
     """
 
     id: Annotated[int, msgspec.Meta(ge=1)]
@@ -166,6 +185,7 @@ class Plan(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
     nbytes: Count
     sparse: tuple[TensorSpec, ...] = ()
+    homes: tuple[Rank, ...] = ()
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -229,7 +249,11 @@ class Propose(msgspec.Struct, tag="propose", array_like=True):
 class Ready(msgspec.Struct, tag="ready", array_like=True):
     """This worker's part of a planned bucket is in the arena: the only message a bucket costs in a step.
 
-    `rescale`: what the residual of each of its tensors is multiplied by first, when learning rates have changed.
+    Attributes:
+        rescale: what the residual of each of its tensors is multiplied by first, when learning rates have changed.
+        rates: learning rate of each parameter group, for a home that applies gradients.
+        samples: how many samples it comes from; 0: it is nothing, and the home is only asked for what it has.
+        seed: it is no contribution, but what the bucket's home begins with.
     """
 
     handle: Count
@@ -237,6 +261,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     bucket: Count
     clock: Count
     rescale: tuple[float, ...] = ()
+    rates: Rates = ()
+    samples: Count = 1
+    seed: bool = False
 
 
 class SaveState(msgspec.Struct, tag="save", array_like=True):
@@ -271,6 +298,12 @@ class CompressionRequest(msgspec.Struct, tag="compression", array_like=True):
     handle: Count
 
 
+class StalenessRequest(msgspec.Struct, tag="staleness", array_like=True):
+    """Asks how stale this node's contributions have been; the result is JSON."""
+
+    handle: Count
+
+
 class Bye(msgspec.Struct, tag="bye", array_like=True):
     """The worker leaves. It may come back with another `Hello` on the same connection.
 
@@ -291,8 +324,8 @@ class StopRequest(msgspec.Struct, tag="stop", array_like=True):
 
 
 WorkerMessage: TypeAlias = (
-    Hello | AddSegment | DropSegment | Submit | Propose | Ready | SaveState | LoadState | CompressionRequest | Bye
-    | StatusRequest | StopRequest
+    Hello | AddSegment | DropSegment | Submit | Propose | Ready | SaveState | LoadState | CompressionRequest
+    | StalenessRequest | Bye | StatusRequest | StopRequest
 )  # fmt: skip
 
 # --- local channel: daemon to worker ----------------------------------------------------------------------------------
@@ -313,7 +346,8 @@ class Done(msgspec.Struct, tag="done", array_like=True):
     """An operation is complete. The result lies where the input lay, in `inline`, or in an attached memfd.
 
     `sizes`: for allgather, rows that came from each rank; for alltoall likewise (the received splits); for a join, the
-    last rank that joined; for a new process set, its id.
+    last rank that joined; for a new process set, its id; from a bucket's home, 1 where the result is to be added to
+    what the worker has, 0 where it replaces it.
     `nbytes`: length of the attached memfd, 0 when there is none.
     """
 
@@ -518,9 +552,46 @@ class Credit(msgspec.Struct, tag="k", array_like=True):
     chunks: Count
 
 
+class Piece(msgspec.Struct, tag="p", array_like=True):
+    """A piece of a parcel, which is what travels to or from a bucket's home; its payload is the next frame.
+
+    Attributes:
+        epoch: the membership epoch.
+        plan, bucket: which bucket.
+        kind: what the parcel is: a worker's contribution (`post`), what a home begins with (`seed`), a home's answer to
+            a contribution (`answer`, or `refused` with a sentence), or what one rank's home tells another's (`mix`,
+            `mean`), or the home of the first bucket those of the others (`told`: int64 numbers).
+        home: the rank whose home it concerns; -1: the only one that the bucket has.
+        rank: the worker that posted, or is answered; of what homes tell each other, the rank of the one that sends.
+        clock: the worker's, of the contribution.
+        version: of the home: the one that a contribution is based on, or that an answer has.
+        nbytes: of the parcel; `start`: the first one of this piece.
+        rates, samples: as in `Ready`.
+        weight: push-sum weight.
+        notes: with an answer: whether it is to be added, whether it is coded, and how stale the contribution was: its
+            version's lag, its clock's distance from the slowest's, and how long it waited to be read (ms).
+    """
+
+    epoch: Count
+    plan: Count
+    bucket: Count
+    kind: Literal["post", "seed", "answer", "refused", "mix", "mean", "told"]
+    home: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
+    rank: Rank
+    clock: Count
+    version: Count
+    nbytes: Count
+    start: Count = 0
+    rates: Rates = ()
+    samples: Count = 1
+    weight: float = 1.0
+    notes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)] = ()
+
+
 PeerMessage: TypeAlias = (
     PeerHello | Heartbeat | Probe | Echo | Up | NewEpoch | Start | Request | Verdict | PlanRequest | PlanVerdict
     | Mismatch | Inquiry | Report | OpFailed | Abort | Departed | Joined | Began | Chunk | Credit
+    | Piece
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -351,3 +351,12 @@ def test_a_thread_is_woken_when_another_one_reads_its_answer(daemon: Daemon, cli
     assert threads[0].is_alive()
     daemon.send(wire.Done(other.handle, bytes(8)))
     threads[0].join(TIMEOUT_S)
+
+
+def test_a_worker_that_leaves_with_answers_unread_still_says_bye(daemon: Daemon) -> None:
+    client = daemon.connect()
+    operation = client.submit("t", SUM, inline=bytes(8))
+    assert isinstance(daemon.receive(), wire.Submit)
+    daemon.send(wire.Done(operation.handle, bytes(8)))
+    client.close()
+    assert daemon.receive() == wire.Bye("")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_rt.errors import FusionError
+from fusion_rt.errors import FusionError, SettingError
 from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
 
 UNEVEN = Topology(("a", "b", "c"), ((0, 1), (2,), (3, 4, 5)))
@@ -87,3 +87,36 @@ def test_the_global_set_holds_every_rank_of_every_node(topology: Topology) -> No
     local = [everyone.local(topology, node) for node in range(len(topology.hosts))]
     assert local == list(topology.ranks)
     assert everyone.nodes(topology) == tuple(n for n, ranks in enumerate(local) if ranks)
+
+
+SHARDED = Topology(("a", "b", "c"), ((0, 1), (2,), ()))
+
+
+def test_a_node_without_workers() -> None:
+    assert SHARDED.size == 3
+    assert [SHARDED.cross_size(rank) for rank in range(3)] == [2, 1, 2]
+    assert ProcessSet(GLOBAL_SET, (0, 1, 2)).nodes(SHARDED) == (0, 1)
+    assert SHARDED.describe_node(0) == "ranks 0-1 (host a)"
+    assert SHARDED.describe_node(2) == "host c (no workers)"
+    with pytest.raises(ValueError, match="are not a topology"):
+        Topology(("a", "b"), ((), ()))
+
+
+@pytest.mark.parametrize(
+    ("shard_hosts", "homes"), [("", (0, 1)), (" ", (0, 1)), ("c", (2,)), ("c, a", (0, 2)), ("a,b,c", (0, 1, 2))]
+)
+def test_homes_are_the_hosts_named_or_all_that_have_workers(shard_hosts: str, homes: tuple[int, ...]) -> None:
+    assert SHARDED.homes(shard_hosts) == homes
+
+
+@pytest.mark.parametrize(
+    ("shard_hosts", "why"),
+    [
+        ("c,d", "shard host 'd' .* is no host of this job, whose hosts are a, b, c"),
+        ("c,b,c", "shard host 'c' .* is named twice"),
+        ("c,", "shard host '' .* is no host"),
+    ],
+)
+def test_a_home_that_cannot_be_is_told(shard_hosts: str, why: str) -> None:
+    with pytest.raises(SettingError, match=why):
+        SHARDED.homes(shard_hosts)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from enum import Enum
 from typing import Annotated
 
 import typer
@@ -25,6 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _LOG_TAIL = 2000  # characters of the log of a daemon that did not start
+
+
+class Role(str, Enum):
+    """What a daemon's node is there for."""
+
+    WORKER = "worker"
+    SHARD = "shard"
+
+
 JobOption = Annotated[str, typer.Option(help="Id of the job; needed when daemons of several jobs run on this host.")]
 NodeOption = Annotated[int, typer.Option(help="Index of the node, when several nodes of a job share this host.")]
 
@@ -37,6 +47,13 @@ def start(
     config_stdin: Annotated[
         bool, typer.Option(help="Read the configuration from standard input (what fusionrun does).")
     ] = False,
+    role: Annotated[
+        Role | None,
+        typer.Option(
+            help="Whether the node has workers, or only keeps parameter shards in a job of several nodes, which its "
+            "configuration (--config-stdin) names. By default, the configuration says so."
+        ),
+    ] = None,
 ) -> None:
     """Starts a daemon; by default in the background, for `--size` workers on this host."""
     if config_stdin:
@@ -45,7 +62,15 @@ def start(
             config = bootstrap.decode_line(line, bootstrap.DaemonConfig)
         except FusionError as error:
             _cannot_start(str(error), as_json=True)
+        if why := _is_not(role, config):
+            _cannot_start(why, as_json=True)
         _serve(config, rest, as_json=True)
+    if role is Role.SHARD:
+        _cannot_start(
+            "a node without workers is one of several, whose configuration and table of peers have to come on standard "
+            "input (--config-stdin); `fusionrun --shard-hosts` starts such daemons by itself",
+            as_json=False,
+        )
     topology = Topology((socket.gethostname(),), (tuple(range(size)),))
     try:
         config = bootstrap.decode_line(
@@ -107,6 +132,19 @@ def logs(
     if not shown:
         typer.echo("no daemon of this user has left a log on this host", err=True)
         raise typer.Exit(1)
+
+
+def _is_not(role: Role | None, config: bootstrap.DaemonConfig) -> str:
+    """Why a node cannot have a role, as a sentence; empty when it can."""
+    ranks, host = config.topology.ranks[config.node], config.topology.hosts[config.node]
+    if role is Role.SHARD and ranks:
+        return (
+            f"node {config.node} (host {host}) has workers (ranks {list(ranks)}), so it is not there for shards alone; "
+            "leave --role out, and name the host in FUSION_SHARD_HOSTS if it is to keep shards, too"
+        )
+    if role is Role.WORKER and not ranks:
+        return f"node {config.node} (host {host}) has no workers; start its daemon with --role shard"
+    return ""
 
 
 def _serve(config: bootstrap.DaemonConfig, stdin_start: bytes, as_json: bool) -> None:

@@ -11,7 +11,9 @@ from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import FusionError
 from fusion_rt.wire import OpKey
 from fusiond.collectives.base import Array, Result
+from fusiond.homes import Homes
 from fusiond.plans import Plans
+from fusiond.remembered import State
 from fusiond.running import Outside, Run
 
 
@@ -20,6 +22,7 @@ class CodecService:
 
     Args:
         plans: those in force, with their codecs.
+        homes: of their buckets, on this node.
         runs: what is under way.
         outside: acts for it.
         failure: why the job cannot go on; empty if it can.
@@ -29,12 +32,13 @@ class CodecService:
     def __init__(
         self,
         plans: Plans,
+        homes: Homes,
         runs: Mapping[OpKey, Run],
         outside: Outside,
         failure: Callable[[], str],
         failed: Callable[[Codec, BaseException], None],
     ) -> None:
-        self._plans, self._runs, self._outside = plans, runs, outside
+        self._plans, self._homes, self._runs, self._outside = plans, homes, runs, outside
         self._failure, self._failed = failure, failed
         self._prepared: set[tuple[Codec, str]] = set()  # codecs whose kernels for an element type are there
 
@@ -42,10 +46,14 @@ class CodecService:
         """A worker asks for what the codecs of a plan remember."""
         if not self._may_touch_state(rank, asked):
             return
+        plan = self._plans.plan_of(asked.process_set, asked.group)
+        self._homes.when_quiet(plan, lambda: self._save(rank, asked, {} if asked.common else self._homes.save(plan)))
+
+    def _save(self, rank: int, asked: wire.SaveState, of_homes: State) -> None:
         result: list[Result] = []
 
         def collect() -> None:
-            state = self._plans.save(asked.process_set, asked.group, asked.common)
+            state = self._plans.save(asked.process_set, asked.group, asked.common) | of_homes
             result.append(Result.allocate(named_arrays.nbytes_of(state)))
             named_arrays.write(state, result[0].array)
 
@@ -68,7 +76,12 @@ class CodecService:
         if not self._may_touch_state(rank, given):
             return
         try:
-            self._plans.load(given.process_set, given.group, named_arrays.read(data), given.common)
+            state = named_arrays.read(data)
+            of_homes = {key: value for key, value in state.items() if key.startswith(("home:", "sender:"))}
+            of_codecs = {key: value for key, value in state.items() if key not in of_homes}
+            self._plans.load(given.process_set, given.group, of_codecs, given.common)
+            if of_homes and not given.common:
+                self._homes.load(given.process_set, given.group, of_homes)
         except FusionError as error:
             self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
         else:

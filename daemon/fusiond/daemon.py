@@ -41,6 +41,7 @@ _FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Inquiry, wire.Start)
 _log = logging.getLogger("fusiond")
 _TICK = 1.0  # seconds between looks at what has waited too long
 _LAST_DATA = 2.0  # seconds in which what is complete on one node completes on the others
+_LAST_NEWS = 0.5  # seconds by which a peer's last messages may come after the end of its connections
 _LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when nobody ends the daemon before
 
 
@@ -67,6 +68,8 @@ class Daemon:
         self._host = config.topology.hosts[config.node]
         self._failure = ""
         self._stopped = False  # somebody has asked for the end
+        self._homes = config.topology.homes(settings.shard_hosts)  # nodes that may keep parameter shards
+        self._ended: set[int] = set()  # peers that have ended because their workers were done
         self._exit_code = 0
         root = settings.runtime_root()
         self._directory = bootstrap.job_directory(root, config.job, config.node)
@@ -114,11 +117,15 @@ class Daemon:
         self._workers = Workers(self._loop, self._socket_path, self)
         self._prepare_kernels(["float32"])
         self._loop.call_every(_TICK, self._tick)
+        if self._settings.snapshot_every:
+            self._loop.call_every(self._settings.snapshot_every, lambda: self._engine.snapshots.take())
         self._start_timer = self._loop.call_later(self._settings.start_timeout, self._start_timed_out)
         try:
             self._watch_signals()
             if self._config.attached or self._mesh is not None:
                 self._watch_stdin()
+            if not self._membership.local:
+                self._report("joined")
             self._loop.run()
         except FusionError:
             raise
@@ -165,6 +172,13 @@ class Daemon:
     def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
         assert self._mesh is not None
         return self._mesh.send_payload(node, chunk, payload)
+
+    def send_piece(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
+        assert self._mesh is not None
+        self._mesh.send_payload(node, piece, payload)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
+        return self._loop.call_later(seconds, callback)
 
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         self._pool.run(jobs, then)
@@ -214,6 +228,9 @@ class Daemon:
             self._engine.codecs.load_state(rank, message, link.at(message.place, message.nbytes))
         elif isinstance(message, wire.CompressionRequest):
             self._engine.codecs.statistics(rank, message.handle)
+        elif isinstance(message, wire.StalenessRequest):
+            told = json.dumps(self._engine.homes.statistics()).encode()
+            self._workers.send(link, wire.Done(message.handle, told))
         elif isinstance(message, wire.Propose):
             self._engine.propose(rank, message.handle, message.proposal)
         elif isinstance(message, wire.AddSegment):
@@ -229,8 +246,27 @@ class Daemon:
 
     def worker_left(self, rank: int, pid: int, why: str) -> None:
         del self._links[rank]
-        self._fail(f"rank {rank} (host {self._host}, pid {pid}) {why}")
+        self._lose_rank(rank, f"rank {rank} (host {self._host}, pid {pid}) {why}")
         self._check_over()
+
+    def _lose_rank(self, rank: int, error: str) -> None:
+        """A worker has failed: the job goes on without it, or fails."""
+        if not self._tolerates(error, self._config.node, whole=False):
+            return
+        self._membership.left.add(rank)
+        self._depart(rank)
+
+    def _tolerates(self, error: str, node: int, whole: bool) -> bool:
+        """Whether the job goes on without a worker of that node, or the whole node. If not, it fails with the error."""
+        if not (self._settings.tolerate_losses and self._membership.started) or self._failure:
+            self._fail(error)
+            return False
+        why_not = self._engine.why_not_without(node, whole)
+        if why_not:
+            self._fail(f"{error}; the job cannot go on without it: {why_not}")
+            return False
+        _log.warning("%s; the job goes on without it", error)
+        return True
 
     def connection_ended(self) -> None:
         self._check_over()
@@ -264,6 +300,9 @@ class Daemon:
             self._fail(message.error, tell_peers=False)
         elif isinstance(message, wire.NewEpoch):
             self._peer_epochs[node] = message.epoch
+            if self._membership.follow(self._peer_epochs):
+                self._begin_epoch()
+                self._check_up()
             # What the node had a part in is complete there, and its data is on the way here.
             self._loop.call_later(_LAST_DATA, partial(self._end_epoch_before, message.epoch, node))
         elif isinstance(message, wire.Up):
@@ -289,15 +328,26 @@ class Daemon:
         self._check_up()
 
     def _peer_lost(self, node: int, why: str) -> None:
+        if self._membership.local:
+            self._without_peer(node, why)
+        elif self._config.topology.ranks[node]:  # else those who have workers say whether they needed it
+            self._loop.call_later(_LAST_NEWS, partial(self._without_peer, node, why))
+
+    def _without_peer(self, node: int, why: str) -> None:
         if self._failure:
             return
         ranks = self._config.topology.ranks[node]
-        if self._membership.everyone_left or self._engine.participants.departed.issuperset(ranks):
+        departed = self._engine.participants.departed
+        if self._is_over or (ranks and departed.issuperset(ranks)):
+            self._ended.add(node)
             self._engine.depart(ranks)  # nobody needs it any more
             self._check_over()
             return
         host = self._config.topology.hosts[node]
-        self._fail(f"node {node} (host {host}) is lost: {why}")
+        if self._tolerates(f"node {node} (host {host}) is lost: {why}", node, whole=True):
+            self._ended.add(node)
+            self._engine.depart(ranks)
+            self._check_over()
 
     # --- coming up ----------------------------------------------------------------------------------------------------
 
@@ -310,7 +360,8 @@ class Daemon:
             self.to_node(0, wire.Up(self._membership.epoch))
 
     def _begin_epoch(self) -> None:
-        """All local workers have left and come back. What was under way in the epoch before is nobody's any more."""
+        """All local workers (where there are none: all workers) have left and come back. What was under way in the
+        epoch before is nobody's any more."""
         self._engine.fail_job("its ranks have left the job")
         self._engine = self._make_engine()
         for node in range(len(self._config.topology.hosts)):
@@ -372,6 +423,8 @@ class Daemon:
             self._workers.send(link, welcome)
         _log.info("the job has started after %.2f s", time.monotonic() - self._began)
         self._report("started")
+        if not self._membership.local:
+            self._report("first_done")  # there is none to wait for
 
     def _report(self, phase: Literal["joined", "connected", "started", "first_done"]) -> None:
         """Tells whoever attends how far the start has come."""
@@ -393,14 +446,18 @@ class Daemon:
         self._membership.left.add(rank)
         del self._links[rank]
         if error:
-            self._fail(f"rank {rank} (host {self._host}) failed: {error}")
+            self._lose_rank(rank, f"rank {rank} (host {self._host}) failed: {error}")
         else:
-            self._engine.depart([rank])
-            if self._mesh is not None:
-                for node in range(len(self._config.topology.hosts)):
-                    if node != self._config.node:
-                        self.to_node(node, wire.Departed((rank,)))
+            self._depart(rank)
         self._check_over()
+
+    def _depart(self, rank: int) -> None:
+        """A local rank takes part no longer, and all nodes hear of it."""
+        self._engine.depart([rank])
+        if self._mesh is not None:
+            for node in range(len(self._config.topology.hosts)):
+                if node != self._config.node:
+                    self.to_node(node, wire.Departed((rank,)))
 
     def _fail(self, error: str, tell_peers: bool = True) -> None:
         """The job cannot go on. Everybody gets the first reason."""
@@ -419,10 +476,25 @@ class Daemon:
         if not self._config.attached:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
 
+    @property
+    def _everyone_departed(self) -> bool:
+        return len(self._engine.participants.departed) == self._config.topology.size
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing is left to be done for anybody here."""
+        return self._membership.everyone_left or self._everyone_departed
+
+    @property
+    def _may_return(self) -> bool:
+        """Whether workers that have left may come back: here, or, to a node without workers, anywhere."""
+        if self._membership.local:
+            return self._workers.may_return
+        return any(ranks and node not in self._ended for node, ranks in enumerate(self._config.topology.ranks))
+
     def _check_over(self) -> None:
         """A daemon that nobody attends ends with the job's last worker; one that is attended, when it is told to."""
-        everyone_left = len(self._engine.participants.departed) == self._config.topology.size
-        gone = everyone_left and (self._stopped or not self._workers.may_return)
+        gone = self._everyone_departed and (self._stopped or not self._may_return)
         if (self._stopped or not self._config.attached) and not self._links and (self._failure or gone):
             self._loop.stop()
 
@@ -454,7 +526,7 @@ class Daemon:
 
         def signalled() -> None:
             name = signal.Signals(os.read(reader, 1)[0]).name
-            if not self._membership.everyone_left:
+            if not self._is_over:
                 self._fail(f"the daemon of host {self._host} was told to stop ({name})")
             self._loop.stop()
 
@@ -482,7 +554,9 @@ class Daemon:
             self._loop.remove(self._stdin)
             if self._config.attached:
                 if self._links:
-                    self._fail(f"whoever started the daemon of host {self._host} is gone")
+                    # The others will see that this node is gone, and decide what becomes of the job.
+                    tell = not self._settings.tolerate_losses
+                    self._fail(f"whoever started the daemon of host {self._host} is gone", tell_peers=tell)
                 self._loop.stop()
 
     def _take_lines(self) -> None:
@@ -491,6 +565,13 @@ class Daemon:
             if self._mesh is None:
                 raise WireError("a table of peers came in a job of one node")
             self._mesh.connect(bootstrap.decode_line(line, bootstrap.PeerTable))
+
+    def _role(self) -> str:
+        """What this node is there for: `worker`, `shard`, or `worker and shard` where shard hosts were named."""
+        is_shard = bool(self._settings.shard_hosts) and self._config.node in self._homes
+        if not self._membership.local:
+            return "shard"
+        return "worker and shard" if is_shard else "worker"
 
     def statistics(self) -> dict[str, object]:
         """What `fusiond status` shows: identity, state, resources, and the statistics of every part."""
@@ -504,6 +585,7 @@ class Daemon:
             "host": self._host,
             "nodes": len(topology.hosts),
             "size": topology.size,
+            "role": self._role(),
             "ranks": list(self._membership.local),
             "joined": sorted(self._membership.joined),
             "left": sorted(self._membership.left),

@@ -14,16 +14,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fusion_rt import codecs, wire
+from fusion_rt.algorithms import parse
 from fusion_rt.codecs import Codec
 from fusion_rt.errors import FusionError
 from fusion_rt.kernels.team import Team
 from fusion_rt.settings import Settings
 from fusion_rt.topology import GLOBAL_SET, Topology
 from fusion_rt.wire import OpKey
-from fusiond import algorithms
+from fusiond.algorithms import HomeAlgorithm
 from fusiond.codec_service import CodecService
 from fusiond.collectives.base import Array
 from fusiond.collectives.cost import CostModel
+from fusiond.homes import Homes
 from fusiond.negotiation import DIRECT_KINDS, Coordinator, Outgoing
 from fusiond.participants import Members, Participants
 from fusiond.plans import Plans
@@ -35,6 +37,7 @@ from fusiond.requests import (
     make_recipe,
 )
 from fusiond.running import INLINE_WORK, Outside, Run, Runner
+from fusiond.snapshots import Snapshots
 
 COORDINATOR = 0  # the node whose daemon coordinates
 _REMEMBERED = 1024  # failed operations kept so that late submissions and chunks meet the same error; completed ones too
@@ -72,6 +75,8 @@ class Engine:
         self._runs: dict[OpKey, Run] = {}
         self._runner = Runner(topology, node, settings, outside, self._runs, self._delivered, self._run_failed)
         self._plans = Plans(Team(settings.kernel_threads))
+        self.homes = Homes(topology, node, settings, outside, self._home_failed, epoch)
+        self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)
         self._proposals: dict[tuple[int, str, int], dict[int, int]] = {}  # proposal: handle by rank
         self._recipes: dict[wire.Signature, Recipe] = {}
         self._failed: OrderedDict[OpKey, str] = OrderedDict()
@@ -81,7 +86,9 @@ class Engine:
         self._epoch = epoch
         self._completed = 0
         self._completed_bytes = 0
-        self.codecs = CodecService(self._plans, self._runs, outside, lambda: self._failure, self._codec_failed)
+        self.codecs = CodecService(
+            self._plans, self.homes, self._runs, outside, lambda: self._failure, self._codec_failed
+        )
         self.coordinator: Coordinator | None = None
         if node == COORDINATOR:
             self.coordinator = Coordinator(self.participants, settings, outside.clock, outside.warn)
@@ -139,10 +146,9 @@ class Engine:
             self._refuse(rank, handle, self._failure)
             return
         try:
-            check_proposal(proposal)
-            algorithms.make(proposal.reduction.algorithm)
             codec = codecs.parse(proposal.reduction.codec)
             members = self.participants.members(proposal.process_set)
+            check_proposal(proposal, len(members.set.ranks))
         except FusionError as error:
             self._refuse(rank, handle, f"rank {rank} cannot plan {proposal.group!r}: {error}")
             return
@@ -167,6 +173,12 @@ class Engine:
     def ready(self, rank: int, ready: wire.Ready) -> None:
         """A worker's part of a planned bucket is in the arena."""
         state, bucket, part = self._plans.part(rank, ready)
+        if isinstance(state.algorithm, HomeAlgorithm):
+            if self._failure:
+                self._refuse(rank, ready.handle, self._failure)
+            else:
+                self.homes.post(rank, ready, state, bucket.bucket, part)
+            return
         key = OpKey(state.plan.process_set, ready.plan, bucket.name, ready.clock)
         if self._failure or key in self._failed:
             self._refuse(rank, ready.handle, self._failure or self._failed[key])
@@ -180,6 +192,18 @@ class Engine:
     def depart(self, ranks: Sequence[int]) -> None:
         """Ranks have left in good order, here or elsewhere."""
         self.participants.departed.update(ranks)
+        self.homes.gone(ranks)
+
+    def why_not_without(self, node: int, whole: bool) -> str:
+        """Why this job cannot go on without a worker of that node, or the whole node; empty if it can."""
+        plans = [state.plan for state in self._plans]
+        synchronous = [plan.reduction.algorithm for plan in plans if parse(plan.reduction.algorithm).synchronous]
+        if not plans or synchronous:
+            return f"{synchronous[0] if synchronous else 'what is under way'} needs every rank"
+        if whole and node == COORDINATOR:
+            return "the first node coordinates the job"
+        homes = [f"{b.index} of {p.group!r}" for p in plans if p.homes for b in p.buckets if p.homes[b.index] == node]
+        return f"it has the homes of buckets {', '.join(homes)}" if whole and homes else ""
 
     def _join(self, rank: int) -> None:
         """A local rank has joined: what waits for it goes on without it."""
@@ -190,6 +214,7 @@ class Engine:
 
     def _joined(self, rank: int) -> None:
         self.participants.joined.append(rank)
+        self.homes.gone([rank])
         for run in list(self._runs.values()):
             if run.exchange is not None:
                 self._tell_who_joined(run)
@@ -208,6 +233,9 @@ class Engine:
             assert payload is not None
             if message.key.clock // wire.CLOCKS_OF_AN_EPOCH == self._epoch:
                 self._chunk(node, message, payload)
+        elif isinstance(message, wire.Piece):
+            assert payload is not None
+            self.homes.peer(node, message, payload)
         elif isinstance(message, wire.Credit):
             run = self._runs.get(message.key)
             if run is not None and run.port is not None and node in run.members.nodes:
@@ -262,6 +290,7 @@ class Engine:
                 and (waited > settings.operation_timeout or (left and waited > _DEPARTURE_GRACE and run.parts))
             ):
                 self._inquire(run, waited)
+        self.homes.tick()
         if self.coordinator is not None:
             self._send_all(self.coordinator.tick())
 
@@ -272,6 +301,7 @@ class Engine:
         self._failure = error
         self._runs.clear()
         self._proposals.clear()
+        self.homes.fail()
 
     def end(self, error: str) -> None:
         """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""
@@ -280,12 +310,14 @@ class Engine:
         for waiting in self._proposals.values():
             for rank, handle in waiting.items():
                 self._refuse(rank, handle, error)
+        self.homes.end(error)
         self.fail_job(error)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way that a tick could end."""
-        return not self._runs and not self._proposals and (self.coordinator is None or self.coordinator.idle)
+        nothing = not self._runs and not self._proposals and self.homes.idle
+        return nothing and (self.coordinator is None or self.coordinator.idle)
 
     def statistics(self) -> dict[str, object]:
         """Operations `under_way` and `completed`, their `bytes` on this node, and the `plans` in force."""
@@ -295,6 +327,7 @@ class Engine:
             "bytes": self._completed_bytes,
             "plans": self._plans.statistics(),
             "compression": self._plans.compression(),
+            "homes": self.homes.statistics(),
             "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,
@@ -410,6 +443,12 @@ class Engine:
         why = self._plans.install(plan, self.participants.members(plan.process_set))
         if why:
             self._outside.warn(why)
+        state = self._plans.get(plan.id)
+        if isinstance(state.algorithm, HomeAlgorithm) and self.homes.install(state):
+            try:
+                self.snapshots.restore(plan)
+            except FusionError as error:
+                self._on_job_failed(f"node {self.node} (host {self.topology.hosts[self.node]}): {error}")
         for rank, handle in waiting.items():
             self._outside.to_worker(rank, wire.Planned(handle, plan))
         for run in [r for r in self._runs.values() if r.key.plan == plan.id]:
@@ -438,6 +477,7 @@ class Engine:
     def _take_effect(self, run: Run, signature: wire.Signature, rows: Sequence[int]) -> None:
         """What an operation without data does on this node. All nodes do it before any of them completes it."""
         if signature.kind == "join":
+            self.homes.returned(list(self.participants.joined))
             self.participants.joined.clear()
             run.answer = tuple(rows)
         elif signature.kind == "add_process_set":
@@ -451,6 +491,7 @@ class Engine:
         for key in [key for key in self._runs if key.process_set == process_set]:
             self._fail_here(key, f"{self._runs[key].what} was under way when process set {process_set} was removed")
         self._plans.remove_set(process_set)
+        self.homes.remove_set(process_set)
         if self.coordinator is not None:
             self.coordinator.forget_set(process_set)
         for signature in [s for s in self._recipes if s.process_set == process_set]:
@@ -550,6 +591,11 @@ class Engine:
         else:  # a bug: say where it is
             text = "".join(traceback.format_exception(error))
             self._on_job_failed(f"the daemon of host {host} failed:\n{text}")
+
+    def _home_failed(self, error: BaseException) -> None:
+        host = self.topology.hosts[self.node]
+        text = str(error) if isinstance(error, FusionError) else "".join(traceback.format_exception(error))
+        self._on_job_failed(f"a home on host {host} failed: {text}")
 
     def _fail_everywhere(self, key: OpKey, error: str) -> None:
         for node in self.participants.members(key.process_set).nodes:

@@ -5,11 +5,13 @@ hears it from every node, measures the links, and tells all to start; then each 
 
 Workers that have left may come back (`hvd.shutdown()`, then `hvd.init()`). When all of a node have, it is up again, in
 the next *membership epoch*; this one starts when every node is.
+
+A node without workers is up as soon as its connections stand, and follows the others into the next epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fusion_rt.topology import Topology
 
@@ -52,6 +54,20 @@ class Membership:
             self.left.clear()
             self._returned.clear()
             self.started = self._reported = False
+
+    def follow(self, epochs: Mapping[int, int]) -> bool:
+        """Whether a node without workers begins a new epoch: once every node that has workers is in it, since until
+        then some may still wait for something of the epoch before.
+
+        Args:
+            epochs: of the other nodes, by node; 0 where there is none.
+        """
+        epoch = min(epochs.get(node, 0) for node, ranks in enumerate(self._topology.ranks) if ranks)
+        if self.local or epoch <= self.epoch:
+            return False
+        self.epoch = epoch
+        self.started = self._reported = False
+        return True
 
     def became_up(self) -> bool:
         """Whether this node is up, said once in an epoch."""

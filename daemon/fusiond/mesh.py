@@ -157,10 +157,13 @@ class Mesh:
             except zmq.Again:  # not connected (any more); told later, so that the caller finishes what it is at
                 self._loop.call_soon(lambda: self.lose(node, _CLOSED))
 
-    def send_payload(self, node: int, message: wire.Chunk | wire.Probe, payload: bytes | memoryview) -> bool:
+    def send_payload(
+        self, node: int, message: wire.Chunk | wire.Piece | wire.Probe, payload: bytes | memoryview
+    ) -> bool:
         """Sends a message with a payload. Returns whether that is borrowed until the peer grants credit for it.
 
-        A payload below `BORROW_FROM` bytes is the mesh's own once this returns.
+        A payload below `BORROW_FROM` bytes is the mesh's own once this returns. A larger one of a `Piece`, for which
+        nobody grants credit, has to stay as it is for ever; whoever sent it may forget it.
         """
         peer = self._peers[node]
         if peer.lost or self._closed:
@@ -338,7 +341,7 @@ class Mesh:
         except WireError:
             self.dropped += 1
             return
-        if isinstance(message, (wire.Chunk, wire.Probe)) != (payload is not None):
+        if isinstance(message, (wire.Chunk, wire.Piece, wire.Probe)) != (payload is not None):
             self.dropped += 1
             return
         peer.last_heard = self._loop.clock()

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusion_rt import wire
+from fusion_rt import algorithms, wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.wire import OpKey
@@ -195,10 +195,21 @@ class Coordinator:
         if error:
             return self._plan_verdict(plan_key, None, error)
         first = min(pending.proposals)
-        plan = planning.make_plan(self._next_plan, planning.merge(pending.proposals), self._settings.fusion_threshold)
+        merged = planning.merge(pending.proposals)
+        threshold = self._settings.fusion_threshold
+        plan = planning.make_plan(self._next_plan, merged, threshold, self._homes(merged))
         self._next_plan += 1
         self._made[plan_key[:2]] = _Made(plan, first, pending.proposals[first], set(pending.proposals))
         return self._plan_verdict(plan_key, plan, "")
+
+    def _homes(self, proposal: wire.Proposal) -> tuple[int, ...]:
+        """The nodes that are to have homes of the proposal's buckets; none if these have no homes of their own."""
+        if algorithms.parse(proposal.reduction.algorithm).place is not algorithms.Place.SHARD:
+            return ()
+        topology = self._participants.topology
+        if self._settings.shard_hosts:
+            return topology.homes(self._settings.shard_hosts)
+        return self._participants.members(proposal.process_set).nodes
 
     def _missing(self, plan_key: PlanKey, pending: _PendingPlan) -> list[int]:
         members = self._participants.members(plan_key[0])
@@ -304,7 +315,8 @@ class Coordinator:
     def _plan_verdict(self, plan_key: PlanKey, plan: wire.Plan | None, error: str) -> Outgoing:
         del self._plans[plan_key]
         verdict = wire.PlanVerdict(*plan_key, plan, error)
-        return [(node, verdict) for node in self._participants.members(plan_key[0]).nodes]
+        nodes = set(self._participants.members(plan_key[0]).nodes)
+        return [(node, verdict) for node in sorted(nodes.union(() if plan is None else plan.homes))]
 
     def _explain(self, key: OpKey, pending: _Pending, waited: float) -> str:
         submitted = self._submitted(pending)

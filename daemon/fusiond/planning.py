@@ -48,7 +48,11 @@ def disagreement(proposals: Mapping[int, Proposal], topology: Topology) -> str:
             where = f"{topology.describe([has])} but not on {topology.describe([lacks])}"
             return f"tensor {name!r} of {reference.group!r} is on {where}"
         for name, tensor in found.items():
-            if (tensor.dtype, tensor.shape) != (expected[name].dtype, expected[name].shape):
+            if (tensor.dtype, tensor.shape, tensor.group) != (
+                expected[name].dtype,
+                expected[name].shape,
+                expected[name].group,
+            ):
                 return (
                     f"tensor {name!r} of {reference.group!r} differs between {both}: "
                     f"{_tensor(expected[name])} on the first, {_tensor(tensor)} on the second"
@@ -65,12 +69,19 @@ def merge(proposals: Mapping[int, Proposal]) -> Proposal:
     return replace(first, tensors=tuple(replace(t, sparse=sparse.get(t.name, 0)) for t in first.tensors))
 
 
-def make_plan(plan_id: int, proposal: Proposal, threshold: int) -> Plan:
+def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Sequence[int] = ()) -> Plan:
     """Fuses the proposed tensors, in their order, into buckets of at most `threshold` bytes.
 
     A tensor larger than that has a bucket of its own; a threshold of 0 gives every tensor one. Tensors that are wanted
     `together`, and follow each other in the proposal, have one whatever its size.
+
+    Args:
+        homes: nodes that are to have the buckets' homes, if they are to have any; the buckets are then small enough for
+            each of these nodes to have an equal share.
     """
+    if homes:
+        nbytes = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in proposal.tensors if not t.sparse)
+        threshold = min(threshold, -(-nbytes // len(homes)))
     sparse = tuple(tensor for tensor in proposal.tensors if tensor.sparse)
     dense = [tensor for tensor in proposal.tensors if not tensor.sparse]
     buckets: list[Bucket] = []
@@ -80,7 +91,30 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int) -> Plan:
         buckets.append(bucket)
         nbytes = bucket.numel * DTYPES[bucket.dtype].itemsize
         offset += -(-nbytes // _PAGE) * _PAGE
-    return Plan(plan_id, proposal.group, proposal.process_set, proposal.reduction, tuple(buckets), offset, sparse)
+    return Plan(
+        plan_id,
+        proposal.group,
+        proposal.process_set,
+        proposal.reduction,
+        tuple(buckets),
+        offset,
+        sparse,
+        place_homes(buckets, homes),
+    )
+
+
+def place_homes(buckets: Sequence[Bucket], nodes: Sequence[int]) -> tuple[int, ...]:
+    """A node for the home of each bucket, so that the nodes have about equally many bytes: the largest bucket first,
+    each to the node that has least."""
+    if not nodes:
+        return ()
+    load = dict.fromkeys(nodes, 0)
+    placed: dict[int, int] = {}
+    for bucket in sorted(buckets, key=lambda b: -b.numel * DTYPES[b.dtype].itemsize):
+        node = min(nodes, key=lambda n: load[n])
+        placed[bucket.index] = node
+        load[node] += bucket.numel * DTYPES[bucket.dtype].itemsize
+    return tuple(placed[bucket.index] for bucket in buckets)
 
 
 def _fused(tensors: Sequence[TensorSpec], threshold: int) -> list[list[TensorSpec]]:
@@ -111,7 +145,7 @@ def _bucket(index: int, tensors: Sequence[TensorSpec], offset: int) -> Bucket:
     places: list[PlannedTensor] = []
     for tensor in tensors:
         numel = math.prod(tensor.shape)
-        places.append(PlannedTensor(tensor.name, start, numel, tensor.shape))
+        places.append(PlannedTensor(tensor.name, start, numel, tensor.shape, tensor.group))
         start += _padded(numel, dtype)
     return Bucket(index, dtype, start, offset, tuple(places))
 
@@ -128,4 +162,5 @@ def _reduction(proposal: Proposal) -> str:
 
 
 def _tensor(tensor: TensorSpec) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+    group = f" in parameter group {tensor.group}" if tensor.group else ""
+    return f"{tensor.dtype} {list(tensor.shape)}{group}"

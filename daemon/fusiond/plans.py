@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fusion_rt import codecs, wire
 from fusion_rt.codecs import CodecError
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond import algorithms, remembered
-from fusiond.algorithms.base import Algorithm
+from fusiond.algorithms import Algorithm, HomeAlgorithm
 from fusiond.collectives.base import Array, Reducer
 from fusiond.participants import Members
 from fusiond.remembered import State
@@ -39,7 +40,7 @@ class PlanState:
 
     plan: wire.Plan
     members: Members
-    algorithm: Algorithm
+    algorithm: Algorithm | HomeAlgorithm[Any]
     buckets: tuple[BucketState, ...]
     past: Counter[str]
 
@@ -81,17 +82,19 @@ class Plans:
             del self._plans[old.plan.id]
             for rank in members.local:
                 self.drop_memory(rank, old.plan.id)
-        codec = codecs.parse(plan.reduction.codec)
+        algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
+        # What travels to homes and back is coded there.
+        codec = codecs.parse("dense" if isinstance(algorithm, HomeAlgorithm) else plan.reduction.codec)
         installed = self._plans[plan.id] = PlanState(
             plan,
             members,
-            algorithms.make(plan.reduction.algorithm),
+            algorithm,
             tuple(
                 BucketState(
                     bucket,
                     str(bucket.index),
                     reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks)),
-                    remembered.open_bucket(codec, _layout(bucket), len(members.nodes), self._team),
+                    remembered.open_bucket(codec, layout_of(bucket), len(members.nodes), self._team),
                     tuple((tensor.start, tensor.numel) for tensor in bucket.tensors),
                 )
                 for bucket in plan.buckets
@@ -150,6 +153,10 @@ class Plans:
         """The id of a group's plan in force; 0 if there is none."""
         found = self._of_group(process_set, group)
         return 0 if found is None else found.plan.id
+
+    def get(self, plan: int) -> PlanState:
+        """A plan in force, by its id."""
+        return self._plans[plan]
 
     def add_memory(self, rank: int, plan: int, memory: Array) -> None:
         """A worker's arena has a segment (its bytes, uint8) for the buckets of a plan. Raises `RequestError`."""
@@ -248,6 +255,7 @@ def _told(sums: Counter[str]) -> dict[str, float]:
     }
 
 
-def _layout(bucket: wire.Bucket) -> codecs.Layout:
+def layout_of(bucket: wire.Bucket) -> codecs.Layout:
+    """Where its tensors lie."""
     spans = tuple(codecs.Span(tensor.name, tensor.start, tensor.numel, tensor.shape) for tensor in bucket.tensors)
     return codecs.Layout(DTYPES[bucket.dtype], bucket.numel, spans)

@@ -13,11 +13,12 @@ _WIDTH = 180  # characters, where there is no terminal that has a width
 def show_status(found: list[dict[str, Any]]) -> None:
     """One row a daemon."""
     table = Table(title="fusiond")
-    for column in ("job", "node", "host", "pid", "state", "ranks", "operations", "reduced", "sent", "CPU", "uptime"):
+    columns = "job", "node", "host", "pid", "role", "state", "ranks", "operations", "reduced", "sent", "CPU", "uptime"
+    for column in columns:
         table.add_column(column)
     for daemon in found:
         if "engine" not in daemon:
-            table.add_row("?", "?", "?", "?", str(daemon["state"]), str(daemon["failure"]))
+            table.add_row("?", "?", "?", "?", "?", str(daemon["state"]), str(daemon["failure"]))
             continue
         peers = daemon["mesh"]["peers"] if daemon["mesh"] else []
         table.add_row(
@@ -25,6 +26,7 @@ def show_status(found: list[dict[str, Any]]) -> None:
             f"{daemon['node']} of {daemon['nodes']}",
             str(daemon["host"]),
             str(daemon["pid"]),
+            str(daemon["role"]),
             f"{daemon['state']}{': ' + daemon['failure'] if daemon['failure'] else ''}",
             f"{len(daemon['joined'])}/{len(daemon['ranks'])} here, {daemon['size']} in all",
             f"{daemon['engine']['completed']} done, {daemon['engine']['under_way']} under way",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt import codecs, wire
+from fusion_rt import algorithms, codecs, wire
 from fusion_rt.codecs.uses import check_use
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.errors import FusionError
@@ -181,8 +181,20 @@ def _check_ranks(signature: wire.Signature, members: Members) -> None:
             raise RequestError(f"a process set has different ranks of 0 to {len(everyone) - 1}, not {list(ranks)}")
 
 
-def check_proposal(proposal: wire.Proposal) -> None:
-    """Raises `FusionError` when no plan can be made of this."""
+def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
+    """Raises `FusionError` when so many ranks can make no plan of this."""
+    reduction = proposal.reduction
+    algorithm = algorithms.parse(reduction.algorithm)
+    algorithms.check_use(algorithm, codecs.parse(reduction.codec), reduction.op, ranks)
+    if algorithm.place is not algorithms.Place.NOWHERE:
+        odd = next((tensor for tensor in proposal.tensors if tensor.dtype not in ("float32", "float64")), None)
+        if odd is not None:
+            raise RequestError(
+                f"{algorithm} is for float32 and float64, and {odd.name!r} is {odd.dtype}; use allreduce"
+            )
+        groups = 0 if reduction.optimizer is None else len(reduction.optimizer.groups)
+        if groups and any(tensor.group >= groups for tensor in proposal.tensors):
+            raise RequestError(f"tensors are in parameter groups that the optimizer, with {groups}, does not have")
     nbytes = sum(math.prod(tensor.shape) * DType.named(tensor.dtype).itemsize for tensor in proposal.tensors)
     if nbytes > _MAX_PLAN:
         raise RequestError(f"its tensors take {nbytes} bytes, more than the {_MAX_PLAN} that a plan may have")

@@ -40,6 +40,12 @@ class Outside(Protocol):
     def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
         """Sends a chunk; returns whether its payload is borrowed until credit for it comes."""
 
+    def send_piece(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
+        """Sends a piece of a parcel, whose payload nobody will change."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
+        """Calls back when that time has passed."""
+
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         """Runs jobs outside the event loop, then `then` inside."""
 
@@ -131,7 +137,7 @@ class Runner:
         self._runs = runs
         self._delivered = delivered
         self._failed = failed
-        self._all_reduce = algorithms.make("allreduce")  # of tensors outside a plan
+        self._all_reduce = algorithms.AllReduce()  # of tensors outside a plan
 
     def start_tensor(self, run: Run, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
         """Starts an operation outside a plan; `rows` and `splits` of all members where it needs them.
@@ -150,6 +156,7 @@ class Runner:
 
     def start_bucket(self, run: Run, state: PlanState, bucket: BucketState) -> None:
         """Starts the run of a planned bucket."""
+        assert isinstance(state.algorithm, Algorithm)  # one with homes has no runs
         self._reduce(run, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts)
 
     def reduce_at_once(self, run: Run, recipe: Recipe) -> None:

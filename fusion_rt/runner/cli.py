@@ -15,13 +15,14 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fusion_rt.errors import FusionError, SettingError
 from fusion_rt.runner import config_file, discovery, flags, reach
 from fusion_rt.runner.choices import Choices
 from fusion_rt.runner.environment import forwarded
 from fusion_rt.runner.flags import make_parser
-from fusion_rt.runner.hosts import Host, assign, parse_hostfile, parse_hosts
+from fusion_rt.runner.hosts import Host, add_shard_hosts, assign, parse_hostfile, parse_hosts, shard_host_names
 from fusion_rt.runner.launch import launch
 from fusion_rt.runner.phases import process_age
 from fusion_rt.runner.plan import LaunchPlan
@@ -72,6 +73,11 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
     settings = Settings.from_env({os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()})
     wanted = _hosts(choices, settings.start_timeout)
     hosts, topology = assign(wanted, discovery.number_of_workers(choices, wanted))
+    if settings.shard_hosts:
+        hosts, topology = add_shard_hosts(settings.shard_hosts, wanted, hosts, topology)
+        names = shard_host_names(settings.shard_hosts)
+        environment[b"FUSION_SHARD_HOSTS"] = names.encode()
+        settings = replace(settings, shard_hosts=names)
     if choices["host_discovery_script"] or choices["min_num_proc"]:
         environment[b"HOROVOD_ELASTIC"] = b"1"
     if choices["rsh_agent"]:

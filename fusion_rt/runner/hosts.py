@@ -21,6 +21,7 @@ from fusion_rt.topology import Topology
 MAX_SLOTS = 4096  # workers of one host; more is a typing mistake
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")  # never starts like an option of ssh
+_SHARD_HOSTS = "--shard-hosts (FUSION_SHARD_HOSTS)"
 _FORM = "NAME, NAME:SLOTS or USER@NAME:SLOTS, and an IPv6 address in brackets"
 
 
@@ -103,6 +104,55 @@ def assign(hosts: tuple[Host, ...], num_proc: int) -> tuple[tuple[Host, ...], To
             ranks.append(tuple(range(first, last)))
         first = last
     return tuple(used), Topology(tuple(host.name for host in used), tuple(ranks))
+
+
+def add_shard_hosts(
+    text: str, wanted: tuple[Host, ...], used: tuple[Host, ...], topology: Topology
+) -> tuple[tuple[Host, ...], Topology]:
+    """Adds nodes without workers for the hosts of `--shard-hosts` that have none.
+
+    Args:
+        text: `[user@]name,...`; "": nothing is added.
+        wanted: all hosts that were named for workers; how one of them is reached need not be said again.
+        used, topology: those that have workers, as `assign` returns them.
+
+    Returns:
+        The nodes' hosts and their topology; added ones come last, since node 0 has to have workers.
+
+    Raises:
+        SettingError: an entry is not a host, has slots, stands there twice, or is to be reached as two users.
+    """
+    hosts = list(used)
+    known = {host.name: host for host in wanted}
+    named: set[str] = set()
+    for entry in text.split(",") if text.strip() else ():
+        try:
+            host = _parse_host(entry.strip(), 0)
+        except SettingError as error:
+            raise SettingError(f"{_SHARD_HOSTS}: {error}") from None
+        if host.slots:
+            raise SettingError(
+                f"{_SHARD_HOSTS}: {entry.strip()!r} has slots, which are for workers; if it is to run some, name it "
+                "with them in -H, and without them here"
+            )
+        if host.name in named:
+            raise SettingError(f"{_SHARD_HOSTS}: host {host.name} is named twice; name it once")
+        named.add(host.name)
+        same = known.get(host.name)
+        if same is not None and host.user not in ("", same.user):
+            raise SettingError(
+                f"{_SHARD_HOSTS}: host {host.name} is named as {host.target!r} and for workers as {same.target!r}; "
+                "name one user"
+            )
+        if host.name not in topology.hosts:
+            hosts.append(host if same is None else same)
+    ranks = topology.ranks + ((),) * (len(hosts) - len(used))
+    return tuple(hosts), Topology(tuple(host.name for host in hosts), ranks)
+
+
+def shard_host_names(text: str) -> str:
+    """The hosts of `--shard-hosts` that `add_shard_hosts` has accepted, without their users."""
+    return ",".join(_parse_host(entry.strip(), 0).name for entry in text.split(",")) if text.strip() else ""
 
 
 def _parse_words(words: list[str], slots: int) -> Host:

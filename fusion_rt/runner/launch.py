@@ -82,8 +82,11 @@ class Launch:
         self._endpoints: dict[int, Endpoint] = {}  # of the nodes whose daemon listens
         self._running = set(range(plan.topology.size))  # ranks that may still run
         self.failures: list[Failure] = []
+        self._losses: list[Failure] = []  # failures that the job has gone on after
+        self._ended_well = False  # a worker has
         self._interrupt = 0  # the signal that ended the job
         self._stopping = False
+        self._told: set[int] = set()  # nodes that were told to stop
         self._has_output = False
         self.results: dict[int, bytearray] = {}
         self._feeds: list[asyncio.Task[None]] = []
@@ -133,7 +136,7 @@ class Launch:
             loopback=plan.is_loopback,
             silence_limit=_SILENCE_S if reach.is_remote(plan, plan.hosts[node]) else 0.0,
             as_horovod=plan.as_horovod,
-            function_bytes=len(plan.function),
+            function_bytes=len(plan.function) if self._has_workers(node) else 0,
         )
 
     # Events
@@ -209,8 +212,8 @@ class Launch:
         # What it logged before somebody else killed it says nothing about why.
         reason = event.reason or ("" if event.status == -signal.SIGKILL else self._last_log[node])
         if node in self._endpoints:
-            ranks = self._plan.topology.describe(self._plan.topology.ranks[node])
-            self._fail(DaemonFailure(self._host(node), event.status, reason, ranks))
+            who = self._plan.topology.describe_node(node)
+            self._fail(DaemonFailure(self._host(node), event.status, reason, who))
         elif event.reason:
             self._fail_host(node, f"its daemon cannot start: {reason}")
         else:
@@ -219,15 +222,17 @@ class Launch:
     def _on_exited(self, node: int, event: messages.Exited) -> None:
         self._check_rank(node, event.rank)
         self._running.discard(event.rank)
+        self._ended_well |= event.status == 0
         if event.status != 0:
             stderr = self._output.tail(event.rank)
             self._fail(WorkerFailure(self._host(node), event.rank, event.status, stderr))
-        elif not self._running:
+        if not self._running and not self.failures:
             self._stop(TERM_GRACE)
 
     def _on_lost(self, node: int, event: Lost) -> None:
         self._connected.discard(node)
         if self._stopping:
+            self._stop_the_rest()
             if event.status > 0 and node in self._ready and event.last_words:
                 self._say(f"fusionrun: the agent of host {self._host(node)} failed: {event.last_words.strip()}")
             return
@@ -255,11 +260,23 @@ class Launch:
         """Notes a failure; the job is stopped when the others had time to tell theirs, or have ended."""
         if self._stopping:
             return  # a consequence of our own doing
+        if self._goes_on():
+            self._losses.append(failure)
+            self._say(f"{failure.tell()[-1]}; the job goes on without it")
+            if not self._running:
+                self._stop(TERM_GRACE)
+            return
         if not self.failures:
             self._set_timer(SETTLE_S, self._stop, TERM_GRACE)
-        self.failures.append(failure)
+        self.failures += [*self._losses, failure]
+        self._losses.clear()
         if not self._running:
             self._stop(TERM_GRACE)
+
+    def _goes_on(self) -> bool:
+        """Whether the job goes on after a failure, as far as the launcher can tell: the daemons end it if it cannot."""
+        started = len(self._endpoints) == len(self._links)
+        return self._plan.settings.tolerate_losses and started and bool(self._running or self._ended_well)
 
     def _stop(self, grace: float) -> None:
         """Ends the job on all hosts."""
@@ -267,15 +284,28 @@ class Launch:
             return
         self._stopping = True
         self._note("stopping" if self._running else "all workers ended")
+        self._tell_to_stop({node for node in self._connected if self._has_workers(node)}, grace)
+        self._stop_the_rest()
+
+    def _stop_the_rest(self) -> None:
+        """Ends the nodes without workers once all others have ended: until then, workers may need their shards."""
+        if self._connected and not any(self._has_workers(node) for node in self._connected):
+            self._tell_to_stop(self._connected - self._told, 0.0)
+
+    def _tell_to_stop(self, nodes: set[int], grace: float) -> None:
+        if not nodes:
+            return
+        self._told |= nodes
         self._set_timer(grace + _END_S, self._give_up)
-        self._send(messages.Stop(grace))
-        for link in self._links:
-            if link.node not in self._ready:
-                link.interrupt()
+        for node in sorted(nodes):
+            self._links[node].send(messages.Stop(grace))
+            if node not in self._ready:
+                self._links[node].interrupt()
 
     def _on_signal(self, number: int) -> None:
         """The first signal stops the job, a second one kills it."""
         if self._stopping:
+            self._told.update(self._connected)
             self._send(messages.Stop(0.0))
         else:
             self._interrupt = number
@@ -296,7 +326,7 @@ class Launch:
 
     def _give_up(self) -> None:
         """Drops the agents that did not end in time."""
-        for node in sorted(self._connected):
+        for node in sorted(self._connected & self._told):  # nodes without workers are told when these have ended
             self._say(f"fusionrun: host {self._host(node)} did not confirm that the job is over there")
             self._links[node].kill()
         self._printer.wait_no_more()
@@ -340,7 +370,7 @@ class Launch:
                 link.send(message)
 
     def _send_function(self, node: int) -> None:
-        whole = memoryview(self._plan.function)
+        whole = memoryview(self._plan.function if self._has_workers(node) else b"")
         pieces = (
             messages.Function(bytes(whole[start : start + messages.FUNCTION_CHUNK]))
             for start in range(0, len(whole), messages.FUNCTION_CHUNK)
@@ -355,6 +385,9 @@ class Launch:
     def _check_rank(self, node: int, rank: int) -> None:
         if rank not in self._plan.topology.ranks[node]:
             raise WireError(f"a message about rank {rank} came from node {node}")
+
+    def _has_workers(self, node: int) -> bool:
+        return bool(self._plan.topology.ranks[node])
 
     def _host(self, node: int) -> str:
         return self._plan.hosts[node].name

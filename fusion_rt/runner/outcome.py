@@ -46,7 +46,7 @@ class DaemonFailure:
     host: str
     status: int
     reason: str
-    ranks: str  # such as `ranks 0-1 (host a)`
+    ranks: str  # such as `ranks 0-1 (host a)`, or `host c (no workers)`
 
     echo: ClassVar[int] = 0
 
@@ -96,7 +96,7 @@ Failure = HostFailure | DaemonFailure | WorkerFailure
 
 
 def daemon_failure(topology: Topology, node: int, status: int, reason: str) -> DaemonFailure:
-    return DaemonFailure(topology.hosts[node], status, reason, topology.describe(topology.ranks[node]))
+    return DaemonFailure(topology.hosts[node], status, reason, topology.describe_node(node))
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:

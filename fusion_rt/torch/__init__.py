@@ -8,11 +8,14 @@
 
 Names, arguments and meaning are those of `horovod.torch`. Beyond it there are `empty` (a tensor that needs no copies to
 be communicated), `Compression.bf16` and the codecs of docs/compression.md, `compression_stats`, and `statistics()` of a
-distributed optimizer.
+distributed optimizer; the training algorithms of docs/algorithms.md (`algorithms`), with `consensus`, `averaged`,
+`average_buffers`, `staleness` and `consensus_distance`; and, in modules of their own, `large_batch` and `kfac`.
 """
 
+from fusion_rt import algorithms
 from fusion_rt.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.torch import elastic, mpi_ops
+from fusion_rt.torch.agreement import average_buffers, averaged, consensus, consensus_distance, staleness
 from fusion_rt.torch.basics import (
     ccl_built,
     cross_rank,
@@ -106,6 +109,7 @@ __all__ = [
     "Sum",
     "SyncBatchNorm",
     "add_process_set",
+    "algorithms",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -115,6 +119,8 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "average_buffers",
+    "averaged",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -125,6 +131,8 @@ __all__ = [
     "broadcast_parameters",
     "ccl_built",
     "compression_stats",
+    "consensus",
+    "consensus_distance",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -163,6 +171,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "staleness",
     "start_timeline",
     "stop_timeline",
     "synchronize",

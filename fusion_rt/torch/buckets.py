@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fusion_rt import wire
-from fusion_rt.client import Operation
+from fusion_rt.client import Operation, Terms
 from fusion_rt.torch import device, ops
 from fusion_rt.torch.process_sets import ProcessSet
 from fusion_rt.torch.runtime import Runtime
@@ -66,7 +66,10 @@ class DenseBucket(Bucket):
         here: this worker's membership.
         plan, index: of the bucket.
         name: for messages to people.
-        rescale: asked when it is sent; by what the residual of each parameter is to be multiplied, if by anything.
+        terms: asked when it is sent; what is sent with it.
+
+    Attributes:
+        added: the result is to be added to what the worker has; known when it has come.
     """
 
     def __init__(
@@ -76,11 +79,12 @@ class DenseBucket(Bucket):
         index: int,
         name: str,
         slots: Sequence[Slot],
-        rescale: Callable[[], tuple[float, ...]],
+        terms: Callable[[], Terms],
     ) -> None:
         super().__init__(slots)
+        self.added = False
         self._here = here
-        self._rescale = rescale
+        self._terms = terms
         self._identity = (name, plan, index)
         self._operation: Operation | None = None
         self._copying: device.Copying | None = None
@@ -88,6 +92,10 @@ class DenseBucket(Bucket):
     def rewind(self) -> None:
         super().rewind()
         self._operation = self._copying = None
+
+    def submit(self) -> None:
+        """Submits what is in the arena already."""
+        self._operation = self._here.client.ready(*self._identity, self._terms())
 
     def _send(self) -> None:
         client = self._here.client
@@ -111,7 +119,7 @@ class DenseBucket(Bucket):
             if remote[0]:
                 self._copying = device.layer.copy(*remote)
                 return
-        self._operation = ready(*self._identity, self._rescale())
+        self._operation = ready(*self._identity, self._terms())
 
     def post(self, wait: bool) -> bool:
         if self._copying is not None:
@@ -120,12 +128,12 @@ class DenseBucket(Bucket):
             elif not self._copying.done():
                 return False
             self._copying = None
-            self._operation = self._here.client.ready(*self._identity, self._rescale())
+            self._operation = self._here.client.ready(*self._identity, self._terms())
         return True
 
     def receive(self) -> None:
         assert self._operation is not None
-        self._here.client.wait(self._operation)
+        self.added = self._here.client.wait(self._operation).sizes == (1,)
         landings = [(slot, slot.landing()) for slot in self.slots if slot.sparse or not slot.direct]
         elsewhere = [(landing, slot.view) for slot, landing in landings if landing is not slot.view]
         with torch.no_grad():

@@ -8,16 +8,18 @@ there need no copy at all, and reduced ones never do.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fusion_rt import codecs, wire
+from fusion_rt.client import Terms
 from fusion_rt.torch import device
 from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
 from fusion_rt.torch.compression import NoneCompressor
@@ -28,6 +30,8 @@ from fusion_rt.torch.process_sets import ProcessSet
 from fusion_rt.torch.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.slots import Named, Slot
 from fusion_rt.torch.tensors import TORCH_DTYPES
+
+_serial = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Manner:
         sparse_as_dense: sparse gradients are reduced as dense ones.
         slot: what is reduced of a parameter.
         eager: buckets are sent as soon as they are complete, during the backward pass.
+        exchange: what reduces them; None: `GradientExchange`.
     """
 
     reduction: wire.Reduction
@@ -70,6 +75,7 @@ class Manner:
     sparse_as_dense: bool = False
     slot: type[Slot] = Slot
     eager: bool = True
+    exchange: type[GradientExchange] | None = None
 
 
 class GradientExchange:
@@ -84,8 +90,12 @@ class GradientExchange:
         idle: no gradient has arrived since the last reduction.
         arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
         copying: buckets whose gradients are on their way from a device to the arena.
+        serial: in the order in which exchanges were made.
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
     """
+
+    remembers: ClassVar[bool] = False
+    """Whether there is something to save even with a codec that remembers nothing."""
 
     def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
         self.compressor = manner.compressor
@@ -97,7 +107,7 @@ class GradientExchange:
         self.lost = ""
         self._manner = manner
         self._trained = trained
-        stateful = codecs.parse(manner.reduction.codec).stateful
+        stateful = self.remembers or codecs.parse(manner.reduction.codec).stateful
         self._feedback = Feedback(manner.reduction.codec, trained) if stateful else None
         self._runtime = runtime()
         self._group = self._name()
@@ -107,7 +117,12 @@ class GradientExchange:
         self._segment: int | None = None
         self._steps = self._plans = self._nbytes = 0
         self._waited = self._last_waited = 0.0
+        self.serial = next(_serial)
         self._watch(trained.named())
+
+    def group_of(self, slot: Slot) -> int:
+        """Index of the parameter group that a slot's parameter is in."""
+        return self._trained.group_of(slot.parameter)
 
     @property
     def slots(self) -> Iterable[Slot]:
@@ -315,17 +330,18 @@ class GradientExchange:
             self._nbytes += flat.nbytes
             slots = [order[tensor.name] for tensor in bucket.tensors]
             name = f"{self._group}, bucket {bucket.index}"
-            dense = DenseBucket(here, plan.id, bucket.index, name, slots, self._rescaling(slots))
+            dense = DenseBucket(here, plan.id, bucket.index, name, slots, partial(self._terms, slots))
             for slot, tensor in zip(slots, bucket.tensors, strict=True):
                 slot.place(dense, flat[tensor.start : tensor.start + tensor.numel])
             self._buckets.append(dense)
         if not all(slot.direct for slot in self.slots):
             device.layer.pin(segment)
 
-    def _rescaling(self, slots: Sequence[Slot]) -> Callable[[], tuple[float, ...]]:
+    def _terms(self, slots: Sequence[Slot]) -> Terms:
+        """What is sent with a bucket."""
         if self._feedback is None:
-            return tuple
-        return partial(self._feedback.rescale, [slot.name for slot in slots])
+            return Terms()
+        return Terms(self._feedback.rescale([slot.name for slot in slots]))
 
     def _order(self) -> list[Slot]:
         """The slots in the order in which their gradients arrived; those that are wanted together where the last of

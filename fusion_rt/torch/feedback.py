@@ -94,6 +94,8 @@ class Feedback:
     def _check(self, state: Mapping[str, Any]) -> None:
         sizes = self._trained.sizes()
         for key, value in state.items():
+            if key.startswith(("home:", "sender:")):
+                continue  # of an algorithm; the daemon knows what it can use
             kind, slash, name = key.partition(":")[2].partition("/")
             if slash and name not in sizes:
                 raise ValueError(

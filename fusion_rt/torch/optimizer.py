@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 
-from fusion_rt import codecs, wire
+from fusion_rt import algorithms, codecs, wire
 from fusion_rt.codecs.uses import check_use
-from fusion_rt.torch import ops
+from fusion_rt.torch import agreement, ops
 from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
 from fusion_rt.torch.compression import Compression, NoneCompressor, codec_of
 from fusion_rt.torch.exchange import Manner
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.parameters import Groups, groups_of, names_of, takes_part
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.replicas import DistributedReplicas, ReplicaExchange, slot_of
 from fusion_rt.torch.runtime import runtime
+from fusion_rt.torch.sharded import DistributedShards, ShardExchange, WeightSlot, optimizer_spec
 from fusion_rt.torch.wrapping import Wrapped, wrap
 
 _SYNCHRONIZED_TWICE = (
@@ -160,6 +162,7 @@ def DistributedOptimizer(
     groups: Groups | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    algorithm: algorithms.Algorithm | str | None = None,
 ) -> Any:
     """The optimizer, made to reduce gradients over all ranks before it takes a step.
 
@@ -187,6 +190,8 @@ def DistributedOptimizer(
             HOROVOD_FUSION_THRESHOLD, in the order in which gradients arrive.
         sparse_as_dense: sparse gradients are reduced as dense ones, and sparse again afterwards.
         process_set: the ranks that take part. On all others the optimizer steps with the gradients it has.
+        algorithm: how the ranks' work becomes one model: one of `hvd.algorithms`, or its text; see docs/algorithms.md.
+            By default what `fusionrun --algorithm` says, which is the synchronous all-reduce if it says nothing.
 
     Returns:
         An instance of a class derived from the optimizer's, with the methods `synchronize`, `skip_synchronize`,
@@ -212,10 +217,14 @@ def DistributedOptimizer(
     compressor = compression if codec is None else NoneCompressor
     chosen = here.client.welcome.compression if compression is Compression.none else codec or "dense"
     _check_codec(optimizer, chosen, ops.resolve(op))
+    spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
+    algorithms.check_use(spec, codecs.parse(chosen), ops.resolve(op), process_set.size() or 1)
+    if not isinstance(spec, algorithms.AllReduce) and takes_part(process_set):
+        _check_algorithm(optimizer, spec, compressor, gradient_predivide_factor)
+        return _by_algorithm(optimizer, spec, chosen, names, together, process_set, backward_passes_per_step)
     reduction = wire.Reduction(
-        ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen,
-        here.client.welcome.algorithm,
-    )  # fmt: skip
+        ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen, "allreduce"
+    )
     if op == ops.Adasum and here.size > 1:
         if process_set != global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -226,6 +235,51 @@ def DistributedOptimizer(
     wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
     wrapped.sparse_as_dense, wrapped.process_set = sparse_as_dense, process_set
     return wrapped
+
+
+def _by_algorithm(
+    optimizer: torch.optim.Optimizer,
+    spec: algorithms.Algorithm,
+    codec: str,
+    names: dict[torch.Tensor, str],
+    together: dict[torch.Tensor, int],
+    process_set: ProcessSet,
+    passes: int,
+) -> Any:
+    """The optimizer, distributed by an algorithm other than all-reduce."""
+    gradients = spec.signal is algorithms.Signal.GRADIENT
+    shard = optimizer_spec(optimizer) if gradients else None
+    reduction = wire.Reduction("average", codec=codec, algorithm=str(spec), optimizer=shard)
+    if gradients:
+        manner = Manner(reduction, process_set, NoneCompressor, True, WeightSlot, exchange=ShardExchange)
+        return agreement.register(wrap(DistributedShards, optimizer, names, together, manner, passes))
+    manner = Manner(reduction, process_set, NoneCompressor, True, slot_of(spec), False, ReplicaExchange)
+    replicas = wrap(DistributedReplicas, optimizer, names, together, manner, passes)
+    replicas._spec = spec
+    if isinstance(spec, algorithms.DiLoCo):
+        for slot in replicas._exchange.slots:
+            slot.rate, slot.momentum = spec.outer_rate, spec.outer_momentum  # type: ignore[attr-defined]  # an OuterSlot
+    return agreement.register(replicas)
+
+
+def _check_algorithm(
+    optimizer: torch.optim.Optimizer, spec: algorithms.Algorithm, compressor: Any, predivide: float
+) -> None:
+    """Raises `ValueError` for what cannot be used with an algorithm other than all-reduce, and warns of momentum."""
+    if compressor is not NoneCompressor:
+        raise ValueError(f"{spec} cannot use a compressor of the script's own; use a codec, such as Compression.fp16")
+    if predivide != 1.0:
+        raise ValueError(
+            f"gradient_predivide_factor makes no sense with {spec}, which adds up no gradients of all ranks"
+        )
+    asynchronous = spec.signal is algorithms.Signal.GRADIENT and not spec.synchronous
+    asynchronous = asynchronous and not isinstance(spec, algorithms.Partial)  # most of its gradients are fresh
+    if asynchronous and any(group.get("momentum") for group in optimizer.param_groups):
+        warnings.warn(
+            f"the optimizer has momentum, and {spec} is asynchronous: stale gradients act like momentum themselves, so "
+            "that both together may diverge; use momentum=0, or a lower learning rate",
+            stacklevel=4,
+        )
 
 
 def _check_codec(optimizer: torch.optim.Optimizer, text: str, op: wire.Op) -> None:

@@ -103,6 +103,10 @@ class Trained:
         """The learning rates of the optimizer's groups; 0 where there is none."""
         return [float(group.get("lr", 0.0)) for group in self._optimizer().__dict__["param_groups"]]
 
+    def group_of(self, parameter: torch.Tensor) -> int:
+        """Index of the group that a parameter is in."""
+        return next(i for i, _, found in self._places() if found is parameter)
+
     def rates(self) -> dict[str, float]:
         """The parameters' learning rates, by name."""
         rates = self.group_rates()

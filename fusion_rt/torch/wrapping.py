@@ -112,7 +112,7 @@ def wrap(
     wrapped.__dict__.pop("step", None)  # an LR scheduler puts a wrapper there, bound to the original
     wrapped._script_optimizer, wrapped._parameter_names = optimizer, names
     trained = Trained(weakref.ref(wrapped), together, manner.process_set)
-    wrapped._exchange = GradientExchange(manner, checked_passes(passes), trained)
+    wrapped._exchange = (manner.exchange or GradientExchange)(manner, checked_passes(passes), trained)
     weakref.finalize(wrapped, wrapped._exchange.release).atexit = False
     return wrapped  # type: ignore[no-any-return]
 

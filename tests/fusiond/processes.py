@@ -60,6 +60,7 @@ class Daemons:
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30s",  # so that what hangs ends with a sentence
             **environment,
         }
+        self.launch_options: dict[int, list[str]] = {}  # by node: what the command has besides
         self.processes: list[subprocess.Popen[bytes]] = []
         self.others: list[subprocess.Popen[bytes]] = []
         self.clients: dict[int, Client] = {}
@@ -75,7 +76,11 @@ class Daemons:
         """The same with any configuration."""
         log = open(self.log_path(config.node), "ab")  # noqa: SIM115
         process = subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self.environment
+            [*COMMAND, *self.launch_options.get(config.node, [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=self.environment,
         )
         log.close()
         self.others.append(process)

@@ -54,6 +54,14 @@ class Node:
         self._job.post_payload(self.node, node, wire.encode(chunk), payload if borrowed else bytes(payload))
         return borrowed
 
+    def send_piece(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
+        assert len(payload) <= self._job.settings.chunk_bytes
+        self._job.post_payload(self.node, node, wire.encode(piece), payload)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
+        self._job.timers.append((self._job.now + seconds, callback))
+        return None
+
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         def later() -> None:
             error = None
@@ -108,6 +116,7 @@ class SimulatedJob:
         self.answers: dict[int, list[tuple[wire.DaemonMessage, Array | None]]] = {}
         self.warnings: list[str] = []
         self.deferred: deque[Callable[[], None]] = deque()
+        self.timers: list[tuple[float, Callable[[], None]]] = []
         self.sent: list[tuple[int, int, wire.PeerMessage]] = []  # control messages: from, to, what
         self.payload_bytes = [0] * len(local_sizes)
         self.lost: set[tuple[int, int]] = set()  # from and to: payloads sent there never arrive
@@ -178,6 +187,10 @@ class SimulatedJob:
         """Time passes, a second at a time, as the daemons see it."""
         for _ in range(round(seconds)):
             self.now += 1
+            due = [callback for at, callback in self.timers if at <= self.now]
+            self.timers = [timer for timer in self.timers if timer[0] > self.now]
+            for callback in due:
+                callback()
             for node in self.nodes:
                 if not node.engine.idle:
                     node.engine.tick()

@@ -17,11 +17,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import job_directory, socket_path
+from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line, encode_line, job_directory, socket_path
 from fusion_rt.client import Client
 from fusion_rt.errors import HorovodInternalError
 from fusiond.cli import app
-from tests.fusiond.processes import JOB, TIMEOUT_S, Daemons, kill
+from tests.fusiond.processes import COMMAND, JOB, TIMEOUT_S, Daemons, kill
 
 pytestmark = pytest.mark.multiprocess
 MakeDaemons = Callable[..., Daemons]
@@ -121,6 +121,27 @@ def test_a_job_has_to_be_named_where_there_are_several(daemons: MakeDaemons, run
     assert "name one with --job" in " ".join(result.stderr.split())
     assert fusiond("stop", "--job", JOB).exit_code == 0
     assert job.processes[0].wait(TIMEOUT_S) == 1
+
+
+def test_a_daemon_for_shards_is_started_by_hand(daemons: MakeDaemons) -> None:
+    job = daemons(1, 0)
+    options = ["--role", "shard"], ["--role", "worker"]
+    refusals = []
+    for node in (0, 1):
+        config = encode_line(DaemonConfig(JOB, node, job.topology))
+        command = [*COMMAND, *options[node]]
+        done = subprocess.run(command, input=config, capture_output=True, env=job.environment, timeout=TIMEOUT_S)
+        assert done.returncode == 1
+        refusals.append(decode_line(done.stdout, StartError).error)
+    assert refusals[0].startswith("node 0 (host host0) has workers (ranks [0])")
+    assert refusals[1] == "node 1 (host host1) has no workers; start its daemon with --role shard"
+    assert "have to come on standard input (--config-stdin)" in fusiond("start", "--role", "shard").stderr
+
+    job.launch_options = {0: ["--role", "worker"], 1: ["--role", "shard"]}
+    job.start().join()
+    found = json.loads(fusiond("status", "--json").stdout)
+    assert [status["role"] for status in found] == ["worker", "shard"]
+    assert "shard" in fusiond("status").stdout
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a b", "x" * 33])

@@ -48,6 +48,12 @@ def add(client: Client, name: str = "x", second: float = 1) -> np.ndarray:  # ty
     return np.frombuffer(inline, np.float32)
 
 
+def keep_adding(client: Client) -> None:
+    """Until the job fails."""
+    while True:
+        add(client)
+
+
 def average(client: Client) -> float:
     """The average of the ranks, in a large tensor in the arena."""
     region = client.allocate(400_000)
@@ -382,6 +388,98 @@ def test_a_daemon_that_nobody_attends_ends_when_its_job_fails(daemons: MakeDaemo
         add(job.clients[0])
     job.clients[0].close()
     assert job.processes[0].wait(TIMEOUT_S) == 1
+
+
+# --- nodes without workers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 0), (1, 0, 0)])
+def test_nodes_without_workers_start_with_the_job_and_end_with_it(
+    daemons: MakeDaemons, layout: tuple[int, ...]
+) -> None:
+    job = daemons(*layout, FUSION_SHARD_HOSTS="host0,host2").start()
+    job.join()
+    for result in job.on_clients(add).values():
+        np.testing.assert_array_equal(result, [sum(range(sum(layout))), sum(layout)])
+    status = job.status(2)
+    assert (status["role"], status["state"], status["ranks"], status["size"]) == ("shard", "running", [], sum(layout))
+    assert job.status(0)["role"] == "worker and shard"
+    assert job.status(1)["role"] == ("worker" if layout[1] else "shard")
+    job.on_clients(Client.close)
+    assert [job.end(node) for node in range(3)] == [0, 0, 0]
+    assert [job.log(node) for node in range(3)] == ["", "", ""]
+    assert [job.files(node) for node in range(3)] == [set(), set(), set()]
+
+
+def test_nodes_without_workers_follow_into_the_next_epoch(daemons: MakeDaemons) -> None:
+    job = daemons(1, 1, 0, 0).start()
+    job.join()
+    for epoch in (1, 2):
+        come_back(job, 0, 1)
+        assert [job.status(node)["epoch"] for node in range(4)] == [epoch] * 4
+        for result in job.on_clients(add).values():
+            np.testing.assert_array_equal(result, [1, 2])
+
+
+def test_nodes_without_workers_that_nobody_attends_end_with_the_last_worker(daemons: MakeDaemons) -> None:
+    job = daemons(1, 1, 0, 0, attached=False).start()
+    job.join()
+    job.on_clients(Client.leave)
+    job.wait_until(lambda status: status["left"] == [0])
+    come_back(job, 0, 1)  # nobody has ended while the workers might
+    for result in job.on_clients(add).values():
+        np.testing.assert_array_equal(result, [1, 2])
+    job.on_clients(Client.close)
+    assert [process.wait(TIMEOUT_S) for process in job.processes] == [0, 0, 0, 0]
+    assert [job.files(node) for node in range(4)] == [set()] * 4
+
+
+def test_a_killed_daemon_without_workers_is_named_to_all_ranks(daemons: MakeDaemons) -> None:
+    job = daemons(1, 1, 0, 0, attached=False).start()
+    job.join()
+    job.on_clients(add)
+    kill(job.processes[2])
+
+    for error in job.on_clients(keep_adding).values():
+        assert isinstance(error, HorovodInternalError)
+        assert "node 2 (host host2) is lost" in str(error)
+    job.on_clients(Client.close)
+    assert [job.processes[node].wait(TIMEOUT_S) for node in (0, 1, 3)] == [1, 1, 1]
+
+
+def test_a_node_without_workers_outlives_no_killed_job(daemons: MakeDaemons) -> None:
+    job = daemons(1, 0, attached=False).start()
+    job.join()
+    kill(job.processes[0])
+    assert job.processes[1].wait(TIMEOUT_S) == 1
+    assert "node 0 (host host0) is lost" in job.log(1)
+
+
+def test_a_node_without_workers_tells_all_ranks_that_it_was_stopped(daemons: MakeDaemons) -> None:
+    job = daemons(1, 0).start()
+    job.join()
+    job.processes[1].send_signal(signal.SIGTERM)
+    with pytest.raises(HorovodInternalError, match=r"the daemon of host host1 was told to stop \(SIGTERM\)"):
+        keep_adding(job.clients[0])
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [("host0,elsewhere", "shard host 'elsewhere'.* is no host of this job"), ("host0,host0", "'host0'.* named twice")],
+)
+def test_shard_hosts_that_cannot_be_are_refused_before_anything_starts(
+    daemons: MakeDaemons, names: str, why: str
+) -> None:
+    job = daemons(1, FUSION_SHARD_HOSTS=names)
+    answer = job.answer_of(job.launch(0))
+    assert isinstance(answer, StartError)
+    assert re.search(why, answer.error)
+
+
+def test_a_job_whose_first_node_has_no_workers_is_refused(daemons: MakeDaemons) -> None:
+    job = daemons(0, 1)
+    with pytest.raises(ValueError, match=r"node 0 \(host host0\) has no workers"):
+        job.launch(0)
 
 
 def test_a_job_that_does_not_come_up_names_who_is_missing(daemons: MakeDaemons) -> None:

@@ -94,3 +94,23 @@ def test_a_new_epoch_begins_when_all_local_workers_have_left_and_come_back() -> 
     assert not membership.all_up  # node 1 is up in the epoch before only
     membership.nodes_up[1] = 1
     assert membership.all_up
+
+
+def test_a_node_without_workers_is_up_with_its_connections_and_follows_all_others_into_an_epoch() -> None:
+    membership = Membership(Topology(("a", "b", "c"), ((0,), (1,), ())), 2)
+    assert membership.may_join(0) == "rank 0 does not belong on node 2 (host c), whose ranks are []"
+    assert not membership.became_up()
+    membership.mesh_up = True
+    assert membership.became_up()
+    assert not membership.became_up()  # said once
+    assert not membership.everyone_left  # nobody was ever there
+    assert not membership.follow({0: 1})  # node 1 may still wait for something of the epoch before
+    assert membership.follow({0: 1, 1: 1})
+    assert (membership.epoch, membership.started, membership.became_up()) == (1, False, True)
+    assert not membership.follow({0: 1, 1: 1})
+
+
+def test_a_node_with_workers_goes_by_its_own() -> None:
+    membership = Membership(Topology(("a", "b"), ((0,), (1,))), 1)
+    assert not membership.follow({0: 1})
+    assert not membership.follow({0: 1, 1: 1})

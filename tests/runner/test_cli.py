@@ -78,6 +78,30 @@ def test_a_setting_given_as_a_flag_beats_the_environment_and_travels_as_a_variab
     assert plan.settings.encryption == "all"
 
 
+def test_shard_hosts_come_from_flag_file_or_environment_and_travel_as_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("params: {shard_hosts: d}\n")
+    monkeypatch.setenv("FUSION_SHARD_HOSTS", "e")
+    job = ("-np", "2", "-H", "a:1,b:1")
+    for flags, names in (
+        (("--shard-hosts", "ann@c,a", "--config-file", str(file)), "c,a"),
+        (("--config-file", str(file)), "d"),
+        ((), "e"),
+    ):
+        plan = plan_of(*job, *flags, "x")
+        assert plan.settings.shard_hosts == names
+        assert plan.environment[b"FUSION_SHARD_HOSTS"] == names.encode()
+        assert plan.topology.hosts == ("a", "b", names[0])
+        assert plan.topology.ranks == ((0,), (1,), ())
+        assert plan.topology.homes(plan.settings.shard_hosts)[-1] == 2
+    monkeypatch.delenv("FUSION_SHARD_HOSTS")
+    plan = plan_of(*job, "x")
+    assert plan.topology.hosts == ("a", "b")
+    assert b"FUSION_SHARD_HOSTS" not in plan.environment
+
+
 def test_a_size_may_have_a_unit() -> None:
     assert plan_of("-np", "1", "--fusion-threshold-mb", "512KiB", "x").settings.fusion_threshold == 512 * 1024
 
@@ -191,6 +215,7 @@ def test_the_environment_is_forwarded_but_for_what_belongs_to_one_host(monkeypat
         (["-np", "1", "--compression", "topkk", "x"], "there is no codec 'topkk'; did you mean 'topk'?"),
         (["-np", "1", "--rsh-agent", "ssh", "x"], "--rsh-agent 'ssh' has no {host}"),
         (["-np", "1", "-i", "/no/such/key", "x"], "/no/such/key is not a file"),
+        (["-np", "1", "--shard-hosts", "c,c", "x"], "host c is named twice"),
     ],
 )
 def test_a_bad_flag_exits_with_2_and_a_sentence(

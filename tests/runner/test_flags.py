@@ -99,7 +99,12 @@ VARIABLES = [
     ("--log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", "1"),
     ("--no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", "0"),
     ("--compression 'topk(density=0.01)'", "FUSION_COMPRESSION", "topk(density=0.01)"),
-    ("--algorithm allreduce", "FUSION_ALGORITHM", "allreduce"),
+    ("--algorithm 'ssp(staleness=2)'", "FUSION_ALGORITHM", "ssp(staleness=2)"),
+    ("--shard-hosts a,b", "FUSION_SHARD_HOSTS", "a,b"),
+    ("--tolerate-losses", "FUSION_TOLERATE_LOSSES", "1"),
+    ("--snapshot-every 2min", "FUSION_SNAPSHOT_EVERY", "120"),
+    ("--snapshot-directory d", "FUSION_SNAPSHOT_DIRECTORY", "d"),
+    ("--snapshot-restore", "FUSION_SNAPSHOT_RESTORE", "1"),
     ("--encryption control", "FUSION_ENCRYPTION", "control"),
 ]  # fmt: skip
 

@@ -99,6 +99,66 @@ def test_ctrl_c_in_the_middle_of_training_leaves_nothing(fusionrun) -> None:
     assert os.listdir(fusionrun.runtime_dir) == []
 
 
+SHARD_NODE = ("-np", "3", "-H", "127.0.0.1:2,localhost:1", "--shard-hosts", "127.0.0.2")
+
+
+def test_a_node_without_workers_comes_and_goes_with_the_job(fusionrun) -> None:
+    flags = ("--verbose", "--log-level", "INFO", "--log-without-timestamp")
+    result = fusionrun(*SHARD_NODE, *flags, sys.executable, "-c", TRAIN, "once")
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == SUMS
+    assert re.search(r"^\[127.0.0.2\]<fusiond>:.* INFO: the job has started", result.stderr, re.MULTILINE)
+    assert not re.search("ERROR|is lost", result.stderr)
+    assert os.listdir(fusionrun.runtime_dir) == []
+    check_phases(result.stderr)
+
+
+def test_a_killed_daemon_of_a_node_without_workers_is_named_by_all(fusionrun) -> None:
+    process = fusionrun.start(*SHARD_NODE, sys.executable, "-c", TRAIN, "train", "9")
+    assert sorted(process.stdout.readline().rstrip() for _ in range(3)) == SUMS
+    everything = psutil.Process(process.pid).children(recursive=True)
+    daemons = {int(name.rpartition(".")[2]): name for name in os.listdir(fusionrun.runtime_dir)}
+    lock = os.path.join(fusionrun.runtime_dir, daemons[2], "lock")
+    with open(lock) as file:
+        os.kill(int(file.read()), signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    for rank in range(3):
+        words = rf"^\[{rank}\]<stderr>:.*HorovodInternalError: .*node 2 \(host 127.0.0.2\) is lost"
+        assert re.search(words, err, re.MULTILINE), err
+    assert err.splitlines()[-1] == "fusionrun: the daemon of host 127.0.0.2 (no workers) was killed by SIGKILL"
+    assert not psutil.wait_procs(everything, timeout=1)[1]
+    assert os.listdir(fusionrun.runtime_dir) == []
+
+
+def test_ctrl_c_ends_a_node_without_workers_last(fusionrun) -> None:
+    code = """
+import os, signal, sys, time, torch
+import fusion_rt.torch as hvd
+hvd.init()
+def last_words(*_):
+    until = time.monotonic() + 1  # a third of the grace: time enough for a daemon to end too early
+    while time.monotonic() < until:
+        hvd.allreduce(torch.ones(2), op=hvd.Sum)
+    print("last", hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist(), flush=True)
+    hvd.shutdown()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, last_words)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+    flags = ("-np", "1", "-H", "localhost", "--shard-hosts", "127.0.0.2")
+    process = fusionrun.start(*flags, sys.executable, "-c", code)
+    assert process.stdout.readline() == "[0]<stdout>:up\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert out == "[0]<stdout>:last [1.0, 1.0]\n", err
+    assert "is lost" not in err
+    assert os.listdir(fusionrun.runtime_dir) == []
+
+
 def test_ranks_that_disagree_are_told_what_about(fusionrun) -> None:
     result = fusionrun(*TWO_NODES, sys.executable, "-c", TRAIN, "differ")
     assert result.returncode == 1

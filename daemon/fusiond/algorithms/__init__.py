@@ -1,23 +1,47 @@
-"""Training algorithms: who talks to whom, when a result is due, and how it is combined. One small class each."""
+"""Training algorithms: who talks to whom, when a result is due, and how it is combined. One small class each.
+
+What a person chooses is in `fusion_rt.algorithms`; here is what it does.
+"""
 
 from __future__ import annotations
 
-import difflib
+from typing import Any
 
-from fusion_rt.errors import FusionError
+from fusion_rt import algorithms as chosen
+from fusiond.algorithms import elastic, gossip, pairwise, partial, shards
 from fusiond.algorithms.allreduce import AllReduce
 from fusiond.algorithms.base import Algorithm
+from fusiond.algorithms.home import HomeAlgorithm
 
-ALGORITHMS: dict[str, type[Algorithm]] = {"allreduce": AllReduce}
+__all__ = ["Algorithm", "AllReduce", "HomeAlgorithm", "make"]
+
+_AT_HOMES: dict[type[chosen.Algorithm], type[HomeAlgorithm[Any]]] = {
+    chosen.BSP: shards.BSP,
+    chosen.ASP: shards.ASP,
+    chosen.SSP: shards.SSP,
+    chosen.Softsync: shards.Softsync,
+    chosen.Collaborative: shards.Collaborative,
+    chosen.DCASGD: shards.DCASGD,
+    chosen.Hogwild: shards.Hogwild,
+    chosen.Partial: partial.Partial,
+    chosen.EASGD: elastic.EASGD,
+    chosen.EAWild: elastic.EAWild,
+    chosen.DPSGD: gossip.DPSGD,
+    chosen.SGP: gossip.SGP,
+    chosen.Choco: gossip.Choco,
+    chosen.ADPSGD: pairwise.ADPSGD,
+}
 
 
-def make(name: str) -> Algorithm:
-    """The algorithm of that name.
+def make(text: str, ranks: int) -> Algorithm | HomeAlgorithm[Any]:
+    """What the algorithm written as `text` does among so many ranks.
 
     Raises:
-        FusionError: there is none; the text names the nearest one.
+        AlgorithmError: there is none; the text names the nearest one.
     """
-    if name not in ALGORITHMS:
-        near = difflib.get_close_matches(name, ALGORITHMS, 1, 0)
-        raise FusionError(f"there is no algorithm {name!r}; did you mean {near[0]!r}?")
-    return ALGORITHMS[name]()
+    spec = chosen.parse(text)
+    if spec.place is chosen.Place.NOWHERE:
+        return AllReduce()
+    if isinstance(spec, chosen.EASGD) and spec.synchronous_home:
+        return elastic.SynchronousEASGD(spec, ranks)
+    return _AT_HOMES[type(spec)](spec, ranks)

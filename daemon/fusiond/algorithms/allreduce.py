@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fusion_rt.codecs import BucketCodec, PowerSGDBucket
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusiond.algorithms.base import Algorithm, Signal, Work
+from fusiond.algorithms.base import Algorithm, Work
 from fusiond.collectives.adasum import Adasum
 from fusiond.collectives.base import Array, Exchange, Port, Reducer
 from fusiond.collectives.cost import CostModel
@@ -22,8 +22,6 @@ _SELECTED_NBYTES = 4  # about what a selected value takes, with its index
 class AllReduce(Algorithm):
     """Through shared memory within a node; between nodes by the cheaper of ring and recursive doubling, or in the way
     that suits a codec with error feedback."""
-
-    signal = Signal.GRADIENT
 
     def exchange(self, work: Work) -> Exchange:
         nodes = work.port.nodes

@@ -1,29 +1,17 @@
-"""The interface of a training algorithm.
+"""The interface of an algorithm whose buckets have no homes: all ranks combine what they post, and get the same.
 
-An algorithm decides about buckets: what the workers post, when a node's slot is complete, and which exchange between
-the nodes combines the parts. The engine asks it and never knows which one it has. How parameter shards, gossip,
-elastic averaging and backup workers fit is worked out in docs/design.md, "Algorithms to come".
+It decides which exchange between the nodes combines the parts. The engine asks it and never knows which one it has.
 """
 
 from __future__ import annotations
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from fusion_rt.codecs.base import BucketCodec
 from fusiond.collectives.base import Array, Exchange, Port, Reducer
 from fusiond.collectives.cost import CostModel
-
-
-class Signal(enum.Enum):
-    """What a worker posts."""
-
-    GRADIENT = "gradient"
-    PARAMETER = "parameter"
-    DELTA = "delta"
 
 
 @dataclass(slots=True)
@@ -52,13 +40,7 @@ class Work:
 
 
 class Algorithm(ABC):
-    """How a plan's buckets are combined; holds no state of a single bucket."""
-
-    signal: ClassVar[Signal]
-
-    def ready(self, arrived: int, members: int) -> bool:
-        """Whether a node may start its part of a bucket when `arrived` of its `members` workers have posted."""
-        return arrived == members
+    """How a plan's buckets are combined."""
 
     @abstractmethod
     def exchange(self, work: Work) -> Exchange:

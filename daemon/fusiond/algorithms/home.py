@@ -1,0 +1,292 @@
+"""The interface of an algorithm whose buckets have homes, and the home itself.
+
+A home is one bucket's authoritative copy: a shard, which all ranks contribute to, or one rank's replica, which mixes
+with its neighbours'. Contributions (`Part`) come to it one at a time; the algorithm says what follows (`Step`s): who is
+answered, who is sent something. It does no I/O and has no clock; `fusiond.homes` carries its steps out.
+
+Ranks are named by their *position* among the ranks of the process set, 0 to n - 1.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeAlias, TypeVar
+
+import numpy as np
+
+from fusion_rt import algorithms
+from fusion_rt.codecs.base import BucketCodec
+from fusion_rt.dtypes import DType
+from fusion_rt.kernels import cpu
+from fusiond.collectives.base import Array
+from fusiond.shard_optimizer import ShardOptimizer
+
+
+@dataclass(slots=True)
+class Part:
+    """A contribution at a home.
+
+    Attributes:
+        kind: `post`: of a worker, which waits for an answer; or what another home sent, or `told`.
+        rank: who sent it.
+        clock: how many its sender had posted before; of what a home sent, its clock.
+        version: of the home, when the sender last heard from it.
+        values: 1-D, all elements of the bucket; valid until the part is answered, and only to be read.
+        rates: learning rate of each parameter group.
+        samples: how many samples it comes from.
+        weight: push-sum weight.
+        arrived: when it came to the home (s).
+    """
+
+    kind: str
+    rank: int
+    clock: int
+    version: int
+    values: Array
+    rates: tuple[float, ...] = ()
+    samples: int = 1
+    weight: float = 1.0
+    arrived: float = 0.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """The worker that posted `part` gets `values`, in place of what it has or, if `added`, in addition to it."""
+
+    part: Part
+    values: Array
+    added: bool = False
+
+
+@dataclass(slots=True)
+class Send:
+    """The homes of these ranks get `values`; `payload` is the same, encoded, if the algorithm encodes it itself."""
+
+    ranks: Sequence[int]
+    kind: str
+    values: Array
+    clock: int = 0
+    weight: float = 1.0
+    payload: memoryview | None = None
+
+
+@dataclass(slots=True)
+class Refuse:
+    """The worker that posted `part` is told that it fails, and why."""
+
+    part: Part
+    why: str
+
+
+@dataclass(slots=True)
+class Wake:
+    """The home is to be looked at again, by `elapsed`, at that time (s)."""
+
+    at: float
+
+
+@dataclass(slots=True)
+class Tell:
+    """The homes of the plan's other buckets are told these numbers (int64), as a part of kind `told` and this clock."""
+
+    numbers: Array
+    clock: int
+
+
+Step: TypeAlias = Answer | Send | Refuse | Wake | Tell
+
+
+@dataclass
+class Home:
+    """A bucket's home.
+
+    Attributes:
+        rank: whose replica it is; -1: a shard.
+        leads: it is that of the plan's first bucket, which decides where the homes of all buckets have to agree.
+        present: ranks that take part; those that have left are not in it.
+        value: the authoritative copy; of a shard, from its seed on.
+        version: how many updates it has seen.
+        done: how many contributions of each rank have come.
+        slots: parts that wait for others, by slot and sender.
+        waiting: parts that count already, whose senders may not go on yet.
+        orders: what it was told to do, by clock, and has not done.
+        aux: what else the algorithm remembers, by name; saved with the value.
+        scratch: what it remembers of what is under way, by name; not saved.
+        optimizer: applies gradients to the value.
+        codec: encodes what the algorithm encodes itself.
+        noticed: sums over contributions: `late` ones of each rank, as (name, rank).
+    """
+
+    rank: int
+    ranks: int
+    dtype: DType
+    elements: int
+    spans: tuple[tuple[int, int, int], ...]
+    leads: bool = True
+    codec: BucketCodec | None = None
+    optimizer: ShardOptimizer | None = None
+    value: Array | None = None
+    version: int = 0
+    present: set[int] = field(default_factory=set)
+    done: dict[int, int] = field(default_factory=dict)
+    slots: dict[int, dict[int, Part]] = field(default_factory=dict)
+    waiting: list[Part] = field(default_factory=list)
+    orders: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    aux: dict[str, Array] = field(default_factory=dict)
+    scratch: dict[str, Array] = field(default_factory=dict)
+    noticed: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.present = self.present or set(range(self.ranks))
+        self.done = self.done or dict.fromkeys(range(self.ranks), 0)
+        self._counting = threading.Lock()
+
+    def updated(self) -> None:
+        """Counts an update. Several threads may, where they work on the value without a lock."""
+        with self._counting:
+            self.version += 1
+
+    @property
+    def slowest(self) -> int:
+        """The fewest contributions of a rank that takes part."""
+        return min((self.done[rank] for rank in self.present), default=0)
+
+    def copy(self, values: Array) -> Array:
+        """Values that stay."""
+        kept: Array = np.array(values, self.dtype.storage)
+        return kept
+
+    def mean(self, values: Sequence[Array], divisor: int) -> Array:
+        """Their sum, in this order, divided."""
+        total: Array = np.empty(self.elements, self.dtype.storage)
+        cpu.reduce("sum", self.dtype, values, [total], divisor=divisor)
+        return total
+
+
+_Spec = TypeVar("_Spec", bound=algorithms.Algorithm)
+
+
+class HomeAlgorithm(ABC, Generic[_Spec]):
+    """What one algorithm does at the homes of one plan. Holds no state of a single home.
+
+    Args:
+        spec: what was chosen.
+        ranks: how many take part.
+
+    Attributes:
+        exclusive: a home is at one part at a time; else several threads may be at work on it.
+    """
+
+    exclusive: ClassVar[bool] = True
+
+    def __init__(self, spec: _Spec, ranks: int) -> None:
+        self.spec = spec
+        self.ranks = ranks
+
+    @abstractmethod
+    def received(self, home: Home, part: Part) -> Iterable[Step]:
+        """A part has come. `home.done` counts it already, if it is a worker's."""
+
+    def elapsed(self, home: Home, now: float) -> Iterable[Step]:
+        """Time that was asked for with `Wake` has passed."""
+        del home, now
+        return ()
+
+    def gone(self, home: Home, rank: int) -> Iterable[Step]:
+        """A rank has left, and is not in `home.present` any more: what waits only for it goes on, or is refused."""
+        del home, rank
+        return ()
+
+    def asked(self, home: Home, part: Part) -> Answer:
+        """A worker contributes nothing, and is told what the home has."""
+        assert home.value is not None
+        return Answer(part, home.value)
+
+    def awaited(self, home: Home) -> list[int]:
+        """Whom a home waits for, as far as can be told: those missing in its oldest slot, or else the slowest."""
+        if home.slots:
+            missing = [rank for rank in sorted(home.present) if rank not in home.slots[min(home.slots)]]
+            if missing:
+                return missing
+        return [rank for rank in sorted(home.present) if home.done[rank] == home.slowest]
+
+
+def refuse_without(home: Home, why: str) -> Iterator[Step]:
+    """Refuses what waits for a rank that does not take part any more, in slots that need all ranks."""
+    for number, slot in list(home.slots.items()):
+        if any(rank not in slot and rank not in home.present for rank in range(home.ranks)):
+            del home.slots[number]
+            for part in slot.values():
+                yield Refuse(part, why)
+
+
+class ShardAlgorithm(HomeAlgorithm[_Spec]):
+    """Gradients come to a shard, which applies them: the questions that subclasses answer."""
+
+    def slot(self, home: Home, part: Part) -> int:
+        """Which of the home's slots a part belongs in."""
+        del home, part
+        return 0
+
+    def ready(self, home: Home, slot: dict[int, Part]) -> bool:
+        """Whether a slot is complete."""
+        del home, slot
+        return True
+
+    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+        """The gradient to be applied, of the parts in a slot, in the order of their ranks."""
+        del home
+        return parts[0].values
+
+    def gate(self, home: Home, part: Part) -> bool:
+        """Whether the sender of a part that counts already may go on."""
+        del home, part
+        return True
+
+    def apply(self, home: Home, gradient: Array, parts: Sequence[Part]) -> None:
+        """Takes the step: a new version."""
+        assert home.optimizer is not None
+        home.optimizer.step(gradient, parts[-1].rates)
+        home.updated()
+
+    def received(self, home: Home, part: Part) -> Iterator[Step]:
+        number = self.slot(home, part)
+        slot = home.slots.setdefault(number, {})
+        slot[part.rank] = part
+        if self.ready(home, slot):
+            yield from self.fire(home, number)
+        yield from self.release(home)
+
+    def fire(self, home: Home, number: int) -> Iterator[Step]:
+        """Applies a slot; its parts wait for the gate."""
+        parts = [part for _, part in sorted(home.slots.pop(number).items())]
+        self.apply(home, self.combine(home, parts), parts)
+        home.waiting.extend(parts)
+        return iter(())
+
+    def release(self, home: Home) -> Iterator[Step]:
+        """Answers those who may go on, with the home as it is now."""
+        waiting, home.waiting = home.waiting, []
+        for part in waiting:
+            if self.gate(home, part):
+                yield self.answer(home, part)
+            else:
+                home.waiting.append(part)
+
+    def answer(self, home: Home, part: Part) -> Answer:
+        """What a sender gets when it may go on."""
+        assert home.value is not None
+        return Answer(part, home.value)
+
+    def asked(self, home: Home, part: Part) -> Answer:
+        return self.answer(home, part)
+
+    def gone(self, home: Home, rank: int) -> Iterator[Step]:
+        del rank
+        for number in [number for number, slot in home.slots.items() if slot and self.ready(home, slot)]:
+            yield from self.fire(home, number)
+        yield from self.release(home)

@@ -1,0 +1,159 @@
+"""Gradients to parameter shards: synchronous, with bounded staleness, asynchronous, and when enough have come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fusion_rt import algorithms
+from fusiond.algorithms.home import Answer, Home, Part, ShardAlgorithm, Step, refuse_without
+from fusiond.collectives.base import Array
+
+
+class BSP(ShardAlgorithm[algorithms.BSP]):
+    """The mean of all ranks' gradients of a clock. The same bits on all ranks, wherever the shard is."""
+
+    def slot(self, home: Home, part: Part) -> int:
+        return part.clock
+
+    def ready(self, home: Home, slot: dict[int, Part]) -> bool:
+        return len(slot) == self.ranks
+
+    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+        return home.mean([part.values for part in parts], len(parts))
+
+    def received(self, home: Home, part: Part) -> Iterator[Step]:
+        yield from super().received(home, part)
+        yield from self.gone(home, part.rank)
+
+    def gone(self, home: Home, rank: int) -> Iterator[Step]:
+        del rank
+        return refuse_without(home, "a rank has left, and bsp needs all of them in every step")
+
+
+class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
+    """Each gradient on arrival; `aware`: divided by its staleness (arXiv 1511.05950, eq. 3)."""
+
+    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+        stale = home.version - parts[0].version
+        if not self.spec.aware or stale <= 1:
+            return parts[0].values
+        divided: Array = parts[0].values / stale
+        return divided
+
+
+class SSP(ASP):
+    """As ASP, but whoever is too far ahead of the slowest rank is answered when that has caught up: with the home as
+    it is then (pull after the gate)."""
+
+    def gate(self, home: Home, part: Part) -> bool:
+        assert isinstance(self.spec, algorithms.SSP)
+        return home.done[part.rank] - home.slowest <= self.spec.staleness
+
+
+class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative]):
+    """Gradients add up at the home until enough are there; their senders go on at once. `aux`: the sum, and what it
+    has come from."""
+
+    def received(self, home: Home, part: Part) -> Iterator[Step]:
+        total = home.aux.setdefault("sum", np.zeros(home.elements, home.dtype.storage))
+        count = home.aux.setdefault("count", np.zeros(1, np.int64))
+        total += self.weighted(home, part)
+        count += self.counts(part)
+        if count[0] >= self.target():
+            self.apply(home, total / home.dtype.storage.type(count[0]), [part])
+            total[:], count[:] = 0, 0
+        yield self.answer(home, part)
+
+    def weighted(self, home: Home, part: Part) -> Array:
+        """What is added up."""
+        raise NotImplementedError
+
+    def counts(self, part: Part) -> int:
+        """What a part adds to the count."""
+        raise NotImplementedError
+
+    def target(self) -> int:
+        """What the count has to reach."""
+        raise NotImplementedError
+
+
+class Softsync(Collecting):
+    """n contributions, each divided by its staleness (arXiv 1511.05950, eqs. 3 and 5)."""
+
+    spec: algorithms.Softsync
+
+    def weighted(self, home: Home, part: Part) -> Array:
+        stale = max(home.version - part.version, 1)
+        weighted: Array = part.values / stale if self.spec.aware else part.values
+        return weighted
+
+    def counts(self, part: Part) -> int:
+        return 1
+
+    def target(self) -> int:
+        return self.spec.contributions
+
+
+class Collaborative(Collecting):
+    """So many samples, whoever they are of; the mean over samples (arXiv 2106.10207, section 3)."""
+
+    spec: algorithms.Collaborative
+
+    def weighted(self, home: Home, part: Part) -> Array:
+        weighted: Array = part.values * home.dtype.storage.type(part.samples)
+        return weighted
+
+    def counts(self, part: Part) -> int:
+        return part.samples
+
+    def target(self) -> int:
+        return self.spec.samples
+
+
+class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
+    """g + lambda g * g * (w - w_bak) on arrival (arXiv 1609.08326, eqs. 10 and 14). `aux`: w_bak of each rank, which is
+    what it was answered last, and the mean square of g."""
+
+    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+        part, spec = parts[0], self.spec
+        assert home.value is not None
+        g, kind = part.values, home.dtype.storage.type
+        strength: Array | float = kind(spec.variance)
+        if spec.adaptive:
+            square = home.aux.setdefault("square", np.zeros(home.elements, home.dtype.storage))
+            square *= kind(spec.decay)
+            square += kind(1 - spec.decay) * g * g
+            strength = kind(spec.variance) / np.sqrt(square + kind(1e-7))
+        backup = home.aux.get(f"w_bak/{part.rank}")  # None: it has the seed, as the home does
+        if backup is None:
+            return g
+        compensated: Array = g + strength * g * g * (home.value - backup)
+        return compensated
+
+    def apply(self, home: Home, gradient: Array, parts: Sequence[Part]) -> None:
+        assert home.value is not None
+        if not home.version:  # all ranks began with the seed
+            for rank in range(self.ranks):
+                home.aux[f"w_bak/{rank}"] = home.copy(home.value)
+        super().apply(home, gradient, parts)
+
+    def answer(self, home: Home, part: Part) -> Answer:
+        assert home.value is not None
+        backup = home.aux.get(f"w_bak/{part.rank}")
+        if backup is not None:
+            np.copyto(backup, home.value)
+        elif home.version:
+            home.aux[f"w_bak/{part.rank}"] = home.copy(home.value)
+        return Answer(part, home.value)
+
+
+class Hogwild(ShardAlgorithm[algorithms.Hogwild]):
+    """As ASP, by several threads at once, without a lock (arXiv 1106.5730)."""
+
+    exclusive = False
+
+    def received(self, home: Home, part: Part) -> Iterator[Step]:
+        self.apply(home, part.values, [part])
+        yield self.answer(home, part)

@@ -1,0 +1,98 @@
+"""What travels to and from homes: all values of a bucket as bytes and back, and in pieces.
+
+Unlike the chunks of a collective, a parcel is there as a whole before anything is done with it, and needs no credit: a
+worker posts again only when it has been answered, so what is under way is bounded by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+from msgspec.structs import replace
+
+from fusion_rt import wire
+from fusion_rt.codecs.base import Array, BucketCodec, Codec, Layout
+from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs.summing import SummingBucketCodec
+from fusion_rt.errors import WireError
+from fusion_rt.kernels.team import ALONE, Team
+
+
+def open_codec(codec: Codec, layout: Layout, team: Team = ALONE, remembers: bool = True) -> BucketCodec:
+    """The codec of a bucket's parcels; dense where it does not apply.
+
+    Args:
+        remembers: adds what it has not sent to what it sends next; else that is lost.
+    """
+    if not codec.applies_to(layout.dtype):
+        codec = Dense()
+    if codec.stateful and not remembers:
+        codec = dataclasses.replace(codec, feedback=False, momentum=0.0)  # type: ignore[call-arg]  # all of them have both
+    return codec.open(layout, team)
+
+
+def pack(codec: BucketCodec, values: Array) -> memoryview:
+    """All values of a bucket as bytes of their own; changes the state of a codec that remembers."""
+    if isinstance(codec, SummingBucketCodec):
+        payload = codec.pack(codec.contribute(values), 0, len(values))
+    else:
+        payload = codec.encode(0, values)
+    return memoryview(bytes(payload))
+
+
+def unpack(codec: BucketCodec, payload: memoryview) -> Array:
+    """The values in a parcel; possibly a read-only view of it.
+
+    Raises:
+        CodecError: this is no parcel of this bucket.
+    """
+    elements = codec.layout.elements
+    if not isinstance(codec, SummingBucketCodec):
+        return codec.decoded(0, payload, elements)
+    portion = codec.unpack(payload, 0, elements)
+    out: Array = np.zeros(elements, codec.layout.dtype.storage)
+    codec.write(portion, [out], 1.0, 1)
+    return out
+
+
+def pieces(parcel: wire.Piece, payload: memoryview, chunk_bytes: int) -> Iterator[tuple[wire.Piece, memoryview]]:
+    """A parcel's messages, with their payloads; at least one."""
+    parcel = replace(parcel, nbytes=len(payload))
+    for start in range(0, max(len(payload), 1), chunk_bytes):
+        yield replace(parcel, start=start), payload[start : start + chunk_bytes]
+
+
+class Assembly:
+    """A parcel of which pieces come, in any order; as large as the first piece says, which was checked. It takes memory
+    for what has come."""
+
+    def __init__(self, parcel: wire.Piece) -> None:
+        self.parcel = replace(parcel, start=0)
+        self._buffer = np.empty(parcel.nbytes, np.uint8)  # whose pages are there once they are written
+        self._missing = parcel.nbytes
+        self._ends: dict[int, int] = {}  # of each piece, by its start
+
+    def add(self, piece: wire.Piece, payload: memoryview) -> memoryview | None:
+        """Takes a piece. Returns the parcel when it is whole.
+
+        Raises:
+            WireError: the piece is of another parcel, empty, too long, came before, or overlaps others.
+        """
+        start, end = piece.start, piece.start + len(payload)
+        if replace(piece, start=0) != self.parcel or start in self._ends or not start < end <= piece.nbytes:
+            raise WireError(f"a piece of a {piece.kind} of bucket {piece.bucket} does not fit the others")
+        self._ends[start] = end
+        self._buffer[start:end] = np.frombuffer(payload, np.uint8)
+        self._missing -= len(payload)
+        if self._missing < 0 or (not self._missing and not self._whole()):
+            raise WireError(f"pieces of a {piece.kind} of bucket {piece.bucket} overlap")
+        return None if self._missing else self._buffer.data
+
+    def _whole(self) -> bool:
+        """Whether each piece begins where another one ends."""
+        end = 0
+        while end in self._ends:
+            end = self._ends[end]
+        return end == self.parcel.nbytes

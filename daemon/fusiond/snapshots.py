@@ -1,0 +1,116 @@
+"""Snapshots of the homes on this node, on disk: what a new job goes on from when the host of a shard was lost.
+
+A file for each group of parameters and node, replaced as a whole, so that there is always one that is complete. Workers
+save nothing here: with the first answer they get what the homes have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import partial
+
+import numpy as np
+
+from fusion_rt import named_arrays, wire
+from fusion_rt.errors import FusionError
+from fusion_rt.settings import Settings
+from fusiond.algorithms import HomeAlgorithm
+from fusiond.collectives.base import Array
+from fusiond.homes import Homes
+from fusiond.plans import Plans
+from fusiond.running import Outside
+
+_PLAN = "plan"  # the entry that says of which plan a file is
+
+
+class SnapshotError(FusionError):
+    """A snapshot cannot be used, or not be written."""
+
+
+class Snapshots:
+    """The files of one node.
+
+    Args:
+        settings: the directory, which is made if it is not there, and whether homes begin with what is in it.
+        node: whose they are.
+        plans, homes: of this node.
+        outside: writes beside the event loop.
+    """
+
+    def __init__(self, settings: Settings, node: int, plans: Plans, homes: Homes, outside: Outside) -> None:
+        self._directory = settings.snapshot_directory
+        self._restores = settings.snapshot_restore
+        self._node = node
+        self._plans, self._homes, self._outside = plans, homes, outside
+
+    def take(self) -> None:
+        """Writes what the homes here have, beside the event loop. What goes wrong is a warning: training goes on."""
+        for state in self._plans:
+            if isinstance(state.algorithm, HomeAlgorithm):
+                self._homes.when_quiet(state.plan.id, partial(self._take, state.plan))
+
+    def _take(self, plan: wire.Plan) -> None:
+        state = {key: value for key, value in self._homes.save(plan.id).items() if key.startswith("home:")}
+
+        def written(error: BaseException | None) -> None:
+            if error is not None:
+                self._outside.warn(str(error))
+
+        if state:
+            self._outside.run_jobs([partial(self.write, plan, state)], written)
+
+    def restore(self, plan: wire.Plan) -> None:
+        """Lets the homes of a plan begin with what was written, if that was asked for. Raises `SnapshotError`."""
+        if self._restores:
+            self._homes.load(plan.process_set, plan.group, self.read(plan))
+
+    def path(self, plan: wire.Plan) -> str:
+        """Of a plan's group."""
+        name = hashlib.blake2b(f"{plan.process_set} {plan.group}".encode(), digest_size=6).hexdigest()
+        return os.path.join(self._directory, f"{name}.node{self._node}.snapshot")
+
+    def write(self, plan: wire.Plan, state: dict[str, Array]) -> None:
+        """Replaces a group's file. Raises `SnapshotError` where that is not possible; then the one before is left."""
+        arrays = {**state, _PLAN: _fingerprint(plan)}
+        data = np.empty(named_arrays.nbytes_of(arrays), np.uint8)
+        named_arrays.write(arrays, data)
+        path = self.path(plan)
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+            with open(f"{path}.new", "wb") as file:
+                file.write(data.data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(f"{path}.new", path)
+        except OSError as error:
+            raise SnapshotError(f"no snapshot could be written to {path}: {error.strerror}") from error
+
+    def read(self, plan: wire.Plan) -> dict[str, Array]:
+        """What a group's file has; nothing if there is none.
+
+        Raises:
+            SnapshotError: the file is damaged, or of other parameters or another number of nodes.
+        """
+        path = self.path(plan)
+        try:
+            with open(path, "rb") as file:
+                arrays = named_arrays.read(np.frombuffer(file.read(), np.uint8))
+        except FileNotFoundError:
+            return {}
+        except (OSError, FusionError) as error:
+            raise SnapshotError(f"the snapshot {path} cannot be read: {error}") from error
+        found = arrays.pop(_PLAN, None)
+        if found is None or not np.array_equal(found, _fingerprint(plan)):
+            raise SnapshotError(
+                f"the snapshot {path} is of other parameters, another algorithm, or other hosts with shards; use it "
+                "with a job like the one that it was written by, or remove it"
+            )
+        return {key: value.copy() for key, value in arrays.items()}
+
+
+def _fingerprint(plan: wire.Plan) -> Array:
+    """Stands for the buckets of a plan, and where their homes are."""
+    text = repr((plan.buckets, plan.homes, plan.reduction.algorithm, plan.reduction.optimizer))
+    fingerprint: Array = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.uint8)
+    return fingerprint

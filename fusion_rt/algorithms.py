@@ -1,0 +1,427 @@
+"""Training algorithms, as a person chooses them: by class, or as text in a setting: `ssp(staleness=4)`.
+
+What each does is in `fusiond.algorithms`, on the side of the daemon. Here is what both sides have to know: what a
+worker posts, where a bucket's authoritative copy (its home) is, and the arguments. A choice is frozen, compares equal
+to its like, and has a canonical text, so that it can be part of a plan, about which all ranks agree.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from fusion_rt import mixing, specs
+from fusion_rt.codecs.base import Codec
+from fusion_rt.errors import FusionError
+
+
+class AlgorithmError(FusionError, ValueError):
+    """An algorithm does not exist, has arguments that cannot be used, or makes no sense with what else was chosen."""
+
+
+class Signal(enum.Enum):
+    """What a worker posts."""
+
+    GRADIENT = "gradients"
+    PARAMETER = "parameters"
+    DELTA = "changes of parameters"
+
+
+class Place(enum.Enum):
+    """Where the home of a bucket is."""
+
+    NOWHERE = "nowhere"
+    """Ranks combine what they post, and all get the same."""
+    SHARD = "shard"
+    """On one node, chosen when the plan is made."""
+    REPLICA = "replica"
+    """Each rank's node has one, for that rank's own copy."""
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """How the ranks' work becomes one model. The fields of a subclass are the arguments in its text.
+
+    Attributes:
+        name: in the text: `name` or `name(argument=value, ...)`.
+        signal: what a worker posts.
+        place: where the home of a bucket is.
+        synchronous: every rank waits for every rank in each exchange.
+
+    Raises:
+        AlgorithmError: an argument is out of range (from a subclass's `__post_init__`).
+    """
+
+    name: ClassVar[str]
+    signal: ClassVar[Signal] = Signal.GRADIENT
+    place: ClassVar[Place] = Place.SHARD
+    synchronous: ClassVar[bool] = False
+
+    @property
+    def period(self) -> int:
+        """Local steps from one exchange to the next."""
+        return 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the worker takes its next steps while an exchange is under way."""
+        return False
+
+    def check(self, ranks: int) -> None:
+        """Raises `AlgorithmError`, or `MixingError`, when so many ranks cannot do this."""
+        del ranks
+
+    def __str__(self) -> str:
+        """The canonical text."""
+        return specs.write(self.name, self)
+
+
+# --- every rank waits for every rank ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllReduce(Algorithm):
+    """Synchronous SGD by all-reduce: every rank applies the mean of all gradients."""
+
+    name = "allreduce"
+    place = Place.NOWHERE
+    synchronous = True
+
+
+@dataclass(frozen=True)
+class BSP(Algorithm):
+    """Synchronous SGD by parameter shards (bulk synchronous parallel): w -= rate * mean(g) at the home."""
+
+    name = "bsp"
+    synchronous = True
+
+
+@dataclass(frozen=True)
+class LocalSGD(Algorithm):
+    """Local SGD (Stich, arXiv 1805.09767): `steps` local steps, then all ranks take the mean of their parameters.
+
+    `after`: post-local SGD (Lin et al., arXiv 1808.07217): an exchange in every step until so many have been taken.
+    """
+
+    name = "local_sgd"
+    signal = Signal.PARAMETER
+    place = Place.NOWHERE
+    synchronous = True
+    steps: int = 16
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps")
+        _not_negative(self, "after")
+
+    @property
+    def period(self) -> int:
+        return self.steps
+
+
+@dataclass(frozen=True)
+class DiLoCo(Algorithm):
+    """DiLoCo (Douillard et al., arXiv 2311.08105): every `steps` local steps, an outer step of SGD with Nesterov
+    momentum on the mean of the ranks' changes, at `outer_rate` and `outer_momentum`."""
+
+    name = "diloco"
+    signal = Signal.DELTA
+    place = Place.NOWHERE
+    synchronous = True
+    steps: int = 500
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "outer_rate")
+        _fraction(self, "outer_momentum")
+
+    @property
+    def period(self) -> int:
+        return self.steps
+
+
+# --- gradients to shards ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ASP(Algorithm):
+    """Asynchronous SGD: w -= rate * g on arrival. `aware`: divided by the staleness (Zhang et al., arXiv
+    1511.05950)."""
+
+    name = "asp"
+    aware: bool = False
+
+
+@dataclass(frozen=True)
+class SSP(Algorithm):
+    """Asynchronous SGD with bounded staleness (Ho et al., NIPS 2013): a rank waits while it is more than `staleness`
+    steps ahead of the slowest."""
+
+    name = "ssp"
+    staleness: int = 4
+    aware: bool = False
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "staleness")
+
+
+@dataclass(frozen=True)
+class Softsync(Algorithm):
+    """Asynchronous SGD that applies the mean of `contributions` gradients at once, each divided by its staleness (Zhang
+    et al., arXiv 1511.05950)."""
+
+    name = "softsync"
+    contributions: int = 2
+    aware: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(self, "contributions")
+
+    def check(self, ranks: int) -> None:
+        if self.contributions > ranks:
+            raise AlgorithmError(f"{self} waits for {self.contributions} contributions, and there are {ranks} ranks")
+
+
+@dataclass(frozen=True)
+class DCASGD(Algorithm):
+    """Asynchronous SGD with compensated delay (Zheng et al., arXiv 1609.08326, eqs. 10 and 14): g + rate * g * g * (w -
+    w of the worker). `adaptive`: divided by the root of the mean square of g, whose average decays by `decay`."""
+
+    name = "dc_asgd"
+    variance: float = 0.04
+    adaptive: bool = False
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "variance")
+        _fraction(self, "decay")
+
+
+@dataclass(frozen=True)
+class Hogwild(Algorithm):
+    """Asynchronous SGD whose home is updated by several threads without a lock (Niu et al., arXiv 1106.5730)."""
+
+    name = "hogwild"
+
+
+@dataclass(frozen=True)
+class Partial(Algorithm):
+    """Partial synchronisation, with backup workers (Chen et al., arXiv 1604.00981): the home goes on without the last
+    `backup` contributions, which count in the next update instead.
+
+    `deadline`: it also goes on when median + `deadline` * MAD of the usual arrival times have passed since the first
+    contribution. 0, with backups: when ten times the longest have, and at least a second.
+    """
+
+    name = "partial"
+    backup: int = 1
+    deadline: float = 0.0
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "backup", "deadline")
+
+    def check(self, ranks: int) -> None:
+        if self.backup >= ranks:
+            raise AlgorithmError(
+                f"{self} would wait for nobody: there are {ranks} ranks, and {self.backup} are backups"
+            )
+
+
+@dataclass(frozen=True)
+class Collaborative(Algorithm):
+    """Collaborative training of unequal workers (Diskin et al., arXiv 2106.10207): an update is due when `samples`
+    samples have come, and is the mean over samples, whoever they came from."""
+
+    name = "collaborative"
+    samples: int = 256
+
+    def __post_init__(self) -> None:
+        _positive(self, "samples")
+
+
+# --- elastic averaging ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EASGD(Algorithm):
+    """Elastic averaging (Zhang, Choromanska and LeCun, arXiv 1412.6651): every `steps` steps d = alpha (x_i - x); x_i
+    -= d; x += d. With a momentum in the worker's optimizer it is EAMSGD.
+
+    `alpha`: 0 stands for .9 / ranks. `synchronous_home`: all ranks' differences are added at once, as in its eq. 4.
+    """
+
+    name = "easgd"
+    signal = Signal.PARAMETER
+    steps: int = 10
+    alpha: float = 0.0
+    synchronous_home: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps")
+        _not_negative(self, "alpha")
+
+    @property
+    def period(self) -> int:
+        return self.steps
+
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class EAWild(EASGD):
+    """EASGD whose home is updated by several threads without a lock ("Rethinking the Value of Asynchronous Solvers",
+    2020)."""
+
+    name = "ea_wild"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.synchronous_home:
+            raise AlgorithmError("ea_wild is asynchronous; use easgd(synchronous_home=True)")
+
+
+# --- gossip -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Gossip(Algorithm):
+    """Ranks mix their parameters with their neighbours' in a graph (`fusion_rt.mixing`)."""
+
+    signal = Signal.PARAMETER
+    place = Place.REPLICA
+    topology: str = "ring"
+
+    @property
+    def overlaps(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class DPSGD(_Gossip):
+    """D-PSGD (Lian et al., arXiv 1705.09056): x_i = sum_j W_ij x_j - rate * g(x_i); the mixing overlaps the
+    gradient."""
+
+    name = "dpsgd"
+
+    def check(self, ranks: int) -> None:
+        mixing.check_dpsgd(mixing.parse(self.topology, ranks))
+
+
+@dataclass(frozen=True)
+class ADPSGD(_Gossip):
+    """AD-PSGD (Lian et al., arXiv 1710.06952): odd ranks average with an even neighbour, atomically, while both
+    compute."""
+
+    name = "adpsgd"
+
+    def check(self, ranks: int) -> None:
+        mixing.check_pairwise(mixing.parse(self.topology, ranks))
+
+
+@dataclass(frozen=True)
+class SGP(_Gossip):
+    """Stochastic gradient push (Assran et al., arXiv 1811.10792): mixing by any column-stochastic matrix, with push-sum
+    weights that undo its bias."""
+
+    name = "sgp"
+    topology: str = "exponential"
+
+    def check(self, ranks: int) -> None:
+        mixing.check_push_sum(mixing.parse(self.topology, ranks))
+
+
+@dataclass(frozen=True)
+class Choco(_Gossip):
+    """CHOCO-SGD (Koloskova et al., arXiv 1902.00340, algorithm 2): neighbours get what a codec makes of the difference
+    to what they know; `gamma` is the step towards their mean."""
+
+    name = "choco"
+    gamma: float = 0.5
+
+    def __post_init__(self) -> None:
+        _positive(self, "gamma")
+
+    def check(self, ranks: int) -> None:
+        graph = mixing.parse(self.topology, ranks)
+        mixing.check_dpsgd(graph)
+        if graph.period != 1:
+            raise AlgorithmError(f"{self} needs a graph that stays as it is, which {self.topology} does not")
+
+
+AsynchronousDecentralized = ADPSGD
+
+_ALL: tuple[type[Algorithm], ...] = (
+    AllReduce, BSP, LocalSGD, DiLoCo, ASP, SSP, Softsync, DCASGD, Hogwild, Partial, Collaborative, EASGD, EAWild, DPSGD,
+    ADPSGD, SGP, Choco,
+)  # fmt: skip
+ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in _ALL}
+
+
+@lru_cache(maxsize=256)
+def parse(text: str) -> Algorithm:
+    """The algorithm that is written as `text`.
+
+    Raises:
+        AlgorithmError: there is none; the sentence has the nearest one, or says which argument is wrong.
+    """
+    try:
+        return specs.parse(text, ALGORITHMS, "algorithm")
+    except specs.SpecError as error:
+        raise AlgorithmError(str(error)) from error
+
+
+def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
+    """Raises `AlgorithmError`, or `MixingError`, where a combination makes no sense, with the reason.
+
+    Args:
+        codec: of the buckets.
+        op: how gradients are combined.
+        ranks: how many there are.
+    """
+    algorithm.check(ranks)
+    if isinstance(algorithm, AllReduce):
+        return
+    if op != "average":
+        raise AlgorithmError(f"{algorithm} takes means, and cannot combine by {op}; use op=Average, or allreduce")
+    if codec.name == "powersgd" and algorithm.place is not Place.NOWHERE:
+        raise AlgorithmError(f"the codec {codec} all-reduces its factors, which {algorithm} does not; use topk, say")
+    if isinstance(algorithm, Choco):
+        if not codec.stateful:
+            raise AlgorithmError(
+                f"choco sends what a codec selects of a difference, and {codec} leaves nothing out; use topk, or dpsgd"
+            )
+    elif codec.stateful and algorithm.signal is Signal.PARAMETER:
+        raise AlgorithmError(
+            f"{algorithm} posts parameters, of which the codec {codec} would leave out most; use fp16 or bf16, or "
+            "choco, which is made for it"
+        )
+
+
+def _positive(algorithm: Algorithm, *fields: str) -> None:
+    for field in fields:
+        if not getattr(algorithm, field) > 0:
+            raise AlgorithmError(
+                f"{field} of {algorithm.name} has to be above 0, and {getattr(algorithm, field)!r} is not"
+            )
+
+
+def _not_negative(algorithm: Algorithm, *fields: str) -> None:
+    for field in fields:
+        if not getattr(algorithm, field) >= 0:
+            raise AlgorithmError(
+                f"{field} of {algorithm.name} cannot be {getattr(algorithm, field)!r}: it is 0 or more"
+            )
+
+
+def _fraction(algorithm: Algorithm, *fields: str) -> None:
+    for field in fields:
+        if not 0 <= getattr(algorithm, field) < 1:
+            raise AlgorithmError(
+                f"{field} of {algorithm.name} is from 0 up to 1, and not {getattr(algorithm, field)!r}"
+            )

@@ -1,0 +1,147 @@
+"""Training by an algorithm whose buckets have homes, on a simulated job: workers that post, and get answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fusion_rt import algorithms, wire
+from fusion_rt.dtypes import DTYPES
+from tests.fusiond.simulation import Array, SimulatedJob
+
+SGD = wire.OptimizerSpec("SGD", ("{}",))
+
+
+class Workers:
+    """The ranks of a job that train a vector, of which three tensors are made; two of them share a bucket.
+
+    Args:
+        layout: number of workers of each node.
+        algorithm: its text.
+        start: what all ranks begin with (elements,).
+        optimizer: of the shards.
+        settings: of the daemons.
+
+    Attributes:
+        x: each rank's copy.
+    """
+
+    def __init__(
+        self,
+        layout: Sequence[int],
+        algorithm: str,
+        start: Array,
+        rate: float,
+        optimizer: wire.OptimizerSpec | None = SGD,
+        codec: str = "dense",
+        seed: int = 0,
+        job: SimulatedJob | None = None,
+    ) -> None:
+        self.job = job or SimulatedJob(layout, seed=seed)
+        self.spec = algorithms.parse(algorithm)
+        self.x = [start.copy() for _ in self.job.ranks]
+        self.rate = rate
+        name = {"float64": "float64", "float32": "float32"}[str(start.dtype)]
+        third = len(start) // 3
+        sizes = [third, third, len(start) - 2 * third]
+        tensors = tuple(
+            wire.TensorSpec(f"w{i}", name, (size,), together=min(i, 1)) for i, size in enumerate(sizes) if size
+        )
+        reduction = wire.Reduction(codec=codec, algorithm=algorithm, optimizer=optimizer)
+        self.plan = self.job.plan(wire.Proposal("opt", 0, 0, reduction, tensors))
+        assert len(self.plan.buckets) == 2
+        self.memory = self.job.add_plan_memory(self.plan)
+        self.itemsize = DTYPES[name].itemsize
+        self._offsets = dict(zip((f"w{i}" for i in range(3)), np.cumsum([0, *sizes[:2]]).tolist(), strict=True))
+        self._handles: dict[int, list[int]] = {}
+        self.clocks = [0] * self.job.size
+        if self.spec.place is algorithms.Place.SHARD:
+            self.seed(0)
+
+    def places(self, rank: int, *buckets: wire.Bucket) -> list[tuple[Array, slice]]:
+        """The views of a rank's memory of these buckets, or all, and which elements of the vector they are."""
+        found = []
+        for bucket in buckets or self.plan.buckets:
+            nbytes = bucket.numel * self.itemsize
+            values = self.memory[rank][bucket.offset : bucket.offset + nbytes].view(self.x[rank].dtype)
+            for tensor in bucket.tensors:
+                start = self._offsets[tensor.name]
+                found.append((values[tensor.start : tensor.start + tensor.numel], slice(start, start + tensor.numel)))
+        return found
+
+    def seed(self, rank: int) -> None:
+        """The homes begin with a rank's copy."""
+        for place, of in self.places(rank):
+            place[:] = self.x[rank][of]
+        handles = [self._ready(rank, bucket.index, 0, seed=True) for bucket in self.plan.buckets]
+        self.job.settle()
+        assert all(self.job.is_answered(rank, handle) for handle in handles)
+
+    def post(self, rank: int, values: Array, samples: int = 1, settle: bool = True) -> None:
+        """A rank posts."""
+        for place, of in self.places(rank):
+            place[:] = values[of]
+        clock, self.clocks[rank] = self.clocks[rank], self.clocks[rank] + 1
+        self._handles[rank] = [self._ready(rank, b.index, clock, samples=samples) for b in self.plan.buckets]
+        if settle:
+            self.job.settle()
+
+    def _ready(self, rank: int, bucket: int, clock: int, seed: bool = False, samples: int = 1) -> int:
+        self.job._handles += 1
+        handle = self.job._handles
+        ready = wire.Ready(handle, self.plan.id, bucket, clock, (), (self.rate,), samples, seed)
+        decoded = wire.decode_worker_message(wire.encode(ready))
+        assert isinstance(decoded, wire.Ready)
+        self.job.engine(rank).ready(rank, decoded)
+        return handle
+
+    def waits(self, rank: int) -> bool:
+        """Whether a rank has posted and has not got its answer."""
+        return rank in self._handles and not all(self.job.is_answered(rank, h) for h in self._handles[rank])
+
+    def collect(self, rank: int) -> None:
+        """A rank takes its answer: what replaces its copy, or what is added to it."""
+        for bucket, handle in zip(self.plan.buckets, self._handles.pop(rank), strict=True):
+            message, _ = self.job.answer(rank, handle)
+            assert isinstance(message, wire.Done), message
+            for place, of in self.places(rank, bucket):
+                self.x[rank][of] = place + (self.x[rank][of] if message.sizes == (1,) else 0)
+
+    def answered(self) -> list[int]:
+        """Ranks that have got an answer and not taken it."""
+        return [rank for rank in self._handles if not self.waits(rank)]
+
+    def follow(
+        self, order: Sequence[int], gradient: Callable[[int, int, Array], Array], samples: Callable[[int, int], int]
+    ) -> list[int]:
+        """Ranks contribute gradients in this order; those that wait are left out. Returns who did."""
+        taken = []
+        steps = [0] * self.job.size
+        for rank in order:
+            if self.waits(rank):
+                continue
+            self.post(rank, gradient(rank, steps[rank], self.x[rank]), samples(rank, steps[rank]))
+            steps[rank] += 1
+            taken.append(rank)
+            for other in self.answered():
+                self.collect(other)
+        return taken
+
+    def home(self) -> Array:
+        """The shards' copy."""
+        return self._homes(-1, dict(zip((b.index for b in self.plan.buckets), self.plan.homes, strict=True)))
+
+    def replica(self, rank: int) -> Array:
+        """The copy at a rank's own homes."""
+        return self._homes(rank, dict.fromkeys((b.index for b in self.plan.buckets), self.job.topology.node_of(rank)))
+
+    def _homes(self, rank: int, nodes: dict[int, int]) -> Array:
+        whole = np.empty_like(self.x[0])
+        for bucket in self.plan.buckets:
+            value = self.job.nodes[nodes[bucket.index]].engine.homes._boxes[self.plan.id, bucket.index, rank].home.value
+            assert value is not None
+            for tensor in bucket.tensors:
+                start = self._offsets[tensor.name]
+                whole[start : start + tensor.numel] = value[tensor.start : tensor.start + tensor.numel]
+        return whole

@@ -1,0 +1,81 @@
+"""Snapshots of shards: a new job goes on from where another one was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusion_rt import wire
+from tests.fusiond.algorithms.training import Workers
+from tests.fusiond.simulation import SimulatedJob
+
+DIM, RATE = 30, 0.05
+START = np.random.default_rng(1).standard_normal(DIM)
+ADAM = wire.OptimizerSpec("Adam", (json.dumps({"betas": [0.8, 0.9]}),))
+
+
+def train(directory: Path, steps: range, restore: bool, layout: tuple[int, ...] = (1, 1)) -> Workers:
+    job = SimulatedJob(layout, snapshot_directory=str(directory), snapshot_restore=restore)
+    workers = Workers(layout, "asp", START, RATE, ADAM, job=job)
+    for step in steps:
+        for rank in job.ranks:
+            workers.post(rank, np.sin(np.arange(DIM) + rank + step))
+            workers.collect(rank)
+    return workers
+
+
+def take(workers: Workers) -> None:
+    for node in workers.job.nodes:
+        node.engine.snapshots.take()
+    workers.job.settle()
+
+
+def test_a_new_job_goes_on_from_the_snapshot_bit_by_bit(tmp_path: Path) -> None:
+    whole = train(tmp_path / "none", range(20), restore=False)
+    take(train(tmp_path, range(10), restore=False))
+    rest = train(tmp_path, range(10, 20), restore=True)  # its first rank seeds, in vain
+    assert (rest.home() == whole.home()).all()
+    assert (rest.x[0] == whole.x[0]).all()
+
+
+def test_a_snapshot_replaces_the_one_before(tmp_path: Path) -> None:
+    workers = train(tmp_path, range(3), restore=False)
+    take(workers)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    workers.post(0, np.ones(DIM))
+    take(workers)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() == after.keys()
+    assert all(name.endswith(".snapshot") for name in after)
+    assert before != after
+
+
+def test_a_job_without_a_snapshot_begins_with_the_first_rank(tmp_path: Path) -> None:
+    assert (train(tmp_path, range(0), restore=True).home() == START).all()
+
+
+@pytest.mark.parametrize("what", ["damaged", "of another layout"])
+def test_a_snapshot_that_does_not_fit_ends_the_job_with_a_sentence(tmp_path: Path, what: str) -> None:
+    take(train(tmp_path, range(3), restore=False))
+    if what == "damaged":
+        for path in tmp_path.iterdir():
+            path.write_bytes(path.read_bytes()[:50])
+        layout: tuple[int, ...] = (1, 1)
+        why = "cannot be read"
+    else:
+        layout, why = (2,), "is of other parameters, another algorithm, or other hosts"
+    job = SimulatedJob(layout, snapshot_directory=str(tmp_path), snapshot_restore=True)
+    with pytest.raises(AssertionError):
+        Workers(layout, "asp", START, RATE, ADAM, job=job)
+    assert any(why in node.failure for node in job.nodes)
+
+
+def test_a_directory_that_cannot_be_written_to_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    workers = train(tmp_path / "file", range(1), restore=False)
+    take(workers)
+    assert workers.job.warnings
+    assert all("no snapshot could be written" in warning for warning in workers.job.warnings)
