@@ -1,0 +1,561 @@
+"""Training algorithms on real daemons and workers: four ranks on two nodes.
+
+What each rule says is compared with the published one in `tests/fusiond/algorithms`, in one process. Here is what only
+a whole job shows: that the parts fit together, and the optimizer's side.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import fusion_rt.torch as hvd
+from tests.fusiond.algorithms import published
+from tests.harness import Job, on_ranks
+from tests.torch.training import assert_equal_on_all_ranks, assert_same, make_model, train, train_reference
+
+RANKS, BATCH, STEPS = 4, 8, 60
+DIM = 12  # of the quadratic problem
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    """Two nodes of two ranks, and small buckets, so that both nodes have shards."""
+    with Job((2, 2), {"HOROVOD_FUSION_THRESHOLD": "4KiB", "HOROVOD_START_TIMEOUT": "120"}) as running:
+        yield running
+
+
+# --- every algorithm trains -------------------------------------------------------------------------------------------
+
+# text: learning rate as a share of the synchronous one, and the codec.
+ALGORITHMS: dict[str, tuple[float, str]] = {
+    "allreduce": (1, "dense"),
+    "bsp": (1, "dense"),
+    "bsp ": (1, "int8"),
+    "ssp(staleness=2)": (1 / RANKS, "dense"),
+    "asp": (1 / RANKS, "dense"),
+    "asp(aware=True)": (1, "dense"),
+    "asp ": (1 / RANKS, "topk(density=0.1, minimum=100)"),
+    "softsync(contributions=2)": (1, "dense"),
+    "dc_asgd": (1 / RANKS, "dense"),
+    "dc_asgd(adaptive=True, variance=0.5)": (1 / RANKS, "dense"),
+    "hogwild": (1 / RANKS, "dense"),
+    "collaborative(samples=32)": (1, "dense"),
+    "easgd(steps=4)": (1, "dense"),
+    "easgd(steps=4, synchronous_home=True)": (1, "dense"),
+    "ea_wild(steps=4)": (1, "dense"),
+    "dpsgd": (0.5, "dense"),  # W - rate * H has to be stable, and W of a ring of four has an eigenvalue of -1/3
+    "adpsgd": (1, "dense"),
+    "sgp": (1, "dense"),
+    "sgp(topology='one-peer-exponential')": (1, "fp16"),
+    "choco": (1, "topk(density=0.3, minimum=100)"),
+    "local_sgd(steps=4)": (1, "dense"),
+    "local_sgd(steps=4, after=20)": (1, "dense"),
+    "diloco(steps=5, outer_rate=0.5, outer_momentum=0.5)": (1, "dense"),
+    "partial": (1, "dense"),
+    "partial(deadline=3.0)": (1, "dense"),
+}
+RATE = 0.05
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 60), torch.nn.Tanh(), torch.nn.Linear(60, 20), torch.nn.Linear(20, 1)
+    )
+
+
+def data_of(rank: int, step: int, count: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points on a plane."""
+    inputs = torch.randn(count, 20, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return inputs, inputs @ torch.linspace(-1, 1, 20).unsqueeze(1)
+
+
+def fit(model: torch.nn.Module, optimizer: Any, steps: range, ranks: tuple[int, ...]) -> None:
+    for step in steps:
+        inputs, targets = (torch.cat(both) for both in zip(*(data_of(rank, step) for rank in ranks), strict=True))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def loss_of(model: torch.nn.Module) -> float:
+    """On points that nobody has trained with."""
+    inputs, targets = data_of(99, 0, 512)
+    return float(torch.nn.functional.mse_loss(model(inputs), targets))
+
+
+@functools.cache
+def losses_of_one_process() -> tuple[float, float]:
+    """Before and after training on all ranks' points."""
+    model = network()
+    before = loss_of(model)
+    fit(model, torch.optim.SGD(model.parameters(), lr=RATE), range(STEPS), tuple(range(RANKS)))
+    return before, loss_of(model)
+
+
+@pytest.mark.parametrize("text", ALGORITHMS)
+@on_ranks
+def test_it_trains_like_one_process_and_consensus_makes_all_ranks_equal(text: str) -> None:
+    share, codec = ALGORITHMS[text]
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=RATE * share),
+        model.named_parameters(),
+        compression=codec,
+        algorithm=text,
+    )
+    if text.startswith("collaborative"):
+        optimizer.samples = BATCH
+    fit(model, optimizer, range(STEPS), (hvd.rank(),))
+    hvd.consensus(optimizer)
+    before, expected = losses_of_one_process()
+    assert_equal_on_all_ranks(model)
+    # How fast asynchronous families get there depends on who is scheduled when.
+    share = 0.005 if hvd.algorithms.parse(text.strip()).synchronous else 0.06
+    assert loss_of(model) < expected + share * before
+
+
+# --- against what is known to come out --------------------------------------------------------------------------------
+
+
+def weights_and_biases(model: torch.nn.Module, make: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """In groups with learning rates of their own; only weights decay."""
+    weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    biases = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    return make([{"params": weights, "weight_decay": 1e-2}, {"params": biases, "lr": 0.02}])
+
+
+BSP: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "groups": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.0),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0),
+}
+
+
+@pytest.mark.parametrize("name", BSP)
+@on_ranks
+def test_bsp_is_training_in_one_process_with_groups_and_a_schedule(name: str) -> None:
+    model, reference = make_model(), make_model()
+    optimizers = [weights_and_biases(which, BSP[name]) for which in (model, reference)]
+    optimizers[0] = hvd.DistributedOptimizer(optimizers[0], model.named_parameters(), algorithm=hvd.algorithms.BSP())
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8) for optimizer in optimizers]
+    for step in range(8):
+        train(model, optimizers[0], range(step, step + 1))
+        train_reference(reference, optimizers[1], range(step, step + 1))
+        for schedule in schedules:
+            schedule.step()
+    assert_same(model, reference, rtol=1e-9, atol=1e-11)
+
+
+@on_ranks
+def test_local_sgd_with_one_step_is_allreduce() -> None:
+    found = []
+    for text in ("local_sgd(steps=1)", "allreduce"):
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        train(model, hvd.DistributedOptimizer(sgd, model.named_parameters(), algorithm=text), range(8))
+        found.append(model)
+    assert_same(*found)
+
+
+def follow(text: str, start: published.Array, problem: published.Quadratic, rate: float, steps: int) -> np.ndarray:
+    """This rank's parameters after each step."""
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=rate), algorithm=text)
+    after = []
+    for step in range(steps):
+        parameter.grad = torch.from_numpy(problem(hvd.rank(), step, parameter.detach().numpy()))
+        optimizer.step()
+        after.append(parameter.detach().numpy().copy())
+    return np.stack(after)
+
+
+@on_ranks
+def test_local_steps_and_gossip_by_clocks_are_the_published_rules() -> None:
+    rank, rate, steps = hvd.rank(), 0.05, 24
+    problem = published.quadratic(RANKS, DIM, seed=3)
+    start = np.random.default_rng(11).standard_normal(DIM)
+    same = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
+
+    expected = published.local_sgd(start, problem, RANKS, rate, 4, steps)
+    same(follow("local_sgd(steps=4)", start, problem, rate, steps), [xs[rank] for xs in expected.workers])
+
+    expected = published.diloco(start, problem, RANKS, rate, 4, 0.7, 0.9, steps // 4)
+    same(follow("diloco(steps=4)", start, problem, rate, steps)[3::4], expected.homes)
+
+    ring = np.array([[1, 1, 0, 1], [1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 1, 1]]) / 3
+    starts = published.copies(start, RANKS)
+    expected = published.dpsgd(starts, problem, lambda clock: ring, rate, steps)
+    same(follow("dpsgd", start, problem, rate, steps), [xs[rank] for xs in expected.workers])
+
+    expected = published.bsp(start, problem, RANKS, rate, steps)
+    same(follow("bsp", start, problem, rate, steps), expected.homes)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+DETERMINISTIC = (
+    "bsp",
+    "local_sgd(steps=3)",
+    "diloco(steps=3)",
+    "dpsgd",
+    "sgp",
+    "choco",
+    "easgd(steps=3, synchronous_home=True)",
+)
+
+
+def make(text: str) -> tuple[torch.nn.Module, Any]:
+    """With momentum, which is at the shards under bsp."""
+    model = network()
+    codec = "topk(density=0.3, minimum=100)" if text == "choco" else "dense"
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE / 4, momentum=0.0 if text == "asp" else 0.5)
+    return model, hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=codec, algorithm=text)
+
+
+def checkpoint_of(model: torch.nn.Module, optimizer: Any) -> bytes:
+    """This rank's file; written while nobody is in the next step."""
+    file = io.BytesIO()
+    hvd.barrier()
+    torch.save({"optimizer": optimizer.state_dict(), "model": model.state_dict()}, file)
+    hvd.barrier()
+    return file.getvalue()
+
+
+def contents(checkpoint: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(io.BytesIO(checkpoint), weights_only=True)
+    return found
+
+
+def restore(checkpoint: bytes, model: torch.nn.Module, optimizer: Any) -> None:
+    found = contents(checkpoint)
+    hvd.barrier()
+    optimizer.load_state_dict(found["optimizer"])
+    model.load_state_dict(found["model"])
+    hvd.barrier()
+
+
+def bytes_of(model: torch.nn.Module) -> bytes:
+    return b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("text", DETERMINISTIC)
+@on_ranks
+def test_a_restored_training_goes_on_bit_by_bit(text: str) -> None:
+    model, optimizer = make(text)
+    fit(model, optimizer, range(7), (hvd.rank(),))
+    checkpoint = checkpoint_of(model, optimizer)
+    fit(model, optimizer, range(7, 17), (hvd.rank(),))
+    optimizer.drain()
+    expected = bytes_of(model)
+    for steps in (0, 2):  # into one that is new, and into one that has a plan
+        model, optimizer = make(text)
+        fit(model, optimizer, range(50, 50 + steps), (hvd.rank(),))
+        restore(checkpoint, model, optimizer)
+        fit(model, optimizer, range(7, 17), (hvd.rank(),))
+        optimizer.drain()
+        assert bytes_of(model) == expected
+
+
+@pytest.mark.parametrize("text", ["easgd(steps=2)", "asp", "adpsgd"])
+@on_ranks
+def test_asynchronous_training_is_restored_as_it_was(text: str) -> None:
+    model, optimizer = make(text)
+    fit(model, optimizer, range(7), (hvd.rank(),))
+    checkpoint = checkpoint_of(model, optimizer)
+    other, restored = make(text)
+    fit(other, restored, range(50, 52), (hvd.rank(),))
+    restore(checkpoint, other, restored)
+    again = checkpoint_of(other, restored)
+    saved, found = (contents(file)["optimizer"]["fusion_rt"]["state"] for file in (checkpoint, again))
+    fit(other, restored, range(7, 12), (hvd.rank(),))
+    hvd.consensus(restored)
+    assert_equal_on_all_ranks(other)
+    assert saved
+    if text != "adpsgd":  # where homes still talk to each other when no worker waits any more
+        assert found.keys() == saved.keys()
+        assert [key for key, value in found.items() if not torch.equal(value, saved[key])] == []
+
+
+# --- one model of many ------------------------------------------------------------------------------------------------
+
+
+def normalised(text: str) -> tuple[torch.nn.Sequential, Any]:
+    """A network with BatchNorm, whose buffers differ between ranks after some steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), algorithm=text)
+    fit(model, optimizer, range(5), (hvd.rank(),))
+    return model, optimizer
+
+
+def everybodys(tensor: torch.Tensor) -> torch.Tensor:
+    return hvd.allgather(tensor.detach().reshape(1, -1))
+
+
+@pytest.mark.parametrize("text", ["easgd(steps=2)", "adpsgd", "sgp", "local_sgd", "asp"])
+@on_ranks
+def test_averaged_is_for_a_while_and_consensus_for_good(text: str) -> None:
+    model, optimizer = normalised(text)
+    optimizer.drain()
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    means = everybodys(model[1].running_mean)
+    assert not torch.equal(means[0], means[1])
+    with hvd.averaged(optimizer, model=model):
+        assert_equal_on_all_ranks(model)
+        torch.testing.assert_close(model[1].running_mean, means.mean(0))
+        assert hvd.consensus_distance(optimizer) == 0
+        inside = bytes_of(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, own[name]), name
+    gc.collect()  # of earlier tests' optimizers, for the next line is about all that there are
+    hvd.consensus(model=model)
+    assert bytes_of(model) == inside
+    assert len(set(hvd.allgather_object(bytes_of(model)))) == 1
+
+
+# --- staleness --------------------------------------------------------------------------------------------------------
+
+
+def trained(text: str) -> Callable[[int], None]:
+    """Takes a step on this rank."""
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.001), model.named_parameters(), algorithm=text
+    )
+    return lambda step: fit(model, optimizer, range(step, step + 1), (hvd.rank(),))
+
+
+def meter(name: str) -> list[dict[str, Any]]:
+    """As both nodes have it, when nobody is at work."""
+    hvd.barrier()
+    found = hvd.allgather_object(hvd.staleness()[name] if hvd.local_rank() == 0 else None)
+    hvd.barrier()
+    return [of_node for of_node in found if of_node is not None]
+
+
+def total(meters: list[dict[str, Any]]) -> np.ndarray:
+    """Sum, and number, of all that was counted."""
+    return sum(np.array([of_node["mean"] * of_node["count"], of_node["count"]]) for of_node in meters)
+
+
+@on_ranks
+def test_asynchronous_gradients_of_equal_workers_are_stale_by_the_number_of_the_others() -> None:
+    """All stop at the same moment: who goes on alone has nobody who makes it stale."""
+    step = trained("asp")
+    step(0)
+    before = total(meter("version_lag"))
+    end = hvd.broadcast_object(time.monotonic() + 2, 0)
+    number = 0
+    while time.monotonic() < end:
+        time.sleep(0.002)  # the computation
+        number += 1
+        step(number)
+    lag, count = total(meter("version_lag")) - before
+    assert lag / count == pytest.approx(RANKS - 1, abs=0.1)
+
+
+def gaps(text: str) -> dict[int, int]:
+    """How often a rank was so many clocks ahead of the slowest, in a training where one rank is slow."""
+    before, step = meter("clock_gap"), trained(text)
+    for number in range(25):
+        time.sleep(0.02 if hvd.rank() == 3 else 0)
+        step(number)
+    counts: dict[int, int] = {}
+    for sign, meters in ((1, meter("clock_gap")), (-1, before)):
+        for of_node in meters:
+            for gap, count in of_node["histogram"].items():
+                counts[int(gap)] = counts.get(int(gap), 0) + sign * count
+    return {gap: count for gap, count in counts.items() if count}
+
+
+@on_ranks
+def test_bounded_staleness_keeps_its_bound_with_a_slow_rank() -> None:
+    """A contribution is noted when it has come and its clock counts; one that is more than the bound ahead is where its
+    sender waits."""
+    bounded, unbounded = gaps("ssp(staleness=2)"), gaps("asp")
+    assert max(bounded) == 3
+    assert max(unbounded) > 3
+
+
+def _steps_with_a_pause(stopped: int, steps: int) -> int:
+    """One rank stops its own process after 20 steps."""
+    model, optimizer = make("adpsgd")
+    for step in range(steps):
+        if step == 20:
+            hvd.barrier()  # nobody is done before it has stopped
+            if hvd.rank() == stopped:
+                os.kill(os.getpid(), signal.SIGSTOP)
+        fit(model, optimizer, range(step, step + 1), (hvd.rank(),))
+    return step + 1
+
+
+@pytest.mark.parametrize("stopped", [2, 3])  # a passive and an active one
+def test_nobody_waits_for_a_stopped_worker_in_pairwise_gossip(job: Job, stopped: int) -> None:
+    others = [rank for rank in range(RANKS) if rank != stopped]
+    job.start(_steps_with_a_pause, stopped, 150)
+    worker = job.workers[stopped]
+    try:
+        taken = job.results(ranks=others)
+        assert psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
+        assert taken == [150] * 3, "they took all their steps while it was stopped"
+    finally:
+        worker.send_signal(signal.SIGCONT)
+        assert job.results(ranks=[stopped]) == [150]
+
+
+# --- what makes no sense ----------------------------------------------------------------------------------------------
+
+
+class Plain(torch.optim.SGD):
+    """No optimizer of torch.optim."""
+
+
+def attempt(algorithm: str, codec: str = "dense", kind: Any = torch.optim.SGD, **options: Any) -> Any:
+    arguments = {"momentum": options.pop("momentum")} if "momentum" in options else {}
+    optimizer = kind([torch.nn.Parameter(torch.ones(3))], lr=0.1, **arguments)
+    return hvd.DistributedOptimizer(optimizer, algorithm=algorithm, compression=codec, **options)
+
+
+TOPK = "topk(density=0.1)"
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "topk of parameters": (
+        lambda: attempt("dpsgd", TOPK),
+        r"dpsgd posts parameters, of which the codec topk\(density=0.1\) would leave out most; use fp16 or bf16, or",
+    ),
+    "powersgd to shards": (
+        lambda: attempt("asp", "powersgd"),
+        "the codec powersgd.* all-reduces its factors, which asp does not; use topk, say",
+    ),
+    "a sum": (lambda: attempt("asp", op=hvd.Sum), "asp takes means, and cannot combine by sum; use op=Average, or"),
+    "choco alone": (lambda: attempt("choco"), "choco sends what a codec selects of a difference, and dense leaves n"),
+    "another optimizer": (
+        lambda: attempt("asp", kind=Plain),
+        r"shards take the steps, by an optimizer of torch.optim, which .*\.Plain is not; use one of these, or another",
+    ),
+    "nobody left": (
+        lambda: attempt("partial(backup=4)"),
+        r"partial\(backup=4\) would wait for nobody: there are 4 ranks, and 4 are backups",
+    ),
+    "too many": (
+        lambda: attempt("softsync(contributions=5)"),
+        r"softsync\(contributions=5\) waits for 5 contributions, and there are 4 ranks",
+    ),
+    "a divisor": (
+        lambda: attempt("bsp", gradient_predivide_factor=2.0),
+        "gradient_predivide_factor makes no sense with bsp, which adds up no gradients of all ranks",
+    ),
+    "clipping": (
+        lambda: attempt("asp").synchronize(),
+        "gradients go to shards, and only parameters come back: there are no gradients to synchronize, and none to cl",
+    ),
+    "no name": (lambda: attempt("sps"), "there is no algorithm 'sps'; did you mean 'ssp'"),
+    "no argument": (lambda: attempt("ssp(stale=3)"), "the algorithm ssp has no argument 'stale'; did you mean 'stal"),
+    "no value": (lambda: attempt("ssp(staleness=-1)"), "staleness of ssp cannot be -1: it is 0 or more"),
+    "no type": (lambda: attempt("ssp(staleness=1.5)"), "staleness of the algorithm ssp is of type int, which 1.5 is"),
+    "no graph": (lambda: attempt("dpsgd(topology='rign')"), "there is no mixing graph 'rign'; did you mean 'ring'"),
+    "no samples": (lambda: setattr(attempt("collaborative"), "samples", 0), "from at least one sample, not 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@on_ranks
+def test_what_makes_no_sense_is_refused_in_a_sentence(what: str) -> None:
+    do, sentence = REFUSED[what]
+    kind = RuntimeError if what == "clipping" else ValueError
+    with pytest.raises(kind, match=sentence):
+        do()
+
+
+@on_ranks
+def test_a_graph_that_is_not_bipartite_is_refused_for_pairs(tmp_path: Path) -> None:
+    """Rank 2 has rank 0 as its only neighbour: both are even."""
+    file = tmp_path / f"graph-{hvd.rank()}"
+    file.write_text(".2 .3 .5 0\n.3 .4 0 .3\n.5 0 .5 0\n0 .3 0 .7\n")
+    with pytest.raises(ValueError, match="rank 2 has no neighbour that is odd; use 'bipartite', or 'ring'"):
+        attempt(f"adpsgd(topology='file:{file}')")
+
+
+@on_ranks
+def test_momentum_warns_where_it_is_stale() -> None:
+    with pytest.warns(UserWarning, match="the optimizer has momentum, and asp is asynchronous.*; use momentum=0, or a"):
+        attempt("asp", momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for text in ("asp", "bsp", "easgd", "adpsgd"):
+            attempt(text, momentum=0.0 if text == "asp" else 0.9)
+
+
+# --- from the command line --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+generator = torch.Generator().manual_seed(hvd.rank())
+losses = []
+for _ in range(60):
+    inputs = torch.randn(16, 20, generator=generator)
+    optimizer.zero_grad()
+    loss = ((model(inputs) - inputs.sum(1, keepdim=True) / 4) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print("learned" if losses[-1] < 0.2 * losses[0] else losses, type(optimizer).__mro__[1].__name__, flush=True)
+"""
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fusion_rt.runner", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.multiprocess
+def test_a_script_written_for_horovod_runs_with_any_algorithm(runtime_dir: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    hosts = ("-np", "2", "-H", "127.0.0.1:1,localhost:1")
+    done = launch(*hosts, "--as-horovod", "--algorithm", "ssp(staleness=4)", sys.executable, str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:learned DistributedShards" for rank in range(2)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("sps(staleness=4)", "there is no algorithm 'sps'; did you mean 'ssp'?"),
+        ("ssp(staleness=-4)", "staleness of ssp cannot be -4: it is 0 or more"),
+    ],
+)
+def test_the_launcher_refuses_an_algorithm_before_anything_starts(runtime_dir: Path, text: str, sentence: str) -> None:
+    done = launch("-np", "2", "--algorithm", text, sys.executable, "-c", "print('started')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == f"fusionrun: error: --algorithm: {sentence}"
+    assert list(runtime_dir.iterdir()) == []
