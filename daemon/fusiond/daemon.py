@@ -409,6 +409,8 @@ class Daemon:
 
         self._membership.started = True
         self._engine.cost = CostModel(start.latency, start.seconds_per_byte)
+        if self._engine.coordinator is not None and self._probe is not None:
+            self._engine.coordinator.seconds_per_byte = self._probe.seconds_per_byte
         if self._start_timer is not None:
             self._start_timer.cancel()
         welcome = wire.Welcome(

@@ -62,6 +62,9 @@ class Coordinator:
         settings: largest bucket, and time-outs.
         clock: now, in seconds.
         warn: tells people that something is late.
+
+    Attributes:
+        seconds_per_byte: of the links to other nodes, as far as they have been measured.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Coordinator:
         self._plans: dict[PlanKey, _PendingPlan] = {}
         self._made: dict[tuple[int, str], _Made] = {}
         self._next_plan = 1
+        self.seconds_per_byte: dict[int, float] = {}
 
     def handle(self, node: int, message: wire.PeerMessage) -> Outgoing | None:
         """What to send because of a node's message; None when no node of this job would send it."""
@@ -202,14 +206,20 @@ class Coordinator:
         self._made[plan_key[:2]] = _Made(plan, first, pending.proposals[first], set(pending.proposals))
         return self._plan_verdict(plan_key, plan, "")
 
-    def _homes(self, proposal: wire.Proposal) -> tuple[int, ...]:
-        """The nodes that are to have homes of the proposal's buckets; none if these have no homes of their own."""
-        if algorithms.parse(proposal.reduction.algorithm).place is not algorithms.Place.SHARD:
-            return ()
-        topology = self._participants.topology
+    def _homes(self, proposal: wire.Proposal) -> dict[int, float]:
+        """The nodes that are to have homes of the proposal's buckets, and their shares; none if these have no homes of
+        their own. Collaborating workers may be anywhere, so there a node's share is what its link carries."""
+        spec = algorithms.parse(proposal.reduction.algorithm)
+        if spec.place is not algorithms.Place.SHARD:
+            return {}
+        nodes = self._participants.members(proposal.process_set).nodes
         if self._settings.shard_hosts:
-            return topology.homes(self._settings.shard_hosts)
-        return self._participants.members(proposal.process_set).nodes
+            nodes = self._participants.topology.homes(self._settings.shard_hosts)
+        times = self.seconds_per_byte
+        if not isinstance(spec, algorithms.Collaborative) or not all(time > 0 for time in times.values()) or not times:
+            return dict.fromkeys(nodes, 1.0)
+        fastest = min(times.values())  # of the first node itself, which was not measured, we know no better
+        return {node: fastest / times.get(node, fastest) for node in nodes}
 
     def _missing(self, plan_key: PlanKey, pending: _PendingPlan) -> list[int]:
         members = self._participants.members(plan_key[0])

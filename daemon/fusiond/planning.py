@@ -20,6 +20,7 @@ from fusion_rt.dtypes import DTYPES
 from fusion_rt.topology import Topology
 from fusion_rt.wire import Bucket, Plan, PlannedTensor, Proposal, TensorSpec
 
+_PARTS_OF_A_SHARE = 4  # buckets that make up a share, when shares are not equal
 _PAGE = 4096  # bytes; buckets start on pages, so that two threads never write one page
 
 
@@ -69,19 +70,21 @@ def merge(proposals: Mapping[int, Proposal]) -> Proposal:
     return replace(first, tensors=tuple(replace(t, sparse=sparse.get(t.name, 0)) for t in first.tensors))
 
 
-def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Sequence[int] = ()) -> Plan:
+def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[int, float] | None = None) -> Plan:
     """Fuses the proposed tensors, in their order, into buckets of at most `threshold` bytes.
 
     A tensor larger than that has a bucket of its own; a threshold of 0 gives every tensor one. Tensors that are wanted
     `together`, and follow each other in the proposal, have one whatever its size.
 
     Args:
-        homes: nodes that are to have the buckets' homes, if they are to have any; the buckets are then small enough for
-            each of these nodes to have an equal share.
+        homes: nodes that are to have the buckets' homes, if they are to have any, with their shares of the bytes,
+            relative to each other. The buckets are then small enough for each to have its share.
     """
+    homes = homes or {}
     if homes:
         nbytes = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in proposal.tensors if not t.sparse)
-        threshold = min(threshold, -(-nbytes // len(homes)))
+        parts = len(homes) if len(set(homes.values())) == 1 else _PARTS_OF_A_SHARE * len(homes)
+        threshold = min(threshold, -(-nbytes // parts))
     sparse = tuple(tensor for tensor in proposal.tensors if tensor.sparse)
     dense = [tensor for tensor in proposal.tensors if not tensor.sparse]
     buckets: list[Bucket] = []
@@ -103,17 +106,18 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Sequence[
     )
 
 
-def place_homes(buckets: Sequence[Bucket], nodes: Sequence[int]) -> tuple[int, ...]:
-    """A node for the home of each bucket, so that the nodes have about equally many bytes: the largest bucket first,
-    each to the node that has least."""
-    if not nodes:
+def place_homes(buckets: Sequence[Bucket], shares: Mapping[int, float]) -> tuple[int, ...]:
+    """A node for the home of each bucket, so that the nodes have about their shares of the bytes: the largest bucket
+    first, each to the node that has least of its share then."""
+    if not shares:
         return ()
-    load = dict.fromkeys(nodes, 0)
+    load = dict.fromkeys(shares, 0)
     placed: dict[int, int] = {}
-    for bucket in sorted(buckets, key=lambda b: -b.numel * DTYPES[b.dtype].itemsize):
-        node = min(nodes, key=lambda n: load[n])
-        placed[bucket.index] = node
-        load[node] += bucket.numel * DTYPES[bucket.dtype].itemsize
+    sizes = {bucket.index: bucket.numel * DTYPES[bucket.dtype].itemsize for bucket in buckets}
+    for index, nbytes in sorted(sizes.items(), key=lambda item: -item[1]):
+        node = min(shares, key=lambda n: (load[n] + nbytes) / shares[n])
+        placed[index] = node
+        load[node] += nbytes
     return tuple(placed[bucket.index] for bucket in buckets)
 
 

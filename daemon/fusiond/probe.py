@@ -18,7 +18,12 @@ Probe = tuple[int, int, int]  # node, serial, bytes of payload
 
 
 class LinkProbe:
-    """Measures the links to `nodes`; `cost` is set when all have been measured."""
+    """Measures the links to `nodes`.
+
+    Attributes:
+        cost: of the worst of them, when all have been measured.
+        seconds_per_byte: of each, by node.
+    """
 
     def __init__(self, nodes: Sequence[int], clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -27,6 +32,7 @@ class LinkProbe:
         self._sent_at = 0.0
         self._seconds: dict[tuple[int, int], list[float]] = {}  # round trips by node and payload
         self.cost: CostModel | None = None
+        self.seconds_per_byte: dict[int, float] = {}
 
     def begin(self) -> Probe | None:
         """The first probe, if there is a link to measure."""
@@ -46,8 +52,9 @@ class LinkProbe:
             self._sent_at = self._clock()
             node, nbytes = self._todo[0]
             return node, self._serial, nbytes
-        links = [self._link(node) for node in {node for node, _ in self._seconds}]
-        self.cost = worst(links) if links else CostModel()
+        links = {node: self._link(node) for node in {node for node, _ in self._seconds}}
+        self.seconds_per_byte = {node: link.seconds_per_byte for node, link in links.items()}
+        self.cost = worst(list(links.values())) if links else CostModel()
         return None
 
     def _link(self, node: int) -> CostModel:

@@ -262,3 +262,31 @@ def test_a_bucket_is_named_by_its_plan() -> None:
 )
 def test_signatures_in_words(signature: wire.Signature, words: str) -> None:
     assert describe(signature) == words
+
+
+# --- homes ------------------------------------------------------------------------------------------------------------
+
+
+def planned(coordinator: Coordinator, algorithm: str) -> wire.Plan:
+    tensors = tuple(wire.TensorSpec(f"w{i}", "float32", (50,)) for i in range(32))
+    optimizer = wire.OptimizerSpec("SGD", ("{}",))
+    proposal = wire.Proposal("opt", 0, 0, wire.Reduction(algorithm=algorithm, optimizer=optimizer), tensors)
+    for rank in range(TOPOLOGY.size):
+        out = coordinator.plan_request(wire.PlanRequest(rank, proposal))
+    plan = out[-1][1].plan  # type: ignore[union-attr]
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first"), [("asp", 0.5), ("collaborative", 0.8), ("allreduce", None), ("dpsgd", None)]
+)
+def test_collaborating_nodes_have_homes_by_what_their_links_carry(
+    coordinator: Coordinator, algorithm: str, first: float | None
+) -> None:
+    coordinator.seconds_per_byte = {1: 4e-8, 2: 1e-8}  # node 0, which coordinates, counts like the fastest
+    homes = planned(coordinator, algorithm).homes
+    if first is None:
+        assert homes == ()
+    else:
+        assert homes.count(0) / len(homes) == pytest.approx(first, abs=0.08)

@@ -149,3 +149,36 @@ SENTENCES = {
 @pytest.mark.parametrize(("proposal", "sentence"), SENTENCES.values(), ids=SENTENCES.keys())
 def test_a_disagreement_names_ranks_hosts_and_tensor(proposal: Proposal, sentence: str) -> None:
     assert disagreement({0: PROPOSAL, 1: PROPOSAL, 2: proposal}, TOPOLOGY) == sentence
+
+
+MANY = Proposal("opt", 0, 0, Reduction(), tuple(TensorSpec(f"t{i}", "float32", (1000 + i,)) for i in range(64)))
+
+
+def load(plan: Plan) -> dict[int, float]:
+    """Each node's share of the bytes."""
+    total = sum(nbytes(plan, index) for index in range(len(plan.buckets)))
+    return {
+        node: sum(nbytes(plan, index) for index, home in enumerate(plan.homes) if home == node) / total
+        for node in sorted(set(plan.homes))
+    }
+
+
+def test_buckets_have_no_homes_unless_nodes_are_named() -> None:
+    assert make_plan(1, MANY, 1 << 20).homes == ()
+
+
+@given(proposal=proposals, nodes=st.sets(st.integers(0, 9), min_size=1, max_size=4))
+def test_each_bucket_has_its_home_on_one_of_the_nodes(proposal: Proposal, nodes: set[int]) -> None:
+    plan = make_plan(1, proposal, 1 << 20, dict.fromkeys(nodes, 1.0))
+    assert len(plan.homes) == len(plan.buckets)
+    assert set(plan.homes) <= nodes
+
+
+def test_homes_are_balanced_by_bytes() -> None:
+    assert load(make_plan(1, MANY, 1 << 30, {0: 1.0, 1: 1.0, 3: 1.0})) == pytest.approx(
+        {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}, abs=0.03
+    )
+
+
+def test_homes_are_balanced_by_shares_where_these_differ() -> None:
+    assert load(make_plan(1, MANY, 1 << 30, {0: 1.0, 2: 0.25})) == pytest.approx({0: 0.8, 2: 0.2}, abs=0.06)

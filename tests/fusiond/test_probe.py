@@ -35,6 +35,7 @@ def test_the_worst_link_of_the_job_counts() -> None:
     assert probe.cost is not None
     assert probe.cost.latency == pytest.approx(200e-6, rel=0.01)
     assert probe.cost.seconds_per_byte == pytest.approx(1e-9)
+    assert probe.seconds_per_byte == pytest.approx({1: 1e-9, 2: 0.5e-9})
     assert order == sorted(order)  # one peer at a time
     assert set(order) == {1, 2}
 
