@@ -36,6 +36,14 @@ def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
         HorovodInternalError: it failed, on all ranks.
     """
     chosen = optimizers or sorted(_made, key=lambda optimizer: optimizer._exchange.serial)
+    _agree(chosen, model)
+    for optimizer in chosen:
+        if isinstance(optimizer, DistributedReplicas):
+            optimizer.anchor(anew=True)
+
+
+def _agree(chosen: Iterable[Any], model: torch.nn.Module | None) -> None:
+    """Makes parameters and buffers equal."""
     if runtime().size == 1:
         return
     for optimizer in chosen:
@@ -69,7 +77,7 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
     tensors = [slot.parameter.detach() for optimizer in chosen for slot in optimizer._exchange.slots]
     tensors += [] if model is None else [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     own = [tensor.clone() for tensor in tensors]
-    consensus(*chosen, model=model)
+    _agree(chosen, model)
     try:
         yield
     finally:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_rt import algorithms, wire
-from fusion_rt.torch.buckets import DenseBucket
+from fusion_rt import algorithms
 from fusion_rt.torch.exchange import GradientExchange
 from fusion_rt.torch.sharded import ShardExchange, WeightSlot
 from fusion_rt.torch.wrapping import Wrapped
@@ -32,13 +31,17 @@ class ParameterSlot(WeightSlot):
     def value(self) -> torch.Tensor | None:
         return self.parameter.detach()
 
+    def anchor(self, anew: bool = False) -> None:
+        """The next step is taken from where the parameter is now, which is the same on all ranks; `anew`: even if that
+        had been said before."""
+
 
 class OuterSlot(ParameterSlot):
     """A parameter whose change since the last exchange is posted; the mean of the changes moves it from there by a step
     of SGD with Nesterov momentum (arXiv 2311.08105, algorithm 1).
 
     Attributes:
-        start: where it was after the last exchange.
+        start: where it was after the last exchange; None before the first step.
         velocity: of the outer momentum.
         rate, momentum: of the outer step.
     """
@@ -47,14 +50,20 @@ class OuterSlot(ParameterSlot):
 
     def _take_over(self) -> None:
         super()._take_over()
-        self.start = self.parameter.detach().clone()
-        self.velocity = torch.zeros_like(self.start)
+        self.start: torch.Tensor | None = None
+        self.velocity = torch.zeros_like(self.parameter)
         self.rate, self.momentum = 0.7, 0.9
 
+    def anchor(self, anew: bool = False) -> None:
+        if self.start is None or anew:
+            self.start = self.parameter.detach().clone()
+
     def value(self) -> torch.Tensor | None:
+        assert self.start is not None
         return self.start - self.parameter.detach()
 
     def assign(self, reduced: torch.Tensor) -> None:
+        assert self.start is not None
         self.velocity.mul_(self.momentum).add_(reduced)
         self.start.sub_(reduced + self.momentum * self.velocity, alpha=self.rate)
         self.parameter.detach().copy_(self.start)
@@ -115,8 +124,9 @@ class DistributedReplicas(Wrapped):
         Raises:
             HorovodInternalError: the exchange failed.
         """
-        loss = self._step(closure)
         exchange, spec = self._exchange, self._spec
+        self.anchor()
+        loss = self._step(closure)
         exchange.collect()
         self._taken += 1
         period = 1 if self._taken <= getattr(spec, "after", 0) else spec.period
@@ -135,6 +145,12 @@ class DistributedReplicas(Wrapped):
         """Takes the answer to what is under way."""
         self._exchange.collect()
 
+    def anchor(self, anew: bool = False) -> None:
+        """All ranks have the same parameters now; see `ParameterSlot.anchor`."""
+        for slot in self._exchange.slots:
+            assert isinstance(slot, ParameterSlot)
+            slot.anchor(anew)
+
     def agree(self) -> None:
         """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
         if self._spec.place is algorithms.Place.SHARD:
@@ -145,9 +161,13 @@ class DistributedReplicas(Wrapped):
         model after this."""
         self.drain()
         own: dict[str, Any] = {"taken": self._taken}
-        outer = [slot for slot in self._exchange.slots if isinstance(slot, OuterSlot)]
+        outer = {
+            slot.name: (slot.start.clone(), slot.velocity.clone())
+            for slot in self._exchange.slots
+            if isinstance(slot, OuterSlot) and slot.start is not None
+        }
         if outer:
-            own["outer"] = {slot.name: (slot.start.clone(), slot.velocity.clone()) for slot in outer}
+            own["outer"] = outer
         return {**super().state_dict(), _KEY: own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -157,15 +177,12 @@ class DistributedReplicas(Wrapped):
         if own is not None:
             self._taken = int(own["taken"])
             for slot in self._exchange.slots:
-                if isinstance(slot, OuterSlot):
+                if isinstance(slot, OuterSlot) and slot.name in own.get("outer", {}):
                     start, velocity = own["outer"][slot.name]
-                    slot.start.copy_(start)
+                    slot.start = start.to(slot.parameter, copy=True)
                     slot.velocity.copy_(velocity)
 
 
 def slot_of(spec: algorithms.Algorithm) -> type[ParameterSlot]:
     """What is exchanged of a parameter."""
     return OuterSlot if isinstance(spec, algorithms.DiLoCo) else ParameterSlot
-
-
-__all__ = ["DenseBucket", "DistributedReplicas", "OuterSlot", "ParameterSlot", "ReplicaExchange", "slot_of", "wire"]

@@ -295,6 +295,20 @@ def test_asynchronous_training_is_restored_as_it_was(text: str) -> None:
         assert [key for key, value in found.items() if not torch.equal(value, saved[key])] == []
 
 
+@pytest.mark.parametrize("text", ["diloco(steps=2)", "easgd(steps=2)", "asp"])
+@on_ranks
+def test_parameters_may_be_broadcast_after_the_optimizer_was_made(text: str) -> None:
+    parameter = torch.nn.Parameter(torch.full((DIM,), float(hvd.rank())))
+    sgd = torch.optim.SGD([parameter], lr=0.0)
+    optimizer = hvd.DistributedOptimizer(sgd, [("x", parameter)], algorithm=text)
+    hvd.broadcast_parameters([("x", parameter)], root_rank=2)
+    for _ in range(5):
+        parameter.grad = torch.ones(DIM)
+        optimizer.step()
+    optimizer.drain()
+    torch.testing.assert_close(parameter.detach(), torch.full((DIM,), 2.0))
+
+
 # --- one model of many ------------------------------------------------------------------------------------------------
 
 
