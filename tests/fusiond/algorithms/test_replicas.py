@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import codecs, mixing, wire
-from fusiond.parcels import open_codec, pack, unpack
+from fusiond.homes.parcels import open_codec, pack, unpack
 from fusiond.plans import layout_of
 from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
@@ -114,7 +114,7 @@ def test_stochastic_gradient_push(layout: list[int], topology: str, tmp_path: ob
         exchange_all(workers, [x - RATE * PROBLEM(rank, step, x) for rank, x in enumerate(workers.x)])
     close(np.stack(workers.x), run.debiased[-1])
     omegas = [float(box.home.aux["omega"][0]) for node in workers.job.nodes
-              for box in node.engine.homes._boxes.values() if box.bucket.index == 0]  # fmt: skip
+              for box in node.engine.homes._boxes if box.bucket.index == 0]  # fmt: skip
     close(sum(omegas), RANKS)
     if "file" not in topology:
         close(omegas, 1.0)

@@ -16,7 +16,7 @@ from fusion_rt.codecs import CodecError, Layout
 from fusion_rt.codecs.base import Span
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
-from fusiond.parcels import Assembly, open_codec, pack, pieces, unpack
+from fusiond.homes.parcels import Assembly, open_codec, pack, pieces, unpack
 
 PARCEL = wire.Piece(0, 1, 2, "post", -1, 3, 4, 5, 0)
 CODECS = ["dense", "fp16", "bf16", "topk(density=0.1, minimum=0)", "randomk(density=0.1, minimum=0)", "int8(minimum=0)",

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
 from fusiond.algorithms.home import Part
-from fusiond.homes import Box, Homes
+from fusiond.homes import Homes
+from fusiond.homes.box import Box
 from fusiond.requests import RequestError
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array, SimulatedJob
@@ -30,7 +31,7 @@ def homes_of(workers: Workers, node: int) -> Homes:
 
 
 def boxes_of(workers: Workers, node: int) -> list[Box]:
-    return list(homes_of(workers, node)._boxes.values())
+    return list(homes_of(workers, node)._boxes)
 
 
 def box_at(workers: Workers, node: int) -> Box:
@@ -69,7 +70,7 @@ def test_a_parcel_may_come_in_many_pieces_and_in_any_order(seed: int) -> None:
     for workers in (whole, cut):
         train(workers, range(3))
     assert (whole.home() == cut.home()).all()
-    assert not any(homes_of(cut, node)._assemblies for node in (0, 1))
+    assert not any(homes_of(cut, node)._incoming.incomplete for node in (0, 1))
 
 
 def test_pieces_that_come_before_their_plan_wait_for_it() -> None:
@@ -91,7 +92,7 @@ def test_an_early_piece_that_makes_no_sense_is_its_senders_fault() -> None:
 
 
 def test_no_more_than_so_many_pieces_may_be_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusiond.homes._MAX_EARLY", 3)
+    monkeypatch.setattr("fusiond.homes.incoming._MAX_EARLY", 3)
     workers = Workers([1, 1], "asp", START, RATE)
     early = replace(piece_for(workers, 0), plan=99)
     for _ in range(3):
@@ -274,7 +275,7 @@ def test_a_plan_is_replaced_while_threads_are_at_its_homes(algorithm: str, seed:
         for handle in workers._handles[rank]:
             message, _ = workers.job.answer(rank, handle)
             assert isinstance(message, wire.Done) or "when the plan of 'opt' was replaced" in message.message  # type: ignore[union-attr]
-    assert all(key[0] != workers.plan.id for node in (0, 1) for key in homes_of(workers, node)._boxes)
+    assert all(box.plan.plan.id != workers.plan.id for node in (0, 1) for box in boxes_of(workers, node))
     workers.job.nothing_is_left()
 
 

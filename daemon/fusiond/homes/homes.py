@@ -1,0 +1,206 @@
+"""What the engine asks of homes and their senders: the parts of this package, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from fusion_rt import wire
+from fusion_rt.errors import FusionError, WireError
+from fusion_rt.settings import Settings
+from fusion_rt.topology import Topology
+from fusiond.collectives.base import Array
+from fusiond.homes.box import Arrival
+from fusiond.homes.boxes import Boxes
+from fusiond.homes.codings import Codings
+from fusiond.homes.here import Here
+from fusiond.homes.incoming import Incoming
+from fusiond.homes.jobs import Act, Jobs
+from fusiond.homes.senders import Senders
+from fusiond.homes.staleness import Meters
+from fusiond.homes.state import States, group_of
+from fusiond.plans import PlanState
+from fusiond.requests import Part as Posted
+from fusiond.running import Outside
+
+
+class Homes:
+    """All homes of one engine.
+
+    Args:
+        topology, node: who is where, and which node this is.
+        settings: sizes and time-outs.
+        outside: acts for it.
+        failed: called with an exception when something cannot be gone on with.
+        epoch: the membership epoch.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        node: int,
+        settings: Settings,
+        outside: Outside,
+        failed: Callable[[BaseException], None],
+        epoch: int,
+    ) -> None:
+        self._failed = failed
+        self._plans: dict[int, PlanState] = {}
+        self._latest = 0  # plan that has been in force
+        self._here = Here(topology, node, settings, outside, epoch)
+        self._jobs = Jobs(self._here, failed, lambda plan: self._boxes.resume(plan))
+        self._codings = Codings()
+        self._senders = Senders(self._here, self._jobs, self._codings)
+        self._boxes = Boxes(self._here, self._jobs, self._codings, self._senders)
+        self._incoming = Incoming(self._here, self._codings)
+        self._states = States(self._senders, self._boxes, self._codings)
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+
+    def install(self, state: PlanState) -> bool:
+        """A plan is in force whose buckets have homes; it replaces the one that its group had. Returns whether it is
+        new: a rank that had joined may have asked for it again."""
+        plan = state.plan
+        if plan.id in self._plans:
+            return False
+        for old in [p.plan.id for p in self._plans.values() if group_of(p) == group_of(state)]:
+            self._drop(old, f"the plan of {plan.group!r} was replaced")
+        self._plans[plan.id] = state
+        self._latest = max(self._latest, plan.id)
+        self._senders.open(state)
+        self._boxes.open(state)
+        try:
+            self._states.begin(state)
+        except FusionError as error:
+            self._here.outside.warn(f"a state was loaded for {plan.group!r}, and its homes start without: {error}")
+        for node, piece, payload in self._incoming.kept():
+            try:
+                self.peer(node, piece, payload)
+            except FusionError as error:  # whoever brought the plan has nothing to do with it
+                host = self._here.topology.describe_node(node)
+                self._failed(WireError(f"what {host} sent before the plan {plan.id} was there makes no sense: {error}"))
+                return False
+        return True
+
+    def remove_set(self, process_set: int) -> None:
+        """Drops the plans of a process set that has been removed."""
+        for plan in [p.plan.id for p in self._plans.values() if p.plan.process_set == process_set]:
+            self._drop(plan, f"process set {process_set} was removed")
+        self._states.remove_set(process_set)
+
+    def _drop(self, plan: int, why: str) -> None:
+        del self._plans[plan]
+        self._senders.drop(plan, why)
+        self._boxes.drop(plan)
+        self._codings.drop(plan)
+        self._incoming.drop(plan)
+
+    # --- contributions and answers ------------------------------------------------------------------------------------
+
+    def post(self, rank: int, ready: wire.Ready, state: PlanState, bucket: wire.Bucket, posted: Posted) -> None:
+        """A worker's contribution, or the seed of a home, is in the arena.
+
+        Raises:
+            RequestError: no worker of ours would post that.
+        """
+        begun = self._senders.begin(rank, ready, state, bucket, posted)
+        if begun is None:
+            return
+        sender, parcel = begun
+        node = state.plan.homes[bucket.index] if state.plan.homes else self._here.node
+        if node != self._here.node:
+            self._senders.send(sender, parcel, node, ready.rescale)
+            return
+        values = posted.source.copy() if ready.seed else posted.source
+        self._boxes.arrived(Arrival(parcel, values, None, sender.since))
+        if ready.seed:
+            self._senders.answered(parcel, ())
+
+    def peer(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
+        """A piece of a parcel has come.
+
+        Raises:
+            WireError: there can be no such parcel.
+        """
+        if piece.epoch != self._here.epoch or self._here.over:
+            return
+        state = self._plans.get(piece.plan)
+        if state is None:
+            if piece.plan > self._latest:
+                self._incoming.keep(node, piece, payload)
+            return
+        whole = self._incoming.add(node, state, piece, payload)
+        if whole is None:
+            return
+        if piece.kind == "refused":
+            self._senders.refused(piece, bytes(whole).decode(errors="replace"))
+        elif piece.kind == "answer":
+            self._senders.came(piece, whole)
+        else:
+            self._boxes.came(piece, whole)
+
+    # --- membership and time ------------------------------------------------------------------------------------------
+
+    def gone(self, ranks: Iterable[int]) -> None:
+        """These ranks take part no longer."""
+        self._boxes.gone(ranks)
+
+    def returned(self, ranks: Iterable[int]) -> None:
+        """These ranks, which had joined, go on with all others. They have taken different numbers of steps, so all
+        ranks count their clocks from a new base, which is the same on all nodes."""
+        self._senders.rebase()
+        self._boxes.returned(set(ranks))
+
+    def end(self, error: str) -> None:
+        """Whoever waits for an answer gets this sentence instead: this membership epoch is over elsewhere."""
+        self._senders.end(error)
+
+    def tick(self) -> None:
+        """Warns of what has waited long, and ends what has waited too long."""
+        self._senders.tick(self._boxes.withdraw, self._boxes.reason)
+
+    def fail(self) -> None:
+        """The job cannot go on."""
+        self._here.over = True
+        self._senders.forget()
+        self._boxes.clear()
+        self._incoming.clear()
+        self._jobs.forget()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no local worker waits for an answer."""
+        return self._senders.idle
+
+    @property
+    def meters(self) -> Meters:
+        """Of the contributions of local workers."""
+        return self._senders.meters
+
+    def statistics(self) -> dict[str, object]:
+        """The homes here, the contributions they have taken in, by rank how many came `late`; and the meters."""
+        return {**self._boxes.statistics(), **self.meters.statistics()}
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def when_quiet(self, plan: int, then: Act) -> None:
+        """Calls `then` when no thread is at work for the plan: at once, or before anything else is taken in at its
+        homes."""
+        self._jobs.when_quiet(plan, then)
+
+    def save(self, plan: int) -> dict[str, Array]:
+        """What the homes of a plan on this node remember, and what its workers have not sent; copies. The keys begin
+        with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
+        return self._states.save(plan)
+
+    def load(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
+        """Gives that back, to the plan in force or to the next one of its group. A state of another optimizer fails the
+        job: that is noticed by the thread that makes the optimizer.
+
+        Raises:
+            FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
+        """
+        plan = next((p for p in self._plans.values() if group_of(p) == (process_set, group)), None)
+        if plan is None:
+            self._states.keep(process_set, group, state)
+        else:
+            self._states.restore(plan, state)
