@@ -13,7 +13,7 @@ demo: $(STAMP)
 	$(BIN)/fusionrun -np 2 $(BIN)/python examples/digits.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m tests.halves $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

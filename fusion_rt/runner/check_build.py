@@ -25,14 +25,14 @@ print(json.dumps({
 }))
 """
 _ASK_DAEMON = """
-import json, zmq
-from fusiond import algorithms
+import json, zmq, fusiond.cli
+from fusion_rt.algorithms import ALGORITHMS
 from fusion_rt.codecs import CODECS
 print(json.dumps({
     "zmq": zmq.zmq_version(),
     "curve": zmq.has("curve"),
     "codecs": sorted(CODECS),
-    "algorithms": sorted(algorithms.ALGORITHMS),
+    "algorithms": sorted(ALGORITHMS),
 }))
 """
 

@@ -8,6 +8,7 @@ import re
 import pytest
 
 import fusion_rt
+from fusion_rt.algorithms import ALGORITHMS
 from fusion_rt.codecs import CODECS
 from fusion_rt.runner import check_build
 from fusion_rt.runner.cli import main
@@ -22,7 +23,7 @@ def test_the_list_has_what_is_installed(capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(r"^    \[[X ]\] ZeroMQ with CURVE \d+\.\d+\.\d+$", text, re.MULTILINE)
     for name in ("CUDA", "NCCL", "Numba-CUDA", "Ray", "Horovod"):
         assert re.search(rf"^    \[[X ]\] {name}\b", text, re.MULTILINE)
-    for name in (*CODECS, "allreduce"):
+    for name in (*CODECS, *ALGORITHMS):
         assert f"\n    [X] {name}" in text
 
 
