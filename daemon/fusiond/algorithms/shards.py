@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -66,17 +67,17 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
             total[:], count[:] = 0, 0
         yield self.answer(home, part)
 
+    @abstractmethod
     def weighted(self, home: Home, part: Part) -> Array:
         """What is added up."""
-        raise NotImplementedError
 
+    @abstractmethod
     def counts(self, part: Part) -> int:
         """What a part adds to the count."""
-        raise NotImplementedError
 
+    @abstractmethod
     def target(self) -> int:
         """What the count has to reach."""
-        raise NotImplementedError
 
 
 class Softsync(Collecting):
