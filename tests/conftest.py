@@ -71,7 +71,7 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
         process.kill()
     psutil.wait_procs(alive, timeout=GRACE_S)
 
-    for name in sorted(_settled(lambda: _shm_files() - shm)):
+    for name in sorted(_settled(lambda: {file for file in _shm_files() - shm if not _used_elsewhere(file)})):
         left.append(f"shared memory /dev/shm/{name}")
         Path("/dev/shm", name).unlink(missing_ok=True)
 
@@ -105,6 +105,20 @@ def _describe(process: psutil.Process) -> str:
 
 def _shm_files() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _used_elsewhere(name: str) -> bool:
+    """Whether a process that is none of this test run's has a /dev/shm file mapped; another run may be under way."""
+    mine = {os.getpid(), *(process.pid for process in psutil.Process().children(recursive=True))}
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in mine and not process.environ().get(LEAK_MARK, "").startswith(f"{os.getpid()}-"):
+                with open(f"/proc/{process.pid}/maps") as maps:
+                    if f"/dev/shm/{name}" in maps.read():
+                        return True
+        except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended meanwhile, or another user's
+    return False
 
 
 def _settled(leftovers: Callable[[], set[str]]) -> set[str]:

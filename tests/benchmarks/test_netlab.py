@@ -87,6 +87,10 @@ def owner_process() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
         try:
             assert owner.stdout is not None
             name, child = owner.stdout.readline().split()
+            deadline = time.monotonic() + TIMEOUT_S
+            while not Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"sleep"):  # not in its namespace yet
+                assert time.monotonic() < deadline
+                os.sched_yield()
             yield owner, lab_number(name), int(child)
         finally:
             owner.kill()
