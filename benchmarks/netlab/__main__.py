@@ -80,10 +80,7 @@ def _show(verb: str, records: Sequence[registry.LabRecord]) -> int:
 def _run(lab: Netlab, command: Sequence[str], inside: int | None) -> int:
     environment = {**os.environ, "NETLAB_HOSTS": ",".join(h.name for h in lab.hosts), "NETLAB_AGENT": lab.agent}
     try:
-        if inside is None:
-            child = subprocess.Popen(command, env=environment)
-        else:
-            child = lab.run(inside, command, env=environment)
+        child = lab.run(inside, command, env=environment)
     except FileNotFoundError as error:
         raise NetlabError(f"the command {command[0]!r} cannot be started: {error.strerror}.") from error
     try:

@@ -73,6 +73,7 @@ class Netlab:
         self._started: list[subprocess.Popen[Any]] = []
         self._replaced_handlers: dict[int, Any] = {}
         self._ended_by: int | None = None
+        self._starting = False  # a process that runs already and is not in `_started` yet
         self.hosts: tuple[Host, ...] = ()
 
     @property
@@ -99,15 +100,23 @@ class Netlab:
     ) -> None:
         self.close()
 
-    def run(self, host: int | str | Host, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """Starts `argv` on a host; keyword arguments are those of `subprocess.Popen`. What still runs when the lab ends
-        is terminated, and killed a second later, with all that it started.
+    def run(self, host: int | str | Host | None, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
+        """Starts `argv` on a host, or (None) beside the lab in the machine's own network; keyword arguments are those
+        of `subprocess.Popen`. What still runs when the lab ends is terminated, and killed a second later, with all that
+        it started.
 
         Raises:
             NetlabError: the lab has no such host.
         """
-        process = subprocess.Popen(["ip", "netns", "exec", self._find(host).name, *argv], **popen)
-        self._started.append(process)
+        words = argv if host is None else ["ip", "netns", "exec", self._find(host).name, *argv]
+        self._starting = True
+        try:
+            process = subprocess.Popen(words, **popen)
+            self._started.append(process)
+        finally:
+            self._starting = False
+            if self._ended_by is not None:
+                raise SystemExit(128 + self._ended_by)
         return process
 
     def set_rate(self, host: int | str | Host, rate: str | None) -> None:
@@ -189,7 +198,8 @@ class Netlab:
         for each in self._replaced_handlers:
             signal.signal(each, signal.SIG_IGN)  # a second one must not cut the removal short
         self._ended_by = number
-        raise SystemExit(128 + number)
+        if not self._starting:
+            raise SystemExit(128 + number)
 
     def _release_signals(self) -> None:
         for number, handler in self._replaced_handlers.items():

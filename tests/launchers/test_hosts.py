@@ -93,7 +93,9 @@ class TestInALab:
     def test_mpirun_from_a_host_without_workers(self, lab: Netlab, tmp_path: Path) -> None:
         """Rank 0 is then on the first of the others; ranks go around the hosts."""
         reach = tmp_path / "reach"
-        reach.write_text('#!/bin/sh\nhost=$1\nshift\nexec ip netns exec "$host" sh -c "$*"\n')
+        # Hosts that share a file system and a name also share Open MPI's folder for temporary files, unless told.
+        folder = f'TMPDIR="{tmp_path}/$host"; mkdir -p "$TMPDIR"; export TMPDIR'
+        reach.write_text(f'#!/bin/sh\nhost=$1\nshift\n{folder}\nexec ip netns exec "$host" sh -c "$*"\n')
         reach.chmod(0o700)
         hosts = ",".join(f"{host.name}:2" for host in lab.hosts[1:])
         flags = ["--mca", "plm_rsh_agent", str(reach), "-H", hosts, "--map-by", "node"]
