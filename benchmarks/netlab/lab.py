@@ -12,12 +12,13 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from benchmarks.netlab import registry
+from benchmarks.netlab import drops, registry
 from benchmarks.netlab.iproute import NetlabError, bits_per_second, command, preflight, shape
 
 MAX_HOSTS = 250  # the last byte of the address
@@ -74,6 +75,7 @@ class Netlab:
         self._replaced_handlers: dict[int, Any] = {}
         self._ended_by: int | None = None
         self._starting = False  # a process that runs already and is not in `_started` yet
+        self._drops = 0  # so far
         self.hosts: tuple[Host, ...] = ()
 
     @property
@@ -128,6 +130,68 @@ class Netlab:
         found = self._find(host)
         shape(found.name, "eth0", rate)
         shape(registry.bridge_name(self._lab), f"h{found.index}", rate)
+
+    @contextmanager
+    def dropping(
+        self, sender: int | str | Host, receiver: int | str | Host | None = None, port: int | None = None
+    ) -> Iterator[None]:
+        """Within the block, IPv4 packets from one host to another, or to all, vanish silently; open connections stay
+        open, and what has vanished is sent again by TCP.
+
+        Args:
+            sender, receiver: hosts; the direction back is not touched.
+            port: only packets to this TCP port.
+
+        Raises:
+            NetlabError: the lab has no such host.
+        """
+        address = None if receiver is None else self._find(receiver).address
+        self._drops += 1
+        interface = f"h{self._find(sender).index}"
+        drop = drops.begin(registry.bridge_name(self._lab), interface, self._drops, address, port)
+        try:
+            yield
+        finally:
+            drops.end(drop)
+
+    @contextmanager
+    def cut_off(self, host: int | str | Host) -> Iterator[None]:
+        """Within the block, nothing that a host sends arrives, nor does it get anything; nobody is told.
+
+        Raises:
+            NetlabError: the lab has no such host.
+        """
+        found = self._find(host)
+        with ExitStack() as stack:
+            stack.enter_context(self.dropping(found))
+            for other in self.hosts:
+                if other is not found:
+                    stack.enter_context(self.dropping(other, found))
+            yield
+
+    def set_link(self, host: int | str | Host, up: bool) -> None:
+        """Pulls a host's cable, or puts it back in; addresses and open connections stay.
+
+        Raises:
+            NetlabError: the lab has no such host.
+        """
+        port = f"h{self._find(host).index}"
+        command("ip", "-n", registry.bridge_name(self._lab), "link", "set", port, "up" if up else "down")
+
+    def reset(self, host: int | str | Host, peer: int | str | Host, port: int | None = None) -> int:
+        """Resets the TCP connections that a host has to another one; both ends get an error.
+
+        Args:
+            port: only those to this port of the peer.
+
+        Returns: how many.
+
+        Raises:
+            NetlabError: the lab has no such hosts, or the kernel cannot reset connections (INET_DIAG_DESTROY).
+        """
+        which = ["dst", self._find(peer).address, *(["dport", "=", str(port)] if port is not None else [])]
+        told = command("ip", "netns", "exec", self._find(host).name, "ss", "-K", "-H", "-t", *which)
+        return len(told.splitlines())
 
     def close(self) -> None:
         """Removes the lab; once is enough, and what a fork inherited does nothing.
