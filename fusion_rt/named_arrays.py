@@ -70,7 +70,10 @@ def read(data: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[np.generic]]:
         nbytes = math.prod(entry.shape) * dtype.itemsize
         if nbytes > len(data) - start:
             raise WireError(f"{entry.name!r} takes {nbytes} bytes, more than a state of {len(data)} bytes has left")
-        arrays[entry.name] = data[start : start + nbytes].view(dtype).reshape(entry.shape)
+        try:
+            arrays[entry.name] = data[start : start + nbytes].view(dtype).reshape(entry.shape)
+        except ValueError as error:  # too many dimensions for numpy, or, beside one of 0, too long ones
+            raise WireError(f"{entry.name!r} cannot have the shape {list(entry.shape)}: {error}") from None
         start += _padded(nbytes)
     return arrays
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -79,7 +80,10 @@ def _split(text: str, kind: str) -> tuple[str, dict[str, Any]]:
     if len(text) > MAX_TEXT:
         raise SpecError(wrong)
     try:
-        match ast.parse(text.strip(), mode="eval").body:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SyntaxWarning)  # what Python would understand somehow is a mistake here
+            tree = ast.parse(text.strip(), mode="eval")
+        match tree.body:
             case ast.Name(id=name):
                 return name, {}
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):

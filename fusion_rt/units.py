@@ -58,11 +58,14 @@ def parse_seconds(text: str, bare: float = 1.0) -> float:
 
 
 def _scaled(text: str, suffixes: Mapping[str, float], bare: float, what: str) -> float:
-    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
     suffix = match[2].lower() if match else ""
-    if match is None or (suffix and suffix not in suffixes) or not math.isfinite(float(match[1])):
+    if match is None or (suffix and suffix not in suffixes):
         raise SettingError(f"{text!r} is not {what}")
-    return float(match[1]) * (suffixes[suffix] if suffix else bare)
+    value = float(match[1]) * (suffixes[suffix] if suffix else bare)
+    if not math.isfinite(value):
+        raise SettingError(f"{text!r} is not {what}: there is no number that large")
+    return value
 
 
 def _parse_limit(text: str, bare: float) -> float:

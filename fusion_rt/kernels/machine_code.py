@@ -139,7 +139,8 @@ class MachineCode:
         for folder in self._folders:
             path = self._file(folder, kernel)
             try:
-                status, contents = path.stat(), path.read_bytes()
+                with path.open("rb") as file:  # of one file, whatever is put in its place meanwhile
+                    status, contents = os.fstat(file.fileno()), file.read()
             except OSError:
                 continue  # not there, or not for us; then it is compiled
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:

@@ -7,6 +7,7 @@ import re
 from fusion_rt.errors import FusionError
 
 MAX_HOSTS = 65536
+_MAX_NAME = 255  # characters, as in DNS
 
 
 def expand(text: str) -> tuple[str, ...]:
@@ -28,6 +29,8 @@ def expand(text: str) -> tuple[str, ...]:
 def _expand_entry(entry: str, text: str) -> list[str]:
     names = [""]
     for part in re.split(r"(\[.*?\])", entry):
+        if len(names[0]) + (0 if part.startswith("[") else len(part)) > _MAX_NAME:
+            raise _not_a_list(text)
         if part.startswith("["):
             numbers = _numbers(part[1:-1], text)
             if len(names) * len(numbers) > MAX_HOSTS:
@@ -44,9 +47,11 @@ def _numbers(ranges: str, text: str) -> list[str]:
     found: list[str] = []
     for piece in rest.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", piece)
-        if match is None or (colon and not width.isdigit()):
+        if match is None or (colon and not re.fullmatch("[0-9]{1,2}", width)):
             raise _not_a_list(text)
         first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise _not_a_list(text)
         digits = int(width) if colon else len(first)
         if int(last) - int(first) >= MAX_HOSTS:
             raise _too_long(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from fusion_rt.errors import SettingError
@@ -15,6 +16,15 @@ from fusion_rt.settings import KNOBS, Knob
 from fusion_rt.units import CODEC, SWITCH, TEXT
 
 MAX_BYTES = 1024 * 1024  # of the file; a hundred lines are a long one
+_MAX_MERGED = 1000  # keys of one mapping that come from others
+_MAX_BITS = 64  # of a number
+_MAX_KEY = 200  # characters that are looked at
+_OF_SCALARS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+)  # what PyYAML raises for `!!int ''` and its like
 _BY_KEY = {knob.yaml: knob for knob in KNOBS if knob.yaml}
 _SECTIONS = {key.rpartition(".")[0] for key in _BY_KEY} - {""}
 
@@ -58,13 +68,34 @@ def _load(path: str) -> Any:
     if len(data) > MAX_BYTES:
         raise SettingError(f"--config-file {path} has more than {MAX_BYTES} bytes: it is no file of settings")
     try:
-        return yaml.safe_load(data)
+        return yaml.load(data, _loader())
     except (
         yaml.YAMLError,
         ValueError,
         RecursionError,
     ) as error:  # ValueError: a date that does not exist, and the like
         raise SettingError(f"--config-file {path} is no YAML: {' '.join(str(error).split())}") from None
+    except _OF_SCALARS:
+        raise SettingError(f"--config-file {path} is no YAML: a value is not what its tag says") from None
+
+
+@cache
+def _loader() -> Any:
+    """YAML's safe loader, for which a list of mappings to merge (`<<: [*a, *a]`) may not grow without bound."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: Any) -> None:
+            for key, value in node.value:
+                if key.tag == "tag:yaml.org,2002:merge" and isinstance(value, yaml.SequenceNode):
+                    mappings = [part for part in value.value if isinstance(part, yaml.MappingNode)]
+                    for part in mappings:
+                        self.flatten_mapping(part)
+                    if sum(len(part.value) for part in mappings) > _MAX_MERGED:
+                        raise yaml.YAMLError(f"mappings of more than {_MAX_MERGED} keys are merged")
+            super().flatten_mapping(node)
+
+    return Loader
 
 
 def _leaves(document: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -76,14 +107,19 @@ def _leaves(document: Any, path: str) -> Iterator[tuple[str, Any]]:
             f"--config-file {path} has to be a mapping with keys such as 'params:', not {_kind(document)}"
         )
     for key, value in document.items():
-        if str(key) not in _SECTIONS:
-            yield str(key), value
+        if _name(key) not in _SECTIONS:
+            yield _name(key), value
         elif isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", leaf) for inner, leaf in value.items())
+            yield from ((f"{key}.{_name(inner)}", leaf) for inner, leaf in value.items())
         elif value is not None:
             raise SettingError(
                 f"{key} in {path} has to be a mapping, such as '{_example(str(key))}', not {_kind(value)}"
             )
+
+
+def _name(key: Any) -> str:
+    """A key as text; a number may have more digits than Python writes."""
+    return str(key)[:_MAX_KEY] if not isinstance(key, int) or key.bit_length() <= _MAX_BITS else _kind(key)
 
 
 def _text(knob: Knob, value: Any, source: str) -> str:
@@ -91,7 +127,7 @@ def _text(knob: Knob, value: Any, source: str) -> str:
     if isinstance(value, bool) and knob.unit is SWITCH:
         return str(int(value))
     fits = isinstance(value, str) or (isinstance(value, int | float) and knob.unit not in (TEXT, CODEC))
-    if isinstance(value, bool) or not fits:
+    if isinstance(value, bool) or not fits or (isinstance(value, int) and value.bit_length() > _MAX_BITS):
         wanted = (
             "yes or no"
             if knob.unit is SWITCH
@@ -104,6 +140,8 @@ def _text(knob: Knob, value: Any, source: str) -> str:
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return "a number of so many digits"
     names = {bool: "yes or no", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
     return names.get(type(value), f"a {type(value).__name__}")
 
