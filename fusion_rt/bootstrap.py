@@ -24,6 +24,7 @@ from fusion_rt.errors import FusionError, WireError
 from fusion_rt.topology import Topology
 
 MAX_LINE = 16 * 1024 * 1024  # bytes of one line of JSON
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"  # ZeroMQ RFC 32
 Job: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 
@@ -66,6 +67,8 @@ class Endpoint(msgspec.Struct, frozen=True, tag="endpoint"):
 
     def __post_init__(self) -> None:
         ipaddress.ip_address(self.address)  # raises ValueError
+        if self.public_key and not _is_key(self.public_key):
+            raise ValueError(f"{self.public_key[:50]!r} is no CURVE key")
 
 
 class StartError(msgspec.Struct, frozen=True, tag="error"):
@@ -110,6 +113,13 @@ def decode_line(line: bytes, kind: type[_T]) -> _T:
         return msgspec.json.decode(line, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"not a start-up message: {error}") from None
+
+
+def _is_key(text: str) -> bool:
+    """Whether a text stands for 32 bytes: each five characters for a number of 32 bits."""
+    digits = [_Z85.find(character) for character in text]
+    numbers = [sum(digit * 85 ** (4 - i) for i, digit in enumerate(digits[at : at + 5])) for at in range(0, 40, 5)]
+    return len(digits) == 40 and min(digits) >= 0 and max(numbers) < 2**32
 
 
 def job_directory(runtime_root: str, job: str, node: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusion_rt import local, named_arrays, wire
+from fusion_rt import local, named_arrays, stacks, wire
 from fusion_rt.arena import Arena, Region, Segment
 from fusion_rt.errors import FusionError, HorovodInternalError
 from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
@@ -101,8 +101,9 @@ class Client:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self.arena = Arena(self._offer, self._drop)
-        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid())
-        self._send(local.Packet(wire.encode(hello)))
+        stacks_fd, stack_signal, main_thread = stacks.offer()
+        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal, main_thread)
+        self._send(local.Packet(wire.encode(hello), stacks_fd))
         try:
             self.welcome = self._await_welcome(timeout, previous is not None)
         except BaseException:
@@ -343,6 +344,7 @@ class Client:
             with self._sending:
                 packet.send(self._socket)
         except (BrokenPipeError, ConnectionError):
+            packet.close()
             self._read_available()  # the reason may stand in what the daemon sent last
             self._fail(self._lost())
             raise HorovodInternalError(self._failure) from None

@@ -93,6 +93,9 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, int]:
     if not descriptors:
         return data, -1
     fd = descriptors[0]
+    if not data:  # which reads like an end of file, after which nobody would look for a descriptor
+        os.close(fd)
+        raise WireError("a local packet had a descriptor and no message")
     if data != b"\0":
         return data, fd
     nbytes = os.fstat(fd).st_size

@@ -36,7 +36,6 @@ START, HOSTS, REACH, OUTPUT, ELASTIC, FUSION, STALLS, DAEMON, LOGGING, TIMELINE,
 )
 
 # Why nothing comes of a knob. Those in `_NOT_YET` wait for a later version; all others never will.
-_FIXED = "membership stays as it is at the start"
 _NO_TIMELINE = "no timeline is recorded"
 _NO_TUNING = "nothing is tuned"
 _NO_MPI = "MPI is not used"
@@ -46,7 +45,7 @@ _NO_NCCL = "Horovod's NCCL streams are not used"
 _NO_THREAD = "workers have no background thread"
 _NO_GLOO = "Gloo is not used; --stall-check-shutdown-time-seconds limits how long an operation may wait"
 _NO_CHECKS = "no checks are cached"
-_NOT_YET = (_FIXED, _NO_TIMELINE, _NO_TUNING)
+_NOT_YET = (_NO_TIMELINE, _NO_TUNING)
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,10 @@ class Settings:
         "allreduce", FUSION, "How the ranks' work becomes one model, by a DistributedOptimizer: an algorithm such as "
         "allreduce, ssp(staleness=4) or adpsgd.",
         unit=ALGORITHM, flags=("--algorithm",), variable="FUSION_ALGORITHM", yaml="params.algorithm")
+    overlap: str = _row(
+        "none", FUSION, "Whether step() of a DistributedOptimizer returns before the update is applied: forward (it is "
+        "when the next forward pass needs it), stale (one step late) or none.",
+        flags=("--overlap",), variable="FUSION_OVERLAP", yaml="params.overlap", choices=("none", "forward", "stale"))
     sparse_route: str = _row(
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything to "
         "everybody), or auto: the one that is expected to be faster.",
@@ -178,7 +181,7 @@ class Settings:
         absent="every host that has workers")
     tolerate_losses: bool = _row(
         False, STALLS, "Go on without workers and hosts that are lost, with an algorithm that can: any asynchronous "
-        "one, as long as the host keeps no parameter shard and is not the first.",
+        "one, as long as the host keeps no parameter shard and more than half of the hosts are left.",
         unit=SWITCH, flags=("--tolerate-losses",), variable="FUSION_TOLERATE_LOSSES", yaml="params.tolerate_losses")
     stall_check: bool = _row(
         True, STALLS, "Whether operations that wait for ranks are warned about and ended; off: they may wait for ever.",
@@ -241,7 +244,8 @@ class Settings:
         1.0, DAEMON, "How often a daemon's event loop tells its peers that it is alive.",
         unit=SECONDS, variable="FUSION_HEARTBEAT_INTERVAL", least=0.01)
     heartbeat_timeout: float = _row(
-        10.0, DAEMON, "Silence after which a peer daemon is given up.",
+        10.0, DAEMON, "Silence after which a peer daemon is given up, at most; half of that where its "
+        "heartbeats are regular.",
         unit=SECONDS, variable="FUSION_HEARTBEAT_TIMEOUT", least=0.05)
 
     @classmethod
@@ -287,8 +291,9 @@ OF_LAUNCHER = (
          flags=("-H", "--hosts"), placeholder="HOSTS", absent="localhost:N"),
     Knob("hostfile", HOSTS, "File with a line `name slots=N` for each host; # starts a comment.",
          flags=("-hostfile", "--hostfile"), placeholder="FILE"),
-    Knob("host_discovery_script", HOSTS, "Program that prints the hosts, a line `host[:slots]` for each.",
-         flags=("--host-discovery-script",), placeholder="SCRIPT", idle=_FIXED),
+    Knob("host_discovery_script", HOSTS, "Program that prints the hosts, a line `host[:slots]` for each; it is run "
+         "every second, and the job follows (docs/launchers.md).",
+         flags=("--host-discovery-script",), placeholder="SCRIPT"),
     Knob("slots_per_host", HOSTS, "Slots of each host for which none are given.",
          COUNT, 1, flags=("--slots-per-host",), least=1),
     Knob("network_interfaces", HOSTS, "Listen on this interface's address; of several (a,b or the flag repeated) "
@@ -305,16 +310,18 @@ OF_LAUNCHER = (
          flags=("--output-filename",), placeholder="DIR"),
     Knob("prefix_output_with_timestamp", OUTPUT, "Start each line of the workers' output with the time.",
          SWITCH, flags=("-prefix-timestamp", "--prefix-output-with-timestamp")),
-    Knob("min_num_proc", ELASTIC, "Least number of workers; with fewer slots the job does not start.",
-         COUNT, flags=("--min-np", "--min-num-proc"), least=1, idle=_FIXED),
-    Knob("max_num_proc", ELASTIC, "Largest number of workers; without -np, all slots are used up to this number.",
-         COUNT, flags=("--max-np", "--max-num-proc"), least=1, idle=_FIXED),
-    Knob("elastic_timeout", ELASTIC, "How long to wait for enough hosts after a change of membership.",
-         SECONDS, flags=("--elastic-timeout",), variable="HOROVOD_ELASTIC_TIMEOUT", idle=_FIXED),
+    Knob("min_num_proc", ELASTIC, "Least number of workers with which the job goes on when others are lost; it waits "
+         "for hosts while there are fewer. Makes the job elastic, as --host-discovery-script does.",
+         COUNT, flags=("--min-np", "--min-num-proc"), least=1, absent="that of -np"),
+    Knob("max_num_proc", ELASTIC, "Largest number of workers.",
+         COUNT, flags=("--max-np", "--max-num-proc"), least=1, absent="all slots of the hosts"),
+    Knob("elastic_timeout", ELASTIC, "How long to wait for enough hosts, at the start and after a change.",
+         SECONDS, 600.0, flags=("--elastic-timeout",), variable="HOROVOD_ELASTIC_TIMEOUT", least=0.001),
     Knob("reset_limit", ELASTIC, "How many changes of membership a job may see.",
-         COUNT, flags=("--reset-limit",), least=0, idle=_FIXED),
-    Knob("blacklist_cooldown_range", ELASTIC, "How many seconds a host that failed is left out, at first and at most.",
-         flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2", idle=_FIXED),
+         COUNT, flags=("--reset-limit",), least=0, absent="any number"),
+    Knob("blacklist_cooldown_range", ELASTIC, "How many seconds a host that failed is left out, at first and at most; "
+         "twice as long each time.",
+         default="10 300", flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2"),
     Knob("timeline_filename", TIMELINE, "File for a timeline of all operations.",
          flags=("--timeline-filename",), variable="HOROVOD_TIMELINE", yaml="timeline.filename", placeholder="FILE",
          idle=_NO_TIMELINE),

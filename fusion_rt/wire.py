@@ -27,6 +27,12 @@ MAX_NAME = 1024
 MAX_RANKS = 65536
 MAX_DIMS = 64
 MAX_GROUPS = 64  # parameter groups of an optimizer that a home has
+MAX_TEXT = 256 * 1024  # characters
+MAX_LINE = 512  # characters of a line about where a worker is
+MAX_FRAMES = 32  # calls of a thread that are told
+MAX_THREADS = 8  # threads of a worker
+MAX_LOCATED = 16  # workers of a node
+MAX_WAITING = 256  # operations of a node
 CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: what comes late from the one before is told by its clock
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -39,7 +45,8 @@ Kind: TypeAlias = Literal[
 ]  # fmt: skip
 Op: TypeAlias = Literal["sum", "average", "min", "max", "product", "adasum"]
 Rates: TypeAlias = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_GROUPS)]
-Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256 * 1024)]
+Line: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Signature(msgspec.Struct, frozen=True, array_like=True):
@@ -198,16 +205,61 @@ class Proposal(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
 
 
+# --- where a worker is ------------------------------------------------------------------------------------------------
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """A call in a stack. `source`: the line, if it could be read; `inner`: how many calls inside it are left out."""
+
+    file: Line
+    line: Count
+    function: Line
+    source: Line = ""
+    inner: Count = 0
+
+
+class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
+    """The Python stack of a thread, the most recent call first; `more`: how many calls at its end are left out."""
+
+    name: Line
+    frames: Annotated[tuple[Frame, ...], msgspec.Meta(max_length=MAX_FRAMES)]
+    more: Count = 0
+
+
+class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker is.
+
+    Attributes:
+        pid: 0 if there is none.
+        state: of its process, in words.
+        why_not: why there are no stacks; empty when there are.
+        threads: the main thread first.
+    """
+
+    rank: Rank
+    pid: Count
+    state: Line
+    why_not: Line = ""
+    threads: Annotated[tuple[ThreadStack, ...], msgspec.Meta(max_length=MAX_THREADS)] = ()
+
+
 # --- local channel: worker to daemon ----------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """First message of a worker."""
+    """First message of a worker. A memfd may be attached, into which it writes its stacks (`stacks.py`).
+
+    Attributes:
+        stack_signal: the signal on which it does so; 0: it does not.
+        main_thread: the ident of its main thread.
+    """
 
     version: int
     job: Name
     rank: Rank
     pid: Count
+    stack_signal: Annotated[int, msgspec.Meta(ge=0, lt=65)] = 0
+    main_thread: Annotated[int, msgspec.Meta(ge=0, lt=2**62)] = 0
 
 
 class AddSegment(msgspec.Struct, tag="segment", array_like=True):
@@ -323,9 +375,19 @@ class StopRequest(msgspec.Struct, tag="stop", array_like=True):
     reason: Text = ""
 
 
+class HangRequest(msgspec.Struct, tag="hang", array_like=True):
+    """Asks what waits for whom in the job, and where these are; answered with `Status`. From tools, as `StatusRequest`.
+
+    `everyone`: also where all other ranks are.
+    """
+
+    everyone: bool = False
+
+
+ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest
 WorkerMessage: TypeAlias = (
     Hello | AddSegment | DropSegment | Submit | Propose | Ready | SaveState | LoadState | CompressionRequest
-    | StalenessRequest | Bye | StatusRequest | StopRequest
+    | StalenessRequest | Bye | StatusRequest | StopRequest | HangRequest
 )  # fmt: skip
 
 # --- local channel: daemon to worker ----------------------------------------------------------------------------------
@@ -399,6 +461,34 @@ class PeerHello(msgspec.Struct, tag="peer_hello", array_like=True):
 
 class Heartbeat(msgspec.Struct, tag="hb", array_like=True):
     """The sender's event loop turns."""
+
+
+class Ack(msgspec.Struct, tag="ack", array_like=True):
+    """Nothing else was there to carry the acknowledgements that stand before every control message."""
+
+
+class Reopen(msgspec.Struct, tag="reopen", array_like=True):
+    """The sender's payload connection of this number to you is broken, and it asks for a new token."""
+
+    number: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Reopened(msgspec.Struct, tag="reopened", array_like=True):
+    """Answers `Reopen`: a new token, and how many messages have come on that connection so far."""
+
+    number: Annotated[int, msgspec.Meta(ge=1)]
+    token: Annotated[bytes, msgspec.Meta(max_length=64)]
+    received: Count
+
+
+class Leaving(msgspec.Struct, tag="leaving", array_like=True):
+    """The sender's daemon ends: its connections will not come back."""
+
+
+class GivenUp(msgspec.Struct, tag="given_up", array_like=True):
+    """The last word to a peer that the sender has given up, and why: nothing that it sends is taken any more."""
+
+    why: Text
 
 
 class Probe(msgspec.Struct, tag="probe", array_like=True):
@@ -489,10 +579,83 @@ class Inquiry(msgspec.Struct, tag="inquiry", array_like=True):
 
 
 class Report(msgspec.Struct, tag="report", array_like=True):
-    """To the coordinator: the answer to an `Inquiry`."""
+    """To the coordinator: the answer to an `Inquiry`. `traffic`: with the peers, once data is exchanged."""
 
     key: OpKey
     signatures: dict[Rank, Signature]
+    traffic: tuple[Traffic, ...] = ()
+
+
+class Locate(msgspec.Struct, tag="locate", array_like=True):
+    """Where are these ranks of yours? And which of these operations are over on your node? Answered with `Located`."""
+
+    serial: Count
+    ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_LOCATED)]
+    keys: Annotated[tuple[OpKey, ...], msgspec.Meta(max_length=MAX_WAITING)] = ()
+
+
+class Located(msgspec.Struct, tag="located", array_like=True):
+    """Where they are, and which operations are over there."""
+
+    serial: Count
+    found: Annotated[tuple[Whereabouts, ...], msgspec.Meta(max_length=MAX_LOCATED)]
+    over: Annotated[tuple[OpKey, ...], msgspec.Meta(max_length=MAX_WAITING)] = ()
+
+
+class WaitingRequest(msgspec.Struct, tag="waiting?", array_like=True):
+    """What is under way on your node? Answered with `WaitingHere`."""
+
+    serial: Count
+
+
+class Traffic(msgspec.Struct, frozen=True, array_like=True):
+    """What has gone between a node and its peer `node` in one operation, as the former sees it.
+
+    Attributes:
+        sent, received: chunks.
+        unsent: chunks that wait for the peer's credit.
+        silent: seconds since a chunk came from there, or since the operation began here.
+    """
+
+    node: Rank
+    sent: Count
+    received: Count
+    unsent: Count
+    silent: float
+
+
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """Something under way on a node.
+
+    Attributes:
+        kind: an operation (also a planned bucket's), a proposal of a plan, or a contribution to a bucket's home.
+        key: which; of a proposal, its group and clock; of a home, the plan and the bucket, and the clock is the rank of
+            the home plus 1.
+        what: for people.
+        seconds: since it began here, or last made progress.
+        submitted: local ranks that have submitted it, and wait.
+        awaits: ranks, of any node, without which it cannot be done; of a home, those that it lacks.
+        traffic: with the peers, once data is exchanged.
+        note: what else is known here.
+    """
+
+    kind: Literal["operation", "plan", "home"]
+    key: OpKey
+    what: Line
+    seconds: float
+    submitted: tuple[Rank, ...] = ()
+    awaits: tuple[Rank, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+    note: Line = ""
+
+
+class WaitingHere(msgspec.Struct, tag="waiting", array_like=True):
+    """What is under way on the sender's node, and its daemon's process; `more`: how much has no room here."""
+
+    serial: Count
+    pid: Count
+    waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=MAX_WAITING)]
+    more: Count = 0
 
 
 class OpFailed(msgspec.Struct, tag="op_failed", array_like=True):
@@ -512,6 +675,131 @@ class Departed(msgspec.Struct, tag="departed", array_like=True):
     """Ranks have shut down in good order; operations that still need them fail."""
 
     ranks: tuple[Rank, ...]
+
+
+class Loss(msgspec.Struct, frozen=True, array_like=True):
+    """A node that is lost, or one of its workers.
+
+    Attributes:
+        rank: the worker; -1: the whole node.
+        why: a sentence that names it.
+    """
+
+    node: Rank
+    why: Text
+    rank: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)] = -1
+
+
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """Which nodes go on with the job: the `number`th agreement about it, and all that has been lost so far, in order.
+    The lowest of the nodes that have workers left coordinates."""
+
+    number: Count
+    nodes: tuple[Rank, ...]
+    lost: tuple[Loss, ...] = ()
+
+
+class Suspected(msgspec.Struct, tag="suspected", array_like=True):
+    """To the node that decides: this seems to be lost, as seen from node `by`; the sender's view has this number."""
+
+    number: Count
+    by: Rank
+    losses: tuple[Loss, ...]
+
+
+class Canvass(msgspec.Struct, tag="canvass", array_like=True):
+    """The sender wants to decide the view of this number: phase 1 of a Paxos whose acceptors are the nodes of the view
+    before. `ballot` grows from attempt to attempt, and no two nodes have the same."""
+
+    number: Count
+    ballot: Count
+
+
+class Support(msgspec.Struct, tag="support", array_like=True):
+    """Answers `Canvass`: the sender accepts nothing of a lower ballot any more.
+
+    Attributes:
+        accepted: what it has accepted so far, and in which ballot; None and 0 if nothing.
+        losses: what it has noticed itself.
+    """
+
+    number: Count
+    ballot: Count
+    accepted_ballot: Count = 0
+    accepted: View | None = None
+    losses: tuple[Loss, ...] = ()
+
+
+class ViewProposal(msgspec.Struct, tag="view_proposal", array_like=True):
+    """Phase 2: the nodes are to accept this view."""
+
+    ballot: Count
+    view: View
+
+
+class ViewAccepted(msgspec.Struct, tag="view_accepted", array_like=True):
+    """Answers `ViewProposal`."""
+
+    number: Count
+    ballot: Count
+
+
+class ViewRefused(msgspec.Struct, tag="view_refused", array_like=True):
+    """Answers `Canvass` and `ViewProposal`: the sender has answered a higher `ballot`."""
+
+    number: Count
+    ballot: Count
+
+
+class NewView(msgspec.Struct, tag="new_view", array_like=True):
+    """A view has been decided. Whoever begins it tells all others: what the sender says from here on is of it."""
+
+    view: View
+
+
+class MadePlan(msgspec.Struct, frozen=True, array_like=True):
+    """A plan in force: the clock at which it was proposed, and what local ranks proposed."""
+
+    clock: Count
+    plan: Plan
+    proposals: dict[Rank, Proposal]
+
+
+class Handover(msgspec.Struct, tag="handover", array_like=True):
+    """To the coordinator of a new view: what the sender's node knows, and what it waits for.
+
+    Attributes:
+        epoch, number: the membership epoch, and the view.
+        next_set, sets: the id of the next process set, and the ranks of those that there are.
+        approved: signatures that all ranks have agreed on.
+        verdicts: the latest that said more than that.
+        failed: why the latest operations failed, and the latest proposals.
+        last_plan, plans: the highest id of a plan, and the plans in force.
+        requests, mismatches, proposals: those without an answer.
+    """
+
+    epoch: Count
+    number: Count
+    next_set: Count
+    sets: dict[Count, tuple[Rank, ...]]
+    approved: tuple[Signature, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    failed: tuple[OpFailed | PlanVerdict, ...] = ()
+    last_plan: Count = 0
+    plans: tuple[MadePlan, ...] = ()
+    requests: tuple[Request, ...] = ()
+    mismatches: tuple[Mismatch, ...] = ()
+    proposals: tuple[PlanRequest, ...] = ()
+
+
+class Settled(msgspec.Struct, tag="settled", array_like=True):
+    """From the coordinator of a new view, once all nodes have handed over: it decides from here on. Process sets that
+    are not in `sets` are no longer there, and the next one gets the id `next_set`."""
+
+    epoch: Count
+    number: Count
+    next_set: Count
+    sets: tuple[Count, ...]
 
 
 class Joined(msgspec.Struct, tag="joined", array_like=True):
@@ -589,9 +877,10 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
 
 
 PeerMessage: TypeAlias = (
-    PeerHello | Heartbeat | Probe | Echo | Up | NewEpoch | Start | Request | Verdict | PlanRequest | PlanVerdict
-    | Mismatch | Inquiry | Report | OpFailed | Abort | Departed | Joined | Began | Chunk | Credit
-    | Piece
+    PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Up | NewEpoch | Start
+    | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Inquiry | Report | Locate | Located | WaitingRequest
+    | WaitingHere | OpFailed | Abort | Departed | Joined | Began | Chunk | Credit | Piece
+    | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

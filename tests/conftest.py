@@ -7,12 +7,15 @@ of commands would not do: other test runs, and real jobs, may be running beside 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
 import secrets
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
@@ -20,6 +23,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from fusion_rt import stacks
 
 pytest_plugins = ["pytester"]
 
@@ -29,6 +34,8 @@ LEAK_MARK = "FUSION_TEST_LEAK_MARK"
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda number, frame: None)
+
+os.close(stacks.offer().fd)  # the first client in this process makes it and keeps it: not that test's leak
 
 GRACE_S = 3.0  # for what is on its way out: init has to reap an orphan, a killed process to unmap its memory
 
@@ -47,8 +54,9 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test marked `multiprocess` that leaves a process, a /dev/shm file or a descriptor behind; kills and
-    removes what was left, so that the next test starts clean."""
+    """Fails a test marked `multiprocess` that leaves a process, a thread, a /dev/shm file, a descriptor (a socket, an
+    arena) or a lab of network namespaces behind; kills and removes what was left where that can be done, so that the
+    next test starts clean."""
     if request.node.get_closest_marker("multiprocess") is None:
         yield
         return
@@ -58,6 +66,8 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     children = set(psutil.Process().children(recursive=True))
     shm = _shm_files()
     descriptors = _descriptors()
+    threads = _threads()
+    labs = _labs()
     try:
         yield
     finally:
@@ -74,6 +84,11 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in sorted(_settled(lambda: {file for file in _shm_files() - shm if not _used_elsewhere(file)})):
         left.append(f"shared memory /dev/shm/{name}")
         Path("/dev/shm", name).unlink(missing_ok=True)
+
+    for name in sorted(_settled(lambda: _threads() - threads)):
+        left.append(f"thread {name}")
+    for name in sorted(_labs() - labs):
+        left.append(f"network namespaces of lab {name}; `python -m benchmarks.netlab clean --all` removes them")
 
     gc.collect()
     for fd, target in sorted(_descriptors().items() - descriptors.items()):
@@ -127,6 +142,21 @@ def _settled(leftovers: Callable[[], set[str]]) -> set[str]:
     while (left := leftovers()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def _threads() -> set[str]:
+    """Threads of this process that would keep it from ending, by name and number."""
+    return {f"{each.name} ({each.ident})" for each in threading.enumerate() if not each.daemon}
+
+
+def _labs() -> set[str]:
+    """Numbers of the labs (benchmarks/netlab) that this process has made."""
+    found = set()
+    for record in Path("/run/netlab").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):  # just removed by its owner, or being written
+            if json.loads(record.read_text())["pid"] == os.getpid():
+                found.add(record.name)
+    return found
 
 
 def _descriptors() -> dict[int, str]:

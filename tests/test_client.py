@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion_rt import local, wire
+from fusion_rt import local, stacks, wire
 from fusion_rt.arena import Segment
 from fusion_rt.client import Client, Operation
 from fusion_rt.errors import FusionError, HorovodInternalError, WireError
@@ -34,6 +34,7 @@ class Daemon:
         self._listener.settimeout(TIMEOUT_S)
         self.sock: socket.socket
         self.hello: wire.WorkerMessage
+        self.stacks: os.stat_result  # of what came with it
 
     def connect(self, answer: wire.DaemonMessage | None = WELCOME, timeout: float = TIMEOUT_S) -> Client:
         """A client that this daemon welcomes, or answers otherwise; None closes the connection."""
@@ -41,7 +42,9 @@ class Daemon:
         def greet() -> None:
             self.sock, _ = self._listener.accept()
             self.sock.settimeout(TIMEOUT_S)
-            self.hello = self.receive()
+            self.hello, fd = self.receive_with_descriptor()
+            self.stacks = os.fstat(fd)
+            os.close(fd)
             if answer is None:
                 self.sock.close()
             else:
@@ -94,7 +97,9 @@ def failure(client: Client, operation: Operation) -> str:
 
 
 def test_a_client_says_who_it_is_and_learns_who_is_where(daemon: Daemon, client: Client) -> None:
-    assert daemon.hello == wire.Hello(wire.PROTOCOL_VERSION, "job", 1, os.getpid())
+    main_thread = threading.main_thread().ident or 0
+    assert daemon.hello == wire.Hello(wire.PROTOCOL_VERSION, "job", 1, os.getpid(), stacks.STACK_SIGNAL, main_thread)
+    assert daemon.stacks.st_size == stacks.STACK_BYTES
     assert client.topology == WELCOME.topology
     assert client.process_sets[0].ranks == (0, 1)
 

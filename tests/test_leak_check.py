@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.netlab import preflight
+
 CONFTEST = Path(__file__).with_name("conftest.py")
 CONFIG = "[pytest]\nmarkers = multiprocess: watched\n"
 
@@ -35,6 +37,32 @@ def test_a_leftover_descriptor_and_shared_memory_file_are_named(pytester: pytest
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*shared memory /dev/shm/leak-check-example; descriptor * (*leak-check-example*)*"])
     assert not Path("/dev/shm/leak-check-example").exists()
+
+
+def test_a_leftover_thread_is_named(pytester: pytest.Pytester) -> None:
+    result = run_watched(
+        pytester, "import threading, time; threading.Thread(target=time.sleep, args=(4,), name='x').start()"
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*test_it left behind: thread x (*)*"])
+
+
+def test_a_leftover_socket_and_an_arena_are_descriptors(pytester: pytest.Pytester) -> None:
+    body = "import socket; socket.socket(socket.AF_UNIX).detach(); os.memfd_create('arena-example')"
+    result = run_watched(pytester, body)
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(
+        ["*test_it left behind: descriptor * (socket:*); descriptor * (/memfd:arena-example*)*"]
+    )
+
+
+@pytest.mark.skipif(preflight() is not None, reason=preflight() or "")
+@pytest.mark.root
+def test_a_leftover_lab_is_named(pytester: pytest.Pytester) -> None:
+    body = "from benchmarks.netlab import Netlab; lab = Netlab(1).__enter__()"
+    result = run_watched(pytester, body)  # the lab goes with its process
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*test_it left behind: network namespaces of lab *"])
 
 
 def safe_cmdline(process: psutil.Process) -> list[str]:

@@ -1,4 +1,4 @@
-"""The `fusiond` command: start, status, stop, logs."""
+"""The `fusiond` command: start, status, stop, logs, clean."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from enum import Enum
 from typing import Annotated
 
 import typer
 
-from fusion_rt import bootstrap, local, wire
+from fusion_rt import bootstrap, wire
 from fusion_rt.errors import FusionError
+from fusion_rt.local_daemons import Found, ask, find
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 
@@ -25,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_ANSWER = 10.0  # seconds for a daemon
 _LOG_TAIL = 2000  # characters of the log of a daemon that did not start
 
 
@@ -90,7 +91,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
 ) -> None:
     """Shows the daemons of this user on this host: workers, operations, traffic."""
-    found = [_ask(path, wire.StatusRequest()) for path in _sockets(job, node)]
+    found = [_ask(each, wire.StatusRequest()) for each in _listening(job, node)]
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -102,15 +103,24 @@ def status(
 @app.command()
 def stop(job: JobOption = "", node: NodeOption = -1) -> None:
     """Ends a job: its workers raise an error that says so."""
-    paths = _sockets(job, node)
-    if len({os.path.dirname(path).rsplit(".", 1)[0] for path in paths}) > 1:
+    found = _listening(job, node)
+    if len({each.job for each in found}) > 1:
         raise typer.BadParameter("daemons of several jobs run here; name one with --job")
-    for path in paths:
-        answer = _ask(path, wire.StopRequest("fusiond stop"))
+    for each in found:
+        answer = _ask(each, wire.StopRequest("fusiond stop"))
         if answer.get("state") == "gone":
-            typer.echo(f"the daemon at {path} is gone: {answer['failure']}", err=True)
+            typer.echo(f"the daemon at {each.socket_path} is gone: {answer['failure']}", err=True)
         else:
-            _wait_until_gone(path)
+            _wait_until_gone(each.socket_path)
+
+
+@app.command()
+def clean() -> None:
+    """Removes what dead daemons of this user have left on this host: sockets, locks and logs. Others are left alone."""
+    from fusiond.leftovers import remove_dead
+
+    for path in remove_dead(Settings.from_env().runtime_root(), logs=True):
+        typer.echo(f"removed what was left in {path}")
 
 
 @app.command()
@@ -120,7 +130,7 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines from the end.", min=1)] = 100,
 ) -> None:
     """Prints the end of the logs of daemons that run, or ran, in the background on this host."""
-    directories = list(_directories(job, node))
+    directories = [each.directory for each in _found(job, node)]
     shown = False
     for directory in directories:
         path = os.path.join(directory, "log")
@@ -149,7 +159,8 @@ def _is_not(role: Role | None, config: bootstrap.DaemonConfig) -> str:
 
 def _serve(config: bootstrap.DaemonConfig, stdin_start: bytes, as_json: bool) -> None:
     """Runs a daemon in this process until its job is over, and exits."""
-    from fusiond.daemon import Daemon, configure_logging
+    from fusiond.daemon import Daemon
+    from fusiond.status import configure_logging
 
     try:
         settings = Settings.from_env()
@@ -207,37 +218,24 @@ def _detach(config: bootstrap.DaemonConfig) -> None:
     process.returncode = 0  # it goes on by itself; no warning about that when this process ends
 
 
-def _directories(job: str, node: int) -> Iterator[str]:
-    root = Settings.from_env().runtime_root()
-    for name in sorted(os.listdir(root)) if os.path.isdir(root) else []:
-        found_job, _, found_node = name.rpartition(".")
-        if job in ("", found_job) and node in (-1, int(found_node) if found_node.isdigit() else -2):
-            yield os.path.join(root, name)
+def _found(job: str, node: int) -> list[Found]:
+    return list(find(Settings.from_env().runtime_root(), job, node))
 
 
-def _sockets(job: str, node: int) -> list[str]:
-    """Sockets of the daemons that are meant; exits with a sentence when there is none."""
-    paths = [os.path.join(d, "sock") for d in _directories(job, node)]
-    paths = [path for path in paths if os.path.exists(path)]
-    if not paths:
+def _listening(job: str, node: int) -> list[Found]:
+    """The daemons that are meant; exits with a sentence when there is none."""
+    found = [each for each in _found(job, node) if os.path.exists(each.socket_path)]
+    if not found:
         typer.echo(f"no daemon{f' of job {job!r}' if job else ''} of this user runs on this host", err=True)
         raise typer.Exit(1)
-    return paths
-
-
-def _ask(path: str, request: wire.StatusRequest | wire.StopRequest) -> dict[str, object]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(10)
-        try:
-            sock.connect(path)
-            local.Packet(wire.encode(request)).send(sock)
-            data, _ = local.receive(sock)
-            answer = wire.decode_daemon_message(data)
-        except (OSError, FusionError) as error:
-            return {"socket": path, "state": "gone", "failure": f"it does not answer: {error}"}
-    assert isinstance(answer, wire.Status)
-    found: dict[str, object] = json.loads(answer.json)
     return found
+
+
+def _ask(found: Found, request: wire.ToolMessage) -> dict[str, object]:
+    try:
+        return ask(found, request, _ANSWER)[1]
+    except FusionError as error:
+        return {"socket": found.socket_path, "state": "gone", "failure": str(error)}
 
 
 def _wait_until_gone(path: str, seconds: float = 10) -> None:

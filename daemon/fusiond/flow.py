@@ -56,6 +56,8 @@ class FlowPort:
         self._under_way: dict[int, int] = {}  # chunks sent to a position and not yet consumed there
         self._borrowed: set[int] = set()  # positions that still have a borrowed payload of ours to consume
         self._waiting: dict[int, deque[tuple[wire.Chunk, bytes | memoryview]]] = {}
+        self._sent = dict.fromkeys(range(len(nodes)), 0)  # chunks sent to a position in all
+        self._taken = dict.fromkeys(range(len(nodes)), 0)  # chunks of a position consumed here in all
         self._consumed: dict[int, int] = {}  # chunks of a position consumed here and not yet granted
         self._owed: set[int] = set()  # positions that wait for our last credit, because they sent borrowed payloads
         self._done = False
@@ -77,6 +79,7 @@ class FlowPort:
 
     def consumed(self, position: int, nbytes: int) -> None:
         """A chunk of that position has been taken by the exchange."""
+        self._taken[position] += 1
         count = self._consumed.get(position, 0) + 1
         self._consumed[position] = count
         if nbytes >= BORROW_FROM:
@@ -96,7 +99,12 @@ class FlowPort:
                 self._borrowed.discard(position)
             self._check()
 
+    def traffic(self, position: int) -> tuple[int, int, int]:
+        """Chunks sent to a position, consumed of it, and waiting for its credit."""
+        return self._sent[position], self._taken[position], len(self._waiting.get(position, ()))
+
     def _send_now(self, position: int, chunk: wire.Chunk, payload: bytes | memoryview) -> None:
+        self._sent[position] += 1
         self._under_way[position] = self._under_way.get(position, 0) + 1
         if self._send_chunk(self._node_of[position], chunk, payload):
             self._borrowed.add(position)

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from fusion_rt.dtypes import DTYPES, DType
 from fusiond.loop import EventLoop
 
 Job = Callable[[], None]
@@ -69,3 +70,25 @@ class KernelPool:
             else:
                 finished(None)
             del item, job, finished  # a waiting thread must not keep the last operation's arrays alive
+
+
+def prepare_kernels(
+    pool: KernelPool, compression: str, dtypes: Sequence[str], failed: Callable[[BaseException], None]
+) -> None:
+    """Loads or compiles kernels before they are needed, beside the event loop.
+
+    Args:
+        compression: spec of the codec whose kernels are needed, too.
+        failed: called with why they cannot be had.
+    """
+    from fusion_rt import codecs
+    from fusion_rt.kernels import cpu
+
+    codec = codecs.parse(compression)
+
+    def prepare() -> None:
+        cpu.prepare([DType.named(name) for name in dtypes])
+        for name in dtypes:
+            codec.open(codecs.Layout(DTYPES[name], 1))
+
+    pool.run([prepare], lambda error: None if error is None else failed(error))

@@ -7,13 +7,17 @@ Workers that have left may come back (`hvd.shutdown()`, then `hvd.init()`). When
 the next *membership epoch*; this one starts when every node is.
 
 A node without workers is up as soon as its connections stand, and follows the others into the next epoch.
+
+Workers and nodes that are lost (`views`) are not waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fusion_rt import wire
 from fusion_rt.topology import Topology
+from fusion_rt.wire import View
 
 
 class Membership:
@@ -22,6 +26,9 @@ class Membership:
     def __init__(self, topology: Topology, node: int) -> None:
         self._topology = topology
         self._node = node
+        self.nodes: Sequence[int] = range(len(topology.hosts))
+        self.coordinator = next(index for index, ranks in enumerate(topology.ranks) if ranks)
+        self.lost: set[int] = set()  # local ranks
         self.mesh_up = len(topology.hosts) == 1
         self.started = False
         self.epoch = 0
@@ -34,6 +41,20 @@ class Membership:
     @property
     def local(self) -> Sequence[int]:
         return self._topology.ranks[self._node]
+
+    @property
+    def awaited(self) -> list[int]:
+        """Local ranks that are not lost."""
+        return [rank for rank in self.local if rank not in self.lost]
+
+    def lose(self, rank: int) -> None:
+        """A local rank will not come back."""
+        self.lost.add(rank)
+        self.left.add(rank)
+
+    def view_begins(self, view: View, coordinator: int) -> None:
+        """These nodes go on, and one of them coordinates."""
+        self.nodes, self.coordinator = view.nodes, coordinator
 
     def may_join(self, rank: int) -> str:
         """Why a worker may not join, as a sentence; empty when it may."""
@@ -49,9 +70,9 @@ class Membership:
         if rank in self.joined:
             self._returned.add(rank)
         self.joined.add(rank)
-        if len(self._returned) == len(self.local):
+        if self._returned.issuperset(self.awaited):
             self.epoch += 1
-            self.left.clear()
+            self.left = set(self.lost)
             self._returned.clear()
             self.started = self._reported = False
 
@@ -62,7 +83,7 @@ class Membership:
         Args:
             epochs: of the other nodes, by node; 0 where there is none.
         """
-        epoch = min(epochs.get(node, 0) for node, ranks in enumerate(self._topology.ranks) if ranks)
+        epoch = min((epochs.get(node, 0) for node in self.nodes if self._topology.ranks[node]), default=0)
         if self.local or epoch <= self.epoch:
             return False
         self.epoch = epoch
@@ -79,7 +100,7 @@ class Membership:
     @property
     def all_up(self) -> bool:
         """Whether every node is up (the coordinator's to ask)."""
-        return list(self.nodes_up.values()).count(self.epoch) == len(self._topology.hosts)
+        return all(self.nodes_up.get(node) == self.epoch for node in self.nodes)
 
     @property
     def everyone_left(self) -> bool:
@@ -92,7 +113,21 @@ class Membership:
         if ranks:
             return f"{self._topology.describe(ranks)} did not connect to the daemon"
         hosts = self._topology.hosts
-        if self._node != 0:  # only the coordinator hears who is up
-            return f"node 0 (host {hosts[0]}) did not say that every node is up"
-        nodes = [f"{n} (host {host})" for n, host in enumerate(hosts) if n not in self.nodes_up and n != self._node]
+        first = self.coordinator
+        if self._node != first:  # only the coordinator hears who is up
+            return f"node {first} (host {hosts[first]}) did not say that every node is up"
+        late = [n for n in self.nodes if self.nodes_up.get(n) != self.epoch and n != self._node]
+        nodes = [f"{n} (host {hosts[n]})" for n in late]
         return f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)} did not come up"
+
+
+def not_ours(hello: wire.Hello, job: str) -> str:
+    """Why whoever says this is no worker of a job, as a sentence; empty when it may be."""
+    if hello.version != wire.PROTOCOL_VERSION:
+        return (
+            f"rank {hello.rank} speaks version {hello.version} of the protocol and its daemon "
+            f"{wire.PROTOCOL_VERSION}: install the same version of fusion_rt for both"
+        )
+    if hello.job != job:
+        return f"rank {hello.rank} belongs to job {hello.job!r}, and this daemon to {job!r}"
+    return ""

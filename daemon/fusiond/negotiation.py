@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fusion_rt import algorithms, wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.wire import OpKey
 from fusiond import planning
+from fusiond.handing_over import Inherited
 from fusiond.participants import Participants
+from fusiond.waiting import stragglers
 
 Outgoing = list[tuple[int, wire.PeerMessage]]
 PlanKey = tuple[int, str, int]  # process set, group, clock
@@ -30,11 +33,20 @@ DIRECT_KINDS = frozenset({"allreduce", "reducescatter", "barrier"})
 
 @dataclass
 class _Pending:
-    """An operation that some nodes have asked for, or that an inquiry is about."""
+    """An operation that some nodes have asked for, or that an inquiry is about.
+
+    Attributes:
+        waited: seconds, at most, as nodes have told.
+        ending: its time is up, and it is being found out where those are that are missing.
+        where: that, once it is known.
+    """
 
     requests: dict[int, wire.Request] = field(default_factory=dict)
     reports: dict[int, Mapping[int, wire.Signature]] | None = None
+    traffic: dict[int, Sequence[wire.Traffic]] = field(default_factory=dict)
     waited: float = 0.0
+    ending: bool = False
+    where: str | None = None
 
 
 @dataclass
@@ -42,6 +54,7 @@ class _PendingPlan:
     since: float
     proposals: dict[int, wire.Proposal] = field(default_factory=dict)
     warned: bool = False
+    ending: bool = False
 
 
 @dataclass
@@ -62,6 +75,8 @@ class Coordinator:
         settings: largest bucket, and time-outs.
         clock: now, in seconds.
         warn: tells people that something is late.
+        locate: finds out where ranks are, calls back with lines to go after a sentence, and sends what that returns, or
+            returns it at once.
 
     Attributes:
         seconds_per_byte: of the links to other nodes, as far as they have been measured.
@@ -73,18 +88,33 @@ class Coordinator:
         settings: Settings,
         clock: Callable[[], float],
         warn: Callable[[str], None],
+        locate: Callable[[Sequence[int], Callable[[str], Outgoing]], Outgoing] = lambda ranks, finish: finish(""),
     ) -> None:
         self._participants = participants
         self._topology = participants.topology
         self._settings = settings
         self._clock = clock
         self._warn = warn
+        self._locate = locate
         self._approved: set[tuple[int, int]] = set()  # process set and digest
         self._pending: dict[OpKey, _Pending] = {}
         self._plans: dict[PlanKey, _PendingPlan] = {}
         self._made: dict[tuple[int, str], _Made] = {}
         self._next_plan = 1
+        self._verdicts: dict[OpKey, wire.Verdict] = {}  # of the view before, which some nodes may not have heard
         self.seconds_per_byte: dict[int, float] = {}
+
+    def take_over(self, inherited: Inherited) -> Outgoing:
+        """Goes on where the coordinator of the view before stopped."""
+        self._next_plan = inherited.next_plan
+        self._approved |= inherited.approved
+        self._verdicts = inherited.verdicts
+        for plan_key, made in inherited.plans.items():
+            first = min(made.proposals, default=-1)
+            if first >= 0:  # else nobody who proposed it is left
+                members = self._participants.members(plan_key[0])
+                self._made[plan_key] = _Made(made.plan, first, made.proposals[first], set(members.set.ranks))
+        return list(inherited.news)
 
     def handle(self, node: int, message: wire.PeerMessage) -> Outgoing | None:
         """What to send because of a node's message; None when no node of this job would send it."""
@@ -128,6 +158,8 @@ class Coordinator:
         """A node's local ranks have all submitted an operation."""
         key = request.key
         signature = next(iter(request.signatures.values()))
+        if key in self._verdicts:
+            return [(node, self._verdicts[key])]
         approved = signature.kind in DIRECT_KINDS and (key.process_set, wire.digest(signature)) in self._approved
         if approved and key not in self._pending:
             return [(node, wire.Verdict(key))]
@@ -152,20 +184,45 @@ class Coordinator:
         if pending is None or pending.reports is None:
             return []
         pending.reports[node] = report.signatures
+        pending.traffic[node] = report.traffic
         nodes = self._nodes(report.key)
         if len(pending.reports) < len(nodes):
             return []
-        late = pending.waited > self._settings.operation_timeout
-        error = self._explain(report.key, pending, pending.waited if late else 0.0)
-        if error:
+        waited = pending.waited
+        missing = self._absent(report.key, pending)
+        late = waited > self._settings.operation_timeout
+        if pending.where is not None and not missing:  # they have come while it was found out where they are
+            pending.ending, pending.where, late = False, None, False
+        error = self._explain(report.key, pending, waited if late else 0.0)
+        if error and not (late and missing and pending.where is None):
             del self._pending[report.key]
-            return [(n, wire.OpFailed(report.key, error)) for n in nodes]
-        if pending.waited > self._settings.stall_warning_time:
-            self._warn(self._explain(report.key, pending, pending.waited))
+            return [(n, wire.OpFailed(report.key, error + (pending.where or ""))) for n in nodes]
+        if not error and waited > self._settings.stall_warning_time:
+            self._stalled(self._explain(report.key, pending, waited), missing)
         pending.reports, pending.waited = None, 0.0
-        if not pending.requests:
+        pending.traffic.clear()
+        if error and not pending.ending:
+            pending.ending = True
+            return self._locate(missing, partial(self._look_again, report.key, pending, waited))
+        if not pending.requests and not pending.ending:
             del self._pending[report.key]
         return self._decide(report.key, pending)
+
+    def _look_again(self, key: OpKey, pending: _Pending, waited: float, where: str) -> Outgoing:
+        """It is known where those are that are missing; they may have come meanwhile, and so it is asked once more."""
+        if self._pending.get(key) is not pending:  # it has been decided
+            return []
+        pending.where, pending.waited = where, max(pending.waited, waited)
+        return self._inquire(key, pending)
+
+    def _stalled(self, text: str, missing: Sequence[int]) -> None:
+        """Warns of something, with where the ranks are that it waits for."""
+
+        def warn(where: str) -> Outgoing:
+            self._warn(text + where)
+            return []
+
+        self._locate(missing, warn)
 
     def joined(self) -> Outgoing:
         """A rank has joined: what waits for it goes on without it, or fails."""
@@ -193,6 +250,11 @@ class Coordinator:
 
     def _decide_plan(self, plan_key: PlanKey, pending: _PendingPlan) -> Outgoing:
         """Makes the plan once every rank that is awaited has proposed it."""
+        algorithm = next(iter(pending.proposals.values())).reduction.algorithm
+        if algorithms.parse(algorithm).synchronous:
+            why = self._participants.why_not_since(algorithm, self._participants.members(plan_key[0]))
+            if why:
+                return self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {why}")
         if self._missing(plan_key, pending):
             return []
         error = planning.disagreement(pending.proposals, self._topology)
@@ -214,7 +276,8 @@ class Coordinator:
             return {}
         nodes = self._participants.members(proposal.process_set).nodes
         if self._settings.shard_hosts:
-            nodes = self._participants.topology.homes(self._settings.shard_hosts)
+            hosts = self._participants.topology.homes(self._settings.shard_hosts)
+            nodes = tuple(node for node in hosts if node not in self._participants.lost_nodes)
         times = self.seconds_per_byte
         if not isinstance(spec, algorithms.Collaborative) or not all(time > 0 for time in times.values()) or not times:
             return dict.fromkeys(nodes, 1.0)
@@ -234,13 +297,38 @@ class Coordinator:
             waited = self._clock() - pending.since
             gone = [rank for rank in missing if rank in self._participants.departed]
             who = self._topology.describe(gone or missing)
-            if waited > self._settings.operation_timeout or (gone and waited > 1):
-                why = "has left the job" if gone else f"did not propose it within {waited:.0f} s"
-                out += self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {who} {why}")
+            if gone and waited > 1:
+                out += self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {who} has left the job")
+            elif waited > self._settings.operation_timeout and not pending.ending:
+                pending.ending = True
+                error = f"no plan for {plan_key[1]!r}: {who} did not propose it within {waited:.0f} s"
+                out += self._locate(missing, partial(self._end_plan, plan_key, pending, error))
             elif waited > self._settings.stall_warning_time and not pending.warned:
                 pending.warned = True
-                self._warn(f"the plan of {plan_key[1]!r} has waited {waited:.0f} s for {who}")
+                self._stalled(f"the plan of {plan_key[1]!r} has waited {waited:.0f} s for {who}", missing)
         return out
+
+    def _end_plan(self, plan_key: PlanKey, pending: _PendingPlan, error: str, where: str) -> Outgoing:
+        if self._plans.get(plan_key) is not pending:  # it has been made meanwhile
+            return []
+        return self._plan_verdict(plan_key, None, error + where)
+
+    def under_way(self) -> list[wire.Waiting]:
+        """The plans that wait for proposals, as who asks is told."""
+        return [
+            wire.Waiting(
+                "plan",
+                OpKey(process_set, 0, group, clock),
+                f"the plan of {group!r}"[: wire.MAX_LINE],
+                self._clock() - pending.since,
+                awaits=tuple(self._missing((process_set, group, clock), pending)),
+            )
+            for (process_set, group, clock), pending in self._plans.items()
+        ]
+
+    def forget(self, key: OpKey) -> None:
+        """An operation has failed."""
+        self._pending.pop(key, None)
 
     def forget_set(self, process_set: int) -> None:
         """A process set has been removed."""
@@ -329,12 +417,27 @@ class Coordinator:
         return [(node, verdict) for node in sorted(nodes.union(() if plan is None else plan.homes))]
 
     def _explain(self, key: OpKey, pending: _Pending, waited: float) -> str:
+        text = explain(
+            key, self._known(pending), self._awaited(key), self._topology, self._participants.departed, waited
+        )
+        late = stragglers(pending.traffic) if text and waited else ()
+        return "; ".join([text, *(straggler.describe(self._topology) for straggler in late)])
+
+    def _known(self, pending: _Pending) -> dict[int, wire.Signature]:
+        """What ranks have submitted, as far as nodes have told."""
         submitted = self._submitted(pending)
         for report in (pending.reports or {}).values():
             submitted.update(report)
+        return submitted
+
+    def _awaited(self, key: OpKey) -> list[int]:
         members = self._participants.members(key.process_set)
-        awaited = [rank for rank in members.set.ranks if self._participants.is_awaited(rank, members)]
-        return explain(key, submitted, awaited, self._topology, self._participants.departed, waited)
+        return [rank for rank in members.set.ranks if self._participants.is_awaited(rank, members)]
+
+    def _absent(self, key: OpKey, pending: _Pending) -> list[int]:
+        """The ranks that an operation waits for."""
+        known = self._known(pending)
+        return [rank for rank in self._awaited(key) if rank not in known]
 
 
 def explain(

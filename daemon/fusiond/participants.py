@@ -2,11 +2,13 @@
 
 A rank that has *joined* has no data left, but the others may go on: until every rank has joined it contributes nothing
 to their all-reduces in the global set, and takes part in nothing else.
+
+A rank that is *lost* will not come back: operations without data go on without it, all others that it belongs to fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion_rt.errors import FusionError
@@ -14,11 +16,14 @@ from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
 
 # Operations that go on without the ranks that have joined.
 JOINABLE_KINDS = frozenset({"allreduce", "barrier"})
+# Operations without data.
+EMPTY_KINDS = frozenset({"barrier", "join", "add_process_set", "remove_process_set"})
 
 
 @dataclass(frozen=True)
 class Members:
-    """A process set as a node sees it: its nodes, ascending, and its local members in order of local_rank."""
+    """A process set as a node sees it: its nodes, ascending, and its local members in order of local_rank. Nodes and
+    ranks that are lost are only in `set`."""
 
     set: ProcessSet
     nodes: tuple[int, ...]
@@ -30,13 +35,17 @@ class Participants:
 
     Attributes:
         topology: of this membership epoch.
-        departed: ranks that have left in good order.
+        departed: ranks that have left, in good order or not.
+        lost: why, by rank, of those that did not.
+        lost_nodes: those that were given up.
         joined: ranks that have joined, in the order in which this node heard of them.
     """
 
     def __init__(self, topology: Topology, node: int) -> None:
         self.topology = topology
         self.departed: set[int] = set()
+        self.lost: dict[int, str] = {}
+        self.lost_nodes: set[int] = set()
         self.joined: list[int] = []
         self._node = node
         self._members: dict[int, Members] = {}
@@ -65,9 +74,41 @@ class Participants:
     def add(self, ranks: Sequence[int]) -> int:
         """Adds the process set of these ranks (ascending) and returns its id."""
         added = ProcessSet(self._next, tuple(ranks))
-        self._members[added.id] = Members(added, added.nodes(self.topology), added.local(self.topology, self._node))
+        self._members[added.id] = self._seen(added)
         self._next += 1
         return added.id
+
+    def _seen(self, process_set: ProcessSet) -> Members:
+        nodes, local = process_set.nodes(self.topology), process_set.local(self.topology, self._node)
+        if self.lost:
+            nodes = tuple(n for n in nodes if any(r not in self.lost for r in process_set.local(self.topology, n)))
+            local = tuple(rank for rank in local if rank not in self.lost)
+        return Members(process_set, nodes, local)
+
+    def lose(self, ranks: Mapping[int, str]) -> None:
+        """Ranks are lost; why, by rank."""
+        self.lost.update(ranks)
+        self.departed.update(ranks)
+        self.joined[:] = [rank for rank in self.joined if rank not in self.lost]
+        self._members = {id: self._seen(members.set) for id, members in self._members.items()}
+
+    @property
+    def everyone(self) -> Members:
+        """The members of the set of all ranks."""
+        return self._members[GLOBAL_SET]
+
+    @property
+    def next_set(self) -> int:
+        """The id that the next process set gets."""
+        return self._next
+
+    @next_set.setter
+    def next_set(self, next_set: int) -> None:
+        self._next = max(self._next, next_set)
+
+    def sets(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of each process set, by id."""
+        return {id: members.set.ranks for id, members in self._members.items()}
 
     def remove(self, process_set: int) -> None:
         """Removes a process set."""
@@ -83,14 +124,27 @@ class Participants:
 
     def is_awaited(self, rank: int, members: Members) -> bool:
         """Whether operations of these members wait for one of them."""
-        return rank not in self.away(members)
+        return rank not in self.lost and rank not in self.away(members)
 
     def awaited_nodes(self, members: Members) -> tuple[int, ...]:
         """The nodes that have a member which is not away."""
         away = self.away(members)
         if not away:
             return members.nodes
-        return tuple(n for n in members.nodes if any(r not in away for r in self.topology.ranks[n]))
+        return tuple(
+            n for n in members.nodes if any(r not in away and r not in self.lost for r in self.topology.ranks[n])
+        )
+
+    def why_not_since(self, kind: str, members: Members) -> str:
+        """Why an operation cannot be since ranks are lost, as a sentence; empty when it can."""
+        lost = [rank for rank in members.set.ranks if rank in self.lost]
+        if not lost or kind in EMPTY_KINDS:
+            return ""
+        whose = "all ranks" if members.set.id == GLOBAL_SET else f"all ranks of process set {members.set.id}"
+        return (
+            f"{kind} needs {whose}, and {self.topology.describe(lost)} is lost ({self.lost[lost[0]]}); add a process "
+            "set of those that are left"
+        )
 
     def why_not(self, kind: str, members: Members, present: Collection[int]) -> str:
         """Why an operation cannot run because ranks have joined, as a sentence; empty when it can.

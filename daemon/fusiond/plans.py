@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt import codecs, wire
+from fusion_rt.algorithms import parse
 from fusion_rt.codecs import CodecError
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels.team import ALONE, Team
@@ -112,6 +113,18 @@ class Plans:
             why = ""
         remembered.restore(installed.codecs, state)
         return why
+
+    def why_not_without(self, nodes: Collection[int], ranks: Collection[int]) -> str:
+        """Why what is planned cannot go on without these nodes and ranks; empty if it can."""
+        if not self._plans:
+            return "what is under way needs every rank"
+        for state in self:
+            algorithm = state.plan.reduction.algorithm
+            if parse(algorithm).synchronous and not set(ranks).isdisjoint(state.members.set.ranks):
+                return f"{algorithm} needs every rank"
+        plans = [state.plan for state in self if state.plan.homes]
+        homes = [f"{b.index} of {p.group!r}" for p in plans for b in p.buckets if p.homes[b.index] in nodes]
+        return f"it has the homes of buckets {', '.join(homes)}" if homes else ""
 
     def remove_set(self, process_set: int) -> None:
         """Drops the plans of a process set that has been removed."""

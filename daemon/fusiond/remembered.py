@@ -27,6 +27,7 @@ State = dict[str, Array]
 _OWN_KINDS = ("residual", "velocity")  # of this node alone
 _OWN_NAMES = ("thresholds",)
 _EXTRA = ("layout", "bounds")
+_MOST_STEPS = 2**48
 _DTYPES = {**dict.fromkeys(_OWN_KINDS, np.float32), **dict.fromkeys(("step", *_EXTRA), np.int64)}
 
 
@@ -124,6 +125,8 @@ def _check(buckets: Sequence[FeedbackBucketCodec], states: Sequence[State], stri
                 raise CodecError(f"{key!r} is {value.dtype} in the saved state, which it cannot be")
         if any(key in found and found[key].size != 1 for key in ("step", "layout")):
             raise CodecError("the saved state has other than one number of steps, or one layout, of a bucket")
+        if "step" in found and not 0 <= _number(found["step"]) < _MOST_STEPS:
+            raise CodecError(f"the saved state has {_number(found['step'])} steps, which cannot be")
         bounds = [int(bound) for bound in found.get("bounds", ())]
         end = elements.get(_number(found["layout"]), bounds[-1] if bounds else 0) if "layout" in found else 0
         if bounds and (bounds[0] != 0 or bounds[-1] != end or bounds != sorted(bounds)):

@@ -20,11 +20,10 @@ from fusiond.collectives.broadcast import Broadcast
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.scatter import ReduceScatter, rows_of_members
-from fusiond.participants import Members
+from fusiond.participants import EMPTY_KINDS, Members
 
 _BYTE = DTYPES["uint8"]
 NOTHING = wire.Signature("barrier")
-_EMPTY_KINDS = ("barrier", "join", "add_process_set", "remove_process_set")
 _MAX_PLAN = 2**46  # bytes
 
 
@@ -127,7 +126,7 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
     Raises:
         FusionError: no rank can submit this.
     """
-    if signature.kind in _EMPTY_KINDS:
+    if signature.kind in EMPTY_KINDS:
         dtype, elements = _BYTE, 0
         _check_ranks(signature, members)
     else:
@@ -235,7 +234,7 @@ def collective_exchange(
         RequestError: the members' sizes do not fit together.
     """
     signature, members = recipe.signature, recipe.members
-    if signature.kind in _EMPTY_KINDS:
+    if signature.kind in EMPTY_KINDS:
         nothing = [part.source for part in local[:1]]
         if port.nodes == 1:
             return OneNode(port, recipe.reducer, nothing, outputs)

@@ -49,6 +49,9 @@ class Outside(Protocol):
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         """Runs jobs outside the event loop, then `then` inside."""
 
+    def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
+        """Finds out where local workers are; calls back, at once or later."""
+
     def warn(self, text: str) -> None:
         """Tells people something that is not an error yet."""
 
@@ -61,7 +64,7 @@ class Run:
     """One operation under way on this node.
 
     Attributes:
-        since: when it began here, or last made progress (s).
+        since: when it last made progress (s); `begun`: when it began here.
         parts: of the local members, by rank.
         recipe: of the first part that came; None for a planned bucket.
         asked: the coordinator has been asked.
@@ -72,11 +75,13 @@ class Run:
         early: chunks that came before it could start, with their sender's node.
         disputed: it cannot start here: submissions or a peer's data do not fit.
         inquired: when the coordinator was last asked what is wrong (s).
+        heard: when a chunk last came from a node (s).
     """
 
     key: OpKey
     members: Members
     since: float
+    begun: float = field(init=False)
     parts: dict[int, Part] = field(default_factory=dict)
     recipe: Recipe | None = None
     asked: bool = False
@@ -90,6 +95,10 @@ class Run:
     early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
     disputed: bool = False
     inquired: float = -math.inf
+    heard: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.begun = self.since
 
     @property
     def kind(self) -> str:
@@ -100,6 +109,18 @@ class Run:
     def what(self) -> str:
         """For people."""
         return f"bucket {self.key.name} of plan {self.key.plan}" if self.key.plan else f"tensor {self.key.name!r}"
+
+    def traffic(self, node: int, now: float) -> tuple[wire.Traffic, ...]:
+        """What has gone between this node and its peers, once the exchange is there; now in seconds."""
+        if self.port is None:
+            return ()
+        found = []
+        for position, peer in enumerate(self.members.nodes):
+            if peer != node:
+                sent, received, unsent = self.port.traffic(position)
+                received += sum(sender == peer for sender, _, _ in self.early)
+                found.append(wire.Traffic(peer, sent, received, unsent, now - self.heard.get(peer, self.begun)))
+        return tuple(found)
 
     def local(self) -> list[Part]:
         """The parts that local members have submitted, in order of local_rank."""
@@ -261,7 +282,7 @@ class Runner:
     def _receive(self, run: Run, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         assert run.exchange is not None
         assert run.port is not None
-        run.since = self._outside.clock()
+        run.since = run.heard[node] = self._outside.clock()
         position = run.members.nodes.index(node)
         run.exchange.receive(position, chunk, payload)
         run.port.consumed(position, len(payload))

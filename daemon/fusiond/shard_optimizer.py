@@ -202,7 +202,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """The arguments of a parameter group: numbers, switches, and tuples of numbers."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or "params" in found or "lr" in found:
         raise ShardOptimizerError(f"{text[:100]!r} are not the arguments of a parameter group")

@@ -78,13 +78,12 @@ class Snapshots:
         path = self.path(plan)
         try:
             os.makedirs(self._directory, exist_ok=True)
-            with open(f"{path}.new", "wb") as file:
-                file.write(data.data)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_new(f"{path}.new", data.data)
             os.replace(f"{path}.new", path)
         except OSError as error:
-            raise SnapshotError(f"no snapshot could be written to {path}: {error.strerror}") from error
+            raise SnapshotError(
+                f"no snapshot could be written to {path}: {error.strerror}; the one before is left"
+            ) from error
 
     def read(self, plan: wire.Plan) -> dict[str, Array]:
         """What a group's file has; nothing if there is none.
@@ -107,6 +106,23 @@ class Snapshots:
                 "with a job like the one that it was written by, or remove it"
             )
         return {key: value.copy() for key, value in arrays.items()}
+
+
+def _write_new(path: str, data: memoryview) -> None:
+    """Writes a file, through no link that somebody else has left there; what could not be written whole is removed.
+
+    Raises:
+        OSError: there is no room for it, or no right to.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        os.unlink(path)  # on a full disk, its part would be in the way of the next one
+        raise
 
 
 def _fingerprint(plan: wire.Plan) -> Array:

@@ -22,6 +22,7 @@ from fusion_rt.arena import Segment
 from fusion_rt.errors import ArenaError, FusionError, WireError
 from fusiond.collectives.base import Array
 from fusiond.loop import EventLoop
+from fusiond.stacks import Source
 
 _log = logging.getLogger("fusiond")
 _BACKLOG = 256
@@ -44,8 +45,8 @@ class Handler(Protocol):
     def connection_ended(self) -> None:
         """The connection of a worker that had said `Bye` ended: it will not come back."""
 
-    def tool_message(self, link: WorkerLink, message: wire.StatusRequest | wire.StopRequest) -> None:
-        """`fusiond status` or `fusiond stop` asks."""
+    def tool_message(self, link: WorkerLink, message: wire.ToolMessage) -> None:
+        """`fusiond status`, `fusiond stop` or `fusion-trace hang` asks."""
 
 
 @dataclass
@@ -54,6 +55,7 @@ class WorkerLink:
 
     Attributes:
         rank: set by the handler once it has accepted the worker's `Hello`; None again after `Bye`.
+        stacks: how to see where a worker is that has said `Hello`.
         left: it has said `Bye`, so that the end of the connection is no surprise; another `Hello` may come.
     """
 
@@ -64,8 +66,15 @@ class WorkerLink:
     segments: dict[int, Segment] = field(default_factory=dict)
     plans: dict[int, int] = field(default_factory=dict)  # segment: the plan whose buckets it holds
     memory: dict[int, Array] = field(default_factory=dict)  # segment: its bytes
+    stacks: Source | None = None
     outgoing: deque[local.Packet] = field(default_factory=deque)
     closed: bool = False
+
+    def forget_stacks(self) -> None:
+        """The worker's process is none of this daemon's business any more."""
+        if self.stacks is not None:
+            self.stacks.close()
+            self.stacks = None
 
     def at(self, place: wire.Place, nbytes: int) -> Array:
         """The bytes at a place in the arena.
@@ -94,6 +103,8 @@ class Workers:
         self._handler = handler
         self._links: dict[int, WorkerLink] = {}  # by descriptor
         self.refused = 0
+        self.not_accepted = 0  # attempts to accept a connection for which there was no descriptor or memory
+        self._pausing = False  # between two of these
         self._closed = False
         self._received = 0
         self._sent = 0
@@ -133,10 +144,12 @@ class Workers:
         return any(link.left for link in self._links.values())
 
     def statistics(self) -> dict[str, int]:
-        """`connections`, connections `refused`, messages `received` and `sent`, bytes of `arenas`."""
+        """`connections`, connections `refused`, attempts to accept one that failed for lack of descriptors
+        (`not_accepted`), messages `received` and `sent`, bytes of `arenas`."""
         return {
             "connections": len(self._links),
             "refused": self.refused,
+            "not_accepted": self.not_accepted,
             "received": self._received,
             "sent": self._sent,
             "arenas": sum(s.nbytes for link in self._links.values() for s in link.segments.values()),
@@ -155,10 +168,15 @@ class Workers:
             except ConnectionError:
                 continue  # it was gone before it was accepted
             except OSError as error:  # out of descriptors or memory: those who wait keep waiting
-                _log.warning("no connection can be accepted for now: %s", error.strerror)
+                if not self._pausing:  # else it has been said
+                    _log.warning("no connection can be accepted for now: %s; tried again every %g s",
+                                 error.strerror, _PAUSE)  # fmt: skip
+                self._pausing = True
+                self.not_accepted += 1
                 self._loop.remove(self._socket.fileno())
                 self._loop.call_later(_PAUSE, self._watch)
                 return
+            self._pausing = False
             sock.setblocking(False)
             pid, uid, _ = local.peer_credentials(sock)
             if uid not in (os.getuid(), 0):
@@ -196,7 +214,7 @@ class Workers:
             message = wire.decode_worker_message(data)
             if link.left and not isinstance(message, wire.Hello):
                 raise WireError("a message after Bye")
-            if fd >= 0 and not isinstance(message, wire.AddSegment):
+            if fd >= 0 and not isinstance(message, (wire.AddSegment, wire.Hello)):
                 raise WireError("a descriptor came with a message that takes none")
         except WireError:
             if fd >= 0:
@@ -206,12 +224,15 @@ class Workers:
             self._add_segment(link, message, fd)
         if link.rank is not None and isinstance(message, (wire.Ready, wire.Submit)):
             self._handler.worker_message(link.rank, link, message)
-        elif isinstance(message, (wire.StatusRequest, wire.StopRequest)):
+        elif isinstance(message, (wire.StatusRequest, wire.StopRequest, wire.HangRequest)):
             self._handler.tool_message(link, message)
         elif isinstance(message, wire.Hello):
             if link.rank is not None:
+                if fd >= 0:
+                    os.close(fd)
                 raise WireError("a second Hello")
             link.left = False
+            link.stacks = Source.open(link.pid, message, fd)
             self._handler.worker_joined(link, message)
         elif link.rank is None:
             raise WireError("the first message has to be Hello")
@@ -219,6 +240,7 @@ class Workers:
             rank = link.rank
             if isinstance(message, wire.Bye):
                 link.left, link.rank = True, None
+                link.forget_stacks()
                 for segment in list(link.segments):
                     self._drop_segment(link, segment)
             self._handler.worker_message(rank, link, message)
@@ -282,5 +304,6 @@ class Workers:
         for packet in link.outgoing:
             packet.close()
         link.outgoing.clear()
+        link.forget_stacks()
         for segment in list(link.segments):
             self._drop_segment(link, segment)

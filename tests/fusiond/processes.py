@@ -61,6 +61,8 @@ class Daemons:
             **environment,
         }
         self.launch_options: dict[int, list[str]] = {}  # by node: what the command has besides
+        self.commands: dict[int, list[str]] = {}  # by node: what runs instead of `COMMAND`
+        self.addresses: dict[int, str] = {}  # by node: where it listens, if not on loopback
         self.processes: list[subprocess.Popen[bytes]] = []
         self.others: list[subprocess.Popen[bytes]] = []
         self.clients: dict[int, Client] = {}
@@ -70,13 +72,14 @@ class Daemons:
 
     def launch(self, node: int) -> subprocess.Popen[bytes]:
         """A daemon's process, which has been told who it is; its standard error goes to a file."""
-        return self.launch_as(DaemonConfig(JOB, node, self.topology, attached=self.attached))
+        address = self.addresses.get(node, "127.0.0.1")
+        return self.launch_as(DaemonConfig(JOB, node, self.topology, address, attached=self.attached))
 
     def launch_as(self, config: DaemonConfig) -> subprocess.Popen[bytes]:
         """The same with any configuration."""
         log = open(self.log_path(config.node), "ab")  # noqa: SIM115
         process = subprocess.Popen(
-            [*COMMAND, *self.launch_options.get(config.node, [])],
+            [*self.commands.get(config.node, COMMAND), *self.launch_options.get(config.node, [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

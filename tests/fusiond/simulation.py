@@ -74,6 +74,10 @@ class Node:
 
         self._job.deferred.append(later)
 
+    def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
+        asked = [self._job.whereabouts[rank] for rank in ranks if rank in self._job.whereabouts]
+        self._job.deferred.append(lambda: then(asked))
+
     def warn(self, text: str) -> None:
         self._job.warnings.append(text)
 
@@ -115,6 +119,7 @@ class SimulatedJob:
         self.borrow_from = flow.BORROW_FROM
         self.answers: dict[int, list[tuple[wire.DaemonMessage, Array | None]]] = {}
         self.warnings: list[str] = []
+        self.whereabouts: dict[int, wire.Whereabouts] = {}  # of the ranks that say where they are
         self.deferred: deque[Callable[[], None]] = deque()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.sent: list[tuple[int, int, wire.PeerMessage]] = []  # control messages: from, to, what

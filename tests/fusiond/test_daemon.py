@@ -130,7 +130,7 @@ def test_a_job_of_one_node_from_start_to_end(daemons: MakeDaemons) -> None:
     for client in job.clients.values():
         client.close()
     assert job.wait_until(lambda status: status["left"] == [0, 1, 2])["state"] == "running"
-    assert job.files(0) == {"sock", "lock"}
+    assert job.files(0) == {"sock", "lock", "stacks"}
     assert job.end(0) == 0
     assert job.files(0) == set()
     assert job.log(0) == ""
@@ -325,7 +325,7 @@ def test_a_killed_daemon_is_noticed_and_makes_room_for_the_next(daemons: MakeDae
     with pytest.raises(HorovodInternalError, match=r"the daemon of rank 0's node \(host .*\) is gone"):
         first.submit("x", SUM, inline=bytes(8))
     first.close()
-    assert job.files(0) == {"sock", "lock"}  # stale
+    assert job.files(0) == {"sock", "lock", "stacks"}  # stale
     job.endpoints.clear()
     job.start()
     job.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fusion_rt.topology import Topology
+from fusion_rt.wire import View
 from fusiond.membership import Membership
 
 TWO = Topology(("a", "b"), ((0, 2), (1,)))
@@ -114,3 +115,35 @@ def test_a_node_with_workers_goes_by_its_own() -> None:
     membership = Membership(Topology(("a", "b"), ((0,), (1,))), 1)
     assert not membership.follow({0: 1})
     assert not membership.follow({0: 1, 1: 1})
+
+
+def test_workers_that_are_lost_are_not_waited_for_when_the_others_come_back() -> None:
+    membership = Membership(Topology(("a",), ((0, 1, 2),)), 0)
+    for rank in (0, 1, 2):
+        membership.join(rank)
+    membership.lose(1)
+    assert membership.awaited == [0, 2]
+    for rank in (0, 2):
+        membership.left.add(rank)
+        membership.join(rank)
+    assert (membership.epoch, membership.left) == (1, {1})
+    assert membership.became_up()
+
+
+def test_nodes_that_are_not_in_the_view_are_not_waited_for() -> None:
+    topology = Topology(("a", "b", "c", "d"), ((0,), (1,), (2,), ()))
+    membership = Membership(topology, 1)
+    membership.join(1)
+    membership.view_begins(View(1, (1, 2, 3)), 1)
+    for node in (1, 2):
+        assert not membership.all_up
+        membership.nodes_up[node] = 0
+    assert membership.missing() == "node 3 (host d) did not come up"
+    membership.nodes_up[3] = 0
+    up = membership.all_up
+    assert up
+    follower = Membership(topology, 3)
+    follower.view_begins(View(1, (1, 2, 3)), 1)
+    assert not follower.follow({1: 1})
+    assert follower.follow({1: 1, 2: 1})
+    assert follower.missing() == "node 1 (host b) did not say that every node is up"

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from fusion_rt import wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import GLOBAL_SET, Topology
-from fusiond.negotiation import Coordinator, describe, explain
+from fusiond.negotiation import Coordinator, Outgoing, describe, explain
 from fusiond.participants import Participants
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
@@ -153,8 +153,24 @@ def test_a_node_that_asks_during_a_look_is_not_forgotten(coordinator: Coordinato
 def test_a_look_after_the_timeout_ends_the_operation(coordinator: Coordinator) -> None:
     coordinator.mismatch(wire.Mismatch(key(), 31.0))
     coordinator.report(0, wire.Report(key(), {0: SUM, 1: SUM}))
+    # It was found out where rank 2 is, which takes time.
+    again: Outgoing = [(0, wire.Inquiry(key())), (1, wire.Inquiry(key()))]
+    assert coordinator.report(1, wire.Report(key(), {})) == again
+    coordinator.report(0, wire.Report(key(), {0: SUM, 1: SUM}))
     out = coordinator.report(1, wire.Report(key(), {}))
     assert [(node, type(message)) for node, message in out] == [(0, wire.OpFailed), (1, wire.OpFailed)]
+    assert coordinator.statistics()["pending"] == 0
+
+
+def test_an_operation_goes_on_when_the_missing_rank_comes_at_the_last_moment(coordinator: Coordinator) -> None:
+    coordinator.request(0, request(0))
+    coordinator.mismatch(wire.Mismatch(key(), 31.0))
+    coordinator.report(0, wire.Report(key(), {0: SUM, 1: SUM}))
+    coordinator.report(1, wire.Report(key(), {}))
+    assert coordinator.request(1, request(1)) == []
+    coordinator.report(0, wire.Report(key(), {0: SUM, 1: SUM}))
+    out = coordinator.report(1, wire.Report(key(), {2: SUM}))
+    assert [type(message) for _, message in out] == [wire.Verdict] * 2
     assert coordinator.statistics()["pending"] == 0
 
 

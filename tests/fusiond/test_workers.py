@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion_rt import local, wire
+from fusion_rt import local, stacks, wire
 from fusion_rt.arena import Segment
 from fusion_rt.errors import FusionError, WireError
 from fusiond import workers as workers_module
@@ -45,7 +45,7 @@ class Handler:
     def connection_ended(self) -> None:
         self.ended += 1
 
-    def tool_message(self, link: WorkerLink, message: wire.StatusRequest | wire.StopRequest) -> None:
+    def tool_message(self, link: WorkerLink, message: wire.ToolMessage) -> None:
         self.messages.append(message)
 
 
@@ -185,10 +185,36 @@ def test_a_worker_that_has_left_may_come_back_and_finds_nothing_of_its_arena(cha
     assert isinstance(channel.handler.messages[-1], wire.Submit)
 
 
+def shows(channel: Channel, message: wire.WorkerMessage, fd: int = -1) -> bool:
+    """Whether the worker's stacks can be seen after this message."""
+    channel.send(message, fd)
+    return channel.handler.links[-1].stacks is not None
+
+
+def test_where_a_worker_shows_its_stacks_is_known_until_it_leaves(channel: Channel) -> None:
+    fd, number, main_thread = stacks.offer()
+    hello = wire.Hello(1, "job", 0, os.getpid(), number, main_thread)
+    channel.send(hello, os.dup(fd))
+    link = channel.handler.links[-1]
+    assert link.stacks is not None
+    assert (link.stacks.pid, link.stacks.number) == (os.getpid(), number)
+    assert [shows(channel, wire.Bye()), shows(channel, hello, fd)] == [False, True]  # it leaves, and comes back
+    assert not shows(channel, hello, stacks.offer().fd)
+    assert "a second Hello" in channel.handler.left[0][1]
+
+
+def test_a_hello_with_something_else_attached_is_refused(channel: Channel) -> None:
+    channel.send(wire.Hello(1, "job", 0, os.getpid(), stacks.STACK_SIGNAL, 1), os.open("/dev/null", os.O_RDWR))
+    assert channel.handler.links == []
+    assert channel.workers.statistics()["refused"] == 1
+    assert channel.is_closed()
+
+
 def test_tools_need_not_join(channel: Channel) -> None:
     channel.send(wire.StatusRequest())
     channel.send(wire.StopRequest("x"))
-    assert channel.handler.messages == [wire.StatusRequest(), wire.StopRequest("x")]
+    channel.send(wire.HangRequest())
+    assert channel.handler.messages == [wire.StatusRequest(), wire.StopRequest("x"), wire.HangRequest()]
 
 
 def test_the_arena_of_a_worker_is_mapped_until_it_is_dropped(channel: Channel) -> None:

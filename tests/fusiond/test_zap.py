@@ -8,6 +8,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from fusiond.tokens import Tokens
 from fusiond.zap import KeyGate
 
 PUBLIC, SECRET = zmq.curve_keypair()
@@ -55,6 +56,24 @@ def test_everything_else_is_refused_and_counted(gate: KeyGate, frames: list[byte
     reply = gate._reply(frames)
     assert reply == [b"1.0", b"7" if len(frames) > 1 else b"", b"400", b"this key is not one of the job's", b"", b""]
     assert (gate.admitted, gate.refused) == (0, 1)
+
+
+def test_a_token_is_admitted_until_it_was_used(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    tokens = Tokens()
+    gate = KeyGate(context, tokens.node_of_new)
+    token = tokens.issue(5, 0)
+
+    def ask(password: bytes) -> list[bytes]:
+        return gate._reply([*request(b"name", b"PLAIN"), password])
+
+    assert ask(token) == [b"1.0", b"7", b"200", b"OK", b"5", b""]
+    assert ask(bytes(16))[2] == ask(b"")[2] == b"400"
+    assert tokens.holder(token, 17) is not None
+    assert ask(token)[2] == b"400"
+    tokens.issue(5, 0)
+    assert ask(token)[2] == b"400"
+    assert (gate.admitted, gate.refused) == (1, 4)
+    gate.socket.close()
 
 
 def connected(

@@ -60,12 +60,12 @@ def test_partial_synchronisation_goes_on_without_a_worker(fusionrun, monkeypatch
     assert re.search("rank 1 .* was killed by SIGKILL.*; the job goes on without it", err)
 
 
-@pytest.mark.parametrize("algorithm", ["dpsgd", "adpsgd"])
-def test_gossip_goes_on_without_a_host(fusionrun, monkeypatch, tmp_path, algorithm: str) -> None:
-    status, out, err = train(fusionrun, monkeypatch, tmp_path, algorithm, "2", "host")
+@pytest.mark.parametrize(("algorithm", "victim"), [("dpsgd", 2), ("adpsgd", 2), ("adpsgd", 0)])
+def test_gossip_goes_on_without_a_host(fusionrun, monkeypatch, tmp_path, algorithm: str, victim: int) -> None:
+    status, out, err = train(fusionrun, monkeypatch, tmp_path, algorithm, str(victim), "host")
     assert status == 0, err
-    assert sorted(out.splitlines()) == ["[0]<stdout>:ended", "[1]<stdout>:ended"]
-    assert "node 2 (host 127.0.0.2) is lost" in err
+    assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:ended" for rank in range(3) if rank != victim]
+    assert f"node {victim} (host {('localhost', '127.0.0.1', '127.0.0.2')[victim]}) is lost" in err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The `fusion-trace` command: topology."""
+"""The `fusion-trace` command: topology, hang."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()
-def _commands() -> None:
-    """Makes Typer ask for the name of a command even where there is one only."""
 
 
 @app.command()
@@ -53,6 +48,41 @@ def topology(
         _fail(error)
     if draw:
         typer.echo("\n" + page.drawing(mixing, clock))
+
+
+@app.command()
+def hang(
+    job: Annotated[str, typer.Option(help="Id of the job; by default, all jobs with daemons on this host.")] = "",
+    everyone: Annotated[
+        bool, typer.Option("--all", help="Show where every rank is, not only those waited for.")
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for a daemon to answer, which itself waits up to 6 s for the others.", min=0.1),
+    ] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
+) -> None:
+    """Shows what waits for whom in a job that hangs: operations, missing ranks, and their Python stacks.
+
+    Run it on any host of the job, as the user whose job it is. Workers need not cooperate, and go on as before.
+    """
+    from fusion_rt.settings import Settings
+    from fusion_trace import hang as finder
+
+    root = Settings.from_env().runtime_root()
+    found = list(finder.look(root, job, everyone, timeout))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    if not found:
+        _fail(finder.not_there(root, job))
+    if as_json:
+        return
+    from fusion_trace import hang_page  # rich is imported only where a page is shown
+
+    for number, document in enumerate(found):
+        if number:
+            typer.echo("")
+        hang_page.show(document)
 
 
 def _fail(error: FusionError) -> None:

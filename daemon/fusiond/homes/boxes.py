@@ -254,8 +254,17 @@ class Boxes:
         describe = self._here.topology.describe
         if not box.seeded:
             return f"it has nothing to begin with, which has to come from {describe(box.ranks[:1])}"
-        awaited = [box.ranks[position] for position in box.algorithm.awaited(box.home)]
+        awaited = self.awaited(box)
         return f"it waits for {describe(awaited)}" if awaited else ""
+
+    @staticmethod
+    def awaited(box: Box) -> tuple[int, ...]:
+        """The ranks that a home here waits for; none if that cannot be told now."""
+        if box.busy:
+            return ()
+        if not box.seeded:
+            return box.ranks[:1]
+        return tuple(box.ranks[position] for position in box.algorithm.awaited(box.home))
 
     def statistics(self) -> dict[str, object]:
         """The homes here, the contributions they have taken in, and by rank how many came `late`."""

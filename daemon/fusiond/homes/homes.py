@@ -15,6 +15,7 @@ from fusiond.homes.codings import Codings
 from fusiond.homes.here import Here
 from fusiond.homes.incoming import Incoming
 from fusiond.homes.jobs import Act, Jobs
+from fusiond.homes.overdue import Ask, Overdue
 from fusiond.homes.senders import Senders
 from fusiond.homes.staleness import Meters
 from fusiond.homes.state import States, group_of
@@ -51,6 +52,7 @@ class Homes:
         self._codings = Codings()
         self._senders = Senders(self._here, self._jobs, self._codings)
         self._boxes = Boxes(self._here, self._jobs, self._codings, self._senders)
+        self._overdue = Overdue(self._here, self._senders, self._boxes)
         self._incoming = Incoming(self._here, self._codings)
         self._states = States(self._senders, self._boxes, self._codings)
 
@@ -154,9 +156,9 @@ class Homes:
         """Whoever waits for an answer gets this sentence instead: this membership epoch is over elsewhere."""
         self._senders.end(error)
 
-    def tick(self) -> None:
-        """Warns of what has waited long, and ends what has waited too long."""
-        self._senders.tick(self._boxes.withdraw, self._boxes.reason)
+    def tick(self, ask: Ask) -> None:
+        """Warns of what has waited long, and ends what has waited too long; `ask` tells what the nodes know of it."""
+        self._overdue.tick(ask)
 
     def fail(self) -> None:
         """The job cannot go on."""
@@ -170,6 +172,10 @@ class Homes:
     def idle(self) -> bool:
         """Whether no local worker waits for an answer."""
         return self._senders.idle
+
+    def under_way(self) -> list[wire.Waiting]:
+        """What local ranks wait for at homes, and what the homes here wait for."""
+        return self._overdue.under_way()
 
     @property
     def meters(self) -> Meters:

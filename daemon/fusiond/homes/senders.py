@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,7 +117,7 @@ class Senders:
             if sender.plan.plan.id == plan and sender.post is not None:
                 bucket, group = sender.bucket.index, sender.plan.plan.group
                 sentence = f"rank {sender.rank} was waiting for the home of bucket {bucket} of {group!r} when {why}"
-                self._fail(sender, sender.post, sentence)
+                self.fail(sender, sender.post, sentence)
         self._senders = {key: sender for key, sender in self._senders.items() if key[0] != plan}
 
     # --- posts --------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Senders:
         plan = state.plan
         sender = self._senders[plan.id, bucket.index, rank]
         if sender.failed:
-            self._fail(sender, posted, sender.failed)
+            self.fail(sender, posted, sender.failed)
             return None
         if sender.post is not None:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.index} of plan {plan.id}")
@@ -237,7 +237,7 @@ class Senders:
         """A home has refused a worker's contribution."""
         sender = self._waiting(parcel)
         if sender is not None:
-            self._fail(sender, sender.release(), why)
+            self.fail(sender, sender.release(), why)
 
     def _waiting(self, parcel: wire.Piece) -> Sender | None:
         """Who waits for this answer; None if nobody does (any more)."""
@@ -246,46 +246,19 @@ class Senders:
             return None
         return sender
 
-    # --- failures and time --------------------------------------------------------------------------------------------
-
-    def tick(self, withdraw: Callable[[Sender], bool], reason: Callable[[Sender], str]) -> None:
-        """Warns of what has waited long, and ends what has waited too long.
-
-        Args:
-            withdraw: has a home on this node let go of a worker's arena; returns whether that is possible now.
-            reason: what such a home waits for.
-        """
-        now, settings = self._here.outside.clock(), self._here.settings
-        for sender in list(self):
-            if sender.post is None:
-                continue
-            waited = now - sender.since
-            if waited > settings.operation_timeout:
-                why = self._what_waits(sender, waited, reason(sender))
-                if not sender.busy and withdraw(sender):  # else at the next tick
-                    sender.failed = why
-                    self._fail(sender, sender.release(), why)
-            elif waited > settings.stall_warning_time and not sender.warned:
-                sender.warned = True
-                self._here.outside.warn(self._what_waits(sender, waited, reason(sender)))
-
-    def _what_waits(self, sender: Sender, waited: float, reason: str) -> str:
-        plan, bucket = sender.plan.plan, sender.bucket.index
-        text = f"rank {sender.rank} has waited {waited:.0f} s for the home of bucket {bucket} of {plan.group!r}"
-        if plan.homes:
-            text += f", which is on {self._here.topology.describe_node(plan.homes[bucket])}"
-        return f"{text}; {reason}" if reason else text
+    # --- failures -----------------------------------------------------------------------------------------------------
 
     def end(self, error: str) -> None:
         """Whoever waits for an answer gets this sentence instead."""
         for sender in self:
             if sender.post is not None:
-                self._fail(sender, sender.release(), error)
+                self.fail(sender, sender.release(), error)
 
     def forget(self) -> None:
         """Nobody waits for an answer any more."""
         for sender in self:
             sender.post = None
 
-    def _fail(self, sender: Sender, post: Posted, why: str) -> None:
+    def fail(self, sender: Sender, post: Posted, why: str) -> None:
+        """Tells a worker that what it has posted has failed."""
         self._here.outside.to_worker(sender.rank, wire.Failed(post.handle, why))

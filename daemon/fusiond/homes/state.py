@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from fusion_rt.codecs import BucketCodec
+from fusion_rt.codecs.feedback import FeedbackBucketCodec
 from fusion_rt.errors import WireError
 from fusiond.algorithms.home import Home
 from fusiond.collectives.base import Array
@@ -95,6 +96,7 @@ class States:
     def _checked(self, sender: Sender, entries: dict[str, Array]) -> tuple[list[int], BucketCodec | None]:
         """The counts, and the codec if there was one, of a sender that can go on from this."""
         bucket, group = sender.bucket.index, sender.plan.plan.group
+        moved = entries.pop("moved", None) is not None  # from other buckets, and so not all that this one's codec has
         counts, codec = _counts(entries.pop("counts", None), 2, f"rank {sender.rank} in bucket {bucket}"), None
         if sender.busy:
             raise WireError(
@@ -103,7 +105,11 @@ class States:
             )
         if entries:
             codec = self._codings.open(sender.plan, sender.bucket)
-            codec.load_state_dict({key.removeprefix("codec/"): value for key, value in entries.items()})
+            given = {key.removeprefix("codec/"): value for key, value in entries.items()}
+            if moved and isinstance(codec, FeedbackBucketCodec):
+                codec.load_state_dict(given, partial=True)
+            else:
+                codec.load_state_dict(given)
         return counts, codec
 
 

@@ -1,0 +1,99 @@
+"""A listening socket of this node: takes what has come, and counts the connections that were nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from fusiond.loop import EventLoop
+from fusiond.sockets import NOW, Socket
+
+_BATCH = 32  # messages taken before other events get their turn
+Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
+
+
+class Inbox:
+    """Gives each message to `take`: its routing id, its first frame, and up to two more; further ones are thrown away.
+
+    Attributes:
+        accepted: connections of TCP.
+        strangers: those of them that have ended without a message of a peer: scans, half-open ones, refused keys.
+    """
+
+    def __init__(self, loop: EventLoop, socket: Socket, monitor: Socket, take: Take) -> None:
+        self.accepted = 0
+        self.strangers = 0
+        self._loop = loop
+        self._socket = socket
+        self._monitor = monitor
+        self._take = take
+        self._peers: set[int] = set()  # descriptors of connections from which a peer was heard
+        self._closed = False
+
+    def start(self) -> None:
+        """Begins to take messages. A ZeroMQ descriptor tells of changes only: it is looked at once now."""
+        for socket, callback in ((self._monitor, self._watch), (self._socket, self._drain)):
+            self._loop.add_reader(socket.fileno(), callback)
+            self._loop.call_soon(callback)
+
+    def close(self) -> None:
+        """Takes no more; the sockets are the context's to close."""
+        self._closed = True
+        self._loop.remove(self._monitor.fileno())
+        self._loop.remove(self._socket.fileno())
+
+    def heard(self, descriptor: int) -> None:
+        """A peer has spoken on that connection."""
+        self._peers.add(descriptor)
+
+    def _drain(self) -> None:
+        for _ in range(_BATCH):
+            if self._closed:
+                return
+            try:
+                routing_id = self._socket.recv(NOW)
+            except zmq.Again:
+                return
+            first = self._socket.recv(NOW, copy=False)
+            rest: list[zmq.Frame] = []
+            last = first
+            while last.more:
+                last = self._socket.recv(NOW, copy=False)
+                if len(rest) < 2:
+                    rest.append(last)
+            self._take(routing_id, first, rest)
+        self._loop.call_soon(self._drain)
+
+    def _watch(self) -> None:
+        while not self._closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(NOW))
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.accepted += 1
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                descriptor = int(event["value"])
+                if descriptor in self._peers:
+                    self._peers.remove(descriptor)
+                else:
+                    self.strangers += 1
+
+
+def descriptor_of(frame: zmq.Frame) -> int:
+    """The descriptor from which libzmq has read a message; -1 where it speaks a ZMTP without properties, as no peer
+    does: any bytes that do not look like a greeting of today are taken for ZMTP 1.0."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def admitted_node(frame: zmq.Frame) -> int | None:
+    """The node whose key the connection of this message was admitted with."""
+    try:
+        return int(str(frame.get("User-Id")))
+    except (zmq.ZMQError, ValueError):
+        return None

@@ -1,0 +1,62 @@
+"""What a daemon says about itself, and how it logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+import time
+
+from fusion_rt import __version__, bootstrap
+from fusion_rt.settings import Settings
+from fusiond.membership import Membership
+
+
+def state_of(failure: str, membership: Membership) -> str:
+    """In one word."""
+    return "failed" if failure else "running" if membership.started else "starting"
+
+
+def role_of(config: bootstrap.DaemonConfig, settings: Settings) -> str:
+    """What a node is there for: `worker`, `shard`, or `worker and shard` where shard hosts were named."""
+    if not config.topology.ranks[config.node]:
+        return "shard"
+    is_shard = bool(settings.shard_hosts) and config.node in config.topology.homes(settings.shard_hosts)
+    return "worker and shard" if is_shard else "worker"
+
+
+def identity(
+    config: bootstrap.DaemonConfig, settings: Settings, membership: Membership, failure: str, began: float
+) -> dict[str, object]:
+    """Who a daemon is, who is there, and what it has used; `began`: when, by the monotonic clock (s)."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    topology = config.topology
+    return {
+        "version": __version__,
+        "job": config.job,
+        "pid": os.getpid(),
+        "node": config.node,
+        "host": topology.hosts[config.node],
+        "nodes": len(topology.hosts),
+        "size": topology.size,
+        "role": role_of(config, settings),
+        "ranks": list(membership.local),
+        "joined": sorted(membership.joined),
+        "left": sorted(membership.left),
+        "epoch": membership.epoch,
+        "state": state_of(failure, membership),
+        "failure": failure,
+        "uptime_seconds": round(time.monotonic() - began, 3),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 3),
+    }
+
+
+def configure_logging(level: str, timestamp: bool) -> None:
+    """One line a message on standard error, from `level` on; `timestamp`: each begins with the time."""
+    names = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=names.get(level, level),
+        format=("%(asctime)s " if timestamp else "") + "fusiond[%(process)d] %(levelname)s: %(message)s",
+    )

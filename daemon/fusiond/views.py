@@ -1,0 +1,414 @@
+"""Which nodes go on with the job, agreed upon. No I/O.
+
+A *view* is a number, the nodes in it and what has been lost so far. The next one is decided by one instance of Paxos
+(Lamport: Paxos made simple, 2001), whose acceptors are the nodes of the view before. A quorum is more than half of
+them, or half of them with their coordinator. Any two quorums have a node in common, so no two views have the same
+number, and of the parts into which a network falls, at most one goes on; the others fail with a sentence. (Of two
+nodes, the first goes on without the second, and not the other way round.)
+
+Whoever suspects something tells the *decider*: the lowest node with workers that it does not itself suspect. This one
+waits a moment, so that the other symptoms of one fault come in, and then either says why the job cannot go on, or
+canvasses for a view without what is lost. That is the coordinator, or, if it is suspected itself, the next one. Of two
+nodes of which one does not hear the other, though the decider hears both, the one with more such links is given up, or
+else the one that is not heard, or else the higher one.
+
+What comes from a node that is not in the view is dropped and counted. As a coordinator is only ever replaced by being
+lost, this fences what it still says; the number fences everything about views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fusion_rt import wire
+from fusion_rt.topology import Topology
+from fusion_rt.wire import Loss, View
+
+SETTLE = 0.15  # seconds in which a decider hears of the other symptoms of a fault
+_LAST_NEWS = 0.5  # the same where no workers wait: a peer's last messages may come after the end of its connections
+_UNSURE = 0.4  # the same if it still hears what the others do not: if that is dead, it will notice soon
+PATIENCE = 0.7  # seconds after which whoever told a decider of a loss decides by itself that the job cannot go on
+_RETRY = 0.3  # seconds until a canvass without a result is repeated; later on higher nodes, so that they do not collide
+_NODES = 1 << 17  # more than there can be: a ballot is round * _NODES + node
+
+ViewMessage = (
+    wire.Suspected
+    | wire.Canvass
+    | wire.Support
+    | wire.ViewProposal
+    | wire.ViewAccepted
+    | wire.ViewRefused
+    | wire.NewView
+)
+
+
+class Handler(Protocol):
+    """What a node does about views."""
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        """Sends a message, if the node can be reached."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
+        """Calls back when that time has passed."""
+
+    def why_not_without(self, losses: Sequence[Loss]) -> str:
+        """Why the job cannot go on without these, as a sentence; empty if it can."""
+
+    def view_begins(self, view: View, news: Sequence[Loss]) -> None:
+        """A view is in force, with these further losses."""
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to be done for anybody here, so that losses do not matter."""
+
+    def job_ends(self, error: str, tell: bool) -> None:
+        """The job cannot go on; `tell`: on the other nodes neither."""
+
+
+def coordinator_of(view: View, topology: Topology) -> int:
+    """The lowest of a view's nodes with workers left; the lowest of all if none has."""
+    lost = {loss.rank for loss in view.lost}
+    return min(view.nodes, key=lambda node: (lost.issuperset(topology.ranks[node]), node))
+
+
+def is_quorum(nodes: Collection[int], view: View, topology: Topology) -> bool:
+    """Whether these nodes may decide what follows a view."""
+    there = len(set(nodes).intersection(view.nodes))
+    return 2 * there > len(view.nodes) or (2 * there == len(view.nodes) and coordinator_of(view, topology) in nodes)
+
+
+@dataclass
+class _Canvass:
+    ballot: int
+    supports: dict[int, wire.Support] = field(default_factory=dict)
+    proposal: View | None = None
+    accepted: set[int] = field(default_factory=set)
+
+
+class Views:
+    """One node's part in agreeing.
+
+    Args:
+        topology, node: who is where, and which node this is.
+        handler: acts.
+
+    Attributes:
+        view: the one in force.
+        fenced: messages dropped because their sender is not in it.
+    """
+
+    def __init__(self, topology: Topology, node: int, handler: Handler) -> None:
+        self.view = View(0, tuple(range(len(topology.hosts))))
+        self.fenced = 0
+        self._topology = topology
+        self._node = node
+        self._handler = handler
+        self._over = False
+        self._suspected: dict[tuple[int, int, int], Loss] = {}  # by who noticed, node and rank: not in the view yet
+        self._unheard: set[int] = set()  # nodes that this one itself does not hear
+        self._told: set[tuple[int, int, int, int]] = set()  # decider, and what it was told, as above
+        self._promised = 0  # ballot; of the next view, as all that follows
+        self._accepted: tuple[int, View] | None = None
+        self._canvass: _Canvass | None = None
+        self._settling = False
+        self._weighed: set[tuple[int, int, int]] = set()  # suspicions of others that this node has had time to share
+        self._rounds = 0
+
+    @property
+    def coordinator(self) -> int:
+        """The node whose daemon coordinates."""
+        return coordinator_of(self.view, self._topology)
+
+    def admits(self, node: int, message: wire.PeerMessage) -> bool:
+        """Whether a node's message is to be taken. One that has been given up is told so instead."""
+        if node in self.view.nodes:
+            return True
+        self.fenced += 1
+        if isinstance(message, ViewMessage) and not self._over:
+            self._handler.to_node(node, wire.NewView(self.view))
+        return isinstance(message, wire.NewView)
+
+    # --- suspicions ---------------------------------------------------------------------------------------------------
+
+    def suspect(self, loss: Loss) -> None:
+        """Something seems to be lost, as seen from here: a peer, or a worker of this node."""
+        if loss.rank < 0:
+            self._unheard.add(loss.node)
+        self._note(self._node, [loss])
+        self._consider()
+
+    def forgive(self, node: int) -> bool:
+        """A peer is gone because nobody needs it any more; returns whether it was suspected."""
+        found = [key for key in self._suspected if key[1:] == (node, -1)]
+        for key in found:
+            del self._suspected[key]
+        self._unheard.discard(node)
+        return bool(found)
+
+    def resign(self, why: str) -> None:
+        """This node cannot go on, and the others may."""
+        self._over = True
+        for node in self.view.nodes:
+            if node != self._node:
+                self._handler.to_node(node, wire.Suspected(self.view.number, self._node, (Loss(self._node, why),)))
+
+    def end(self) -> None:
+        """The job is over: nothing more is decided here."""
+        self._over = True
+
+    def _note(self, by: int, losses: Iterable[Loss]) -> None:
+        known = {(loss.node, loss.rank) for loss in self.view.lost}
+        for loss in losses:
+            if loss.node in self.view.nodes and by in self.view.nodes and (loss.node, loss.rank) not in known:
+                self._suspected.setdefault((by, loss.node, loss.rank), loss)
+
+    def _sure(self) -> dict[tuple[int, int], Loss]:
+        """What this node has noticed itself, and workers, of which their own node knows best; by node and rank."""
+        chosen: dict[tuple[int, int], Loss] = {}
+        for (by, node, rank), loss in self._suspected.items():
+            if rank >= 0 or by in (self._node, node):
+                chosen.setdefault((node, rank), loss)
+        return chosen
+
+    def _disputed(self, chosen: Collection[tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """Who does not hear whom, where neither is given up."""
+        return [key for key in self._suspected if (key[0], -1) not in chosen and key[1:] not in chosen]
+
+    def _losses(self, of: Collection[tuple[int, int, int]] | None = None) -> tuple[Loss, ...]:
+        """What is to be given up, all suspicions considered, or of the disputed ones only these."""
+        chosen = self._sure()
+        while True:
+            links = [key for key in self._disputed(chosen) if of is None or key in of]
+            if not links:
+                return tuple(chosen.values())
+            peers: dict[int, set[int]] = {}
+            for by, node, _ in links:
+                peers.setdefault(by, set()).add(node)
+                peers.setdefault(node, set()).add(by)
+            reported = {key[1] for key in links}
+            worst = max(peers, key=lambda node: (len(peers[node]), node in reported, node))
+            chosen[worst, -1] = self._loss_of(worst, links)
+
+    def _loss_of(self, node: int, links: Iterable[tuple[int, int, int]]) -> Loss:
+        """Why a node is given up: another one does not hear it, or it does not hear another one."""
+        key = next((key for key in links if key[1] == node), None)
+        if key is not None:
+            return self._suspected[key]
+        other = next(key for key in links if key[0] == node)
+        host = self._topology.hosts[node]
+        return Loss(node, f"node {node} (host {host}) does not hear node {other[1]}: {self._suspected[other].why}")
+
+    def _heard(self) -> list[int]:
+        return [node for node in self.view.nodes if node not in self._unheard]
+
+    def _decider(self) -> int:
+        return coordinator_of(View(0, tuple(self._heard()), self.view.lost), self._topology)
+
+    @property
+    def _nothing_to_do(self) -> bool:
+        return self._over or not self._suspected or self._handler.is_over()
+
+    def _consider(self) -> None:
+        """Something is suspected, or suspicions are left: decides, or has it decided."""
+        if self._nothing_to_do:
+            return
+        decider = self._decider()
+        if decider == self._node:
+            if not self._settling and self._canvass is None:
+                self._settling = True
+                self._handler.call_later(self._time_to_settle(), self._decide)
+            return
+        news = {key: loss for key, loss in self._suspected.items() if (decider, *key) not in self._told}
+        for by in dict.fromkeys(key[0] for key in news):
+            told = tuple(loss for key, loss in news.items() if key[0] == by)
+            self._handler.to_node(decider, wire.Suspected(self.view.number, by, told))
+        if news:
+            self._told.update((decider, *key) for key in news)
+            self._handler.call_later(PATIENCE, self._no_news)
+
+    def _time_to_settle(self) -> float:
+        return SETTLE if self._topology.ranks[self._node] else _LAST_NEWS
+
+    def _no_news(self) -> None:
+        """The decider has had its time: if it were well, and the job could not go on, it would have said so."""
+        if self._nothing_to_do:
+            return
+        error = self._handler.why_not_without(self._losses())
+        if error or not is_quorum(self._heard(), self.view, self._topology):
+            self._give_up(error)
+        else:  # its word may have come to a node that was not the decider then
+            self._told.clear()
+            self._consider()
+
+    def _decide(self) -> None:
+        self._settling = False
+        if self._nothing_to_do:
+            return
+        if self._decider() != self._node:
+            self._consider()
+            return
+        losses = self._losses()
+        error = self._handler.why_not_without(losses)
+        if error or not is_quorum(self._without(losses), self.view, self._topology):
+            self._give_up(error)
+            return
+        disputed = set(self._disputed(self._sure()))
+        if not disputed <= self._weighed:  # several die at once: whoever noticed first is not to be taken for the cause
+            self._weighed |= disputed
+            self._settling = True
+            self._handler.call_later(_UNSURE, self._decide)
+            return
+        self._rounds += 1
+        self._canvass = _Canvass(self._rounds * _NODES + self._node)
+        number = self.view.number + 1
+        self._handler.call_later(_RETRY * (1 + self._node / 4), lambda: self._retry(number))
+        self._send(self._heard(), wire.Canvass(number, self._canvass.ballot))
+
+    def _retry(self, number: int) -> None:
+        if number == self.view.number + 1 and self._canvass is not None:
+            self._canvass = None
+            self._decide()
+
+    def _without(self, losses: Iterable[Loss]) -> list[int]:
+        """The nodes that are left."""
+        whole = {loss.node for loss in losses if loss.rank < 0}
+        return [node for node in self.view.nodes if node not in whole]
+
+    def _give_up(self, error: str) -> None:
+        """The job does not go on here. Where most of the nodes may be, it is not ended for all."""
+        enough = bool(error) and is_quorum(self._heard(), self.view, self._topology)
+        host = self._topology.hosts[self._node]
+        reasons = "; ".join(dict.fromkeys(loss.why for loss in self._losses()))
+        if not error:
+            error = (
+                f"node {self._node} (host {host}) is cut off from most of the job, which has given it up or cannot go "
+                f"on either: {reasons}"
+            )
+        if not enough:
+            self.resign(f"node {self._node} (host {host}) is cut off: {reasons}")
+        self._over = True
+        self._handler.job_ends(error, enough)
+
+    # --- agreeing -----------------------------------------------------------------------------------------------------
+
+    def message(self, node: int, message: ViewMessage) -> None:
+        """A node that is admitted has said something about views."""
+        if self._over:
+            return
+        if isinstance(message, wire.NewView):
+            self._new_view(message.view)
+        elif isinstance(message, wire.Suspected):
+            self._told_of(node, message)
+        elif isinstance(message, (wire.Canvass, wire.ViewProposal)):
+            self._vote(node, message)
+        elif isinstance(message, wire.ViewRefused):
+            self._rounds = max(self._rounds, message.ballot // _NODES)
+        elif self._canvass is not None and message.number == self.view.number + 1:
+            self._count(node, message, self._canvass)
+
+    def _told_of(self, node: int, message: wire.Suspected) -> None:
+        if message.number < self.view.number:
+            self._handler.to_node(node, wire.NewView(self.view))
+        by = message.by
+        for loss in message.losses:
+            if loss.node == self._node and loss.rank < 0:
+                # One that cannot hear this node, while others can: it is the one that cannot go on.
+                host = self._topology.hosts[by]
+                why = f"node {by} (host {host}) does not hear node {self._node}: {loss.why}"
+                self._note(self._node, [Loss(by, why)])
+            else:
+                self._note(by, [loss])
+            if loss.node == by and loss.rank < 0:
+                self._unheard.add(by)  # it has resigned
+        self._consider()
+
+    def _vote(self, node: int, message: wire.Canvass | wire.ViewProposal) -> None:
+        number = message.number if isinstance(message, wire.Canvass) else message.view.number
+        if number <= self.view.number:
+            self._handler.to_node(node, wire.NewView(self.view))
+        elif number == self.view.number + 1 and node not in self._unheard:
+            if message.ballot < self._promised:
+                self._reply(node, wire.ViewRefused(number, self._promised))
+                return
+            self._promised = message.ballot
+            if isinstance(message, wire.Canvass):
+                ballot, accepted = self._accepted or (0, None)
+                suspected = tuple(loss for key, loss in self._suspected.items() if key[0] == self._node)
+                self._reply(node, wire.Support(number, message.ballot, ballot, accepted, suspected))
+            else:
+                self._accepted = message.ballot, message.view
+                self._reply(node, wire.ViewAccepted(number, message.ballot))
+
+    def _count(self, node: int, message: wire.Support | wire.ViewAccepted, canvass: _Canvass) -> None:
+        if message.ballot != canvass.ballot:
+            return
+        if isinstance(message, wire.ViewAccepted):
+            canvass.accepted.add(node)
+            if is_quorum(canvass.accepted, self.view, self._topology):
+                assert canvass.proposal is not None
+                self._new_view(canvass.proposal)
+            return
+        canvass.supports[node] = message
+        self._note(node, (loss for loss in message.losses if loss.node != self._node))
+        if canvass.proposal is None and is_quorum(canvass.supports, self.view, self._topology):
+            canvass.proposal = self._value(canvass)
+            if canvass.proposal is None:
+                self._canvass = None
+                self._give_up(self._handler.why_not_without(self._losses()))
+                return
+            self._send(canvass.supports, wire.ViewProposal(canvass.ballot, canvass.proposal))
+
+    def _value(self, canvass: _Canvass) -> View | None:
+        """What to propose: what may have been decided already, or else a view without what is lost; None if the job
+        cannot go on without that."""
+        accepted = [s for s in canvass.supports.values() if s.accepted is not None]
+        if accepted:
+            return max(accepted, key=lambda support: support.accepted_ballot).accepted
+        losses = self._losses(self._weighed)
+        left = self._without(losses)
+        if self._handler.why_not_without(losses) or not is_quorum(left, self.view, self._topology):
+            return None
+        return View(self.view.number + 1, tuple(left), (*self.view.lost, *losses))
+
+    def _new_view(self, view: View) -> None:
+        """A view has been decided."""
+        if view.number <= self.view.number:
+            return
+        before, self.view = self.view, view
+        news = view.lost[len(before.lost) :]
+        self._promised, self._accepted, self._canvass = 0, None, None
+        self._told.clear()
+        self._weighed.clear()
+        old, self._suspected = self._suspected, {}
+        for key, loss in old.items():
+            self._note(key[0], [loss])
+        for node in before.nodes:  # those that are given up too
+            if node != self._node:
+                self._handler.to_node(node, wire.NewView(view))
+        if self._node not in view.nodes:
+            self._over = True
+            host = self._topology.hosts[self._node]
+            why = next(
+                (loss.why for loss in news if loss.node == self._node and loss.rank < 0), "it is not in the view"
+            )
+            error = f"node {self._node} (host {host}) was given up by the others, which go on without it: {why}"
+            self._handler.job_ends(error, False)
+            return
+        self._handler.view_begins(view, news)
+        self._consider()
+
+    def _send(self, nodes: Iterable[int], message: wire.Canvass | wire.ViewProposal) -> None:
+        """Sends a message to nodes; this one hears it last."""
+        wanted = list(nodes)
+        for node in wanted:
+            if node != self._node:
+                self._handler.to_node(node, message)
+        if self._node in wanted:
+            self._vote(self._node, message)
+
+    def _reply(self, node: int, message: wire.Support | wire.ViewAccepted | wire.ViewRefused) -> None:
+        if node == self._node:
+            self.message(node, message)
+        else:
+            self._handler.to_node(node, message)

@@ -1,0 +1,81 @@
+"""The daemons of this user on this host: how tools find them, and ask them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fusion_rt import local, wire
+from fusion_rt.errors import FusionError
+
+OWN_STACKS = "stacks"  # file in a daemon's directory into which it writes its own stacks on stacks.STACK_SIGNAL
+
+
+class Found(NamedTuple):
+    """A daemon's directory; whether the daemon is alive is another question."""
+
+    job: str
+    node: int
+    directory: str
+
+    @property
+    def socket_path(self) -> str:
+        return os.path.join(self.directory, "sock")
+
+
+class NoAnswer(FusionError):
+    """A daemon does not answer. `pid`: its process; 0: nobody listens."""
+
+    def __init__(self, message: str, pid: int) -> None:
+        super().__init__(message)
+        self.pid = pid
+
+
+def find(root: str, job: str = "", node: int = -1) -> Iterator[Found]:
+    """Directories below FUSION_RUNTIME_DIR, by job and node; of one job, or one node, if these are given."""
+    found = []
+    for name in os.listdir(root) if os.path.isdir(root) else []:
+        its_job, _, number = name.rpartition(".")
+        its_node = int(number) if number.isascii() and number.isdigit() else -1
+        if its_node >= 0 and job in ("", its_job) and node in (-1, its_node):
+            found.append(Found(its_job, its_node, os.path.join(root, name)))
+    return iter(sorted(found))
+
+
+def ask(found: Found, request: wire.ToolMessage, timeout: float) -> tuple[int, dict[str, Any]]:
+    """Asks a daemon: its pid, and its answer.
+
+    Raises:
+        NoAnswer: it is dead, or does not answer within `timeout` seconds.
+        FusionError: the directory is not this user's alone, or somebody else listens there.
+    """
+    is_private(found.directory)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(timeout)
+        pid = 0
+        try:
+            sock.connect(found.socket_path)
+            pid, uid, _ = local.peer_credentials(sock)
+            if uid not in (os.getuid(), 0):
+                raise FusionError(f"user {uid} listens at {found.socket_path}, and is not asked anything")
+            local.Packet(wire.encode(request)).send(sock)
+            answer = wire.decode_daemon_message(local.receive(sock)[0])
+        except TimeoutError:
+            raise NoAnswer(f"it does not answer within {timeout:g} s", pid) from None
+        except OSError as error:
+            raise NoAnswer(f"it does not answer: {error.strerror}", 0) from None
+    if not isinstance(answer, wire.Status):
+        raise FusionError(f"the daemon at {found.socket_path} answered with {type(answer).__name__}")
+    told: dict[str, Any] = json.loads(answer.json)
+    return pid, told
+
+
+def is_private(directory: str) -> None:
+    """Raises `FusionError` unless only this user can enter a directory."""
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise FusionError(f"{directory} is not a directory that only user {os.getuid()} can enter (mode 0700)")

@@ -1,0 +1,80 @@
+"""How a worker lets its node's daemon see its Python stacks, without any help of what it is doing.
+
+`faulthandler` writes the stacks of all threads into a sealed memfd whenever STACK_SIGNAL comes: from the signal
+handler, in C, and so also while some extension holds the GIL, or the main thread waits in a system call. The memfd goes
+to the daemon with the worker's `Hello`; whoever has it shares its file offset, so that is how much has been written.
+
+The registration is the process's and stays: to undo it would leave a moment in which the signal kills.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+import threading
+from typing import NamedTuple
+
+STACK_SIGNAL = int(signal.SIGRTMIN) + 11  # a real-time signal that neither C libraries nor common tools use
+STACK_BYTES = 256 * 1024  # of the memfd: a hundred threads of twenty calls each; what does not fit is lost
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Offer(NamedTuple):
+    """What the daemon needs: the memfd (the caller's own; -1: there is none), the signal, the main thread's ident."""
+
+    fd: int
+    signal: int
+    main_thread: int
+
+
+_lock = threading.Lock()
+_memfd = -1  # of this process
+
+
+def offer() -> Offer:
+    """This process's offer; there is none where the signal is the script's own already.
+
+    Raises:
+        OSError: there is no memory, or no descriptor, for it.
+    """
+    global _memfd
+    with _lock:
+        if _memfd < 0:
+            if is_handled(os.getpid(), STACK_SIGNAL):
+                return Offer(-1, 0, 0)
+            _memfd = _new_memfd()
+            faulthandler.register(STACK_SIGNAL, file=_memfd, all_threads=True, chain=False)
+        return Offer(os.dup(_memfd), STACK_SIGNAL, threading.main_thread().ident or 0)
+
+
+def is_handled(pid: int, number: int) -> bool:
+    """Whether a process catches or ignores a signal.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    with open(f"/proc/{pid}/status") as status:
+        masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigCgt:", "SigIgn:"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def _new_memfd() -> int:
+    fd = os.memfd_create("fusion_rt-stacks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, STACK_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def _after_fork() -> None:
+    """The memfd is the parent's, and nobody asks for a child's stacks."""
+    global _memfd, _lock
+    _lock = threading.Lock()  # another thread may have held it
+    if _memfd >= 0:
+        faulthandler.unregister(STACK_SIGNAL)
+        os.close(_memfd)
+        _memfd = -1
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,145 @@
+"""A job in one thread whose nodes may die: engines, what decides about losses, and virtual time.
+
+Messages arrive in an order that the seed decides, as in `simulation`, and sometimes time passes while they wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fusion_rt import wire
+from fusiond.engine import Engine
+from fusiond.losses import Losses
+from fusiond.membership import Membership
+from tests.fusiond.simulation import Node, SimulatedJob
+
+
+class ViewNode(Node):
+    """A node's engine with what decides about losses; it does what the daemon's shell does."""
+
+    def __init__(self, job: ViewJob, node: int) -> None:
+        super().__init__(job, node)
+        self._view_job = job
+        self.membership = Membership(job.topology, node)
+        self.membership.started = True
+        self.losses = Losses(job.topology, node, job.settings.tolerate_losses, self.membership, self)
+        self.deaf: set[int] = set()  # peers that its mesh has given up
+        self.dead = False
+
+    @property
+    def going_on(self) -> bool:
+        return not (self.dead or self.failure)
+
+    @property
+    def view(self) -> wire.View:
+        return self.losses.views.view
+
+    def receive(self, source: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
+        if not self.going_on or source in self.deaf or self.losses.takes(source, message):
+            return
+        if isinstance(message, wire.Abort):
+            self.fail(message.error, False)
+        else:
+            self.engine.peer_message(source, message, payload)
+
+    def lose(self, peer: int, why: str) -> None:
+        """Its mesh gives a peer up."""
+        if peer not in self.deaf and self.going_on:
+            self.deaf.add(peer)
+            self.losses.peer_lost(peer, why)
+
+    def _job_failed(self, error: str) -> None:
+        self.fail(error, True)
+
+    # --- losses' Outside ----------------------------------------------------------------------------------------------
+
+    def current_engine(self) -> Engine:
+        return self.engine
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        if not self.dead and node not in self.deaf:
+            super().to_node(node, message)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
+        return super().call_later(seconds, lambda: None if self.dead else callback())
+
+    def is_over(self) -> bool:
+        return False
+
+    def fail(self, error: str, tell_peers: bool) -> None:
+        if self.failure:
+            return
+        self.failure = error
+        self.losses.views.end()
+        self.engine.fail_job(error)
+        for node in range(len(self._view_job.topology.hosts)) if tell_peers else ():
+            if node != self.node:
+                self.to_node(node, wire.Abort(error))
+
+    def peers_gone(self, nodes: Sequence[int], why: str) -> None:
+        for node in nodes:
+            self.lose(node, why)
+
+
+class ViewJob(SimulatedJob):
+    """A job whose nodes may be killed. Arguments as `SimulatedJob` has them; losses are tolerated unless said."""
+
+    def __init__(self, local_sizes: Sequence[int], seed: int = 0, **settings: Any) -> None:
+        super().__init__(local_sizes, seed, **{"tolerate_losses": True, **settings})
+        self.members = [ViewNode(self, node) for node in range(len(local_sizes))]
+        self.nodes = list(self.members)
+
+    @property
+    def left(self) -> list[ViewNode]:
+        """The nodes that go on."""
+        return [node for node in self.members if node.going_on]
+
+    @property
+    def ranks_left(self) -> list[int]:
+        return [rank for node in self.left for rank in self.topology.ranks[node.node]]
+
+    def _deliver(self, key: tuple[int, int, str]) -> None:
+        source, target, _ = key
+        message, payload = self._channels[key].popleft()
+        decoded = wire.decode_peer_message(message)
+        view = None if payload is None else memoryview(b"\0" + bytes(payload))[1:]
+        self.members[target].receive(source, decoded, view)
+
+    def kill(self, node: int) -> None:
+        """A daemon dies with its workers. Of what it has sent, some arrives; its peers notice in their own time."""
+        self.members[node].dead = True
+        self._scripts.update(
+            {rank: type(self._scripts[rank])() for rank in self.topology.ranks[node] if rank in self._scripts}
+        )
+        for (source, _, _), queue in self._channels.items():
+            if source == node:
+                for _ in range(self._random.randint(0, len(queue))):
+                    queue.pop()
+        for peer in self.members:
+            if peer.node != node:
+                delay = self._random.uniform(0, 0.3)
+                self.timers.append((self.now + delay, lambda peer=peer: peer.lose(node, "its connection was closed")))  # type: ignore[misc]
+
+    def go_on(self, seconds: float = 5.0) -> None:
+        """Everything that happens in that time."""
+        end = self.now + seconds
+        while True:
+            patient = self._random.random() > 0.02  # else time passes though something waits
+            if patient and self.step():
+                continue
+            due = min((at for at, _ in self.timers), default=end + 1)
+            if due <= end:
+                self.now = max(self.now, due)
+                index = next(i for i, timer in enumerate(self.timers) if timer[0] == due)
+                self.timers.pop(index)[1]()
+            elif patient:
+                break
+        self.now = end
+        for node in self.left:
+            if not node.engine.idle:
+                node.engine.tick()
+
+    def outcome(self, rank: int, handle: int) -> wire.DaemonMessage | None:
+        """What a rank was told about an operation; None if nothing."""
+        return self.answer(rank, handle)[0] if self.is_answered(rank, handle) else None
