@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from typing import TypeAlias
 
 import msgspec
@@ -86,7 +87,7 @@ def decode_from_worker(data: bytes) -> FromWorker:
     try:
         message: FromWorker = _FROM_WORKER.decode(data)
         return message
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"not a message of an elastic worker: {error}") from None
 
 
@@ -105,6 +106,7 @@ class AgentConnection:
 
     def __init__(self, environ: os._Environ[str] | dict[str, str]) -> None:
         self.epoch = int(environ[EPOCH])
+        self._removed: Removed | None = None  # heard while news of hosts was looked for
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.connect(environ[SOCKET])
@@ -125,6 +127,8 @@ class AgentConnection:
         while (message := self._receive(wait=False)) is not None:
             if isinstance(message, HostsChanged):
                 found.append(message)
+            elif isinstance(message, Removed):
+                self._removed = message
         return found
 
     def rejoin(self, error: str = "") -> Assignment | Removed:
@@ -139,13 +143,14 @@ class AgentConnection:
             self._socket.send(encode(Rejoin(self.epoch, error[: MAX_PACKET // 8])))
         except OSError:
             raise self._gone() from None
-        while True:
+        while self._removed is None:
             message = self._receive(wait=True)
             if isinstance(message, Assignment) and message.epoch > self.epoch:
                 self.epoch = message.epoch
                 return message
             if isinstance(message, Removed):
                 return message
+        return self._removed
 
     def close(self) -> None:
         """Ends the conversation; the agent then expects that this process ends."""
@@ -163,9 +168,59 @@ class AgentConnection:
         try:
             message: FromAgent = _FROM_AGENT.decode(data)
             return message
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise FusionError(f"the launcher's agent on this host sent what makes no sense: {error}") from None
 
     @staticmethod
     def _gone() -> FusionError:
         return FusionError("the launcher's agent on this host is gone, and with it the job")
+
+
+# --- of this process --------------------------------------------------------------------------------------------------
+
+_connection: AgentConnection | None = None
+_forked = False
+
+
+def agent() -> AgentConnection | None:
+    """This process's connection to the agent of its host, which is made once; None where the job is not elastic.
+
+    A forked child has none: it would read what its parent waits for.
+
+    Raises:
+        FusionError: the agent cannot be reached.
+    """
+    global _connection
+    if _connection is None and not _forked and SOCKET in os.environ:
+        _connection = AgentConnection(os.environ)
+    return _connection
+
+
+def move(connection: AgentConnection, error: str = "") -> None:
+    """Waits for this worker's place in the next membership epoch, and takes it: its variables are in `os.environ` then.
+
+    Args:
+        connection: what `agent` gave.
+        error: why the worker has left the epoch before; empty if hosts changed.
+
+    Raises:
+        SystemExit: there is no place for this worker any more. It has said so on standard error.
+        FusionError: the agent is gone.
+    """
+    answer = connection.rejoin(error)
+    if isinstance(answer, Removed):
+        print(f"fusion_rt: this worker leaves the job: {answer.reason}", file=sys.stderr, flush=True)
+        raise SystemExit(0)
+    os.environ.update(answer.environment)
+    os.environ[EPOCH] = str(answer.epoch)
+
+
+def _after_fork() -> None:
+    global _connection, _forked
+    _forked = True
+    if _connection is not None:
+        _connection.close()  # this process's copy, or the agent would not notice the parent's death before the child's
+        _connection = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

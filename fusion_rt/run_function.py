@@ -99,13 +99,14 @@ def run(
             look for modules where this process does.
         args, kwargs: its arguments; they travel with it.
         num_proc, np: number of workers.
+        min_num_proc, min_np, max_num_proc, max_np: with the first, or a discovery script, the job is elastic.
         hosts, hostfile, host_discovery_script: where they run, as `-H`, `-hostfile` and `--host-discovery-script` say;
             this host if none is given.
         executable: the workers' Python; this process's if none is given.
         the others: the flags of `fusionrun` of these names.
 
     Returns:
-        What the function returned, by rank.
+        What the function returned, by rank; in an elastic job, by the ranks that there were at last.
 
     Raises:
         SettingError: the arguments do not make sense (it is a ValueError).

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-from collections.abc import Coroutine
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fusion_rt.address import listen_address
-from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line, job_directory
+from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.runner import environment, messages, preflight, supervise
 from fusion_rt.runner.daemon import Daemon
@@ -38,6 +35,7 @@ from fusion_rt.runner.messages import (
     WorkersUp,
     decode_command,
 )
+from fusion_rt.runner.oom import OomKills
 from fusion_rt.runner.pipes import Channel, Pump, Reader, settle
 from fusion_rt.runner.task import Function, Result
 from fusion_rt.settings import Settings
@@ -55,6 +53,7 @@ class Agent:
         self._channel = channel
         self._daemon: Daemon | None = None
         self._children = supervise.Children()
+        self._oom_kills = OomKills()
         self._function = Function(job.function_bytes) if job.function_bytes else None
         self._root = ""  # absolute path of the directory that holds the job's
         self._grace: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -111,38 +110,54 @@ class Agent:
                     if self._function is None:
                         raise WireError("the launcher sent a function, but the job has none")
                     self._function.feed(command.data)
-                elif isinstance(command, Peers):
-                    if self._daemon is None:
-                        raise WireError("the launcher sent the table of peers before the daemon was up")
-                    self._daemon.introduce(command.table)
+                else:
+                    await self._do(command)
         except asyncio.TimeoutError:
             pass  # the connection is as good as lost
         finally:
             self.stop(LOST_GRACE)
 
+    async def _do(self, command: messages.Command) -> None:
+        """Does what only jobs of this kind are told."""
+        if isinstance(command, Peers):
+            if self._daemon is None:
+                raise WireError("the launcher sent the table of peers before the daemon was up")
+            self._daemon.introduce(command.table)
+
     async def _bring_up(self) -> None:
         """Checks the host, and starts the daemon and the workers."""
-        job = self._job
-        environ = environment.on_host(job, os.environb)
+        environ = await self._check()
+        if environ is None:
+            return
+        await self._channel.send(Ready())
+        await self._start_daemon(self._job, environ)
+        # The workers need not wait until it listens: they import torch meanwhile, and try until it does.
+        await self._start_workers(environ)
+
+    async def _check(self) -> dict[bytes, bytes] | None:
+        """Checks the host; the environment of the job there, if it is fit."""
+        environ = environment.on_host(self._job, os.environb)
         os.environb.clear()
         os.environb.update(environ)
-        directory = os.fsdecode(job.directory)
+        directory = os.fsdecode(self._job.directory)
         self._root = root = os.path.normpath(os.path.join(directory, Settings.from_env().runtime_root()))
         environ[b"FUSION_RUNTIME_DIR"] = os.fsencode(root)
-        if problems := preflight.check(job, root):
+        if problems := preflight.check(self._job, root):
             await self._refuse(*problems)
-            return
+            return None
+        return environ
+
+    async def _start_daemon(self, job: Job, environ: dict[bytes, bytes], epoch: int = 0) -> None:
         address = "127.0.0.1"
         if len(job.topology.hosts) > 1:
             address = listen_address(job.topology.hosts[job.node], job.interfaces, job.loopback)
-        await self._channel.send(Ready())
         config = DaemonConfig(job.job, job.node, job.topology, address)
-        self._daemon = await Daemon.start(config, environ, job.directory, self._children, self._channel)
-        # The workers need not wait until it listens: they import torch meanwhile, and try until it does.
-        self._spawn(self._watch_daemon(self._daemon))
-        await self._start_workers(environ)
+        self._daemon = await Daemon.start(
+            config, environ, job.directory, self._children, self._channel, self._root, epoch
+        )
+        self._spawn(self._watch_daemon(self._daemon, epoch))
 
-    async def _watch_daemon(self, daemon: Daemon) -> None:
+    async def _watch_daemon(self, daemon: Daemon, epoch: int) -> None:
         """Tells the launcher where the daemon listens, or why it does not, and when it ends."""
         stderr, stdout = daemon.log
         self._pump(stderr)
@@ -150,35 +165,47 @@ class Agent:
         if isinstance(answer, StartError):
             status = await daemon.last_status()
             await settle([stderr], self._channel)
-            await self._channel.send(DaemonDown(status, answer.error))
+            if not daemon.is_unwanted:
+                await self._channel.send(DaemonDown(status, answer.error, epoch))
             return
         self._pump(stdout)
-        await self._channel.send(DaemonUp(answer))
+        await self._channel.send(DaemonUp(answer, epoch))
         status = await daemon.wait()
-        if not self._grace.done():
+        if not self._grace.done() and (not daemon.is_unwanted or (status < 0 and not daemon.is_killed)):
             await settle(daemon.log, self._channel)
-            await self._channel.send(DaemonDown(status))
+            await self._channel.send(DaemonDown(status, self._oom_kills.explain(status), epoch))
 
     async def _start_workers(self, environ: dict[bytes, bytes]) -> None:
         job = self._job
         for rank in job.topology.ranks[job.node]:
-            env = environment.of_worker(environ, job, rank, self._root)
-            result = await self._function.open_result() if self._function else None
-            if result is not None:
-                env.update(result.variables())
-            try:
-                inherits = result.descriptors if result else ()
-                worker = await self._children.start(job.command, env, job.directory, inherits=inherits)
-            except OSError as error:
-                await self._refuse(f"the command {os.fsdecode(job.command[0])!r} cannot be run: {error.strerror}")
+            started = await self._start_worker(environment.of_worker(environ, job, rank, self._root))
+            if started is None:
                 return
-            self._spawn(self._watch_worker(rank, worker, result))
+            self._spawn(self._watch_worker(rank, *started))
         await self._channel.send(WorkersUp())
 
+    async def _start_worker(self, env: dict[bytes, bytes]) -> tuple[supervise.Child, Result | None] | None:
+        """A new worker, and the place of its result if it calls a function; None if it cannot be had."""
+        job = self._job
+        result = await self._function.open_result() if self._function else None
+        if result is not None:
+            env.update(result.variables())
+        try:
+            inherits = result.descriptors if result else ()
+            return await self._children.start(job.command, env, job.directory, inherits=inherits), result
+        except OSError as error:
+            await self._refuse(f"the command {os.fsdecode(job.command[0])!r} cannot be run: {error.strerror}")
+            return None
+
     async def _watch_worker(self, rank: int, worker: supervise.Child, result: Result | None) -> None:
+        status = await self._carry(worker, lambda: rank, result)
+        await self._channel.send(Exited(rank, status, self._oom_kills.explain(status)))
+
+    async def _carry(self, worker: supervise.Child, rank: Callable[[], int], result: Result | None) -> int:
+        """Passes on what a worker prints and returns, as of the rank that it has; its exit status when all is sent."""
         pumps = (
-            Pump(worker.stdout, self._channel, partial(Output, rank, "stdout")),
-            Pump(worker.stderr, self._channel, partial(Output, rank, "stderr")),
+            Pump(worker.stdout, self._channel, lambda data: Output(rank(), "stdout", data)),
+            Pump(worker.stderr, self._channel, lambda data: Output(rank(), "stderr", data)),
         )
         for pump in pumps:
             self._pump(pump)
@@ -186,8 +213,8 @@ class Agent:
         await settle(pumps, self._channel)
         if result is not None and status == 0:
             for data in result.pieces(OUTPUT_CHUNK):
-                await self._channel.send(messages.Result(rank, data))
-        await self._channel.send(Exited(rank, status))
+                await self._channel.send(messages.Result(rank(), data))
+        return status
 
     def _pump(self, pump: Pump) -> None:
         self._pumps.append(pump)
@@ -200,14 +227,21 @@ class Agent:
             await self._daemon.close(_DAEMON_S)
         survivors = await supervise.end_descendants([], 0.0, self._hurry)
         if self._daemon is not None:
-            with suppress(FileNotFoundError):  # a daemon that was not killed has removed it
-                shutil.rmtree(job_directory(self._root, self._job.job, self._job.node))
+            self._daemon.remove_files()
         try:
             await asyncio.wait_for(settle(self._pumps, self._channel), _DRAIN_S)
         except asyncio.TimeoutError:
             return  # nobody reads: the launcher is gone, or as good as
         if survivors:
             await self._refuse(f"processes {survivors} did not end when they were killed")
+
+
+def _make_agent(job: Job, channel: Channel) -> Agent:
+    if not job.elastic:
+        return Agent(job, channel)
+    from fusion_rt.runner.elastic.agent import ElasticAgent
+
+    return ElasticAgent(job, channel)
 
 
 async def _serve(fd: int) -> None:
@@ -218,7 +252,7 @@ async def _serve(fd: int) -> None:
         if problems := preflight.check_versions(decode_line(line, Versions)):
             await channel.send(Refused(tuple(problems)))
         else:
-            agent = Agent(decode_line(line, Job), channel)
+            agent = _make_agent(decode_line(line, Job), channel)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, agent.stop, LOST_GRACE)
             await agent.run(commands)

@@ -14,7 +14,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fusion_rt.errors import FusionError, SettingError
@@ -25,8 +25,9 @@ from fusion_rt.runner.flags import make_parser
 from fusion_rt.runner.hosts import Host, add_shard_hosts, assign, parse_hostfile, parse_hosts, shard_host_names
 from fusion_rt.runner.launch import launch
 from fusion_rt.runner.phases import process_age
-from fusion_rt.runner.plan import LaunchPlan
-from fusion_rt.settings import Settings
+from fusion_rt.runner.plan import ElasticPlan, LaunchPlan
+from fusion_rt.settings import KNOBS, Settings
+from fusion_rt.units import SECONDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,14 +73,22 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
     environment = {**forwarded(os.environb), **choices.variables()}
     settings = Settings.from_env({os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()})
     wanted = _hosts(choices, settings.start_timeout)
-    hosts, topology = assign(wanted, discovery.number_of_workers(choices, wanted))
+    elastic = _elastic(choices, environment)
+    if elastic is not None:
+        environment[b"HOROVOD_ELASTIC"] = b"1"
+        if settings.shard_hosts:
+            raise SettingError(
+                "--shard-hosts (FUSION_SHARD_HOSTS) names hosts that have to stay, which those of an elastic job "
+                "(--min-np, --host-discovery-script) need not; leave one of the two out"
+            )
+        hosts, topology = wanted, assign(wanted, sum(host.slots for host in wanted))[1]
+    else:
+        hosts, topology = assign(wanted, discovery.number_of_workers(choices, wanted))
     if settings.shard_hosts:
         hosts, topology = add_shard_hosts(settings.shard_hosts, wanted, hosts, topology)
         names = shard_host_names(settings.shard_hosts)
         environment[b"FUSION_SHARD_HOSTS"] = names.encode()
         settings = replace(settings, shard_hosts=names)
-    if choices["host_discovery_script"] or choices["min_num_proc"]:
-        environment[b"HOROVOD_ELASTIC"] = b"1"
     if choices["rsh_agent"]:
         reach.check_template(choices["rsh_agent"])
     identity = choices["ssh_identity_file"] or ""
@@ -102,7 +111,46 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
         verbose=bool(choices["verbose"]),
         as_horovod=bool(choices["as_horovod"]),
         warnings=(*warnings, *choices.warnings(os.environ)),
+        elastic=elastic,
     )
+
+
+def _elastic(choices: Choices, environment: Mapping[bytes, bytes]) -> ElasticPlan | None:
+    """How the membership of the job may change; None if it stays."""
+    discovery.check_numbers(choices)
+    script, least, wanted = choices["host_discovery_script"], choices["min_num_proc"], choices["num_proc"]
+    if not script and not least:
+        return None
+    least = least or wanted or 1
+    return ElasticPlan(
+        wanted=wanted or least,
+        least=least,
+        most=choices["max_num_proc"],
+        timeout=_elastic_timeout(choices, environment),
+        resets=choices["reset_limit"],
+        cooldown=_cooldown(choices["blacklist_cooldown_range"]),
+        script=script or "",
+        slots=choices["slots_per_host"],
+    )
+
+
+def _elastic_timeout(choices: Choices, environment: Mapping[bytes, bytes]) -> float:
+    """The variable's value, which a flag has set already, or the default."""
+    knob = next(knob for knob in KNOBS if knob.name == "elastic_timeout")
+    text = os.fsdecode(environment.get(os.fsencode(knob.variable), b""))
+    seconds: float = knob.parse(text, knob.variable) if text else choices["elastic_timeout"]
+    return seconds
+
+
+def _cooldown(text: str) -> tuple[float, float]:
+    """The two numbers of --blacklist-cooldown-range."""
+    try:
+        least, most = (SECONDS.parse(word, 1.0) for word in text.split())
+    except (SettingError, ValueError):
+        raise SettingError(f"--blacklist-cooldown-range: {text!r} is not two durations") from None
+    if not 0 < least <= most:
+        raise SettingError(f"--blacklist-cooldown-range: {text!r} is not a range: MIN is above 0 and not above MAX")
+    return least, most
 
 
 def _hosts(choices: Choices, timeout: float) -> tuple[Host, ...]:

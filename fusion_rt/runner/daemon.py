@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line
+from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line, job_directory
 from fusion_rt.runner.environment import absolute_path_list
 from fusion_rt.runner.messages import DaemonLog, DaemonReport
 from fusion_rt.runner.pipes import Channel, Pump
-from fusion_rt.runner.supervise import Child, Children
+from fusion_rt.runner.supervise import Child, Children, signal_tree
 
 COMMAND = (sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin")
 _ANSWER: Any = Endpoint | StartError
@@ -19,12 +23,25 @@ _LAST_WORD_S = 1.0  # seconds a daemon that could not start has to end by itself
 
 
 class Daemon:
-    """A running daemon. `log`: carry its standard error, and what follows on its standard output, to the launcher."""
+    """A running daemon.
 
-    def __init__(self, child: Child, stdin: Channel, channel: Channel) -> None:
+    Attributes:
+        log: carry its standard error, and what follows on its standard output, to the launcher.
+        directory: of its files.
+        is_unwanted: it was told to end.
+        is_killed: it was made to.
+    """
+
+    def __init__(self, child: Child, stdin: Channel, channel: Channel, directory: str, epoch: int) -> None:
         self._child = child
         self._stdin = stdin
-        self.log = (Pump(child.stderr, channel, DaemonLog), Pump(child.stdout, channel, DaemonReport))
+        self.log = (
+            Pump(child.stderr, channel, DaemonLog),
+            Pump(child.stdout, channel, partial(DaemonReport, epoch=epoch)),
+        )
+        self.directory = directory
+        self.is_unwanted = False
+        self.is_killed = False
 
     @classmethod
     async def start(
@@ -34,6 +51,8 @@ class Daemon:
         directory: bytes,
         children: Children,
         channel: Channel,
+        runtime_root: str,
+        epoch: int = 0,
     ) -> Daemon:
         """Starts the daemon and tells it its configuration.
 
@@ -45,6 +64,8 @@ class Daemon:
             directory: the job's working directory, from which relative entries of PYTHONPATH are taken.
             children: starts it.
             channel: where its log goes.
+            runtime_root: absolute path of the directory that holds its own.
+            epoch: the membership epoch that it is for, in an elastic job.
 
         Raises:
             OSError: it cannot be run.
@@ -55,7 +76,7 @@ class Daemon:
         child = await children.start(COMMAND, env, b"/", has_input=True)
         assert child.stdin is not None
         child.stdin.send_now(config)
-        return cls(child, child.stdin, channel)
+        return cls(child, child.stdin, channel, job_directory(runtime_root, config.job, config.node), epoch)
 
     @property
     def pid(self) -> int:
@@ -88,5 +109,20 @@ class Daemon:
 
     async def close(self, timeout: float) -> None:
         """Closes its input, which tells it to end, and waits for at most `timeout` seconds."""
+        self.is_unwanted = True
         self._stdin.abort()
         await asyncio.wait([self._child.exit], timeout=timeout)
+
+    async def end(self, timeout: float) -> None:
+        """As `close`, and kills it if that was not enough; then nothing is left of it."""
+        await self.close(timeout)
+        if not self._child.exit.done():
+            self.is_killed = True
+            signal_tree(self.pid, signal.SIGKILL)
+            await self._child.exit
+        self.remove_files()
+
+    def remove_files(self) -> None:
+        """Removes the files of one that has ended."""
+        with suppress(FileNotFoundError):  # a daemon that was not killed has removed them
+            shutil.rmtree(self.directory)

@@ -1,4 +1,4 @@
-"""Hosts found by a script at the start of a job, and how many workers they get."""
+"""Hosts found by a script, and how many workers they get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusion_rt.errors import FusionError, SettingError
 from fusion_rt.runner.choices import Choices
 from fusion_rt.runner.hosts import Host, parse_hosts
 
-_SHELL = "/bin/sh"
+SHELL = "/bin/sh"
 _LINES = 10  # of a failing script's standard error that are shown
 
 
@@ -27,31 +27,60 @@ def discover(script: str, slots: int, timeout: float) -> tuple[Host, ...]:
         SettingError: the command line cannot be used.
         FusionError: the script cannot be run, fails, takes too long, or prints something else.
     """
+    words = split(script)
+    try:
+        run = _run(words, timeout)
+    except OSError as error:
+        raise FusionError(f"{describe(script)} cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise FusionError(f"{describe(script)} did not end within {timeout:g} s (--start-timeout)") from None
+    hosts = read(script, slots, run.returncode, run.stdout, run.stderr)
+    sys.stderr.write(run.stderr)
+    if not hosts:
+        raise FusionError(f"{describe(script)} printed no host")
+    return hosts
+
+
+def describe(script: str) -> str:
+    """The script, in the middle of a sentence."""
+    return f"the host discovery script {script!r}"
+
+
+def split(script: str) -> list[str]:
+    """The words of the script's command line.
+
+    Raises:
+        SettingError: it is none.
+    """
     try:
         words = shlex.split(script)
     except ValueError as error:
         raise SettingError(f"--host-discovery-script {script!r} is not a command line: {error}") from None
     if not words:
         raise SettingError("--host-discovery-script is empty")
-    who = f"the host discovery script {script!r}"
-    try:
-        run = _run(words, timeout)
-    except OSError as error:
-        raise FusionError(f"{who} cannot be run: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise FusionError(f"{who} did not end within {timeout:g} s (--start-timeout)") from None
-    if run.returncode != 0:
-        last = [line for line in run.stderr.splitlines() if line.strip()][-_LINES:]
+    return words
+
+
+def read(script: str, slots: int, status: int, stdout: str, stderr: str) -> tuple[Host, ...]:
+    """The hosts in what a script has printed, which may be none.
+
+    Args:
+        script, slots: as for `discover`.
+        status: its exit status, or minus the signal that ended it.
+        stdout, stderr: what it printed.
+
+    Raises:
+        FusionError: it failed, or printed something else.
+    """
+    if status != 0:
+        last = [line for line in stderr.splitlines() if line.strip()][-_LINES:]
         said = "; it said:\n" + "\n".join(f"  {line}" for line in last) if last else " and said nothing"
-        raise FusionError(f"{who} failed with status {run.returncode}{said}")
-    sys.stderr.write(run.stderr)
-    lines = [line.strip() for line in run.stdout.splitlines() if line.strip()]
-    if not lines:
-        raise FusionError(f"{who} printed no host")
+        raise FusionError(f"{describe(script)} failed with status {status}{said}")
+    lines = [line.strip() for line in stdout.splitlines() if line.strip()]
     try:
-        return parse_hosts(",".join(lines), slots)
+        return parse_hosts(",".join(lines), slots) if lines else ()
     except SettingError as error:
-        raise FusionError(f"{who} printed what is no host: {error}") from None
+        raise FusionError(f"{describe(script)} printed what is no host: {error}") from None
 
 
 def _run(words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -60,17 +89,29 @@ def _run(words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout
         )
     except OSError as error:
-        if error.errno != errno.ENOEXEC or words[0] == _SHELL:
+        if error.errno != errno.ENOEXEC or words[0] == SHELL:
             raise
-        return _run([_SHELL, *words], timeout)  # a script without a first line that names its interpreter
+        return _run([SHELL, *words], timeout)  # a script without a first line that names its interpreter
 
 
 def number_of_workers(choices: Choices, hosts: tuple[Host, ...]) -> int:
-    """How many workers the hosts get: those of -np, or all slots, up to --max-np.
+    """How many workers the hosts of a job get whose membership stays: those of -np, or all slots, up to --max-np.
 
     Raises:
-        SettingError: -np, --min-np and --max-np contradict each other.
-        FusionError: there are fewer slots than --min-np.
+        SettingError: -np and --max-np contradict each other.
+    """
+    check_numbers(choices)
+    most, wanted = choices["max_num_proc"], choices["num_proc"]
+    slots = sum(host.slots for host in hosts)
+    number: int = wanted or min(slots, most or slots)
+    return number
+
+
+def check_numbers(choices: Choices) -> None:
+    """Whether -np, --min-np and --max-np make sense together.
+
+    Raises:
+        SettingError: they contradict each other.
     """
     least, most, wanted = choices["min_num_proc"], choices["max_num_proc"], choices["num_proc"]
     for low, high, what in (
@@ -80,9 +121,3 @@ def number_of_workers(choices: Choices, hosts: tuple[Host, ...]) -> int:
     ):
         if low is not None and high is not None and low > high:
             raise SettingError(what.format(low, high))
-    slots = sum(host.slots for host in hosts)
-    if least is not None and slots < least:
-        raise FusionError(f"--min-np asks for {least} workers, but there are only {slots} slots: "
-                          f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)}")  # fmt: skip
-    number: int = wanted or min(slots, most or slots)
-    return number

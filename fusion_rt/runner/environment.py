@@ -6,16 +6,23 @@ import os
 import re
 from collections.abc import Mapping
 
+from fusion_rt import elastic
 from fusion_rt.bootstrap import socket_path
 from fusion_rt.runner.messages import Job
 
 _OWN_OF_HOST = re.compile(rb"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|XDG_RUNTIME_DIR")
 
+_OF_ANOTHER_JOB = {name.encode() for name in (elastic.SOCKET, elastic.SLOT, elastic.EPOCH)}
+
 
 def forwarded(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """What of the launcher's environment goes to all hosts: all but Horovod's exceptions and XDG_RUNTIME_DIR, which
-    names a directory of one host."""
-    return {name: value for name, value in environ.items() if not _OWN_OF_HOST.fullmatch(name)}
+    names a directory of one host, and what makes this process a worker of another elastic job, if it is one."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not _OWN_OF_HOST.fullmatch(name) and name not in _OF_ANOTHER_JOB
+    }
 
 
 def on_host(job: Job, own: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -31,31 +38,40 @@ def absolute_path_list(paths: bytes, directory: bytes) -> bytes:
 
 
 def of_worker(base: Mapping[bytes, bytes], job: Job, rank: int, runtime_root: str) -> dict[bytes, bytes]:
-    """One worker's environment: Horovod's variables, and where its daemon is.
+    """One worker's environment: the host's, and its place.
 
     Raises:
         FusionError: the path of the daemon's socket is too long.
     """
-    topology = job.topology
-    added = {
-        "HOROVOD_HOSTNAME": topology.hosts[job.node],
-        "HOROVOD_RANK": rank,
-        "HOROVOD_SIZE": topology.size,
-        "HOROVOD_LOCAL_RANK": topology.local_rank(rank),
-        "HOROVOD_LOCAL_SIZE": topology.local_size(rank),
-        "HOROVOD_CROSS_RANK": topology.cross_rank(rank),
-        "HOROVOD_CROSS_SIZE": topology.cross_size(rank),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "PYTHONUNBUFFERED": "1",
-        "FUSION_JOB_ID": job.job,
-        "FUSION_NODE": job.node,
-        "FUSION_SOCKET": socket_path(runtime_root, job.job, job.node),
-    }
-    environ = {**base, **{name.encode(): os.fsencode(str(value)) for name, value in added.items()}}
+    added = place_of_worker(job, rank, runtime_root)
+    environ = {**base, **{name.encode(): os.fsencode(value) for name, value in added.items()}}
     if job.as_horovod:
         from fusion_rt.as_horovod import python_path
 
         paths = [os.fsencode(python_path()), *filter(None, [base.get(b"PYTHONPATH")])]
         environ[b"PYTHONPATH"] = b":".join(paths)
     return environ
+
+
+def place_of_worker(job: Job, rank: int, runtime_root: str) -> dict[str, str]:
+    """What tells a worker its place in the job: Horovod's variables, and where its daemon is.
+
+    Raises:
+        FusionError: the path of the daemon's socket is too long.
+    """
+    topology = job.topology
+    return {
+        "HOROVOD_HOSTNAME": topology.hosts[job.node],
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(topology.size),
+        "HOROVOD_LOCAL_RANK": str(topology.local_rank(rank)),
+        "HOROVOD_LOCAL_SIZE": str(topology.local_size(rank)),
+        "HOROVOD_CROSS_RANK": str(topology.cross_rank(rank)),
+        "HOROVOD_CROSS_SIZE": str(topology.cross_size(rank)),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "PYTHONUNBUFFERED": "1",
+        "FUSION_JOB_ID": job.job,
+        "FUSION_NODE": str(job.node),
+        "FUSION_SOCKET": socket_path(runtime_root, job.job, job.node),
+    }

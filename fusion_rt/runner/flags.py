@@ -7,6 +7,7 @@ flag: from there on it is the command.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,9 +40,36 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Leaves the flags of the command alone: argparse looks at them too, and finds some of them ambiguous."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        start = self._start_of_command(words)
+        if start < len(words) and words[start] != "--":
+            words.insert(start, "--")
+        return super().parse_known_args(words, namespace)
+
+    def _start_of_command(self, words: Sequence[str]) -> int:
+        """Index of the first word that is neither a flag nor its value; or of `--`, or of a flag that is unknown."""
+        index = 0
+        while index < len(words) and words[index].startswith("-") and words[index] != "--":
+            flag, equals, _ = words[index].partition("=")
+            found = {id(action): action for name, action in self._option_string_actions.items() if name == flag} or {
+                id(action): action for name, action in self._option_string_actions.items() if name.startswith(flag)
+            }
+            if len(found) != 1:
+                return len(words)  # argparse's to complain about
+            (action,) = found.values()
+            index += 1
+            if not equals:
+                index += 1 if action.nargs is None else int(action.nargs)
+        return index
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all flags."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fusionrun",
         usage="fusionrun -np N [-H HOSTS | -hostfile FILE] [flags] COMMAND ...",
         description="Starts a training script on one host or on several, with one communication daemon per host.",

@@ -19,10 +19,9 @@ from fusion_rt.errors import FusionError, SettingError
 from fusion_rt.run_function import Answer, Request
 from fusion_rt.runner.cli import make_plan
 from fusion_rt.runner.flags import make_parser
-from fusion_rt.runner.launch import Launch
+from fusion_rt.runner.launch import make_launch
 from fusion_rt.runner.outcome import WorkerFailure, first_cause, tell
 from fusion_rt.runner.plan import LaunchPlan
-from fusion_rt.runner.printer import Printer
 
 
 def make_request_plan(request: Request, function: bytes) -> LaunchPlan:
@@ -44,16 +43,16 @@ def _refuse(message: str) -> NoReturn:
 
 async def _run(plan: LaunchPlan) -> tuple[Answer, list[bytes]]:
     asyncio.get_running_loop().add_reader(0, _on_stdin)
-    job = Launch(plan, Printer())
+    job = make_launch(plan)
     status = await job.run()
     if job.failures and status == 1:
         failed = "\n".join(tell(job.failures))
         return Answer(failed=failed, is_workers=isinstance(first_cause(job.failures), WorkerFailure)), []
     if status:
         return Answer(failed=f"the job was ended by {signal.Signals(status - 128).name}"), []
-    if lacking := [rank for rank in range(plan.topology.size) if rank not in job.results]:
-        return Answer(failed=f"{plan.topology.describe(lacking)} ended without a result"), []
-    results = [bytes(job.results[rank]) for rank in range(plan.topology.size)]
+    if lacking := [rank for rank in range(job.topology.size) if rank not in job.results]:
+        return Answer(failed=f"{job.topology.describe(lacking)} ended without a result"), []
+    results = [bytes(job.results[rank]) for rank in range(job.topology.size)]
     return Answer(tuple(map(len, results))), results
 
 

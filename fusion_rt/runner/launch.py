@@ -2,46 +2,28 @@
 
 The agents do the work; this only decides. A job is first starting (until every daemon listens), then running; after
 the first failure it is settling (the other ranks have a moment to say what they saw), then stopping (every agent was
-told to stop). All events and timers come from one event loop, so nothing here is locked.
+told to stop). All events and timers come from one event loop, so nothing here is locked. Jobs whose membership changes
+are launched by `elastic.launch`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import partial
 
-import msgspec
-
-from fusion_rt.bootstrap import Endpoint, PeerTable, Phase, decode_line
+from fusion_rt.bootstrap import Endpoint, PeerTable
 from fusion_rt.errors import WireError
 from fusion_rt.runner import messages, phases, reach
+from fusion_rt.runner.base import END_S, TERM_GRACE, BaseLaunch, DaemonLogs
 from fusion_rt.runner.link import AgentLink, Event, Lost
-from fusion_rt.runner.outcome import (
-    DaemonFailure,
-    Failure,
-    HostFailure,
-    WorkerFailure,
-    ending,
-    first_cause,
-    tell,
-)
-from fusion_rt.runner.output import Lines, WorkerOutput
+from fusion_rt.runner.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, ending
 from fusion_rt.runner.plan import LaunchPlan
-from fusion_rt.runner.preflight import versions
 from fusion_rt.runner.printer import Printer
 from fusion_rt.runner.supervise import Children
 
-TERM_GRACE = 5.0  # seconds between TERM and KILL when a worker failed, as Horovod has it
-INTERRUPT_GRACE = 3.0  # seconds when a person or a batch system interrupts: with the rest, all is over within 5
 SETTLE_S = 1.5  # seconds from the first failure until the others are stopped
-_END_S = 3.0  # seconds an agent has, beyond the grace, to end
-_PING_S = 5.0
-_SILENCE_S = 60.0  # without a ping after which a remote agent takes the connection for lost
-_FLUSH_S = 5.0  # seconds the reader of our own output has to take the rest of it
-_FLUSH_INTERRUPTED_S = 0.5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def launch(plan: LaunchPlan, gone: float = 0.0) -> int:
@@ -57,87 +39,42 @@ async def launch(plan: LaunchPlan, gone: float = 0.0) -> int:
     Raises:
         OSError: the files for the output cannot be made.
     """
-    return await Launch(plan, Printer(), gone).run()
+    return await make_launch(plan, gone).run()
 
 
-class Launch:
-    """One run of a plan.
+def make_launch(plan: LaunchPlan, gone: float = 0.0) -> BaseLaunch:
+    """What carries out a plan; arguments as those of `launch`."""
+    if plan.elastic is not None:
+        from fusion_rt.runner.elastic.launch import ElasticLaunch
 
-    Attributes:
-        failures: what has gone wrong, in the order in which it did.
-        results: what the workers' function returned, pickled, by rank; whole when the job has succeeded.
-    """
+        return ElasticLaunch(plan, plan.elastic, Printer(), gone)
+    return Launch(plan, Printer(), gone)
+
+
+class Launch(BaseLaunch):
+    """One run of a plan whose hosts and ranks stay as they are."""
 
     def __init__(self, plan: LaunchPlan, printer: Printer, gone: float = 0.0) -> None:
-        self._plan = plan
-        self._printer = printer
-        self._output = WorkerOutput(printer, plan.topology.size, plan.output_directory, plan.timestamps)
-        self._logs = [Lines() for _ in plan.hosts]
-        self._last_log = [""] * len(plan.hosts)
-        self._reports = [Lines() for _ in plan.hosts]
-        self._phases = phases.Phases(len(plan.hosts), gone)
-        self._links = [self._make_link(node) for node in range(len(plan.hosts))]
+        super().__init__(plan, printer, gone)
+        self._logs = [
+            DaemonLogs(host.name, printer, partial(self._on_phase, node)) for node, host in enumerate(plan.hosts)
+        ]
+        self._links = [self._make_link(node, host) for node, host in enumerate(plan.hosts)]
         self._connected = set(range(len(plan.hosts)))  # nodes whose agent has not ended
         self._ready: set[int] = set()  # nodes that passed their checks
         self._endpoints: dict[int, Endpoint] = {}  # of the nodes whose daemon listens
         self._running = set(range(plan.topology.size))  # ranks that may still run
-        self.failures: list[Failure] = []
         self._losses: list[Failure] = []  # failures that the job has gone on after
         self._ended_well = False  # a worker has
-        self._interrupt = 0  # the signal that ended the job
-        self._stopping = False
         self._told: set[int] = set()  # nodes that were told to stop
-        self._has_output = False
-        self.results: dict[int, bytearray] = {}
-        self._feeds: list[asyncio.Task[None]] = []
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None  # of the phase the job is in
 
-    async def run(self) -> int:
-        """See `launch`."""
-        for warning in self._plan.warnings:
-            self._say(f"fusionrun: warning: {warning}")
-        self._reach(phases.LAUNCHER)
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, wants it ignored
-                self._loop.add_signal_handler(number, self._on_signal, number)
+    async def _carry_out(self, children: Children) -> None:
         self._set_timer(self._plan.settings.start_timeout, self._on_start_timeout)
-        pings = asyncio.create_task(self._ping())
-        try:
-            children = Children()
-            await asyncio.gather(*(link.run(self._job(link.node), children) for link in self._links))
-        finally:
-            for task in (pings, *self._feeds):
-                task.cancel()
-            for link in self._links:
-                link.kill()
-        self._set_timer(None)
-        return await self._finish()
+        jobs = [self._make_job(host, node, self._plan.topology) for node, host in enumerate(self._plan.hosts)]
+        await asyncio.gather(*(link.run(job, children) for link, job in zip(self._links, jobs, strict=True)))
 
-    def _make_link(self, node: int) -> AgentLink:
-        plan, host = self._plan, self._plan.hosts[node]
-        argv, environment = reach.agent_argv(plan, host), reach.agent_environment(plan)
-        # A local agent has no business among the files of the working directory, which might shadow Python's modules.
-        directory = plan.directory if reach.is_remote(plan, host) else b"/"
-        return AgentLink(node, argv, environment, directory, self._on_event, self._room)
-
-    def _job(self, node: int) -> messages.Job:
-        plan, own = self._plan, versions()
-        return messages.Job(
-            python=own.python,
-            package=own.package,
-            job=plan.job,
-            node=node,
-            topology=plan.topology,
-            command=plan.command,
-            environment=tuple(plan.environment.items()),
-            directory=plan.directory,
-            interfaces=plan.interfaces,
-            loopback=plan.is_loopback,
-            silence_limit=_SILENCE_S if reach.is_remote(plan, plan.hosts[node]) else 0.0,
-            as_horovod=plan.as_horovod,
-            function_bytes=len(plan.function) if self._has_workers(node) else 0,
-        )
+    def _all_links(self) -> Iterable[AgentLink]:
+        return [link for link in self._links if link.node in self._connected]
 
     # Events
 
@@ -146,13 +83,14 @@ class Launch:
             case messages.Output():
                 self._on_output(node, event)
             case messages.DaemonLog():
-                self._on_daemon_log(node, event.data)
+                self._logs[node].feed(event.data)
             case messages.Ready():
                 self._ready.add(node)
                 self._reach(phases.AGENTS, node)
-                self._send_function(node)
+                feed = self._send_function(self._links[node], self._has_workers(node))
+                self._tasks.append(asyncio.create_task(feed))
             case messages.DaemonReport():
-                self._on_daemon_report(node, event.data)
+                self._logs[node].feed_report(event.data)
             case messages.Refused(reasons) if self._stopping:
                 for reason in reasons:  # too late to be the cause of anything, but somebody may have to clean up
                     self._say(f"fusionrun: host {self._host(node)}: {reason}")
@@ -176,26 +114,10 @@ class Launch:
 
     def _on_output(self, node: int, output: messages.Output) -> None:
         self._check_rank(node, output.rank)
-        if not self._has_output:
-            self._has_output = True
-            self._note(f"first output, of rank {output.rank}")
-        self._output.feed(output.rank, output.stream, output.data)
+        self._print(output)
 
-    def _on_daemon_log(self, node: int, data: bytes) -> None:
-        mark = f"[{self._host(node)}]<fusiond>:".encode()
-        lines = self._logs[node].feed(data)
-        if lines:
-            self._last_log[node] = lines[-1].decode(errors="replace").strip()
-            self._printer.write(2, b"".join(mark + line for line in lines))
-
-    def _on_daemon_report(self, node: int, data: bytes) -> None:
-        for line in self._reports[node].feed(data):
-            try:
-                phase = decode_line(line, Phase).phase
-            except WireError:  # somebody has printed something there
-                self._on_daemon_log(node, line)
-            else:
-                self._reach(phases.OF_DAEMON[phase], node)
+    def _on_phase(self, node: int, phase: str) -> None:
+        self._reach(phases.OF_DAEMON[phase], node)
 
     def _on_daemon_up(self, node: int, endpoint: Endpoint) -> None:
         if endpoint.node != node or node in self._endpoints:
@@ -210,7 +132,7 @@ class Launch:
 
     def _on_daemon_down(self, node: int, event: messages.DaemonDown) -> None:
         # What it logged before somebody else killed it says nothing about why.
-        reason = event.reason or ("" if event.status == -signal.SIGKILL else self._last_log[node])
+        reason = event.reason or ("" if event.status == -signal.SIGKILL else self._logs[node].last)
         if node in self._endpoints:
             who = self._plan.topology.describe_node(node)
             self._fail(DaemonFailure(self._host(node), event.status, reason, who))
@@ -225,7 +147,7 @@ class Launch:
         self._ended_well |= event.status == 0
         if event.status != 0:
             stderr = self._output.tail(event.rank)
-            self._fail(WorkerFailure(self._host(node), event.rank, event.status, stderr))
+            self._fail(WorkerFailure(self._host(node), event.rank, event.status, stderr, event.killed))
         if not self._running and not self.failures:
             self._stop(TERM_GRACE)
 
@@ -279,7 +201,6 @@ class Launch:
         return self._plan.settings.tolerate_losses and started and bool(self._running or self._ended_well)
 
     def _stop(self, grace: float) -> None:
-        """Ends the job on all hosts."""
         if self._stopping:
             return
         self._stopping = True
@@ -296,22 +217,15 @@ class Launch:
         if not nodes:
             return
         self._told |= nodes
-        self._set_timer(grace + _END_S, self._give_up)
+        self._set_timer(grace + END_S, self._give_up)
         for node in sorted(nodes):
             self._links[node].send(messages.Stop(grace))
             if node not in self._ready:
                 self._links[node].interrupt()
 
-    def _on_signal(self, number: int) -> None:
-        """The first signal stops the job, a second one kills it."""
-        if self._stopping:
-            self._told.update(self._connected)
-            self._send(messages.Stop(0.0))
-        else:
-            self._interrupt = number
-            self._say(f"fusionrun: {signal.Signals(number).name}: stopping the job; once more kills it")
-            self._printer.wait_no_more()  # perhaps nobody reads, and the person stops the job for that very reason
-            self._stop(INTERRUPT_GRACE)
+    def _kill(self) -> None:
+        self._told.update(self._connected)
+        self._send(messages.Stop(0.0))
 
     def _on_start_timeout(self) -> None:
         limit = f"within {self._plan.settings.start_timeout:g} s (--start-timeout)"
@@ -331,56 +245,7 @@ class Launch:
             self._links[node].kill()
         self._printer.wait_no_more()
 
-    async def _finish(self) -> int:
-        """Prints what is left to be said, the cause of a failure last."""
-        self._output.flush()
-        for fd, error in self._printer.failures.items():
-            name = {1: "standard output", 2: "standard error"}.get(fd, "a file of --output-filename")
-            self._say(f"fusionrun: some output was lost: {name}: {error.strerror}")
-        if self.failures and not self._interrupt:
-            cause = first_cause(self.failures)
-            if isinstance(cause, WorkerFailure):
-                self._printer.write(1, f"{cause.exit_line}\n".encode())
-            for line in tell(self.failures):
-                self._say(line)
-        self._note("over")
-        if await self._printer.close(_FLUSH_S if not self._interrupt else _FLUSH_INTERRUPTED_S):
-            self._output.close()
-        if self._interrupt:
-            return 128 + self._interrupt
-        return 1 if self.failures else 0
-
     # Small things
-
-    async def _room(self) -> None:
-        """Waits until our own output can take more."""
-        await self._printer.room()
-        if isinstance(self._printer.failures.get(1), BrokenPipeError) and not self._stopping:
-            self._interrupt = signal.SIGPIPE
-            self._stop(TERM_GRACE)
-
-    async def _ping(self) -> None:
-        while True:
-            await asyncio.sleep(_PING_S)
-            self._send(messages.Ping())
-
-    def _send(self, message: msgspec.Struct) -> None:
-        for link in self._links:
-            if link.node in self._connected:
-                link.send(message)
-
-    def _send_function(self, node: int) -> None:
-        whole = memoryview(self._plan.function if self._has_workers(node) else b"")
-        pieces = (
-            messages.Function(bytes(whole[start : start + messages.FUNCTION_CHUNK]))
-            for start in range(0, len(whole), messages.FUNCTION_CHUNK)
-        )
-        self._feeds.append(asyncio.create_task(self._links[node].feed(pieces)))
-
-    def _set_timer(self, delay: float | None, then: Callable[..., None] | None = None, *args: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if delay is None or then is None else self._loop.call_later(delay, then, *args)
 
     def _check_rank(self, node: int, rank: int) -> None:
         if rank not in self._plan.topology.ranks[node]:
@@ -391,15 +256,3 @@ class Launch:
 
     def _host(self, node: int) -> str:
         return self._plan.hosts[node].name
-
-    def _reach(self, phase: str, node: int | None = None) -> None:
-        for line in self._phases.reach(phase, node):
-            if self._plan.verbose:
-                self._say(f"fusionrun: {line}")
-
-    def _note(self, what: str) -> None:
-        if self._plan.verbose:
-            self._say(f"fusionrun: {self._phases.seconds:.2f} s: {what}")
-
-    def _say(self, line: str) -> None:
-        self._printer.write(2, os.fsencode(line) + b"\n")

@@ -2,7 +2,8 @@
 
 The launcher writes to the agent's standard input: first a `Job`, then `Function`, `Peers`, `Ping`, at last `Stop`. The
 agent writes to its standard output. Command, environment and paths are bytes, since Unix does not promise that they are
-text. JSON lines and not a binary framing, because a login shell may print a banner in front of the first one.
+text. In an elastic job, `ElasticCommand`s take the place of `Peers`. JSON lines and not a binary framing, because a
+login shell may print a banner in front of the first one.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         silence_limit: seconds without a line after which the launcher is taken for gone; 0: never.
         as_horovod: the workers' `import horovod` means this project.
         function_bytes: size of the function that workers call, which follows in pieces; 0: there is none.
+        elastic: number of this agent in an elastic job, from 1 on, whose epochs follow (`Epoch`); 0: it is none, and
+            the topology holds for the whole job.
     """
 
     python: str
@@ -63,6 +66,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     silence_limit: float = 0.0
     as_horovod: bool = False
     function_bytes: int = 0
+    elastic: int = 0
 
 
 class Peers(msgspec.Struct, frozen=True, tag="peers"):
@@ -87,6 +91,69 @@ class Function(msgspec.Struct, frozen=True, tag="function"):
     data: bytes
 
 
+class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
+    """A new membership epoch of an elastic job: start its daemon, and end the one before.
+
+    Attributes:
+        number: from 1 on; part of the id of the daemon's job.
+        node: index of this host in the topology.
+        topology: all hosts and ranks.
+        slots: of this host's workers, in the order of local_rank.
+        loopback: as in `Job`.
+    """
+
+    number: int
+    node: int
+    topology: Topology
+    slots: tuple[int, ...]
+    loopback: bool
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """All daemons of the epoch listen. `survivors`: slots whose worker waits for its place; the others need a new one.
+
+    `table` has every node's endpoint, if there are several.
+    """
+
+    number: int
+    survivors: tuple[int, ...]
+    table: PeerTable | None
+
+
+class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
+    """The epoch cannot come up: end its daemon, so that workers that have joined it hear of it, and the workers that
+    were started for it and have not come so far yet."""
+
+    number: int
+
+
+class Remove(msgspec.Struct, frozen=True, tag="remove"):
+    """The workers in these slots have no place any more: tell them, and end those that do not end by themselves."""
+
+    slots: tuple[int, ...]
+    reason: str
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The host has no place any more: as `Remove` for all its workers, and then as `Stop`."""
+
+    reason: str
+
+
+class Kill(msgspec.Struct, frozen=True, tag="kill"):
+    """End the workers in these slots at once, with what they have started."""
+
+    slots: tuple[int, ...]
+
+
+class Changed(msgspec.Struct, frozen=True, tag="changed"):
+    """To be passed on to all workers: hosts have come or gone (`fusion_rt.elastic.HostsChanged`)."""
+
+    timestamp: float
+    added: bool
+    removed: bool
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The host passed all checks; its daemon is being started."""
 
@@ -98,16 +165,19 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class DaemonUp(msgspec.Struct, frozen=True, tag="daemon_up"):
-    """The daemon listens."""
+    """The daemon listens. `epoch`: its number, in an elastic job."""
 
     endpoint: Endpoint
+    epoch: int = 0
 
 
 class DaemonDown(msgspec.Struct, frozen=True, tag="daemon_down"):
-    """The daemon ended before it was told to. `status` as in `Exited`; `reason`: its own last word, or empty."""
+    """The daemon ended before it was told to. `status` as in `Exited`; `reason`: its own last word, how it came to be
+    killed, or empty."""
 
     status: int
     reason: str = ""
+    epoch: int = 0
 
 
 class WorkersUp(msgspec.Struct, frozen=True, tag="workers_up"):
@@ -132,6 +202,7 @@ class DaemonReport(msgspec.Struct, frozen=True, tag="daemon_report"):
     """Bytes that the daemon wrote to its standard output after its endpoint, cut anywhere: `bootstrap.Phase`s."""
 
     data: bytes
+    epoch: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, tag="result"):
@@ -142,19 +213,61 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """A worker ended; its output was sent before. `status`: its exit status, or minus the signal that ended it."""
+    """A worker ended; its output was sent before.
+
+    Attributes:
+        status: its exit status, or minus the signal that ended it.
+        killed: how it came to be killed, as far as the kernel says (`oom.OomKills.explain`).
+    """
 
     rank: int
     status: int
+    killed: str = ""
+
+
+class Asked(msgspec.Struct, frozen=True, tag="asked"):
+    """The worker in a slot of an elastic job has left an epoch and asks for the next (`fusion_rt.elastic.Rejoin`)."""
+
+    slot: int
+    epoch: int
+    error: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The worker in a slot of an elastic job has ended. Not sent for those in `Remove`.
+
+    Attributes:
+        slot: its slot.
+        status, killed: as in `Exited`.
+        unused: it was ended because its epoch was abandoned before it had begun with anything.
+    """
+
+    slot: int
+    status: int
+    killed: str = ""
+    unused: bool = False
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """Nothing of the job is left on this host; the agent's last message."""
 
 
-Command: TypeAlias = Peers | Ping | Function | Stop
+ElasticCommand: TypeAlias = Epoch | Begin | Abandon | Remove | Release | Kill | Changed
+Command: TypeAlias = Peers | Ping | Function | Stop | ElasticCommand
 FromAgent: TypeAlias = (
-    Ready | Refused | DaemonUp | DaemonDown | WorkersUp | Output | DaemonLog | DaemonReport | Result | Exited | Stopped
+    Ready
+    | Refused
+    | DaemonUp
+    | DaemonDown
+    | WorkersUp
+    | Output
+    | DaemonLog
+    | DaemonReport
+    | Result
+    | Exited
+    | Asked
+    | Ended
+    | Stopped
 )
 
 _COMMAND = msgspec.json.Decoder(Command)
@@ -170,7 +283,7 @@ def decode_command(line: bytes) -> Command:
     try:
         command: Command = _COMMAND.decode(line)
         return command
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"{line[:80]!r} is not a command of the launcher: {error}") from None
 
 
@@ -183,5 +296,5 @@ def decode_from_agent(line: bytes) -> FromAgent:
     try:
         message: FromAgent = _FROM_AGENT.decode(line)
         return message
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"{line[:80]!r} is not a message of an agent: {error}") from None

@@ -57,12 +57,19 @@ class DaemonFailure:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker that failed. `status`: exit status or minus a signal; `stderr`: the end of what it printed there."""
+    """A worker that failed.
+
+    Attributes:
+        status: exit status or minus a signal.
+        stderr: the end of what it printed there.
+        killed: how it came to be killed, as far as the kernel says.
+    """
 
     host: str
     rank: int
     status: int
     stderr: str
+    killed: str = ""
 
     @property
     def echo(self) -> int:
@@ -83,8 +90,8 @@ class WorkerFailure:
     def tell(self) -> list[str]:
         who = f"rank {self.rank} on host {self.host}"
         if self.status < 0:
-            hint = " (perhaps by the kernel, which was out of memory)" if self.status == -signal.SIGKILL else ""
-            return [f"fusionrun: {who} {ending(self.status)}{hint}"]
+            how = f" ({self.killed})" if self.killed else ""
+            return [f"fusionrun: {who} {ending(self.status)}{how}"]
         error = last_error(self.stderr)
         if not error:
             return [f"fusionrun: {who} {ending(self.status)} and printed nothing to stderr"]
@@ -92,7 +99,33 @@ class WorkerFailure:
         return [f"The end of the stderr of {who}:", *excerpt, f"fusionrun: {who} failed first: {error}"]
 
 
-Failure = HostFailure | DaemonFailure | WorkerFailure
+@dataclass(frozen=True)
+class WorkerGaveUp:
+    """A worker of an elastic job that has left its epoch because of an error, when there was no other one."""
+
+    host: str
+    rank: int
+    error: str
+
+    echo: ClassVar[int] = 1
+
+    def tell(self) -> list[str]:
+        return [f"fusionrun: rank {self.rank} on host {self.host} could not go on: {self.error.splitlines()[0]}"]
+
+
+@dataclass(frozen=True)
+class MembershipFailure:
+    """An elastic job that cannot go on. `reason`: a sentence."""
+
+    reason: str
+
+    echo: ClassVar[int] = 3  # what went wrong before says more
+
+    def tell(self) -> list[str]:
+        return [f"fusionrun: {self.reason}"]
+
+
+Failure = HostFailure | DaemonFailure | WorkerFailure | WorkerGaveUp | MembershipFailure
 
 
 def daemon_failure(topology: Topology, node: int, status: int, reason: str) -> DaemonFailure:
@@ -113,6 +146,13 @@ def tell(failures: Sequence[Failure]) -> list[str]:
     if isinstance(cause, HostFailure):
         return [line for failure in failures if isinstance(failure, HostFailure) for line in failure.tell()]
     return cause.tell()
+
+
+def in_short(failure: Failure) -> str:
+    """A failure in one line, without an end, for a job that goes on."""
+    if isinstance(failure, HostFailure):
+        return f"host {failure.host}: {'; '.join(failure.reasons)}"
+    return failure.tell()[-1].removeprefix("fusionrun: ").replace(" failed first: ", " failed: ")
 
 
 def ending(status: int) -> str:

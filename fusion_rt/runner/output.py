@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from typing import Protocol
 
 from fusion_rt.runner.messages import Stream
@@ -66,9 +65,9 @@ class WorkerOutput:
         self._lines: dict[tuple[int, Stream], Lines] = {}
         self._tails: dict[int, bytes] = {}
         self._files: dict[tuple[int, Stream], int] = {}
-        if directory:
-            for rank in range(size):
-                self._make_files(os.path.join(directory, f"rank.{rank:0{len(str(size - 1))}}"), rank)
+        self._directory = directory
+        self._digits = len(str(size - 1))
+        self._make_files(size)
 
     def feed(self, rank: int, stream: Stream, data: bytes) -> None:
         """Takes what a rank printed."""
@@ -76,6 +75,12 @@ class WorkerOutput:
             self._tails[rank] = (self._tails.get(rank, b"") + data)[-TAIL:]
         lines = self._lines.setdefault((rank, stream), Lines())
         self._write(rank, stream, lines.feed(data))
+
+    def change(self, size: int) -> None:
+        """There are `size` ranks from now on, which may be other workers than before."""
+        self.flush()
+        self._tails.clear()
+        self._make_files(size)
 
     def flush(self) -> None:
         """Writes last lines that have no end."""
@@ -102,9 +107,13 @@ class WorkerOutput:
         if (rank, stream) in self._files:
             self._sink.write(self._files[rank, stream], marked)
 
-    def _make_files(self, directory: str, rank: int) -> None:
-        os.makedirs(directory, exist_ok=True)
-        streams: Iterable[Stream] = ("stdout", "stderr")
-        for stream in streams:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            self._files[rank, stream] = os.open(os.path.join(directory, stream), flags, 0o666)
+    def _make_files(self, size: int) -> None:
+        """Makes the files of ranks that have none."""
+        streams: tuple[Stream, Stream] = ("stdout", "stderr")
+        for rank in range(size) if self._directory else ():
+            directory = os.path.join(self._directory, f"rank.{rank:0{self._digits}}")
+            os.makedirs(directory, exist_ok=True)
+            for stream in streams:
+                if (rank, stream) not in self._files:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+                    self._files[rank, stream] = os.open(os.path.join(directory, stream), flags, 0o666)

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusion_rt.runner.hosts import Host
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
+
+
+@dataclass(frozen=True)
+class ElasticPlan:
+    """How the membership of a job may change.
+
+    Attributes:
+        wanted: workers that the job begins with at least.
+        least, most: workers that it goes on with; `most` is None for as many as there are slots.
+        timeout: seconds to wait for enough hosts.
+        resets: changes of membership that it may see; None: any number.
+        cooldown: seconds that a host which failed is left out, at first and at most.
+        script: command line of the program that prints the hosts; "": they stay as they are.
+        slots: of hosts for which that prints none.
+    """
+
+    wanted: int
+    least: int
+    most: int | None
+    timeout: float
+    resets: int | None
+    cooldown: tuple[float, float]
+    script: str
+    slots: int
 
 
 @dataclass(frozen=True)
@@ -31,6 +56,8 @@ class LaunchPlan:
         as_horovod: whether the workers' `import horovod` means this project.
         warnings: what the person should know, a sentence each.
         function: what the workers call (`task`), pickled; empty if the command is all they run.
+        elastic: how membership may change; then `hosts` are those that there are at first, and `topology` is only what
+            they would give. None: it stays as it is.
     """
 
     job: str
@@ -50,10 +77,15 @@ class LaunchPlan:
     as_horovod: bool = False
     warnings: tuple[str, ...] = ()
     function: bytes = b""
+    elastic: ElasticPlan | None = None
 
     @property
     def is_loopback(self) -> bool:
         """Whether every node is on this machine, so that no daemon has to be reached from outside."""
+        return self.are_loopback(self.hosts)
+
+    def are_loopback(self, hosts: Iterable[Host]) -> bool:
+        """Whether all these hosts are this machine."""
         if self.rsh_agent:
-            return all(host.is_loopback for host in self.hosts)
-        return all(host.is_local for host in self.hosts)
+            return all(host.is_loopback for host in hosts)
+        return all(host.is_local for host in hosts)

@@ -169,13 +169,18 @@ async def end_descendants(keep: Collection[int], grace: float, hurry: asyncio.Ev
     return []
 
 
-def _descendants(keep: Collection[int]) -> list[int]:
-    """Descendants of this process that have not ended."""
+def signal_tree(pid: int, number: int) -> None:
+    """Sends a signal to a child, before it can make something of their ends, and to all that descends from it."""
+    _signal([pid, *_descendants((), pid)], number)
+
+
+def _descendants(keep: Collection[int], of: int = 0) -> list[int]:
+    """Descendants of a process (0: this one) that have not ended."""
     children: dict[int, list[tuple[int, bytes]]] = {}
     for pid, parent, state in _processes():
         children.setdefault(parent, []).append((pid, state))
     running = []
-    parents = [os.getpid()]
+    parents = [of or os.getpid()]
     while parents:
         for pid, state in children.get(parents.pop(), ()):
             if pid not in keep:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import fusion_rt
+from fusion_rt.errors import SettingError
 from fusion_rt.runner.cli import main, make_parser, make_plan
 from fusion_rt.runner.hosts import Host
-from fusion_rt.runner.plan import LaunchPlan
+from fusion_rt.runner.plan import ElasticPlan, LaunchPlan
 from fusion_rt.units import MIB
 
 
@@ -140,10 +141,35 @@ def test_hosts_from_a_script(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho a:2\necho b\n")
     script.chmod(0o755)
     plan = plan_of("--host-discovery-script", str(script), "--slots", "3", "--max-np", "4", "x")
-    assert plan.topology.ranks == ((0, 1), (2, 3))
     assert plan.hosts == (Host("a", 2), Host("b", 3))
     assert plan.environment[b"HOROVOD_ELASTIC"] == b"1"
-    assert "membership stays as it is at the start" in plan.warnings[0]
+    assert plan.elastic == ElasticPlan(1, 1, 4, 600.0, None, (10.0, 300.0), str(script), 3)
+    assert not plan.warnings
+
+
+def test_how_membership_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_of("-np", "2", "--max-np", "4", "x").elastic is None
+    flags = ("--reset-limit", "3", "--blacklist-cooldown-range", "5", "1min", "--elastic-timeout", "2min")
+    plan = plan_of("-np", "3", "--min-np", "2", "-H", "a:2,b:2", *flags, "x")
+    assert plan.elastic == ElasticPlan(3, 2, None, 120.0, 3, (5.0, 60.0), "", 1)
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "7")
+    plan = plan_of("--min-np", "2", "-H", "a:2", "x")
+    assert plan.elastic is not None
+    assert (plan.elastic.timeout, plan.elastic.wanted) == (7.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--blacklist-cooldown-range 5 x", "--blacklist-cooldown-range: '5 x' is not two durations"),
+        ("--blacklist-cooldown-range 9 5", "'9 5' is not a range: MIN is above 0 and not above MAX"),
+        ("--shard-hosts a", "--shard-hosts (FUSION_SHARD_HOSTS) names hosts that have to stay"),
+        ("--max-np 1", "--min-np 2 is above --max-np 1"),
+    ],
+)
+def test_what_an_elastic_job_cannot_have_is_refused(flags: str, complaint: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(complaint)):
+        plan_of("--min-np", "2", "-H", "a:2", *flags.split(), "x")
 
 
 def test_the_slots_of_hosts_for_which_none_are_given(tmp_path: Path) -> None:

@@ -79,18 +79,12 @@ def workers(line: str, slots: int = 6) -> int:
         ("-np 3", 3),
         ("--max-np 4", 4),
         ("--max-np 9", 6),
-        ("--min-np 6", 6),
-        ("--min-np 2 -np 3 --max-np 4", 3),
+        ("-np 3 --max-np 4", 3),
         ("-np 9", 9),
     ],
 )  # the last is for `assign` to refuse
 def test_the_number_of_workers(line: str, number: int) -> None:
     assert workers(line) == number
-
-
-def test_too_few_slots_are_an_error() -> None:
-    with pytest.raises(FusionError, match="--min-np asks for 7 workers, but there are only 6 slots: a:4, b:2"):
-        workers("--min-np 7")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from fusion_rt import elastic
 from fusion_rt.errors import FusionError
-from fusion_rt.runner.environment import absolute_path_list, of_worker, on_host
+from fusion_rt.runner.environment import absolute_path_list, forwarded, of_worker, on_host
 from fusion_rt.runner.messages import Job
 from fusion_rt.topology import Topology
 
@@ -61,6 +62,11 @@ def test_a_host_keeps_what_is_its_own() -> None:
         b"CUDA_VISIBLE_DEVICES": b"1",
         b"XDG_RUNTIME_DIR": b"/run/user/7",
     }
+
+
+def test_a_job_that_a_worker_of_an_elastic_one_starts_is_a_job_of_its_own() -> None:
+    of_worker_there = {name.encode(): b"x" for name in (elastic.SOCKET, elastic.SLOT, elastic.EPOCH)}
+    assert forwarded({**of_worker_there, b"PATH": b"/bin", b"CUDA_VISIBLE_DEVICES": b"1"}) == {b"PATH": b"/bin"}
 
 
 def test_a_socket_path_that_no_socket_can_have_is_an_error() -> None:

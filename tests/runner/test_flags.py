@@ -100,6 +100,7 @@ VARIABLES = [
     ("--no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", "0"),
     ("--compression 'topk(density=0.01)'", "FUSION_COMPRESSION", "topk(density=0.01)"),
     ("--algorithm 'ssp(staleness=2)'", "FUSION_ALGORITHM", "ssp(staleness=2)"),
+    ("--overlap forward", "FUSION_OVERLAP", "forward"),
     ("--shard-hosts a,b", "FUSION_SHARD_HOSTS", "a,b"),
     ("--tolerate-losses", "FUSION_TOLERATE_LOSSES", "1"),
     ("--snapshot-every 2min", "FUSION_SNAPSHOT_EVERY", "120"),
@@ -145,6 +146,23 @@ def test_every_flag_of_the_table_is_tested_here() -> None:
 )
 def test_flags_may_be_abbreviated(short: str, name: str, value: object) -> None:
     assert parsed(f"{short} python x.py")[name] == value
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-np 2 python x.py --log FILE -n 3 --verbose",
+        "-np=2 python x.py --log FILE -n 3 --verbose",
+        "--num-proc 2 -- python x.py --log FILE -n 3 --verbose",
+        "--num-p 2 --blacklist-cooldown-range 1 2 python x.py --log FILE -n 3 --verbose",
+    ],
+)
+def test_flags_of_the_command_are_its_own(line: str) -> None:
+    arguments = make_parser().parse_args(shlex.split(line))
+    assert [word for word in arguments.command if word != "--"] == shlex.split("python x.py --log FILE -n 3 --verbose")
+    choices = Choices(choices_in(arguments))
+    assert choices["num_proc"] == 2
+    assert not choices["verbose"]
 
 
 def test_what_is_not_given_has_its_default() -> None:

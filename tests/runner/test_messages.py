@@ -12,7 +12,7 @@ from fusion_rt.errors import WireError
 from fusion_rt.runner import messages
 from fusion_rt.topology import Topology
 
-ENDPOINT = Endpoint(0, 1, "127.0.0.1", 1, 2, "key")
+ENDPOINT = Endpoint(0, 1, "127.0.0.1", 1, 2, "k" * 40)
 FROM_AGENT = [
     messages.Ready(),
     messages.Refused(("no disk", "no \u2713")),
@@ -22,7 +22,22 @@ FROM_AGENT = [
     messages.Output(3, "stderr", b"\xff\0\r\n"),
     messages.DaemonLog(b"x"),
     messages.Exited(0, -11),
+    messages.Asked(1, 2, "rank 3 is gone"),
+    messages.Ended(1, -9),
     messages.Stopped(),
+]
+COMMANDS = [
+    messages.Peers(PeerTable((ENDPOINT,))),
+    messages.Ping(),
+    messages.Stop(5.0),
+    messages.Epoch(2, 1, Topology(("a", "b"), ((0,), (2, 1))), (0, 3), False),
+    messages.Begin(2, (3,), PeerTable((ENDPOINT,))),
+    messages.Begin(2, (), None),
+    messages.Abandon(2),
+    messages.Remove((0, 1), "no room"),
+    messages.Release("no room"),
+    messages.Kill((0,)),
+    messages.Changed(1.5, True, False),
 ]
 
 
@@ -34,7 +49,7 @@ def test_a_message_of_an_agent_survives_its_line(message: messages.FromAgent) ->
     assert messages.decode_from_agent(line) == message
 
 
-@pytest.mark.parametrize("message", [messages.Peers(PeerTable((ENDPOINT,))), messages.Ping(), messages.Stop(5.0)])
+@pytest.mark.parametrize("message", COMMANDS)
 def test_a_command_survives_its_line(message: messages.Command) -> None:
     assert messages.decode_command(encode_line(message)) == message
 

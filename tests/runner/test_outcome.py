@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_rt.runner.outcome import DaemonFailure, HostFailure, WorkerFailure, first_cause, last_error, tell
+from fusion_rt.runner.outcome import (
+    DaemonFailure,
+    HostFailure,
+    MembershipFailure,
+    WorkerFailure,
+    WorkerGaveUp,
+    first_cause,
+    in_short,
+    last_error,
+    tell,
+)
 
 TRACEBACK = """some warning
 Traceback (most recent call last):
@@ -110,7 +120,7 @@ def test_a_worker_killed_while_it_reported_an_echo_is_no_echo() -> None:
     ("status", "code", "words"),
     [
         (3, 3, "ended with status 3 and printed nothing"),
-        (-9, 137, "was killed by SIGKILL (perhaps by the kernel, which was out of memory)"),
+        (-9, 137, "was killed by SIGKILL"),
         (-11, 139, "was killed by SIGSEGV"),
         (-40, 168, "was killed by signal 40"),
     ],
@@ -119,6 +129,13 @@ def test_a_silent_end_is_told_by_its_status(status: int, code: int, words: str) 
     failure = worker(5, status=status, stderr="")
     assert failure.exit_line == f"Process 5 exit with status code {code}."
     assert words in failure.tell()[-1]
+
+
+def test_a_worker_that_the_kernel_has_killed_is_told_so() -> None:
+    failure = WorkerFailure("b", 5, -9, "", "by the kernel: the memory limit was met")
+    assert failure.tell() == [
+        "fusionrun: rank 5 on host b was killed by SIGKILL (by the kernel: the memory limit was met)"
+    ]
 
 
 def test_all_hosts_that_failed_at_the_start_are_told() -> None:
@@ -134,3 +151,22 @@ def test_a_daemons_end_names_its_host_and_signal() -> None:
     assert DaemonFailure("a", -6, "out of descriptors", "ranks 0-1 (host a)").tell() == [
         "fusionrun: the daemon of ranks 0-1 (host a) was killed by SIGABRT: out of descriptors"
     ]
+
+
+def test_a_failure_in_short_is_for_jobs_that_go_on() -> None:
+    assert in_short(worker(1)) == "rank 1 on host b failed: ValueError: boom"
+    assert in_short(worker(1, status=-9)) == "rank 1 on host b was killed by SIGKILL"
+    assert in_short(HostFailure("a", ("no disk", "no Python"))) == "host a: no disk; no Python"
+    assert in_short(DaemonFailure("a", 1, "boom", "rank 0 (host a)")) == (
+        "the daemon of rank 0 (host a) ended with status 1: boom"
+    )
+    assert in_short(WorkerGaveUp("a", 0, "rank 1 is gone\nTraceback")) == (
+        "rank 0 on host a could not go on: rank 1 is gone"
+    )
+
+
+def test_what_went_wrong_before_says_more_than_that_a_job_cannot_go_on() -> None:
+    over = MembershipFailure("no worker is left")
+    assert tell([over]) == ["fusionrun: no worker is left"]
+    assert first_cause([over, WorkerGaveUp("a", 0, "x"), worker(1)]) == worker(1)
+    assert first_cause([over, WorkerGaveUp("a", 0, "x")]) == WorkerGaveUp("a", 0, "x")

@@ -119,3 +119,17 @@ def test_files_that_cannot_be_made_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         WorkerOutput(Sink(), size=1, directory=str(tmp_path / "file"))
+
+
+def test_ranks_may_become_other_workers_and_more(tmp_path: Path) -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=1, directory=str(tmp_path))
+    output.feed(0, "stderr", b"half a li")
+    output.change(2)
+    assert sink.text(2) == "[0]<stderr>:half a li\n"
+    assert output.tail(0) == "", "what the worker printed that was rank 0 says nothing about the new one"
+    output.feed(0, "stderr", b"new\n")
+    output.feed(1, "stderr", b"other\n")
+    assert sink.text(2) == "[0]<stderr>:half a li\n[0]<stderr>:new\n[1]<stderr>:other\n"
+    output.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank.0", "rank.1"]

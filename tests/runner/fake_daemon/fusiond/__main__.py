@@ -30,7 +30,7 @@ def main():
         sys.exit("no kernels here")
     if word == "garble":
         print("this is no endpoint", flush=True)
-    say(Endpoint(config.node, os.getpid(), config.address, 1000 + config.node, 2000 + config.node, "key"))
+    say(Endpoint(config.node, os.getpid(), config.address, 1000 + config.node, 2000 + config.node, "k" * 40))
     if len(config.topology.hosts) > 1:
         line = sys.stdin.buffer.readline()
         if not line:

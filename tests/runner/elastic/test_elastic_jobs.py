@@ -1,0 +1,248 @@
+"""Whole elastic jobs on this machine, whose hosts are its names: with the real daemon, and workers without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import pytest
+
+import fusion_rt
+
+pytestmark = pytest.mark.multiprocess
+
+WORKER = Path(__file__).with_name("worker.py")
+TRAIN = Path(__file__).with_name("train.py")
+BOTH = "localhost:1,127.0.0.1:1"
+STARTED = re.compile(r"\[(\d+)\]<stdout>:epoch (\d+) rank (\d+) of (\d+) step (\d+) pid (\d+)")
+TIMEOUT_S = 90.0
+
+
+class Job:
+    """A running job, and what it has printed so far."""
+
+    def __init__(
+        self,
+        fusionrun: Any,
+        until: Callable[..., Any],
+        arguments: tuple[str | Path, ...],
+        script: Path = WORKER,
+        **variables: str,
+    ) -> None:
+        self.directory: Path = fusionrun.directory
+        self._until = until
+        command = (*arguments, sys.executable, script, self.directory)
+        self.process = fusionrun.start(*command, **variables)
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self._readers = [self._read(self.process.stdout, self.out), self._read(self.process.stderr, self.err)]
+
+    @staticmethod
+    def _read(stream: IO[str], lines: list[str]) -> threading.Thread:
+        thread = threading.Thread(target=lambda: lines.extend(line.rstrip("\n") for line in stream))
+        thread.start()
+        return thread
+
+    def epoch(self, number: int, size: int) -> list[tuple[int, int]]:
+        """Waits until all ranks are in an epoch; the step at which each began, and its process."""
+
+        def begun() -> dict[int, tuple[int, int]]:
+            found = [STARTED.fullmatch(line) for line in self.out]
+            lines = [tuple(map(int, match.groups())) for match in found if match]
+            assert self.process.poll() is None, "\n".join(self.out + self.err)
+            assert all(mark == rank for mark, _, rank, _, _, _ in lines)
+            return {rank: (step, pid) for _, epoch, rank, of, step, pid in lines if (epoch, of) == (number, size)}
+
+        self._until(lambda: len(begun()) == size, f"epoch {number} with {size} workers", TIMEOUT_S)
+        return [begun()[rank] for rank in range(size)]
+
+    def changes(self) -> list[str]:
+        """The lines on changes of membership."""
+        return [line for line in self.err if line.startswith("fusionrun: epoch ")]
+
+    def stop(self) -> int:
+        """Has the workers end well."""
+        (self.directory / "stop").touch()
+        return self.wait()
+
+    def wait(self, seconds: float = TIMEOUT_S) -> int:
+        """Waits for its end; the exit status."""
+        status: int = self.process.wait(seconds)
+        for reader in self._readers:
+            reader.join()
+        return status
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Its processes of a kind, by a word of their command lines, oldest first."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return sorted((process for process in below if word in process.cmdline()), key=psutil.Process.create_time)
+
+
+@pytest.fixture
+def start(fusionrun, until) -> Iterator[Callable[..., Job]]:
+    fusionrun.real_daemon = True
+    jobs: list[Job] = []
+
+    def start_job(*arguments: str | Path, **variables: Any) -> Job:
+        jobs.append(Job(fusionrun, until, arguments, **variables))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.terminate()
+            job.wait()
+
+
+def test_a_killed_worker_is_replaced_and_the_others_keep_the_state(start, runtime_dir: Path) -> None:
+    job = start("-np", "2", "--min-np", "1", "-H", BOTH, "--blacklist-cooldown-range", "4", "4")
+    (_, first), (_, second) = job.epoch(1, 2)
+    os.kill(first, signal.SIGKILL)
+    ((step, pid),) = job.epoch(2, 1)
+    assert pid == second, "the survivor is rank 0 now"
+    assert step > 0
+    (later, pid), (same, new) = job.epoch(3, 2)
+    assert (pid, same) == (second, later)
+    assert new not in (first, second)
+    assert later > step
+    assert job.stop() == 0, job.err
+    lost, came = job.changes()
+    assert lost.startswith(
+        "fusionrun: epoch 2: 1 workers on hosts 127.0.0.1 (rank 0 on host localhost was killed by SIGKILL"
+    )
+    assert came == "fusionrun: epoch 3: 2 workers on hosts 127.0.0.1, localhost (host localhost was added)"
+    assert os.listdir(runtime_dir) == []
+
+
+def test_a_killed_daemon_costs_no_worker(start, runtime_dir: Path) -> None:
+    job = start("-np", "3", "--min-np", "3", "-H", "localhost:2,127.0.0.1:1")
+    before = [pid for _, pid in job.epoch(1, 3)]
+    job.processes("fusiond")[0].kill()
+    after = job.epoch(2, 3)
+    assert [pid for _, pid in after] == before
+    assert len({step for step, _ in after}) == 1
+    assert job.stop() == 0, job.err
+    assert re.search(r"epoch 2: 3 workers .*the daemon of ranks? .* was killed by SIGKILL", job.changes()[0])
+    assert os.listdir(runtime_dir) == []
+
+
+def test_hosts_come_and_go_as_the_script_says(start, fusionrun, runtime_dir: Path) -> None:
+    script = fusionrun.file("hosts.sh", "#!/bin/sh\ncat hosts\n", executable=True)
+    hosts = fusionrun.file("hosts", "localhost:1\n")
+    job = start("--min-np", "1", "--max-np", "2", "--host-discovery-script", script)
+    ((_, first),) = job.epoch(1, 1)
+    hosts.write_text("localhost:1\n127.0.0.1:4\n")
+    (step, pid), (_, second) = job.epoch(2, 2)
+    assert pid == first
+    hosts.write_text("127.0.0.1:1\n")
+    ((later, pid),) = job.epoch(3, 1)
+    assert pid == second
+    assert later > step > 0
+    assert job.stop() == 0, job.err
+    assert "[0]<stdout>:removed: host localhost has no place for this worker in membership epoch 3" in job.out
+    assert job.changes() == [
+        "fusionrun: epoch 2: 2 workers on hosts localhost, 127.0.0.1 (host 127.0.0.1 was added)",
+        "fusionrun: epoch 3: 1 workers on hosts 127.0.0.1 (host localhost was removed)",
+    ]
+    assert os.listdir(runtime_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--min-np", "2", "--elastic-timeout", "1s"),
+            "fusionrun: the job needs 2 workers, and the slots there are (127.0.0.1:1) did not suffice for 1 s "
+            "(--elastic-timeout); before that: rank 0 on host localhost was killed by SIGKILL",
+        ),
+        (
+            ("--min-np", "1", "--reset-limit", "0"),
+            "fusionrun: the job has been reset as often as --reset-limit allows (0); before that: rank 0 on host "
+            "localhost was killed by SIGKILL",
+        ),
+    ],
+)
+def test_a_job_that_may_not_go_on_says_why(start, runtime_dir: Path, flags: tuple[str, ...], words: str) -> None:
+    job = start("-np", "2", "-H", BOTH, "--blacklist-cooldown-range", "100", "100", *flags)
+    os.kill(job.epoch(1, 2)[0][1], signal.SIGKILL)
+    assert job.wait() == 1
+    assert job.err[-1].startswith(words)
+    assert os.listdir(runtime_dir) == []
+
+
+def test_a_lost_host_and_a_worker_that_hangs_are_left_behind(start, runtime_dir: Path) -> None:
+    job = start(
+        *("-np", "3", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1,127.0.0.2:1"),
+        *("--blacklist-cooldown-range", "100", "100"),
+        FUSION_HEARTBEAT_TIMEOUT="4s",
+    )
+    (_, first), (_, second), (_, third) = job.epoch(1, 3)
+    os.kill(second, signal.SIGSTOP)
+    agent = psutil.Process(third).parent()
+    assert agent is not None
+    agent.kill()
+    ((_, pid),) = job.epoch(2, 1)
+    assert pid == first
+    (change,) = job.changes()
+    assert "host 127.0.0.2: the connection to it was lost; its agent was killed by SIGKILL" in change
+    assert "host 127.0.0.1: rank 1 was killed: it did not leave membership epoch 1 within 9 s" in change
+    assert job.stop() == 0, job.err
+
+
+def test_ctrl_c_in_a_later_epoch_leaves_nothing(start, until, is_alive, runtime_dir: Path) -> None:
+    job = start("-np", "2", "--min-np", "1", "-H", BOTH)
+    job.epoch(1, 2)
+    job.processes("fusiond")[1].kill()
+    job.epoch(2, 2)
+    everything = [process.pid for process in psutil.Process(job.process.pid).children(recursive=True)]
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(10) == 130
+    assert not [pid for pid in everything if is_alive(pid)]
+    assert os.listdir(runtime_dir) == []
+
+
+def test_a_script_that_fails_at_every_worker_fails_the_job(start, fusionrun) -> None:
+    result = fusionrun.python("import sys; sys.exit('no data')", "--min-np", "1", "-H", BOTH)
+    assert result.returncode == 1
+    assert re.search(r"fusionrun: rank [01] on host \S+ failed first: no data", result.stderr.splitlines()[-1])
+
+
+def test_training_goes_on_without_rank_0_and_with_a_new_worker(start) -> None:
+    job = start("-np", "2", "--min-np", "1", "-H", BOTH, "--blacklist-cooldown-range", "5", "5", script=TRAIN)
+    (_, first), (_, second) = job.epoch(1, 2)
+    os.kill(first, signal.SIGKILL)
+    ((step, pid),) = job.epoch(2, 1)
+    assert pid == second
+    (later, pid), (same, _) = job.epoch(3, 2)
+    assert (pid, same) == (second, later)
+    assert later > step
+    assert job.stop() == 0, job.err  # the workers have compared their parameters
+    assert len([line for line in job.out if "done at step" in line]) == 2
+
+
+def where_and_who() -> tuple[str, str]:
+    """What `fusion_rt.run` calls: it loses a worker in the first epoch."""
+    from fusion_rt.elastic import AgentConnection, Assignment
+
+    rank, agent = os.environ["HOROVOD_RANK"], AgentConnection(os.environ)
+    if agent.epoch == 1:
+        if rank == "0":
+            os._exit(3)
+        answer = agent.rejoin("rank 0 is gone")
+        assert isinstance(answer, Assignment)
+        rank = answer.environment["HOROVOD_RANK"]
+    return rank, str(agent.epoch)
+
+
+def test_a_function_returns_results_of_those_who_are_there_at_last(runtime_dir: Path) -> None:
+    results = fusion_rt.run(
+        where_and_who, num_proc=3, min_num_proc=2, hosts="localhost:1,127.0.0.1:2", cooldown_range=(100, 100)
+    )
+    assert results == [("0", "2"), ("1", "2")]

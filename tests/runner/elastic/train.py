@@ -1,0 +1,39 @@
+"""Trains in `hvd.elastic.run` until there is a file `stop` in its directory; commits every step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import fusion_rt.torch as hvd
+
+STOP = Path(sys.argv[1]) / "stop"
+
+hvd.init()
+torch.manual_seed(hvd.rank())  # what is equal later has been brought to all
+model = torch.nn.Linear(8, 4)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+
+@hvd.elastic.run
+def train(state: hvd.elastic.TorchState) -> None:
+    where = f"rank {hvd.rank()} of {hvd.size()}"
+    print(f"epoch {os.environ['FUSION_ELASTIC_EPOCH']} {where} step {state.step} pid {os.getpid()}", flush=True)
+    while not float(hvd.allreduce(torch.tensor(float(STOP.exists())), name="stop")):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8) * (hvd.rank() + 1)).square().mean().backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+        time.sleep(0.01)
+    weights = hvd.allgather_object(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert all(torch.equal(weights[0], other) for other in weights)
+    print(f"done at step {state.step}", flush=True)
+
+
+train(state)
