@@ -2,6 +2,11 @@
 
     python -m benchmarks.step
     python -m benchmarks.step --ranks 4 --steps 20
+    python -m benchmarks.step --overlap
+    python -m benchmarks.step --overlap --hosts 4 --rate 1gbit --compute 1.5 --steps 3 --rounds 5
+
+With `--overlap` it is measured how much of the communication is exposed when there is something to hide it behind, with
+each way of overlap; what is said below does not apply then, but what `benchmarks/overlap.py` says.
 
 There is no network behind the tensors: the backward pass hands out gradients of the right shapes in the right order,
 the last layer's first, and does nothing else, so that communication has nothing to hide behind. A step is then filling
@@ -26,6 +31,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -178,12 +184,12 @@ def _measure_fusion() -> Clock:
     import torch
 
     from fusion_rt import client, local
-    from fusion_rt.torch import optimizer, slots
+    from fusion_rt.torch import slots, synchronous
 
     clock = Clock()
     clock.measure(slots.Slot, "arrived", "python")
-    clock.measure(optimizer.Distributed, "step", "python")
-    clock.measure(optimizer.Distributed, "zero_grad", "python")
+    clock.measure(synchronous.Distributed, "step", "python")
+    clock.measure(synchronous.Distributed, "zero_grad", "python")
     clock.measure(torch, "_foreach_copy_", "copy")
     clock.measure(local, "receive", "wait", busy="python")
     clock.measure(client.Client, "ready", "wait", busy="python")
@@ -266,14 +272,32 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks, on one host (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="steps in a round (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each runtime (%(default)s)")
+    parser.add_argument("--overlap", action="store_true", help="measure what is exposed, with each way of overlap")
+    parser.add_argument(
+        "--compute", type=float, default=0.3, metavar="S", help="of a step, to hide behind (%(default)s)"
+    )
+    parser.add_argument("--hosts", type=int, default=1, help="netlab hosts with one rank each (root needed)")
+    parser.add_argument("--rate", default="", help="of their links, such as 1gbit")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of results of --overlap, which are added to it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    turns = ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
+    if arguments.overlap:
+        from benchmarks import overlap
+
+        if arguments.worker:
+            overlap.worker(arguments.steps, arguments.rounds, arguments.compute)
+            return
+        turns += ["--compute", str(arguments.compute)]
+        measured = overlap.measure(arguments.hosts, arguments.rate, arguments.ranks, turns)
+        if arguments.out:
+            overlap.keep(arguments.out, measured)
+        overlap.show(measured)
+        return
     if arguments.worker:
         worker(arguments.steps, arguments.rounds)
         return
-    command = ["-m", "benchmarks.step", "--worker"]
-    command += ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
-    show(fusionrun(arguments.ranks, command))
+    show(fusionrun(arguments.ranks, ["-m", "benchmarks.step", "--worker", *turns]))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@
 Names, arguments and meaning are those of `horovod.torch`. Beyond it there are `empty` (a tensor that needs no copies to
 be communicated), `Compression.bf16` and the codecs of docs/compression.md, `compression_stats`, and `statistics()` of a
 distributed optimizer; the training algorithms of docs/algorithms.md (`algorithms`), with `consensus`, `averaged`,
-`average_buffers`, `staleness` and `consensus_distance`; and, in modules of their own, `large_batch` and `kfac`.
+`average_buffers`, `staleness` and `consensus_distance`; updates that overlap with what comes next (docs/overlap.md),
+with `synchronize_parameters`; and, in modules of their own, `large_batch` and `kfac`.
 """
 
 from fusion_rt import algorithms
@@ -84,6 +85,7 @@ from fusion_rt.torch.ops import (
     synchronize,
 )
 from fusion_rt.torch.optimizer import DistributedOptimizer
+from fusion_rt.torch.overlap.watching import synchronize_parameters
 from fusion_rt.torch.process_sets import (
     ProcessSet,
     add_process_set,
@@ -175,4 +177,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "synchronize_parameters",
 ]

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from fusion_rt import elastic
 from fusion_rt.client import Client
+from fusion_rt.errors import FusionError
 from fusion_rt.launchers import autostart, environment
 from fusion_rt.settings import Settings
 from fusion_rt.torch import process_sets as sets
@@ -52,6 +54,9 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
 
     `fusionrun` has started the daemon of this node; under any other launcher, or alone, the node's first worker does.
 
+    In an elastic job the launcher is asked for a place in the next membership epoch when this one does not come about,
+    because another worker has died, say; and so on, until it does or the launcher gives up.
+
     Args:
         comm: Horovod's; None, or all ranks, as a list or an MPI communicator.
         process_sets: process sets to register, the same on all ranks; or "dynamic", which Horovod needs for
@@ -60,14 +65,28 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
     Raises:
         FusionError: the environment is inconsistent, or the daemon or another rank did not come up in time.
         ValueError: `comm` is a part of the ranks, or a process set cannot be registered.
+        SystemExit: in an elastic job, if there is no place for this worker any more.
     """
     static = _checked_sets(process_sets)
     if is_initialized():
         sets.register(static)
         return
-    where = environment.detect()
-    _check_comm(comm, where.size)
-    settings = Settings.from_env()
+    agent = elastic.agent()
+    while True:
+        where, settings = environment.detect(), Settings.from_env()
+        _check_comm(comm, where.size)
+        try:
+            _join(where, settings, static)
+            return
+        except FusionError as error:
+            if agent is None:
+                raise
+            why = str(error)
+        leave()
+        elastic.move(agent, why)
+
+
+def _join(where: environment.Environment, settings: Settings, static: Sequence[ProcessSet]) -> None:
     before = returning(where)
     if before is None:
         client, daemon = autostart.join(where, settings, open_store)
@@ -85,8 +104,12 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
 def shutdown() -> None:
     """Leaves the job. Operations under way fail; other ranks' operations that still need this rank fail, too.
 
-    After all ranks have left, `init` on all of them begins anew.
+    Gradients that overlap has still to apply are applied first. After all ranks have left, `init` on all of them begins
+    anew.
     """
+    from fusion_rt.torch.overlap.watching import finish_before_leaving  # which needs to know the ranks
+
+    finish_before_leaving()
     step_out()
 
 

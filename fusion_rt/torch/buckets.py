@@ -70,6 +70,7 @@ class DenseBucket(Bucket):
 
     Attributes:
         added: the result is to be added to what the worker has; known when it has come.
+        owed: places in the bucket, and what is to be added there (both 1-D) to what is sent next.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class DenseBucket(Bucket):
     ) -> None:
         super().__init__(slots)
         self.added = False
+        self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._here = here
         self._terms = terms
         self._identity = (name, plan, index)
@@ -119,6 +121,7 @@ class DenseBucket(Bucket):
             if remote[0]:
                 self._copying = device.layer.copy(*remote)
                 return
+        self._pay()
         self._operation = ready(*self._identity, self._terms())
 
     def post(self, wait: bool) -> bool:
@@ -128,12 +131,27 @@ class DenseBucket(Bucket):
             elif not self._copying.done():
                 return False
             self._copying = None
+            self._pay()
             self._operation = self._here.client.ready(*self._identity, self._terms())
         return True
 
+    def _pay(self) -> None:
+        while self.owed:
+            place, value = self.owed.pop()
+            place.add_(value)
+
     def receive(self) -> None:
         assert self._operation is not None
-        self.added = self._here.client.wait(self._operation).sizes == (1,)
+        self.land(self._operation)
+
+    def hand_over(self) -> Operation:
+        """The reduction that is under way, which the caller has to `land` before the bucket is sent again."""
+        assert self._operation is not None
+        return self._operation
+
+    def land(self, operation: Operation) -> None:
+        """Waits for a reduction, and puts its results where they belong. Raises `HorovodInternalError`."""
+        self.added = self._here.client.wait(operation).sizes == (1,)
         landings = [(slot, slot.landing()) for slot in self.slots if slot.sparse or not slot.direct]
         elsewhere = [(landing, slot.view) for slot, landing in landings if landing is not slot.view]
         with torch.no_grad():
@@ -141,6 +159,10 @@ class DenseBucket(Bucket):
                 self._here.copying.append(device.layer.copy(*zip(*elsewhere, strict=True)))
             for slot, landing in landings:
                 slot.take(landing)
+
+    def await_end(self, operation: Operation) -> None:
+        """Waits until a reduction has ended; raises `HorovodInternalError` if it failed."""
+        self._here.client.wait(operation)
 
     def abandon(self) -> None:
         if self._operation is not None and not self._operation.done:

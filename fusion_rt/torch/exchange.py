@@ -8,11 +8,13 @@ there need no copy at all, and reduced ones never do.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,8 +22,11 @@ import torch
 
 from fusion_rt import codecs, wire
 from fusion_rt.client import Terms
-from fusion_rt.torch import device
+from fusion_rt.errors import HorovodInternalError
+from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.torch import carried, device
 from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
+from fusion_rt.torch.carried import Carried
 from fusion_rt.torch.compression import NoneCompressor
 from fusion_rt.torch.feedback import Feedback
 from fusion_rt.torch.ops.signatures import id_of
@@ -32,6 +37,7 @@ from fusion_rt.torch.slots import Named, Slot
 from fusion_rt.torch.tensors import TORCH_DTYPES
 
 _serial = itertools.count()
+_all: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,10 @@ class GradientExchange:
         self._segment: int | None = None
         self._steps = self._plans = self._nbytes = 0
         self._waited = self._last_waited = 0.0
+        self._agreed: wire.Plan | None = None
+        self._owed: carried.Arrays = {}  # gradients to be sent with this worker's next ones, flat, by name
         self.serial = next(_serial)
+        _all.add(self)
         self._watch(trained.named())
 
     def group_of(self, slot: Slot) -> int:
@@ -163,15 +172,7 @@ class GradientExchange:
         if self.idle:
             self.begin()
         try:
-            if self._buckets is None:
-                self._make_plan()
-            buckets = self._buckets or []
-            for bucket in buckets:
-                if not bucket.sent:
-                    self._send(bucket)
-            while self.copying:
-                self.copying.popleft().post(wait=True)
-            for bucket in buckets:
+            for bucket in self._submit():
                 bucket.receive()
             self._steps += 1
         finally:
@@ -179,19 +180,34 @@ class GradientExchange:
         self._last_waited = time.perf_counter() - began
         self._waited += self._last_waited
 
+    def _submit(self) -> list[Bucket]:
+        """Sends what has not been sent of this step, by a new plan if there is none. Returns all buckets."""
+        if self._buckets is None:
+            self._make_plan()
+        buckets = self._buckets or []
+        for bucket in buckets:
+            if not bucket.sent:
+                self._send(bucket)
+        while self.copying:
+            self.copying.popleft().post(wait=True)
+        return buckets
+
     def complete(self) -> bool:
         """Whether a gradient of this step is complete, so that it is being reduced or waits for that only."""
         return not self.idle and any(slot.passes_left <= 0 for slot in self.slots)
 
     def discard(self) -> None:
         """Forgets the gradients that have arrived since the last reduction."""
-        if not self.idle:
+        if self.idle:
+            return
+        with contextlib.suppress(HorovodInternalError):  # whatever becomes of them: nobody is interested any more
             while self.copying:
                 self.copying.popleft().post(wait=True)
-            for bucket in self._buckets or []:
-                if bucket.sent:
+        for bucket in self._buckets or []:
+            if bucket.sent:
+                with contextlib.suppress(HorovodInternalError):
                     bucket.abandon()
-            self._end_step()
+        self._end_step()
 
     def set_passes(self, passes: int) -> None:
         """Backward passes that make up a gradient, from the next step on."""
@@ -242,6 +258,76 @@ class GradientExchange:
         if here is not None:
             with here.allocating:
                 here.client.load_state(self._process_set(here), self._group, state, common=True)
+
+    # --- from one membership epoch to the next ------------------------------------------------------------------------
+
+    @property
+    def carries(self) -> bool:
+        """Whether there is anything to be carried to another membership epoch; the same on all ranks."""
+        is_global = self._manner.process_set.process_set_id == GLOBAL_SET
+        return self._feedback is not None and bool(self._slots) and is_global
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of each tensor, by name."""
+        return self._trained.sizes()
+
+    def carry(self) -> Carried | None:
+        """What this node remembers; None on all but one of its ranks, and where there is nothing.
+
+        Raises:
+            ValueError: gradients are under way.
+            HorovodInternalError: gradients of other ranks of this node are.
+        """
+        here = self._rested()
+        if here is None or self._feedback is None or not self.carries:
+            return None
+        waiting = self._still_carried()
+        if waiting is None and here.rank == self._nodes(here)[here.client.welcome.node][0]:
+            state = here.client.save_state(self._process_set(here), self._group)
+            waiting = carried.collect(state, self._agreed, self._feedback.rates)
+        if waiting is None and not self._owed:
+            return None
+        waiting = waiting or Carried(rates=dict(self._feedback.rates))
+        return replace(waiting, residuals=carried.add(waiting.residuals, self._owed))
+
+    def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
+        """Goes on, in a new membership epoch, from what was carried. To be called on all ranks.
+
+        Args:
+            common: what is the same on all of them: `common`, `buckets`, `homes` and `rates` count.
+            mine: residuals and velocities that are this worker's to send.
+            loads: this worker of its node gives the daemon what is to be loaded; alone on its node if it is.
+
+        Raises:
+            HorovodInternalError: the daemon cannot use it.
+        """
+        here = self._rested()
+        if here is None or self._feedback is None:
+            return
+        self._feedback.resume(common.rates)
+        sizes = self.sizes()
+        if loads and len(self._nodes(here)) > 1 and common.buckets:
+            state = carried.codec_state(common, mine.residuals, mine.velocities, sizes)
+            with here.allocating:
+                here.client.load_state(self._process_set(here), self._group, state)
+        else:
+            self._owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
+
+    def _still_carried(self) -> Carried | None:
+        """What has been carried here and waits for a plan."""
+        return None
+
+    def _nodes(self, here: Runtime) -> dict[int, list[int]]:
+        """The ranks that take part, by node."""
+        found: dict[int, list[int]] = {}
+        for rank in here.client.process_sets[self._process_set(here)].ranks:
+            found.setdefault(here.client.topology.node_of(rank), []).append(rank)
+        return found
+
+    def enter(self, here: Runtime) -> None:
+        """Belongs to another membership from now on."""
+        if here is not self._runtime:
+            self._give_up_plan(here)
 
     def _rested(self) -> Runtime | None:
         """This worker's membership, if there is a codec in it that remembers anything."""
@@ -299,7 +385,7 @@ class GradientExchange:
             slot.bucket = slot.view = None
         self._buckets = None
         if here is not self._runtime:
-            self._runtime, self._segment, self._plan = here, None, 0
+            self._runtime, self._segment, self._plan, self._agreed = here, None, 0, None
             self._group = self._name()
         if self._segment is not None:
             here.client.arena.drop_segment(self._segment)
@@ -318,6 +404,8 @@ class GradientExchange:
         proposal = wire.Proposal(self._group, process_set, self._plan, self._manner.reduction, specs)
         plan = client.wait(client.propose(proposal)).plan
         assert plan is not None
+        self._agreed = plan
+        self._begin_plan(plan, order)
         self._buckets = [self._sparse_bucket(order[tensor.name], tensor.sparse) for tensor in plan.sparse]
         with here.allocating:
             here.collect()
@@ -332,10 +420,17 @@ class GradientExchange:
             name = f"{self._group}, bucket {bucket.index}"
             dense = DenseBucket(here, plan.id, bucket.index, name, slots, partial(self._terms, slots))
             for slot, tensor in zip(slots, bucket.tensors, strict=True):
-                slot.place(dense, flat[tensor.start : tensor.start + tensor.numel])
+                place = flat[tensor.start : tensor.start + tensor.numel]
+                slot.place(dense, place)
+                if tensor.name in self._owed:
+                    owed = torch.from_numpy(self._owed.pop(tensor.name)) / self._manner.reduction.prescale
+                    dense.owed.append((place, owed.to(dtype)))
             self._buckets.append(dense)
         if not all(slot.direct for slot in self.slots):
             device.layer.pin(segment)
+
+    def _begin_plan(self, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
+        """There is a new plan, of which nothing has been sent."""
 
     def _terms(self, slots: Sequence[Slot]) -> Terms:
         """What is sent with a bucket."""
@@ -362,3 +457,11 @@ class GradientExchange:
         bucket = SparseBucket(slot, sparse, f"{self._group}.{slot.name}", op, self._manner.process_set)
         slot.bucket = bucket
         return bucket
+
+
+def enter_all(here: Runtime) -> None:
+    """Lets all optimizers belong to another membership. Their plans are named by the order of their making, in which
+    they have to be told: a worker that is new makes its own in that order."""
+    for exchange in sorted(_all, key=lambda exchange: exchange.serial):
+        if list(exchange.slots):
+            exchange.enter(here)

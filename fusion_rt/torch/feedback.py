@@ -35,6 +35,15 @@ class Feedback:
         self._rates: dict[str, float] = {}  # the last one above zero, by parameter
         self._factors: dict[str, float] = {}  # of residuals, not told yet
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """The learning rates for which residuals are meant, by parameter."""
+        return self._rates
+
+    def resume(self, rates: Mapping[str, float]) -> None:
+        """Residuals were meant for these rates; the next step compares."""
+        self._seen, self._rates, self._factors = None, dict(rates), {}
+
     def begin(self) -> None:
         """A step begins: notes by what residuals are to be multiplied."""
         seen = self._trained.group_rates()
@@ -89,7 +98,7 @@ class Feedback:
             )
         with here.allocating:
             here.client.load_state(process_set, group, state, common=node != own)
-        self._seen, self._rates, self._factors = None, rates, {}
+        self.resume(rates)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         sizes = self._trained.sizes()

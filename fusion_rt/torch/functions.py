@@ -15,6 +15,7 @@ from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also 
 
 from fusion_rt.torch import ops
 from fusion_rt.torch.basics import rank
+from fusion_rt.torch.overlap.watching import synchronize_parameters
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.wrapping import Wrapped
 
@@ -41,6 +42,7 @@ def broadcast_parameters(
         pairs = [item if isinstance(item, tuple) else (None, item) for item in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}")
+    synchronize_parameters()
     pairs = [(name, tensor) for name, tensor in pairs if tensor is not None]
     for name, tensor in pairs:
         if not isinstance(tensor, torch.Tensor):

@@ -1,21 +1,13 @@
 """`DistributedOptimizer`: the script's optimizer, with gradients reduced over all ranks before each step.
 
-What gradients go through is in `exchange.py`; here is when they do.
-
-A step may be taken in several ways, and gradients are reduced once in each: `step()`; `synchronize()`, something that
-looks at the gradients, and `step()` under `skip_synchronize()`; `step(closure)`; and `GradScaler.step`. The last one
-unscales gradients before it calls `step()`, and nothing tells the optimizer, except that it reads `param_groups` to
-find them. Hence that is a property here: whoever reads it while gradients are complete but not reduced has them
-reduced first. (One who is not interested in gradients, and logs the learning rate between `backward()` and `step()`,
-say, has the reduction done a little early.) Rejected: patching `GradScaler`, which other libraries subclass, and
-`_step_supports_amp_scaling`, whose contract has changed twice.
+What gradients go through is in `exchange.py`; when they do is in `synchronous.py`, and, with overlap, in `overlap/`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,126 +19,15 @@ from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
 from fusion_rt.torch.compression import Compression, NoneCompressor, codec_of
 from fusion_rt.torch.exchange import Manner
 from fusion_rt.torch.ops.signatures import id_of
+from fusion_rt.torch.overlap.exchange import OverlapExchange, OverlapSlot
+from fusion_rt.torch.overlap.optimizer import Overlapped, chosen_overlap
 from fusion_rt.torch.parameters import Groups, groups_of, names_of, takes_part
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.replicas import DistributedReplicas, ReplicaExchange, slot_of
 from fusion_rt.torch.runtime import runtime
 from fusion_rt.torch.sharded import DistributedShards, ShardExchange, WeightSlot, optimizer_spec
+from fusion_rt.torch.synchronous import Distributed
 from fusion_rt.torch.wrapping import Wrapped, wrap
-
-_SYNCHRONIZED_TWICE = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
-    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
-    "optimizer.synchronize() in your code."
-)
-
-
-class Distributed(Wrapped):
-    """What is put in front of the script's optimizer class.
-
-    Attributes:
-        op, gradient_predivide_factor, sparse_as_dense, process_set: as they were given.
-    """
-
-    op: Any
-    gradient_predivide_factor: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
-    _skipping = False  # inside skip_synchronize()
-    _synchronized = False  # synchronize() was called, and no step() since
-    _reduced_early = False  # gradients were reduced because somebody read param_groups, and no step() since
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. Gradients that are complete are reduced first: whoever reads this may change them."""
-        exchange = self.__dict__.get("_exchange")
-        if exchange is not None and exchange.complete() and not _in_backward():
-            exchange.synchronize()
-            self._reduced_early = True
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
-
-    def synchronize(self) -> None:
-        """Reduces the gradients and waits for it: afterwards every `p.grad` is the same on all ranks.
-
-        A parameter that took no part in the backward passes contributes zeros. To be used with `skip_synchronize`.
-
-        Raises:
-            HorovodInternalError: a reduction failed, on all ranks.
-        """
-        self._exchange.synchronize()
-        self._synchronized = True
-        self._reduced_early = False
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Inside this context `step` does not reduce gradients::
-
-        optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        """
-        self._skipping = True
-        try:
-            yield
-        finally:
-            self._skipping = False
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduces the gradients, unless that has been done, and takes the script's optimizer's step.
-
-        With a closure, gradients are reduced after each of its evaluations, and the loss that it returns is reduced as
-        they are: an optimizer that decides by the loss (L-BFGS) has to decide the same on all ranks.
-
-        Raises:
-            HorovodInternalError: a reduction failed, on all ranks.
-        """
-        if not self._skipping:
-            if self._synchronized:
-                warnings.warn(_SYNCHRONIZED_TWICE, stacklevel=2)
-            if closure is None:
-                if not (self._reduced_early and self._exchange.idle):
-                    self.synchronize()
-            else:
-                if not self._exchange.idle:
-                    self.synchronize()
-                closure = self._reducing(closure)
-        self._synchronized = self._reduced_early = False
-        return self._step(closure)
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self._reduced_early = False
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._synchronized = self._reduced_early = False
-
-    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def reduced() -> Any:
-            loss = closure()
-            self._exchange.synchronize()
-            return self._reduced_loss(loss) if takes_part(self.process_set) else loss
-
-        return reduced
-
-    def _reduced_loss(self, loss: Any) -> Any:
-        if isinstance(loss, torch.Tensor):
-            factor = self.gradient_predivide_factor
-            return ops.allreduce(
-                loss.detach(), None, None, Compression.none, self.op, 1.0 / factor, factor, self.process_set
-            )
-        if isinstance(loss, float):
-            return float(self._reduced_loss(torch.tensor(loss, dtype=torch.float64)))
-        return loss
-
 
 _DistributedOptimizer = Distributed  # under this name of Horovod's, other libraries import it
 
@@ -163,6 +44,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     algorithm: algorithms.Algorithm | str | None = None,
+    overlap: str | None = None,
 ) -> Any:
     """The optimizer, made to reduce gradients over all ranks before it takes a step.
 
@@ -192,6 +74,9 @@ def DistributedOptimizer(
         process_set: the ranks that take part. On all others the optimizer steps with the gradients it has.
         algorithm: how the ranks' work becomes one model: one of `hvd.algorithms`, or its text; see docs/algorithms.md.
             By default what `fusionrun --algorithm` says, which is the synchronous all-reduce if it says nothing.
+        overlap: "forward": `step()` returns at once, and a parameter is updated when the next forward pass needs it,
+            with the same results; "stale": it is updated one step late; "none"; see docs/overlap.md. By default what
+            `fusionrun --overlap` says.
 
     Returns:
         An instance of a class derived from the optimizer's, with the methods `synchronize`, `skip_synchronize`,
@@ -219,6 +104,7 @@ def DistributedOptimizer(
     _check_codec(optimizer, chosen, ops.resolve(op))
     spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
     algorithms.check_use(spec, codecs.parse(chosen), ops.resolve(op), process_set.size() or 1)
+    overlap = chosen_overlap(overlap, optimizer, spec, op == ops.Adasum)
     if not isinstance(spec, algorithms.AllReduce) and takes_part(process_set):
         _check_algorithm(optimizer, spec, compressor, gradient_predivide_factor)
         return _by_algorithm(optimizer, spec, chosen, names, together, process_set, backward_passes_per_step)
@@ -230,8 +116,12 @@ def DistributedOptimizer(
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         manner = Manner(reduction, process_set, compressor, slot=DeltaSlot, eager=False)
         return wrap(DistributedAdasum, optimizer, names, together, manner, backward_passes_per_step)
+    kind: type[Distributed] = Distributed
     manner = Manner(reduction, process_set, compressor, sparse_as_dense)
-    wrapped = wrap(Distributed, optimizer, names, together, manner, backward_passes_per_step)
+    if overlap != "none" and takes_part(process_set):
+        manner = replace(manner, slot=OverlapSlot, eager=overlap == "forward", exchange=OverlapExchange)
+        kind = Overlapped
+    wrapped = wrap(kind, optimizer, names, together, manner, backward_passes_per_step)
     wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
     wrapped.sparse_as_dense, wrapped.process_set = sparse_as_dense, process_set
     return wrapped
@@ -292,8 +182,3 @@ def _check_codec(optimizer: torch.optim.Optimizer, text: str, op: wire.Op) -> No
             f"optimizer momentum=0",
             stacklevel=3,
         )
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running on this thread, and gradients are still to come."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -6,7 +6,7 @@ moved, so it gets a change, which is added. All others wait for the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +84,15 @@ class ReplicaExchange(ShardExchange):
         else:
             GradientExchange._make_plan(self)
 
+    def _sharded(self) -> bool:
+        return self._spec().place is algorithms.Place.SHARD
+
+    def discard(self) -> None:
+        """Forgets what is under way, and its answer."""
+        if self.under_way:
+            self.under_way, self.idle = False, False
+        super().discard()
+
     def _spec(self) -> algorithms.Algorithm:
         return algorithms.parse(self._manner.reduction.algorithm)
 
@@ -159,6 +168,11 @@ class DistributedReplicas(Wrapped):
     def state_dict(self) -> dict[str, Any]:
         """As the script's optimizer's, with the number of steps. What is under way is waited for and taken, so save the
         model after this."""
+        own = self.own_state()
+        return {**super().state_dict(), _KEY: own}
+
+    def own_state(self) -> dict[str, Any]:
+        """The number of steps and, of DiLoCo, the outer optimizer; the same on all ranks. As for `state_dict`."""
         self.drain()
         own: dict[str, Any] = {"taken": self._taken}
         outer = {
@@ -168,19 +182,22 @@ class DistributedReplicas(Wrapped):
         }
         if outer:
             own["outer"] = outer
-        return {**super().state_dict(), _KEY: own}
+        return own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.drain()
         own = state_dict.get(_KEY)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _KEY})
         if own is not None:
-            self._taken = int(own["taken"])
-            for slot in self._exchange.slots:
-                if isinstance(slot, OuterSlot) and slot.name in own.get("outer", {}):
-                    start, velocity = own["outer"][slot.name]
-                    slot.start = start.to(slot.parameter, copy=True)
-                    slot.velocity.copy_(velocity)
+            self.load_own_state(own)
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Goes on from an `own_state`."""
+        self._taken = int(own["taken"])
+        for slot in self._exchange.slots:
+            if isinstance(slot, OuterSlot) and slot.name in own.get("outer", {}):
+                start, velocity = own["outer"][slot.name]
+                slot.start = start.to(slot.parameter, copy=True)
+                slot.velocity.copy_(velocity)
 
 
 def slot_of(spec: algorithms.Algorithm) -> type[ParameterSlot]:

@@ -7,16 +7,19 @@ gradient. Its own state stays empty, and is with the shards.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Terms
+from fusion_rt.torch import carried, ops
 from fusion_rt.torch.buckets import DenseBucket
+from fusion_rt.torch.carried import Carried
 from fusion_rt.torch.exchange import GradientExchange
-from fusion_rt.torch.slots import Slot
+from fusion_rt.torch.slots import Slot, memory_order
 from fusion_rt.torch.wrapping import Wrapped
 
 
@@ -24,6 +27,12 @@ class WeightSlot(Slot):
     """A parameter whose gradient is posted, and which is what comes back."""
 
     __slots__ = ()
+
+    def flat(self) -> carried.Array:
+        """The parameter's values as they lie in a bucket."""
+        value = self.parameter.detach()
+        flat = value.permute(memory_order(value)).contiguous().view(-1).cpu()
+        return (flat if flat.dtype in (torch.float32, torch.float64) else flat.float()).numpy()
 
     def spec(self) -> wire.TensorSpec:
         found = super().spec()
@@ -55,6 +64,7 @@ class ShardExchange(GradientExchange):
     remembers = True  # the homes of this node
     samples = 1
     _seeding = False
+    _arriving: tuple[Carried, Carried, bool] | None = None  # from another membership epoch, until there is a plan
 
     def _make_plan(self) -> None:
         super()._make_plan()
@@ -93,6 +103,47 @@ class ShardExchange(GradientExchange):
                 bucket.rewind()
         finally:
             self.samples = samples
+
+    def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
+        if self._sharded():
+            self._arriving = common, mine, loads
+        else:
+            super().settle(common, mine, loads)
+
+    def _sharded(self) -> bool:
+        """Whether buckets have one home each."""
+        return True
+
+    def _still_carried(self) -> Carried | None:
+        if self._arriving is None:
+            return None
+        common, mine, loads = self._arriving
+        return replace(mine, homes=common.homes, rates=common.rates) if loads else mine
+
+    def _begin_plan(self, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
+        """Gives homes and senders what was carried, before anything comes to them, and before the homes' seed."""
+        if self._arriving is None:
+            return
+        assert self._feedback is not None
+        common, mine, loads = self._arriving
+        here, state = self._runtime, dict[str, Any]()
+        self._feedback.resume(common.rates)
+        sizes = self.sizes()
+        owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
+        values = {name: slot.flat() for name, slot in slots.items() if isinstance(slot, WeightSlot)} if loads else {}
+        ranks = len(here.client.process_sets[plan.process_set].ranks)
+        for bucket, home in zip(plan.buckets, plan.homes, strict=True):
+            if home != here.client.welcome.node:
+                state |= carried.sender_state(bucket, here.rank, owed, mine.velocities)
+                owed = {name: value for name, value in owed.items() if name not in {t.name for t in bucket.tensors}}
+            elif loads:
+                state |= carried.home_state(bucket, ranks, common.homes, values)
+        self._owed = owed
+        if state:
+            with here.allocating:
+                here.client.load_state(plan.process_set, self._group, state)
+        self._arriving = None
+        ops.barrier(process_set=self._manner.process_set)
 
     def _terms(self, slots: Sequence[Slot]) -> Terms:
         if self._seeding:

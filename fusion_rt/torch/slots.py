@@ -115,7 +115,7 @@ class Slot:
         if self._exchange.sparse_as_dense:
             sparse = 0
         if self._exchange.compressor is NoneCompressor:
-            tensor = self.parameter.permute(_memory_order(self.parameter))
+            tensor = self.parameter.permute(memory_order(self.parameter))
         else:
             tensor = self._compress(value.to_dense() if value is not None and value.is_sparse else value)
         return wire.TensorSpec(self.name, dtype_name(tensor.dtype), tuple(tensor.shape), self.together, sparse)
@@ -127,7 +127,7 @@ class Slot:
         if self.compressed is not None:
             self.view = flat.view(self.compressed.shape)
             return
-        order = _memory_order(self.parameter)
+        order = memory_order(self.parameter)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         self.view = flat.view([self.parameter.shape[dim] for dim in order]).permute(inverse)
 
@@ -193,7 +193,7 @@ class Slot:
                 owner._exchange.lost = owner.name
 
 
-def _memory_order(parameter: torch.Tensor) -> list[int]:
+def memory_order(parameter: torch.Tensor) -> list[int]:
     """A parameter's dimensions from the outermost in memory to the innermost.
 
     Autograd gives a gradient its parameter's memory format (channels_last, say), and the update is fastest when they

@@ -1,4 +1,4 @@
-"""Training that survives an error: `run` calls a training function with a `State`, and again when it was interrupted.
+"""Training that survives changes: `run` calls a training function with a `State`, and again when it was interrupted.
 
 ::
 
@@ -11,8 +11,8 @@
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
     train(state)
 
-Names and meaning are those of `horovod.torch.elastic`. In this version the membership of a job is fixed: no host and no
-worker comes or goes while it runs. What `run` makes of an error is said there.
+Names and meaning are those of `horovod.torch.elastic`. Workers come and go where `fusionrun` has started the job with
+`--min-np` or a host discovery script (docs/elastic.md). Anywhere else the membership of a job is fixed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
+from fusion_rt import elastic as membership
 from fusion_rt.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.torch.basics import init, shutdown
+from fusion_rt.torch.elastic.loop import train
 from fusion_rt.torch.elastic.sampler import ElasticSampler
 from fusion_rt.torch.elastic.state import HostUpdateResult, ObjectState, State, TorchState
 
@@ -50,21 +52,35 @@ def run(
     What is called takes the state as its first argument. The state is synced, and the function called. Then:
 
     - it returns: so does the call, with its result;
-    - it raises `HostsUpdatedInterrupt`: reset callbacks run, the state is synced as it is, and the function is called;
-    - it raises `HorovodInternalError`: the state is restored to its last commit (or sync), this worker leaves the job
-      and joins it again, reset callbacks run, the state is synced, and the function called again. Since membership is
-      fixed, that can succeed only if every rank of the job does the same. Where one is gone, or its daemon is, the job
-      cannot go on, and the error is raised. It is raised too when it comes back before anything was committed: it
-      would come back for ever.
+    - it raises `HostsUpdatedInterrupt`: this worker goes on to the next membership epoch, reset callbacks run, the
+      state is synced as it is, and the function is called. The sync is left out (`skip_sync`) if hosts were only lost;
+    - it raises `HorovodInternalError`: the same, after the state was restored to its last commit (or sync).
 
-    Operations on all ranks (`allreduce`, ...) belong inside the function, or before the call.
+    In an elastic job the launcher decides whether there is a next epoch, and who is in it; a worker that is not ends
+    here, with `SystemExit`. Where membership is fixed, "the next epoch" is that this worker leaves the job and joins it
+    again after an error, and nothing otherwise. That can succeed only if every rank of the job does the same. Where one
+    is gone, or its daemon is, the job cannot go on, and the error is raised. It is raised too when it comes back before
+    anything was committed: it would come back for ever.
+
+    Operations on all ranks (`allreduce`, ...) belong inside the function: a new worker begins with it, while the others
+    are in the middle of it.
     """
 
     def reset() -> None:
         shutdown()
         init()
 
-    return run_fn(func, reset)
+    fixed = run_fn(func, reset)
+
+    @functools.wraps(func)
+    def wrapper(state: StateT, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        agent = membership.agent()
+        if agent is None:
+            return fixed(state, *args, **kwargs)
+        result: Result = train(func, state, agent, *args, **kwargs)
+        return result
+
+    return wrapper
 
 
 def run_fn(

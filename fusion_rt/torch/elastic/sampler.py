@@ -62,11 +62,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             batch_idx: Horovod's; not needed.
             batch_size: samples of it on one rank.
         """
-        self.processed_num += batch_size * self.num_replicas
+        self._record(batch_size)
 
     def record_indices(self, indices: Sized) -> None:
         """Notes that all ranks have done as many samples as these are. As in earlier versions of Horovod."""
-        self.processed_num += len(indices) * self.num_replicas
+        self._record(len(indices))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """The samples of one of this rank's batches since the last reset. As in earlier versions of Horovod."""
@@ -103,6 +103,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_samples
+
+    def _record(self, number: int) -> None:
+        """Counts what each rank has done; samples that were repeated at the end of the epoch do not count."""
+        self.processed_num = min(self.processed_num + number * self.num_replicas, len(self.dataset))
 
     def _order(self) -> list[int]:
         """All samples in the order of this epoch, the same on all ranks."""

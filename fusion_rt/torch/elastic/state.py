@@ -3,7 +3,7 @@ ranks after `sync`.
 
 A `TorchState` treats what it is given by its kind (`_handler_of`): models and optimizers are broadcast by their
 tensors, anything else that has a `state_dict` (samplers, LR schedulers, gradient scalers) by that, and the rest as it
-is.
+is. What belongs to distributed optimizers, and is not in their `state_dict` on all ranks, is in `distributed.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 
+from fusion_rt import elastic
 from fusion_rt.errors import HostsUpdatedInterrupt
 from fusion_rt.torch.basics import rank
+from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler
 from fusion_rt.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from fusion_rt.torch.wrapping import Wrapped
 
 
 class HostUpdateResult(enum.IntFlag):
@@ -30,23 +33,31 @@ class HostUpdateResult(enum.IntFlag):
     added = 2
     mixed = removed | added
 
+    @classmethod
+    def of(cls, added: bool, removed: bool) -> HostUpdateResult:
+        """What these make together."""
+        return (cls.added if added else cls.no_update) | (cls.removed if removed else cls.no_update)
+
 
 class State:
     """What is the same on all ranks; derive from it, or use `ObjectState` or `TorchState`.
 
     Args:
-        bcast_object: gives all ranks rank 0's object, as `hvd.broadcast_object` does.
+        bcast_object: gives all ranks rank 0's object, or that of the rank which is its second argument, as
+            `hvd.broadcast_object` does.
         get_rank: Horovod's; not needed.
 
     Attributes:
         commits: how often `commit` was called.
     """
 
-    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self.commits = 0
         self._bcast_object = bcast_object
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._last_updated_timestamp = 0.0
+        self._somebody_leaves = False  # as of the last news of hosts
+        self._root = 0  # the rank whose values count in a sync; another one than 0 only if that has just come
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -61,7 +72,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Notes that the hosts have changed; any thread may call it. In this version nothing does by itself.
+        """Notes that the hosts have changed; any thread may call it. What the launcher says is noted without it.
 
         Args:
             timestamp: when, in seconds; one that is not later than the last is known already.
@@ -86,7 +97,11 @@ class State:
         Raises:
             HostsUpdatedInterrupt: it has; on all ranks.
             HorovodInternalError: a rank is gone.
+            FusionError: the launcher is gone.
         """
+        agent = elastic.agent()
+        for change in agent.changes() if agent is not None else ():
+            self.on_hosts_updated(change.timestamp, HostUpdateResult.of(change.added, change.removed))
         before = latest = self._last_updated_timestamp
         result = int(HostUpdateResult.no_update)
         while not self._host_messages.empty():
@@ -97,6 +112,7 @@ class State:
         # All ranks have to raise, or none.
         before, self._last_updated_timestamp, result = self._bcast_object((before, latest, result))
         if self._last_updated_timestamp > before:
+            self._somebody_leaves = bool(result & HostUpdateResult.removed)
             raise HostsUpdatedInterrupt(result == HostUpdateResult.removed)
 
     def save(self) -> None:
@@ -114,6 +130,14 @@ class State:
     def reset(self) -> None:
         """Called after a reset, before values are synced."""
 
+    def _hand_over(self) -> None:
+        """Called by `elastic.run` before all ranks leave a membership epoch in good order. An operation on all ranks.
+        Raises `HorovodInternalError`."""
+
+    def _resume(self) -> None:
+        """Called by `elastic.run` in place of `sync` where every rank has the values already. An operation on all
+        ranks. Raises `HorovodInternalError`."""
+
 
 class ObjectState(State):
     """Python objects, each an attribute of the state::
@@ -128,7 +152,7 @@ class ObjectState(State):
         kwargs: names and first values; anything that can be pickled.
     """
 
-    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object, get_rank)
         self._saved_state = kwargs
         self._set_attrs()
@@ -141,7 +165,7 @@ class ObjectState(State):
 
     def sync(self) -> None:
         if self._saved_state:
-            self._saved_state = self._bcast_object(self._values())
+            self._saved_state = self._bcast_object(self._values(), *([self._root] if self._root else []))
             self._set_attrs()
 
     def _values(self) -> dict[str, Any]:
@@ -165,7 +189,7 @@ class TorchState(ObjectState):
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         kwargs = {"model": model, "optimizer": optimizer, **kwargs}
         handlers = {name: handler for name, value in kwargs.items() if (handler := _handler_of(value))}
-        self._handlers: dict[str, _Handler] = {}
+        self._handlers: dict[str, _Handler | DistributedHandler] = {}
         plain = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(broadcast_object, rank, **plain)
         for name, handler in handlers.items():
@@ -173,8 +197,11 @@ class TorchState(ObjectState):
         self._handlers = handlers
 
     def save(self) -> None:
+        for distributed in self._distributed():  # first, since what is under way changes the parameters
+            distributed.save()
         for handler in self._handlers.values():
-            handler.save()
+            if not isinstance(handler, DistributedHandler):
+                handler.save()
         super().save()
 
     def restore(self) -> None:
@@ -183,15 +210,32 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
+        for distributed in self._distributed():
+            distributed.sync(self._root)
+            distributed.deal()
+            distributed.save()
         for handler in self._handlers.values():
-            handler.sync()
-            handler.save()
+            if not isinstance(handler, DistributedHandler):
+                handler.sync(self._root)
+                handler.save()
         super().sync()
 
     def reset(self) -> None:
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()  # a sync that would do it may be skipped
+
+    def _hand_over(self) -> None:
+        for distributed in self._distributed():
+            distributed.hand_over(self._somebody_leaves)
+
+    def _resume(self) -> None:
+        for distributed in self._distributed():
+            distributed.deal()
+        self.save()
+
+    def _distributed(self) -> list[DistributedHandler]:
+        return [handler for handler in self._handlers.values() if isinstance(handler, DistributedHandler)]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_handlers", ()):
@@ -214,22 +258,24 @@ class _Handler:
         # A copy, because an optimizer goes on working on the very tensors that it is given.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
-    def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+    def sync(self, root: int) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), root))
 
 
 class _ModelHandler(_Handler):
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
+    def sync(self, root: int) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=root)
 
 
 class _OptimizerHandler(_Handler):
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
+    def sync(self, root: int) -> None:
+        broadcast_optimizer_state(self.value, root_rank=root)
 
 
-def _handler_of(value: Any) -> _Handler | None:
+def _handler_of(value: Any) -> _Handler | DistributedHandler | None:
     """What saves and syncs a value; None for one that is treated as a plain object."""
+    if isinstance(value, Wrapped):
+        return DistributedHandler(value)
     if isinstance(value, torch.nn.Module):
         return _ModelHandler(value)
     if isinstance(value, torch.optim.Optimizer):

@@ -10,7 +10,7 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
-from fusion_rt.torch.elastic import State, run_fn
+from fusion_rt.torch.elastic import State, loop, run_fn
 from tests.harness import on_ranks
 
 
@@ -105,6 +105,72 @@ def test_an_error_is_raised_when_the_job_cannot_be_joined_again() -> None:
 def test_other_errors_are_left_alone() -> None:
     with pytest.raises(KeyError):
         run(Recorder(), play(KeyError("x")))
+
+
+# --- in an elastic job ------------------------------------------------------------------------------------------------
+
+
+class Leaving(Recorder):
+    """Writes down, too, how membership epochs are left and begun. `trouble`: what handing over and syncing raise."""
+
+    def __init__(self, *trouble: Exception | None) -> None:
+        super().__init__()
+        self.trouble = list(trouble)
+
+    def sync(self) -> None:
+        super().sync()
+        self._raise()
+
+    def _hand_over(self) -> None:
+        self.log.append("hand over")
+        self._raise()
+
+    def _resume(self) -> None:
+        self.log.append("resume")
+
+    def _raise(self) -> None:
+        if self.trouble and (error := self.trouble.pop(0)):
+            raise error
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs a training function as in an elastic job, without one; what was done with the state. `others_skip`: whether
+    all other ranks have the values already."""
+
+    def run(state: Recorder, train: Callable[..., str], others_skip: bool = True) -> list[str]:
+        monkeypatch.setattr(loop, "_move", lambda agent, why: state.log.append(f"move ({why})"))
+        monkeypatch.setattr(loop, "_agree", lambda skip_sync, has_values: (skip_sync and others_skip, 0))
+        loop.train(train, state, None)  # type: ignore[arg-type]
+        return state.log
+
+    return run
+
+
+LAST = ["on_reset", "sync", "train"]
+
+
+def test_an_error_leads_to_the_next_epoch_however_often(launched: Callable[..., list[str]]) -> None:
+    log = launched(Leaving(), play(*(HorovodInternalError(text) for text in "ab"), "done"))
+    assert log == ["sync", "train", "restore", "move (a)", *LAST[:-1], "train", "restore", "move (b)", *LAST]
+
+
+def test_new_hosts_lead_to_the_next_epoch_with_the_values_as_they_are(launched: Callable[..., list[str]]) -> None:
+    log = launched(Leaving(), play(HostsUpdatedInterrupt(), "done"))
+    assert log == ["sync", "train", "hand over", "move ()", *LAST]
+
+
+def test_lost_hosts_need_no_sync_unless_somebody_is_new(launched: Callable[..., list[str]]) -> None:
+    script = HostsUpdatedInterrupt(skip_sync=True), "done"
+    assert launched(Leaving(), play(*script))[2:] == ["hand over", "move ()", "on_reset", "resume", "train"]
+    assert launched(Leaving(), play(*script), False)[2:] == ["hand over", "move ()", *LAST]
+
+
+def test_who_dies_while_the_others_leave_or_come_is_an_error_as_any(launched: Callable[..., list[str]]) -> None:
+    log = launched(Leaving(None, HorovodInternalError("x")), play(HostsUpdatedInterrupt(True), "done"))
+    assert log == ["sync", "train", "hand over", "restore", "move (x)", *LAST]
+    log = launched(Leaving(HorovodInternalError("y")), play("done"))
+    assert log == ["sync", "restore", "move (y)", *LAST]
 
 
 @on_ranks

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fusion_rt.torch.elastic import ElasticSampler, sampler
@@ -80,6 +82,52 @@ def test_when_all_is_done_nothing_is_dealt(on_ranks: MakeSamplers) -> None:
     assert len(each) == 0
     each.set_epoch(1)
     assert len(each) == len(DATA)
+
+
+class Membership(NamedTuple):
+    """What happens until the next reset: so many ranks do so many batches, of which the last ones are lost again."""
+
+    ranks: int
+    batches: int
+    lost: int
+
+
+@given(
+    samples=st.integers(0, 60),
+    batch_size=st.integers(1, 4),
+    memberships=st.lists(st.builds(Membership, st.integers(1, 6), st.integers(0, 5), st.integers(0, 2)), max_size=6),
+    last=st.integers(1, 6),
+)
+def test_however_ranks_come_and_go_each_sample_counts_once(
+    samples: int, batch_size: int, memberships: list[Membership], last: int
+) -> None:
+    """Ranks come and go in the middle of an epoch; after errors, work since the last commit is lost. What counts in the
+    end is each sample once, but for those that are repeated so that all ranks get as many of the last few."""
+    counted: list[int] = []
+    state = {"epoch": 0, "processed_num": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for ranks, batches, lost in [*memberships, Membership(last, samples + 1, 0)]:
+            patch.setattr(sampler, "size", lambda ranks=ranks: ranks)
+            dealt = []
+            for rank in range(ranks):
+                patch.setattr(sampler, "rank", lambda rank=rank: rank)
+                dealt.append(ElasticSampler(range(samples), seed=1))
+                dealt[-1].load_state_dict(state)
+            assert len({len(each) for each in dealt}) == 1
+            wanted = -(-len(dealt[0]) // batch_size)
+            kept = max(min(batches, wanted) - lost, 0)
+            for batch in range(kept):
+                counted += [index for each in dealt for index in each.get_indices(batch, batch_size)]
+                for each in dealt:
+                    each.record_batch(batch, len(each.get_indices(batch, batch_size)))
+            assert len({each.processed_num for each in dealt}) == 1
+            state = dealt[0].state_dict()
+            if kept == wanted:
+                break
+    assert set(counted) == set(range(samples))
+    repeated = len(counted) - samples
+    assert 0 <= repeated < max(len(dealt), 1)
+    assert state["processed_num"] == samples
 
 
 def test_it_serves_a_data_loader(on_ranks: MakeSamplers) -> None:

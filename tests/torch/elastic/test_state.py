@@ -47,7 +47,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of one rank, without a job."""
     state: Any = elastic.state
-    monkeypatch.setattr(state, "broadcast_object", lambda obj: obj)
+    monkeypatch.setattr(state, "broadcast_object", lambda obj, root_rank=0: obj)
     monkeypatch.setattr(state, "broadcast_parameters", lambda params, root_rank: None)
     monkeypatch.setattr(state, "broadcast_optimizer_state", lambda optimizer, root_rank: None)
 

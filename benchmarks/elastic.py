@@ -1,0 +1,252 @@
+"""What changes of membership cost: work that is lost, pauses, and the loss in the end.
+
+    python -m benchmarks.elastic
+    python -m benchmarks.elastic --samples 4800 --global-batch 0
+
+Four netlab hosts (root needed) with one worker each; a host discovery script says which of them there are. A small GPT
+(`examples/char_gpt_elastic.py`) begins on two. Twice, every process of a host is killed, first of the host that came
+last, then of that with rank 0; and two hosts come. Beside it is a run in which nothing happens, on two hosts, with the
+same number of samples; and the same number in a step, unless `--global-batch` is 0: then a step has so many samples on
+each rank, and the learning rate grows with the root of their number.
+
+*Lost* is what was trained on and had to be done again, in samples, beside what is between two commits. *Pause* is the
+time from the last step before a change to the first one after it. The killed host is noticed, or the script says that
+hosts have come, in between; and a worker that comes has to import torch, for which the others wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.netlab import Netlab
+
+HOSTS = 4
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "char_gpt_elastic.py"
+RESULTS = Path(__file__).parent / "results" / "elastic.json"
+SIZES = ["--width", "64", "--layers", "2", "--context", "32"]
+TIMEOUT_S = 900.0
+KILLED, CAME = "killed", "came"
+CHANGES = ((0.15, KILLED, [1]), (0.35, CAME, [2, 3]), (0.55, KILLED, [0]), (0.75, CAME, [0, 1]))
+"""When how much is done, what happens to which hosts."""
+
+
+class Job:
+    """A run of the example under `fusionrun`.
+
+    Args:
+        lab: its hosts.
+        directory: for its files.
+        present: hosts at the beginning.
+        elastic: whether hosts come and go.
+        arguments: of the example.
+    """
+
+    def __init__(
+        self, lab: Netlab, directory: Path, present: Sequence[int], elastic: bool, arguments: Sequence[str]
+    ) -> None:
+        self._lab = lab
+        self._record, self._hosts = directory / "record", directory / "hosts"
+        self._present = list(present)
+        self._write_hosts()
+        argv = [sys.executable, "-m", "fusion_rt.runner", "-np", str(len(present))]
+        argv += ["--rsh-agent", lab.agent, "--network-interface", "eth0"]
+        if elastic:
+            script = directory / "discover"
+            script.write_text(f"#!/bin/sh\ncat {self._hosts}\n")
+            script.chmod(0o755)
+            argv += ["--host-discovery-script", str(script), "--min-np", "1", "--max-np", str(HOSTS)]
+            argv += ["--blacklist-cooldown-range", "1", "2"]
+        else:
+            argv += ["-H", ",".join(f"{lab.hosts[index].name}:1" for index in present)]
+        command = [sys.executable, str(SCRIPT), *SIZES, "--record", str(self._record), *arguments]
+        self.output = (directory / "output").open("w+")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([*argv, *command], env=environment, stdout=self.output, stderr=self.output)
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What workers have written down, in order of time."""
+        if not self._record.exists():
+            return []
+        lines = self._record.read_text().split("\n")[:-1]  # the last one may not be complete
+        return sorted((json.loads(line) for line in lines), key=lambda note: note["at"])
+
+    def wait(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Waits until what was written down satisfies a condition.
+
+        Raises:
+            RuntimeError: the job ends before, or it takes too long.
+        """
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition(self.notes()):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the job ended too early, or does not go on:\n{self.said()}")
+            time.sleep(0.1)
+
+    def said(self) -> str:
+        """The last of its output."""
+        self.output.seek(0)
+        return self.output.read()[-5000:]
+
+    def kill(self, hosts: Sequence[int]) -> None:
+        """SIGKILL to every process of these hosts; the script goes on naming them for a second."""
+        for index in hosts:
+            listed = subprocess.run(
+                ["ip", "netns", "pids", self._lab.hosts[index].name], capture_output=True, text=True, check=True
+            )
+            for pid in listed.stdout.split():
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(1.0)
+        self._present = [index for index in self._present if index not in hosts]
+        self._write_hosts()
+
+    def add(self, hosts: Sequence[int]) -> None:
+        """The script names these hosts, too."""
+        self._present += hosts
+        self._write_hosts()
+
+    def end(self) -> None:
+        """Waits for its end. Raises `RuntimeError` if it has failed."""
+        try:
+            if self.process.wait(TIMEOUT_S):
+                raise RuntimeError(f"the job failed:\n{self.said()}")
+        finally:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGINT)
+                self.process.wait()
+            self.output.close()
+
+    @property
+    def workers(self) -> int:
+        return len(self._present)
+
+    def _write_hosts(self) -> None:
+        new = self._hosts.with_suffix(".new")
+        new.write_text("".join(f"{self._lab.hosts[index].name}:1\n" for index in self._present))
+        new.rename(self._hosts)
+
+
+def disturbed(lab: Netlab, directory: Path, samples: int, arguments: Sequence[str]) -> dict[str, Any]:
+    """The run in which hosts die and come."""
+    job = Job(lab, directory, [0, 1], True, arguments)
+    changes: list[dict[str, Any]] = []
+    try:
+        for share, what, hosts in CHANGES:
+            job.wait(lambda notes, share=share: done(notes) >= share * samples)  # type: ignore[misc]
+            began = time.time()
+            if what == KILLED:
+                job.kill(hosts)
+            else:
+                job.add(hosts)
+            job.wait(lambda notes, began=began: bool(steps_of(notes, began, job.workers)))  # type: ignore[misc]
+            changes.append({"what": what, "hosts": len(hosts), "workers": job.workers, "at": began})
+    finally:
+        if len(changes) < len(CHANGES):
+            job.process.send_signal(signal.SIGINT)
+            job.process.wait()
+        else:
+            job.end()
+    notes = job.notes()
+    for change in changes:
+        change.update(cost(notes, change["at"], change["workers"]))
+    return {**outcome(notes), "changes": changes}
+
+
+def done(notes: Sequence[dict[str, Any]]) -> int:
+    """Samples that were trained on, and count."""
+    return max((note["done"] for note in notes if note["what"] == "step"), default=0)
+
+
+def steps_of(notes: Sequence[dict[str, Any]], since: float, workers: int) -> list[dict[str, Any]]:
+    """Steps of so many workers from a moment on."""
+    return [note for note in notes if note["what"] == "step" and note["at"] > since and note["size"] == workers]
+
+
+def cost(notes: Sequence[dict[str, Any]], at: float, workers: int) -> dict[str, Any]:
+    """What a change cost."""
+    first = steps_of(notes, at, workers)[0]
+    before = [note for note in notes if note["what"] == "step" and note["at"] < first["at"] and note["size"] != workers]
+    begun = [note for note in notes if note["what"] == "begins" and note["at"] <= first["at"]][-1]
+    return {
+        "pause_seconds": first["at"] - before[-1]["at"],
+        "lost_samples": max(note["done"] for note in before) - begun["done"],
+        "workers_before": before[-1]["size"],
+    }
+
+
+def outcome(notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How a run ended."""
+    last = [note for note in notes if note["what"] == "ends"]
+    assert len({note["held_out"] for note in last}) == 1, last
+    seconds = notes[-1]["at"] - notes[0]["at"]
+    return {"loss": last[0]["held_out"], "steps": last[0]["steps"], "samples": last[0]["done"], "seconds": seconds}
+
+
+def show(found: dict[str, Any]) -> None:
+    """A table of what was measured."""
+    table = Table("change", "workers", "pause", "lost samples", "between two commits")
+    for change in found["disturbed"]["changes"]:
+        what, workers = f"{change['hosts']} {change['what']}", f"{change['workers_before']} to {change['workers']}"
+        pause, lost = f"{change['pause_seconds']:.1f} s", str(change["lost_samples"])
+        table.add_row(what, workers, pause, lost, str(change["commit_interval_samples"]))
+    Console().print(table)
+    for name in ("undisturbed", "disturbed"):
+        run = found[name]
+        print(f"{name:12} loss {run['loss']:.4f}, {run['samples']} samples in {run['steps']} steps")
+    killed, came = found["median_pause_killed"], found["median_pause_came"]
+    print(f"loss {found['difference']:+.2%}; median pause {found['median_pause_seconds']:.1f} s")
+    print(f"({killed:.1f} s where a host was killed, {came:.1f} s where hosts came)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=7200)
+    parser.add_argument("--global-batch", type=int, default=24, help="samples in a step; 0: 8 on each rank")
+    parser.add_argument("--commit-every", type=int, default=10, help="steps")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    arguments = ["--samples", str(options.samples), "--global-batch", str(options.global_batch), "--batch-size", "8",
+                 "--commit-every", str(options.commit_every), "--lr", str(options.lr)]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, Netlab(hosts=HOSTS) as lab:
+        runs = Path(folder)
+        for name in ("undisturbed", "disturbed"):
+            (runs / name).mkdir()
+        plain = Job(lab, runs / "undisturbed", [0, 1], False, arguments)
+        plain.end()
+        undisturbed = outcome(plain.notes())
+        found: dict[str, Any] = {
+            "arguments": arguments,
+            "undisturbed": undisturbed,
+            "disturbed": disturbed(lab, runs / "disturbed", options.samples, arguments),
+        }
+    for change in found["disturbed"]["changes"]:
+        step = options.global_batch or 8 * change["workers_before"]
+        change["commit_interval_samples"] = options.commit_every * step
+    pauses = {
+        what: [c["pause_seconds"] for c in found["disturbed"]["changes"] if c["what"] == what]
+        for what in (KILLED, CAME)
+    }
+    found["difference"] = found["disturbed"]["loss"] / undisturbed["loss"] - 1
+    found["median_pause_seconds"] = statistics.median([*pauses[KILLED], *pauses[CAME]])
+    found["median_pause_killed"] = statistics.median(pauses[KILLED])
+    found["median_pause_came"] = statistics.median(pauses[CAME])
+    show(found)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""What of a step's communication is exposed when there is something to hide it behind: `benchmarks.step --overlap`.
+
+The model has the parameters of ResNet-50 in 54 layers. Each of them *sleeps* in its forward and in its backward pass,
+twice as long in the latter, as a worker does whose accelerator computes: the processor is free for communication
+meanwhile, and what takes it from the others is communication itself, not a computation that would be elsewhere.
+
+Exposed is by how much a step takes longer than without communication: waiting, copies into the arena, Python. The time
+of a step is that from the end of one to the end of the next, in the mean over a turn on the slowest rank, whose first
+step does not count; updates that wait at the end of a turn are applied before the next runtime has its turn. Printed
+are medians over turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launch import MARK, fusionrun
+from benchmarks.step import LR, shapes
+
+ALONE, DDP = "no communication", "DDP, gloo"
+OVERLAPS = ("none", "forward", "stale")
+RUNTIMES = (ALONE, *OVERLAPS, DDP)
+RESULTS = Path(__file__).parent / "results" / "overlap.json"
+Measured = dict[str, Any]
+"""`hosts`, `rate`, `ranks`, `compute` (s a step), `steps`, `parameters`, `buckets`; `seconds`: by runtime, those of a
+step in each turn; `waited`: by overlap, the median seconds for which a step was kept waiting."""
+
+
+def worker(steps: int, rounds: int, compute: float) -> None:
+    """What each rank runs; rank 0 prints the result."""
+    import torch
+    import torch.distributed as dist
+
+    import fusion_rt.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    runs: dict[str, tuple[Any, Any]] = {}
+    for name in RUNTIMES:
+        model = make_model(compute)
+        optimizer: Any = torch.optim.SGD(model.parameters(), LR)
+        if name in OVERLAPS:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), overlap=name)
+        elif name == DDP:
+            model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        runs[name] = model, optimizer
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    waited: dict[str, list[float]] = {name: [] for name in OVERLAPS}
+    for number in range(rounds + 1):  # the first one is for warming up
+        for name, (model, optimizer) in runs.items():
+            dist.barrier()
+            took, kept_waiting = _turn(model, optimizer, steps if number else 2)
+            hvd.synchronize_parameters()
+            if number:
+                seconds[name].append(took)
+                if name in OVERLAPS:
+                    waited[name].append(kept_waiting)
+    slowest = torch.tensor([seconds[name] for name in runs], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    if hvd.rank() == 0:
+        result: Measured = {
+            "ranks": hvd.size(),
+            "compute": compute,
+            "steps": steps,
+            "parameters": sum(parameter.numel() for parameter in runs[ALONE][0].parameters()),
+            "buckets": runs["none"][1].statistics().buckets,
+            "seconds": {name: [round(x, 5) for x in row] for name, row in zip(runs, slowest.tolist(), strict=True)},
+            "waited": {name: round(statistics.median(row), 5) for name, row in waited.items()},
+        }
+        print(MARK + json.dumps(result), flush=True)
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+def _turn(model: Any, optimizer: Any, steps: int) -> tuple[float, float]:
+    """Seconds of a step, and those for which it was kept waiting."""
+    began = waited = 0.0
+    for number in range(steps + 1):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+        if number == 0:
+            began = time.perf_counter()
+            waited = _waited(optimizer)
+    return (time.perf_counter() - began) / steps, (_waited(optimizer) - waited) / steps
+
+
+def _waited(optimizer: Any) -> float:
+    return float(optimizer.statistics().waited_seconds) if hasattr(optimizer, "statistics") else 0.0
+
+
+def make_model(compute: float) -> Any:
+    """Layers with the parameters of ResNet-50, which take `compute` seconds a step, and nothing of a processor."""
+    import torch
+
+    found = shapes()
+    parts = [found[start : start + 3] for start in range(0, len(found) - 2, 3)] + [found[-2:]]
+    share = compute / 3 / len(parts)
+
+    class Touch(torch.autograd.Function):
+        """Passes a number on, as if it depended on the parameters, whose gradients are made in `memory`."""
+
+        @staticmethod
+        def forward(context: Any, value: Any, memory: Any, *parameters: Any) -> Any:
+            context.memory = memory
+            time.sleep(share)
+            return value.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Any) -> Any:
+            time.sleep(2 * share)
+            for memory in context.memory:
+                memory.fill_(1e-3)
+            return gradient, None, *(memory.view_as(memory) for memory in context.memory)
+
+    class Layer(torch.nn.Module):
+        def __init__(self, part: Sequence[tuple[int, ...]]) -> None:
+            super().__init__()
+            for number, shape in enumerate(part):
+                self.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(shape)))
+            self.memory = [torch.zeros(shape) for shape in part]  # used again in each step
+
+        def forward(self, value: Any) -> Any:
+            return Touch.apply(value, self.memory, *self.parameters())  # type: ignore[no-untyped-call]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(*(Layer(part) for part in parts))
+
+        def forward(self) -> Any:
+            return self.layers(torch.zeros(()))
+
+    return Model()
+
+
+def measure(hosts: int, rate: str, ranks: int, arguments: Sequence[str]) -> Measured:
+    """Runs the workers: on this host if `hosts` is 1, else one each on netlab hosts with links of this rate.
+
+    Raises:
+        subprocess.CalledProcessError: the job failed; why is on standard error.
+    """
+    command = ["-m", "benchmarks.step", "--overlap", "--worker", *arguments]
+    if hosts == 1:
+        return {"hosts": 1, "rate": "", **fusionrun(ranks, command)}
+    from benchmarks.netlab import Netlab
+
+    with Netlab(hosts=hosts, rate=rate or None) as lab:
+        start = [sys.executable, "-m", "fusion_rt.runner", "-H", ",".join(f"{host.name}:1" for host in lab.hosts)]
+        start += ["--rsh-agent", lab.agent, sys.executable, *command]
+        environment = dict(os.environ, FUSION_ENCRYPTION="control", OMP_NUM_THREADS="1")
+        environment.update(MASTER_ADDR=lab.hosts[0].address, MASTER_PORT="29514")
+        run = subprocess.run(start, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    line = next(line for line in run.stdout.splitlines() if MARK in line)
+    return {"hosts": hosts, "rate": rate, **json.loads(line.split(MARK, 1)[1])}
+
+
+def keep(path: Path, measured: Measured) -> list[Measured]:
+    """Adds to the results in a file, in place of those of the same hosts, rate, ranks and compute. Returns all."""
+    key = ("hosts", "rate", "ranks", "compute")
+    before: list[Measured] = json.loads(path.read_text()) if path.exists() else []
+    kept = [old for old in before if any(old[name] != measured[name] for name in key)]
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    kept.append(
+        {**measured, "machine": machine, "load": round(os.getloadavg()[2], 1), "date": time.strftime("%F %H:%M")}
+    )
+    kept.sort(key=lambda one: (one["hosts"], one["rate"], one["ranks"], one["compute"]))
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    return kept
+
+
+def exposed(measured: Measured) -> dict[str, float]:
+    """By runtime, the seconds by which a step takes longer than without communication: the median over turns, each
+    compared with the turn without communication beside it."""
+    alone = measured["seconds"][ALONE]
+    return {
+        name: statistics.median(a - b for a, b in zip(row, alone, strict=True))
+        for name, row in measured["seconds"].items()
+    }
+
+
+def show(measured: Measured) -> None:
+    """A table of the runtimes."""
+    where = f"{measured['ranks']} ranks on one host" if measured["hosts"] == 1 else (
+        f"{measured['hosts']} hosts with one rank each, links of {measured['rate'] or 'any rate'}")  # fmt: skip
+    title = f"{measured['parameters'] / 1e6:.1f} M parameters, {where}, {measured['compute'] * 1e3:.0f} ms of compute"
+    table = Table(title=title)
+    for column in ("runtime", "ms a step", "exposed, ms", "kept waiting, ms", "DDP / this"):
+        table.add_column(column, justify="left" if column == "runtime" else "right")
+    beyond = exposed(measured)
+    theirs = statistics.median(measured["seconds"][DDP])
+    for name, row in measured["seconds"].items():
+        step = statistics.median(row)
+        label = f"fusion_rt, overlap {name}" if name in OVERLAPS else name
+        waited = f"{measured['waited'][name] * 1e3:.1f}" if name in OVERLAPS else ""
+        table.add_row(label, f"{step * 1e3:.1f}", f"{beyond[name] * 1e3:.1f}", waited, f"{theirs / step:.2f}")
+    Console(width=110).print(table)

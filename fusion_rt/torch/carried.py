@@ -1,0 +1,209 @@
+"""What an optimizer's node remembers, on its way from one membership epoch to the next, whose nodes, buckets and homes
+are others.
+
+The daemon saves it by bucket and rank (`fusiond.remembered`, `fusiond.homes.state`). Here it is taken apart by tensor,
+and put together for the buckets of another plan:
+
+- *residuals* (and velocities, of codecs with momentum correction), whether of a node's part of an all-reduce or of
+  what its workers send to homes: gradients that have not been sent. Anybody may send them, so all that counts is that
+  each is in one place. Those of several workers are added up.
+- what is the same on all nodes (`common`), such as a codec's number of steps.
+- *homes* of shards: the value, what the algorithm remembers by element, and the optimizer's state. Versions and clocks
+  begin anew, and what is kept for single ranks, who have other numbers then, is left behind.
+
+Replicas are their workers' own, and begin anew with what the workers have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion_rt import wire
+
+Array: TypeAlias = npt.NDArray[Any]
+Arrays: TypeAlias = dict[str, Array]
+
+_LEFT_BEHIND = ("aux/w_bak/", "aux/arrivals", "version", "done")  # of homes: of single ranks, or of their clocks
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What one worker carries for its node.
+
+    Attributes:
+        residuals, velocities: by tensor; float32, 1-D.
+        common: `BUCKET:KEY`, as the daemon saves it.
+        buckets: of codecs' tensors, whose state has to be given back bucket by bucket.
+        homes: of each tensor, by entry: `value` and `aux/NAME` (1-D), `optimizer/NAME`.
+        rates: the learning rates for which residuals are meant, by tensor.
+        total: the sums of all nodes' residuals and velocities, if they were handed over before some nodes left; then
+            those of single nodes do not count.
+    """
+
+    residuals: Arrays = field(default_factory=dict)
+    velocities: Arrays = field(default_factory=dict)
+    common: Arrays = field(default_factory=dict)
+    buckets: dict[str, int] = field(default_factory=dict)
+    homes: dict[str, Arrays] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    total: tuple[Arrays, Arrays] | None = None
+
+
+def collect(state: Mapping[str, Array], plan: wire.Plan | None, rates: Mapping[str, float]) -> Carried:
+    """Takes apart what a node's daemon has saved of a plan.
+
+    Args:
+        plan: in force; None if there was none yet.
+        rates: see `Carried`.
+    """
+    found = Carried(rates=dict(rates))
+    homes: dict[int, Arrays] = {}
+    for key, value in state.items():
+        owner, _, rest = key.partition(":")
+        if owner == "home":
+            index, rank, entry = rest.split(":", 2)
+            if rank == "-1":
+                homes.setdefault(int(index), {})[entry] = value
+        elif owner == "sender":
+            _remember(found, rest.split(":", 2)[2].removeprefix("codec/"), value)
+        elif tensor := _remember(found, rest, value):
+            found.buckets[tensor] = int(owner)
+        elif rest != "bounds":  # ranges of the nodes that there were
+            found.common[key] = value
+    for bucket in plan.buckets if plan is not None else ():
+        if bucket.index in homes:
+            found.homes.update(_pieces(bucket, homes[bucket.index]))
+    return found
+
+
+def _remember(found: Carried, name: str, value: Array) -> str:
+    """Adds a residual or velocity. Returns of which tensor, or nothing if it is something else."""
+    kind, _, tensor = name.partition("/")
+    memory = {"residual": found.residuals, "velocity": found.velocities}.get(kind)
+    if memory is None:
+        return ""
+    memory[tensor] = memory[tensor] + value if tensor in memory else value
+    return tensor
+
+
+def add(first: Mapping[str, Array], second: Mapping[str, Array]) -> Arrays:
+    """The sums, tensor by tensor."""
+    return {**first, **{name: first[name] + value if name in first else value for name, value in second.items()}}
+
+
+def united(homes: Iterable[Mapping[str, Arrays]]) -> dict[str, Arrays]:
+    """The homes' tensors of several nodes; of one that several have, the first."""
+    found: dict[str, Arrays] = {}
+    for each in homes:
+        found = {**each, **found}
+    return found
+
+
+# --- for the buckets of another plan ----------------------------------------------------------------------------------
+
+
+def codec_state(common: Carried, residuals: Arrays, velocities: Arrays, sizes: Mapping[str, int]) -> Arrays:
+    """What a node's daemon is to load for an all-reduce, whether there is a plan yet or not.
+
+    Args:
+        common: what all nodes start from.
+        residuals, velocities: of this node. Where it has none they are zero, so that all nodes' states are of one form.
+        sizes: elements of each tensor; what is of no tensor, or of another size, is left out.
+    """
+    state = dict(common.common)
+    for tensor, bucket in common.buckets.items():
+        if tensor not in sizes:
+            continue
+        state[f"{bucket}:residual/{tensor}"] = _of_size(residuals, tensor, sizes[tensor])
+        if tensor in common.velocities:
+            state[f"{bucket}:velocity/{tensor}"] = _of_size(velocities, tensor, sizes[tensor])
+    return state
+
+
+def sender_state(bucket: wire.Bucket, rank: int, residuals: Arrays, velocities: Arrays) -> Arrays:
+    """What a worker's sender to the home of a bucket, on another node, is to load; empty if there is nothing."""
+    prefix = f"sender:{bucket.index}:{rank}"
+    state: Arrays = {}
+    for tensor in bucket.tensors:
+        for kind, memory in (("residual", residuals), ("velocity", velocities)):
+            if tensor.name in memory and memory[tensor.name].size == tensor.numel:
+                state[f"{prefix}:codec/{kind}/{tensor.name}"] = memory[tensor.name]
+    if state:
+        state[f"{prefix}:counts"] = np.zeros(2, np.int64)
+        state[f"{prefix}:moved"] = np.ones(1, np.int64)
+    return state
+
+
+def home_state(bucket: wire.Bucket, ranks: int, homes: Mapping[str, Arrays], values: Mapping[str, Array]) -> Arrays:
+    """What the home of a bucket is to load; empty if nobody has anything of its tensors.
+
+    Args:
+        ranks: how many take part.
+        homes: see `Carried`.
+        values: what tensors begin with of which there is no home; 1-D, as they lie in the bucket.
+    """
+    known = {t.name: homes[t.name] for t in bucket.tensors if _fits(homes.get(t.name, {}), t)}
+    if not known:
+        return {}
+    prefix = f"home:{bucket.index}:-1"
+    dtype = next(iter(known.values()))["value"].dtype
+    state: Arrays = {f"{prefix}:version": np.zeros(1, np.int64), f"{prefix}:done": np.zeros(ranks, np.int64)}
+    value = state[f"{prefix}:value"] = np.zeros(bucket.numel, dtype)
+    for tensor in bucket.tensors:
+        given = known[tensor.name]["value"] if tensor.name in known else values[tensor.name]
+        value[tensor.start : tensor.start + tensor.numel] = given
+    for entry in sorted({name for piece in known.values() for name in piece if name.startswith("aux/")}):
+        state[f"{prefix}:{entry}"] = _joined(bucket, entry, known)
+    for index, tensor in enumerate(_in_groups(bucket)):
+        for entry, array in known.get(tensor.name, {}).items():
+            kind, _, name = entry.partition("/")
+            if kind == "optimizer":
+                state[f"{prefix}:optimizer/{index}/{name}"] = array
+    return state
+
+
+def _pieces(bucket: wire.Bucket, entries: Mapping[str, Array]) -> dict[str, Arrays]:
+    """What a home remembers of each of its tensors."""
+    found: dict[str, Arrays] = {tensor.name: {} for tensor in bucket.tensors}
+    ordered = _in_groups(bucket)
+    for entry, array in entries.items():
+        if entry.startswith(_LEFT_BEHIND):
+            continue
+        if entry.startswith("optimizer/"):
+            _, index, name = entry.split("/", 2)
+            found[ordered[int(index)].name][f"optimizer/{name}"] = array
+            continue
+        for tensor in bucket.tensors:
+            whole = array.shape == (bucket.numel,)
+            found[tensor.name][entry] = array[tensor.start : tensor.start + tensor.numel] if whole else array
+    return {name: piece for name, piece in found.items() if "value" in piece}
+
+
+def _joined(bucket: wire.Bucket, entry: str, known: Mapping[str, Arrays]) -> Array:
+    """What an algorithm remembers of a bucket: element by element, or, if it is a number, the largest."""
+    pieces = [(t, known[t.name][entry]) for t in bucket.tensors if entry in known.get(t.name, {})]
+    if any(array.size != tensor.numel for tensor, array in pieces):
+        return max((array for _, array in pieces), key=lambda array: array.sum())
+    joined = np.zeros(bucket.numel, pieces[0][1].dtype)
+    for tensor, array in pieces:
+        joined[tensor.start : tensor.start + tensor.numel] = array
+    return joined
+
+
+def _in_groups(bucket: wire.Bucket) -> list[wire.PlannedTensor]:
+    """The tensors of a bucket in the order in which its home's optimizer numbers them."""
+    return sorted(bucket.tensors, key=lambda tensor: tensor.group)
+
+
+def _fits(piece: Mapping[str, Array], tensor: wire.PlannedTensor) -> bool:
+    return "value" in piece and piece["value"].size == tensor.numel
+
+
+def _of_size(memory: Mapping[str, Array], tensor: str, size: int) -> Array:
+    found = memory.get(tensor)
+    return found if found is not None and found.size == size else np.zeros(size, np.float32)

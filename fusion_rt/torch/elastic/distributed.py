@@ -1,0 +1,169 @@
+"""A distributed optimizer in a `TorchState`: its own state, and what the codecs and homes on its node remember.
+
+The first rank of each node keeps that at each commit (`carried.py`). In the next membership epoch nodes have other
+numbers, and homes other places, so `deal` brings together what those have who are still there:
+
+- each residual is loaded on the node of the worker that kept it, or, where several were kept on what is one node now,
+  sent along with the next gradients of the others;
+- what homes remember goes to the nodes that have the homes in the new plan. Of parameters whose home is gone, the
+  optimizer's state begins anew.
+
+Residuals of nodes that died are gone with them. Before nodes leave in good order, `hand_over` adds up all nodes'
+residuals, and the first worker of the next epoch gets the sum.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from fusion_rt.torch import carried, ops
+from fusion_rt.torch.carried import Arrays, Carried
+from fusion_rt.torch.exchange import GradientExchange
+from fusion_rt.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state
+from fusion_rt.torch.replicas import DistributedReplicas
+from fusion_rt.torch.runtime import runtime
+from fusion_rt.torch.sharded import DistributedShards
+from fusion_rt.torch.wrapping import Wrapped
+
+_OWN = "own"  # what replicas know besides the script's optimizer
+
+
+class DistributedHandler:
+    """Saves, restores and syncs a distributed optimizer.
+
+    Args:
+        value: the optimizer.
+    """
+
+    def __init__(self, value: Wrapped) -> None:
+        self.value = value
+        self._pending: Carried | None = None  # restored or handed over, and not dealt yet
+        self.save()
+
+    def save(self) -> None:
+        """Keeps what it has now. What is under way is taken first, which may change the parameters."""
+        self._drain()
+        self._saved = {"plain": copy.deepcopy(self.value.plain_state_dict())}
+        if isinstance(self.value, DistributedReplicas):
+            self._saved[_OWN] = copy.deepcopy(self.value.own_state())
+        self._kept = self._exchange.carry() if self._pending is None else self._pending
+
+    def restore(self) -> None:
+        """Goes back to what was kept; codecs and homes do when it is dealt."""
+        # A copy, because an optimizer goes on working on the very tensors that it is given.
+        self.value.load_state_dict(copy.deepcopy(self._saved["plain"]))
+        if isinstance(self.value, DistributedReplicas):
+            self.value.load_own_state(copy.deepcopy(self._saved[_OWN]))
+        self._pending = self._kept
+
+    def sync(self, root: int) -> None:
+        """Gives all ranks the state of one. Parameters of replicas become the mean of those ranks that have taken
+        steps."""
+        if isinstance(self.value, DistributedReplicas):
+            _average(self.value)
+        broadcast_optimizer_state(self.value, root_rank=root)
+        if isinstance(self.value, DistributedReplicas):
+            self.value.load_own_state(broadcast_object(self.value.own_state(), root))
+
+    def hand_over(self, leaving: bool) -> None:
+        """Before a membership epoch is left in good order: keeps what codecs and homes remember now.
+
+        Args:
+            leaving: some nodes will not be in the next; the same on all ranks, and an operation on all of them, if so.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
+        self._exchange.discard()
+        self._drain()
+        mine = self._exchange.carry() if self._pending is None else self._pending
+        if leaving and self._exchange.carries:
+            mine = _summed(self._exchange, mine)
+        self._pending = mine
+
+    def deal(self) -> None:
+        """Gives back, in a new membership epoch, what was kept. An operation on all ranks.
+
+        Raises:
+            HorovodInternalError: a rank is gone, or a daemon cannot use it.
+        """
+        exchange = self._exchange
+        if not exchange.carries:
+            return
+        mine, self._pending = self._pending, None
+        node = runtime().client.welcome.node
+        told = allgather_object((node, mine is not None, mine is not None and mine.total is not None))
+        holders = [rank for rank, (_, holds, _) in enumerate(told) if holds]
+        if not holders:
+            return
+        root, handed = holders[0], told[holders[0]][2]
+        common: Carried = broadcast_object(None if mine is None else _common(mine), root)
+        if not handed:
+            homes = carried.united(allgather_object({} if mine is None else mine.homes))
+            common = replace(common, homes=homes)
+        own = Carried() if mine is None else mine
+        if handed:
+            residuals, velocities = own.total if own.total is not None and runtime().rank == root else ({}, {})
+            own = Carried(residuals, velocities)
+        here = [rank for rank, (other, _, _) in enumerate(told) if other == node]
+        loader = next((rank for rank in here if rank in holders), here[0])
+        loads = runtime().rank == loader
+        # What all know is kept by the loader of each node, until it is where it belongs.
+        common = common if loads else replace(common, homes={})
+        exchange.settle(common, replace(own, homes={}, total=None, rates=common.rates), loads)
+
+    @property
+    def _exchange(self) -> GradientExchange:
+        return self.value._exchange
+
+    def _drain(self) -> None:
+        if isinstance(self.value, (DistributedReplicas, DistributedShards)):
+            self.value.drain()
+
+
+def _common(mine: Carried) -> Carried:
+    """What all nodes start from. Velocities are only named."""
+    named = {name: np.zeros(0, np.float32) for name in mine.velocities}
+    homes = {} if mine.total is None else mine.homes
+    return Carried(common=mine.common, buckets=mine.buckets, velocities=named, homes=homes, rates=mine.rates)
+
+
+def _summed(exchange: GradientExchange, mine: Carried | None) -> Carried:
+    """What this worker keeps, with the sum of what all have."""
+    kept = mine or Carried()
+    has = allgather_object((bool(kept.residuals), bool(kept.velocities)))
+    sizes = exchange.sizes()
+    total = tuple(
+        _sum(memory, sizes) if any(flags[kind] for flags in has) else {}
+        for kind, memory in enumerate((kept.residuals, kept.velocities))
+    )
+    first = next((rank for rank, flags in enumerate(allgather_object(mine is not None)) if flags), 0)
+    shared: Carried = broadcast_object(_common(replace(kept, total=None)), first)
+    homes = carried.united(allgather_object(kept.homes))
+    return replace(
+        kept, common=shared.common, buckets=shared.buckets, rates=shared.rates, homes=homes, total=(total[0], total[1])
+    )
+
+
+def _sum(memory: Arrays, sizes: dict[str, int]) -> Arrays:
+    """The sums over all ranks, where each has some of the tensors."""
+    names = sorted(sizes)
+    parts = [torch.from_numpy(memory[n]) if n in memory else torch.zeros(sizes[n]) for n in names]
+    summed = ops.allreduce(torch.cat(parts), name="elastic.hand_over", op=ops.Sum)
+    pieces = torch.split(summed, [sizes[name] for name in names])
+    return {name: piece.numpy() for name, piece in zip(names, pieces, strict=True)}
+
+
+def _average(optimizer: DistributedReplicas) -> None:
+    """Replaces the parameters by the mean of those of all ranks that have taken steps, if any has."""
+    counts = float(optimizer.own_state()["taken"] > 0)
+    total = float(ops.allreduce(torch.tensor(counts), name="elastic.average", op=ops.Sum))
+    if not total:
+        return
+    for slot in optimizer._exchange.slots:
+        value = slot.parameter.detach()
+        value.copy_(ops.allreduce(value * counts, name=f"elastic.average.{slot.name}", op=ops.Sum) / total)

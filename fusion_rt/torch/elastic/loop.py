@@ -1,0 +1,67 @@
+"""What `elastic.run` does in a job that has a launcher which starts, moves and ends workers: from one membership epoch
+to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusion_rt import elastic
+from fusion_rt.errors import HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.torch import ops
+from fusion_rt.torch.basics import init
+from fusion_rt.torch.elastic.state import State
+from fusion_rt.torch.exchange import enter_all
+from fusion_rt.torch.runtime import leave, runtime
+
+
+def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection, *args: Any, **kwargs: Any) -> Any:
+    """Calls the training function, in each membership epoch anew, until it returns. What it raises besides
+    `HorovodInternalError` and `HostsUpdatedInterrupt` is raised here.
+
+    Raises:
+        SystemExit: there is no place for this worker any more.
+        FusionError: the agent is gone.
+    """
+    why: str | None = None  # this worker has left an epoch; empty if only hosts have changed
+    skip_sync = has_values = False
+    while True:
+        try:
+            if why is not None:
+                _move(agent, why)
+                state.on_reset()
+            all_skip, state._root = _agree(skip_sync, has_values)
+            if all_skip:
+                state._resume()
+            else:
+                state.sync()
+            has_values = True
+            return func(state, *args, **kwargs)
+        except HorovodInternalError as error:
+            why, skip_sync = str(error), False
+            state.restore()
+        except HostsUpdatedInterrupt as interrupt:
+            why, skip_sync = "", interrupt.skip_sync
+            try:
+                state._hand_over()
+            except HorovodInternalError as error:  # somebody was not so orderly
+                why, skip_sync = str(error), False
+                state.restore()
+
+
+def _move(agent: elastic.AgentConnection, why: str) -> None:
+    """Leaves this membership epoch for good, and joins the next one."""
+    leave()
+    elastic.move(agent, why)
+    init()
+    enter_all(runtime())
+
+
+def _agree(skip_sync: bool, has_values: bool) -> tuple[bool, int]:
+    """Whether no rank needs a sync: none has just come, or lost an epoch meanwhile. And from which rank a sync is: from
+    the first that has values which were synced before. The launcher lets workers that have been there before have the
+    lowest ranks; but they may not have come as far as to get anything then."""
+    told = ops.allgather(torch.tensor([[skip_sync, has_values]], dtype=torch.uint8), name="elastic.sync").tolist()
+    return all(skips for skips, _ in told), next((rank for rank, (_, has) in enumerate(told) if has), 0)

@@ -1,0 +1,314 @@
+"""Gradients that are under way when `step()` has returned, and their application.
+
+`launch` takes the place of `synchronize`: it sends what has not been sent, and lets each bucket's reduction go on as a
+`Flight`. Until a flight has *landed*, which waits for the reduction and applies the update, nothing else may be written
+to its bucket's place in the arena, and its parameters have no gradient (`p.grad` is None), so that neither `zero_grad`
+nor the next backward pass can touch it.
+
+When a flight lands: with `overlap="forward"` when a module's forward pass is about to need one of its parameters; with
+"stale" in the next `step()`, before the next gradients go into the same place. In both, sooner if somebody reads or
+writes parameters otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion_rt.errors import HorovodInternalError
+from fusion_rt.torch.buckets import Bucket, DenseBucket
+from fusion_rt.torch.compression import NoneCompressor
+from fusion_rt.torch.exchange import GradientExchange, Manner
+from fusion_rt.torch.overlap import watching
+from fusion_rt.torch.overlap.flights import Flight
+from fusion_rt.torch.overlap.updates import Update
+from fusion_rt.torch.overlap.uses import Uses
+from fusion_rt.torch.parameters import Trained
+from fusion_rt.torch.runtime import Runtime
+from fusion_rt.torch.slots import Named, Slot
+
+
+class OverlapSlot(Slot):
+    """A parameter whose gradient may arrive before its last update has been applied."""
+
+    __slots__ = ()
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        assert isinstance(self._exchange, OverlapExchange)
+        self._exchange.check_use(self)
+        super().arrived(parameter)
+
+
+class OverlapExchange(GradientExchange):
+    """Reduces gradients while the script goes on.
+
+    Args:
+        manner: how. If it is not eager, updates are applied one step late.
+        passes: backward passes that make up a gradient.
+        trained: asked before a step; what is to be reduced.
+
+    Attributes:
+        stepped: a step has been asked for, and, as far as is known, nothing has been computed for the next one.
+    """
+
+    def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
+        self.stepped = False
+        self._late = not manner.eager
+        self._uses = Uses()
+        self._update: Update | None = None  # that waits
+        self._flights: dict[int, Flight] = {}  # by id of each of their parameters
+        self._applying = False
+        self._lock = threading.RLock()  # forward passes may run on several threads
+        super().__init__(manner, passes, trained)
+        watching.watch(self)
+
+    @property
+    def waits(self) -> bool:
+        """Whether an update has not been applied."""
+        return bool(self._flights)
+
+    def begin(self) -> None:
+        self.stepped = False
+        super().begin()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def launch(self, optimizer: Any) -> None:
+        """Sends what has not been sent of this step, and has the optimizer's step taken when that has been reduced.
+
+        Raises:
+            HorovodInternalError: an earlier reduction failed, on all ranks.
+            ValueError: a gradient is sparse.
+        """
+        self.finish()
+        began = time.perf_counter()
+        if self.idle:
+            self.begin()
+        try:
+            buckets = [bucket for bucket in self._submit() if isinstance(bucket, DenseBucket)]
+            flights = [Flight([s.parameter for s in b.slots], b, b.hand_over()) for b in buckets]
+            self._steps += 1
+        finally:
+            self._end_step()
+        self.stepped = True
+        self._last_waited = time.perf_counter() - began
+        self._waited += self._last_waited
+        update = Update(optimizer)
+        taken = {id(parameter) for flight in flights for parameter in flight.parameters}
+        rest = [p for p in update.parameters() if p.grad is not None and id(p) not in taken]
+        if rest:  # parameters that are not trained any more, and still have a gradient
+            flights.append(Flight(rest, gradients=[parameter.grad for parameter in rest]))
+        self._wait_for(flights, update)
+
+    def hold(self, optimizer: Any) -> None:
+        """Has the optimizer's step taken with the gradients that there are. Raises as `launch`."""
+        self.finish()
+        self.stepped = True
+        update = Update(optimizer)
+        parameters = [parameter for parameter in update.parameters() if parameter.grad is not None]
+        if parameters:
+            flight = Flight(parameters, gradients=[parameter.grad for parameter in parameters])
+            self._wait_for([flight], update)
+
+    def _wait_for(self, flights: Sequence[Flight], update: Update) -> None:
+        if not flights:
+            return
+        self._update = update
+        self._flights = {id(parameter): flight for flight in flights for parameter in flight.parameters}
+        for flight in flights:
+            for parameter in flight.parameters:
+                parameter.grad = None
+        watching.watch(self)
+        if self._uses.recording:
+            self._uses.conclude([slot.parameter for slot in self.slots])
+        if not self._late:
+            for key in self._uses.unseen & self._flights.keys():
+                self._land_of(key)
+
+    # --- applying it --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Applies what waits.
+
+        Raises:
+            HorovodInternalError: its reduction failed, on all ranks. Nothing waits any more.
+        """
+        with self._lock:
+            while self._flights:
+                self._land(next(iter(self._flights.values())))
+
+    def finish_or_drop(self) -> None:
+        """Applies what waits, or warns that its reduction failed."""
+        try:
+            self.finish()
+        except HorovodInternalError as error:
+            warnings.warn(f"the last update of an optimizer is lost, since its gradients could not be reduced: {error}",
+                          stacklevel=3)  # fmt: skip
+
+    def _land_of(self, key: int) -> None:
+        with self._lock:
+            flight = self._flights.get(key)
+            if flight is not None:
+                self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        update = self._update
+        assert update is not None
+        flights = list(dict.fromkeys(self._flights.values())) if update.whole else [flight]
+        try:
+            began = time.perf_counter()
+            for one in flights:
+                one.receive()
+            elapsed = time.perf_counter() - began
+            self._last_waited += elapsed
+            self._waited += elapsed
+            self._apply(update, flights)
+        except BaseException:
+            self._drop()
+            raise
+        for one in flights:
+            for parameter in one.parameters:
+                self._flights.pop(id(parameter), None)
+        if not self._flights:
+            self._rest()
+
+    def _apply(self, update: Update, flights: Sequence[Flight]) -> None:
+        """Takes the step, with the gradients in their parameters' `grad` meanwhile."""
+        parameters = [parameter for flight in flights for parameter in flight.parameters]
+        gradients = [gradient for flight in flights for gradient in flight.gradients]
+        affected = update.parameters() if update.whole else parameters
+        kept = [parameter.grad for parameter in affected]
+        self._applying = True
+        try:
+            if update.whole:
+                for parameter in affected:
+                    parameter.grad = None
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            update.apply(parameters)
+        finally:
+            self._applying = False
+            for parameter, gradient in zip(affected, kept, strict=True):
+                parameter.grad = gradient
+
+    def _drop(self) -> None:
+        """Gives up what waits, and waits until nobody writes to its place in the arena any more."""
+        flights = list(dict.fromkeys(self._flights.values()))
+        self._flights = {}
+        self._rest()
+        for flight in flights:
+            if flight.bucket is not None and flight.operation is not None:
+                with contextlib.suppress(HorovodInternalError):  # the first one has been raised
+                    flight.bucket.await_end(flight.operation)
+
+    def _rest(self) -> None:
+        self._update = None
+        if not self._uses.recording:
+            watching.unwatch(self)
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Lands what the module's forward pass needs.
+
+        Without gradients and in evaluation mode that is all it has: modules take shortcuts then, past the forward
+        passes of those inside. (Forward passes without gradients alone are part of training with checkpoints.) So it is
+        for compiled modules, whose code would depend on whether there are hooks.
+        """
+        evaluating = not (module.training or torch.is_grad_enabled())
+        if self._uses.recording and not evaluating:
+            self._uses.called(module)
+        if not self._flights:
+            return
+        if evaluating:
+            self._land_all_of(module)
+            return
+        needed = [id(parameter) for parameter in module._parameters.values() if id(parameter) in self._flights]
+        self.stepped = self.stepped and not needed
+        if self._late:
+            return
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            self._land_all_of(module)
+            return
+        for key in (*needed, *self._uses.beneath(module)):
+            self._land_of(key)
+
+    def before_saving(self, module: torch.nn.Module) -> None:
+        """Lands all, if the module has any of it."""
+        if self._flights:
+            self._land_all_of(module)
+
+    def before_loading(self, module: torch.nn.Module) -> None:
+        """As before saving. An update that failed has nothing to spoil, and is only warned of."""
+        if any(id(parameter) in self._flights for parameter in module._parameters.values()):
+            self.finish_or_drop()
+
+    def _land_all_of(self, module: torch.nn.Module) -> None:
+        if any(id(parameter) in self._flights for parameter in module.parameters()):
+            self.finish()
+
+    def check_use(self, slot: Slot) -> None:
+        """The slot's gradient has arrived. If its last update has not been applied, it is that of an older value."""
+        if self._late or id(slot.parameter) not in self._flights:
+            return
+        warnings.warn(
+            f"parameter {slot.name!r} was used before its last update had been applied, because the forward pass of no "
+            "module that has it has run; call optimizer.synchronize() before such a use. From now on step() waits for "
+            "this parameter",
+            stacklevel=2,
+        )
+        self._uses.unseen.add(id(slot.parameter))
+        self._land_of(id(slot.parameter))
+
+    # --- what the exchange does otherwise ----------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        self.finish()
+        super().synchronize()
+
+    def complete(self) -> bool:
+        return not self._applying and super().complete()
+
+    def release(self) -> None:
+        watching.unwatch(self)
+        self._uses.release()
+        super().release()
+
+    def _send(self, bucket: Bucket) -> None:
+        self._land_of(id(bucket.slots[0].parameter))  # if no forward pass has asked for it: its place is needed now
+        super()._send(bucket)
+
+    def _rewind(self) -> None:
+        contexts = [slot.context for slot in self.slots]
+        super()._rewind()
+        if self.compressor is not NoneCompressor:
+            for slot, context in zip(self.slots, contexts, strict=True):
+                slot.context = context  # needed when it lands
+
+    def _rested(self) -> Runtime | None:
+        self.finish()
+        return super()._rested()
+
+    def _watch(self, parameters: Sequence[Named]) -> None:
+        if self._slots:
+            self._uses.restart()
+            watching.watch(self)
+        super()._watch(parameters)
+
+    def _give_up_plan(self, here: Runtime) -> None:
+        with self._lock:
+            for flight in dict.fromkeys(self._flights.values()):
+                flight.leave_arena()
+        super()._give_up_plan(here)
+
+    def _sparse_bucket(self, slot: Slot, sparse: int) -> Any:
+        raise ValueError(
+            f"the gradient of {slot.name!r} is sparse, and overlap cannot apply sparse gradients later; use "
+            "sparse_as_dense=True, or overlap='none' for this optimizer"
+        )

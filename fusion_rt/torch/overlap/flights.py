@@ -1,0 +1,79 @@
+"""Gradients between `step()` and their application.
+
+Until a flight has been received, nothing else may be written to its bucket's place in the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion_rt.client import Operation
+from fusion_rt.errors import HorovodInternalError
+from fusion_rt.torch.buckets import DenseBucket
+
+
+class Flight:
+    """Gradients of some parameters between `step()` and their application.
+
+    Args:
+        parameters: these.
+        bucket, operation: in which they are being reduced.
+        gradients: if they are not: they have been already.
+
+    Attributes:
+        failure: why they cannot be had, if so.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        bucket: DenseBucket | None = None,
+        operation: Operation | None = None,
+        gradients: Sequence[torch.Tensor | None] = (),
+    ) -> None:
+        self.parameters = parameters
+        self.bucket = bucket
+        self.operation = operation
+        self.gradients = list(gradients)
+        self.failure: HorovodInternalError | None = None
+
+    def receive(self) -> None:
+        """Waits for the gradients. Those that have come since for the next step are left alone.
+
+        Raises:
+            HorovodInternalError: the reduction failed, on all ranks.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.bucket is None or self.operation is None:
+            return
+        slots = self.bucket.slots
+        if all(slot.direct and not slot.sparse for slot in slots):
+            self.bucket.land(self.operation)
+            self.gradients = [slot.view for slot in slots]
+        else:
+            self.gradients = self._landed(self.bucket, self.operation)
+        self.operation = None
+
+    def leave_arena(self) -> None:
+        """Keeps the gradients, or why there are none, elsewhere than in the arena."""
+        try:
+            self.receive()
+        except HorovodInternalError as error:
+            self.failure = error
+        self.bucket = self.operation = None
+        self.gradients = [gradient if gradient is None else gradient.clone() for gradient in self.gradients]
+
+    def _landed(self, bucket: DenseBucket, operation: Operation) -> list[torch.Tensor | None]:
+        """The gradients, which `land` leaves with the parameters, in memory of their own."""
+        kept = [slot.parameter.grad for slot in bucket.slots]
+        try:
+            for slot in bucket.slots:
+                slot.parameter.grad = slot.view if slot.direct else None
+            bucket.land(operation)
+            return [slot.parameter.grad for slot in bucket.slots]
+        finally:
+            for slot, gradient in zip(bucket.slots, kept, strict=True):
+                slot.parameter.grad = gradient
