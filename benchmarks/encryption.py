@@ -1,0 +1,204 @@
+"""What encryption costs: all-reduce between two hosts with `--encryption all` beside `control`.
+
+    python -m benchmarks.encryption
+    python -m benchmarks.encryption --rates 1gbit --rounds 9
+    python -m benchmarks.encryption --table
+
+Two netlab hosts (root needed), one rank each; the ranks speak to their daemons directly, without torch. For each rate
+of the links, jobs of all variants take turns, so that whatever else the machine does meets all of them: `all` and
+`control`, with some numbers of payload connections and of ZeroMQ's I/O threads, which encrypt. A turn's number is the
+median time of an all-reduce on the slower rank. Printed are medians over turns and their range, what that is in bytes
+of the bucket a second, and the ratio of `control` to `all`, turn by turn: the median of that.
+
+Both hosts share this machine's cores, and numbers of a machine that has other things to do say little: the load before
+each part is kept with them. What encryption takes from a link that is faster than one core can encrypt for is
+therefore more here than on hosts of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launch import MARK
+
+HOSTS = 2
+BYTES = 25_600_000
+RESULTS = Path(__file__).parent / "results" / "encryption.json"
+UNSHAPED = "unshaped"
+RATES = (UNSHAPED, "1gbit")
+SECONDS = {UNSHAPED: 1.0, "1gbit": 2.0}  # of one turn, about
+MODES = ("all", "control")
+Measured = dict[str, Any]
+"""`bytes`; `cores` of the machine; `load`: by rate, how many processes wanted to run before that; `times`: by rate and
+variant, the turns' seconds of an all-reduce."""
+
+
+class Variant(NamedTuple):
+    """What a job is run with."""
+
+    encryption: str
+    connections: int
+    io_threads: int
+
+    def __str__(self) -> str:
+        return f"{self.encryption}, {self.connections}, {self.io_threads}"
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "FUSION_ENCRYPTION": self.encryption,
+            "FUSION_CONNECTIONS": str(self.connections),
+            "FUSION_IO_THREADS": str(self.io_threads),
+        }
+
+
+WAYS = ((1, 1), (4, 1), (4, 2))  # connections and I/O threads
+
+
+def worker(nbytes: int, seconds: float) -> None:
+    """What each rank runs; rank 0 prints the median of the slower rank's times."""
+    import numpy as np
+
+    from fusion_rt import wire
+    from fusion_rt.client import Client
+    from fusion_rt.launchers.environment import detect
+
+    where = detect()
+    client = Client(where.socket, where.job, where.rank, 60.0)
+    elements = nbytes // 4
+    region = client.allocate(nbytes)
+    values = np.frombuffer(region.view, np.float32)[:elements]
+    values[:] = 1.0
+    signature = wire.Signature("allreduce", "float32", (elements,), "average")
+    most = wire.Signature("allreduce", "float64", (2,), "max")
+
+    def reduce() -> float:
+        began = time.perf_counter()
+        client.wait(client.submit("x", signature, place=(region.segment, region.offset)))
+        return time.perf_counter() - began
+
+    def slower(*numbers: float) -> list[float]:
+        data = np.array(numbers, np.float64).tobytes()
+        found = client.wait(client.submit("slower", most, inline=data)).inline
+        return [float(number) for number in np.frombuffer(found or b"", np.float64)]
+
+    for _ in range(3):
+        reduce()
+    count = int(max(4, min(200, seconds / slower(reduce(), 0.0)[0])))
+    median = slower(statistics.median(reduce() for _ in range(count)), 0.0)[0]
+    assert (values == 1.0).all()
+    if where.rank == 0:
+        print(MARK + json.dumps(median), flush=True)
+    client.leave()
+
+
+def turn(lab: Any, variant: Variant, seconds: float) -> float:
+    """One job on the lab's hosts: seconds of an all-reduce."""
+    command = [sys.executable, "-m", "fusion_rt.runner", "-np", str(HOSTS)]
+    command += ["-H", ",".join(host.name for host in lab.hosts), "--rsh-agent", lab.agent]
+    command += [sys.executable, "-m", "benchmarks.encryption", "--worker", "--seconds", str(seconds)]
+    environment = {**os.environ, **variant.environment()}
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return float(next(line for line in run.stdout.splitlines() if MARK in line).split(MARK, 1)[1])
+
+
+def measure(rates: Sequence[str], rounds: int) -> Measured:
+    """Turns of all variants on links of each rate."""
+    from benchmarks.netlab import Netlab
+
+    variants = [Variant(mode, *way) for way in WAYS for mode in MODES]
+    measured: Measured = {"bytes": BYTES, "cores": os.cpu_count(), "load": {}, "times": {}}
+    for rate in rates:
+        measured["load"][rate] = round(os.getloadavg()[0], 1)
+        times: dict[str, list[float]] = {str(variant): [] for variant in variants}
+        with Netlab(HOSTS, None if rate == UNSHAPED else rate) as lab:
+            for number in range(rounds):
+                for variant in variants[::-1] if number % 2 else variants:
+                    times[str(variant)].append(round(turn(lab, variant, SECONDS.get(rate, 2.0)), 6))
+                print(f"{rate}: round {number + 1} of {rounds}", file=sys.stderr)
+        measured["times"][rate] = times
+    return measured
+
+
+def ratio(times: dict[str, list[float]], connections: int, io_threads: int) -> float:
+    """How many times as fast `all` is as `control`: the median over rounds, in which both had their turns."""
+    both = zip(*(times[str(Variant(mode, connections, io_threads))] for mode in MODES), strict=True)
+    return float(statistics.median(control / encrypted for encrypted, control in both))
+
+
+def show(measured: Measured, console: Console) -> None:
+    """For each rate a table of the variants, and one of the goals."""
+    for rate, times in measured["times"].items():
+        busy = f", load {measured['load'][rate]:g} before" if measured["load"][rate] > 1 else ""
+        title = f"{measured['bytes'] / 1e6:g} MB, {HOSTS} hosts on {measured['cores']} cores, {rate}{busy}"
+        table = Table(title=title)
+        for title in ("connections", "I/O threads", *(f"{mode} ms (range)" for mode in MODES)):
+            table.add_column(title, justify="right")
+        for title in ("all MB/s", "control MB/s", "all / control"):
+            table.add_column(title, justify="right")
+        for way in WAYS:
+            turns = [times[str(Variant(mode, *way))] for mode in MODES]
+            row = [str(number) for number in way]
+            row += [f"{statistics.median(t) * 1e3:.1f} ({min(t) * 1e3:.1f}-{max(t) * 1e3:.1f})" for t in turns]
+            row += [f"{measured['bytes'] / statistics.median(t) / 1e6:.0f}" for t in turns]
+            table.add_row(*row, f"{ratio(times, *way):.3f}")
+        console.print(table)
+    table = Table(title="goals")
+    for title in ("goal", "measured", "holds"):
+        table.add_column(title)
+    for goal, found, holds in goals(measured):
+        table.add_row(goal, found, "yes" if holds else "no")
+    console.print(table)
+
+
+def goals(measured: Measured) -> list[tuple[str, str, bool]]:
+    """Goal, what was measured, and whether it holds; of the rates that were measured."""
+    found = []
+    for rate, times in measured["times"].items():
+        ratios = {way: ratio(times, *way) for way in WAYS}
+        told = ", ".join(f"{number:.3f} ({c} connections, {t} I/O threads)" for (c, t), number in ratios.items())
+        if rate == UNSHAPED:
+            several = max(number for (connections, _), number in ratios.items() if connections > 1)
+            found.append(
+                ("unshaped, several connections: all at least 0.5 times as fast as control", told, several >= 0.5)
+            )
+        else:
+            goal = f"{rate}: all within 3 % of control"
+            found.append((goal, told, all(abs(number - 1) <= 0.03 for number in ratios.values())))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.encryption", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rates", default=",".join(RATES), help="of the links (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each variant (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="of results (%(default)s)")
+    parser.add_argument("--table", action="store_true", help="only show what is in the file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=1.0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.worker:
+        worker(BYTES, arguments.seconds)
+        return
+    if not arguments.table:
+        measured = measure(arguments.rates.split(","), arguments.rounds)
+        arguments.out.parent.mkdir(exist_ok=True)
+        arguments.out.write_text(json.dumps(measured) + "\n")
+    show(json.loads(arguments.out.read_text()), Console(width=140))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Everything that reads bytes or texts of somebody else, as targets of the fuzzer."""
+
+from __future__ import annotations
+
+from tests.fuzz import channel, coded, engines, messages, saved, texts
+from tests.fuzz.engine import Target
+
+
+def all_targets(torch: bool = True) -> list[Target]:
+    """In an order that stays. `torch`: also those that have to import it."""
+    return [
+        *messages.targets(),
+        *channel.targets(),
+        *coded.targets(),
+        *saved.targets(torch),
+        *engines.targets(),
+        *texts.targets(),
+    ]
