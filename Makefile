@@ -1,12 +1,13 @@
 # Every target makes .venv by itself; nothing here needs a compiler.
-#   make demo | test | lint | bench | clean        PYTHON=python3.12 make test        PYTEST_ARGS='-k netlab' make test
+#   make demo | test | lint | bench | soak | clean     PYTHON=python3.12 make test     PYTEST_ARGS='-k netlab' make test
+#   SOAK_SECONDS=3600 SOAK_SEED=7 make soak
 
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench soak clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -27,6 +28,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
 	touch $@
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.faults.soak
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
