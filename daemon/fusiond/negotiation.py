@@ -1,52 +1,33 @@
-"""The coordinator: checks that the ranks agree, fixes plans, and tells everybody what did not fit. No I/O.
+"""The coordinator: checks that the ranks agree, fixes plans, and tells everybody what was decided. No I/O.
 
-Node 0's daemon runs it. It takes requests of nodes and returns messages for nodes; it is asked
+Node 0's daemon runs it, until a view has another coordinator. It takes requests of nodes and returns messages for
+nodes; it is asked
 
 - before an operation whose signature it has not approved before (an approved all-reduce needs no round trip: a node
   that submitted something else notices by the digest in the data), and always before one that needs the others' sizes;
 - for every plan;
-- when a node found a disagreement, waited too long, or waits while ranks leave. It then inquires what every rank has
-  submitted, and sends everybody the same sentence, which says which rank disagrees about what, or who is missing.
+- when a node found a disagreement, waited too long, or waits while ranks leave: then it inquires (`inquiries`), and
+  what was found out ends the operation or lets it go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from fusion_rt import algorithms, wire
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
 from fusion_rt.wire import OpKey
 from fusiond import planning
 from fusiond.handing_over import Inherited
+from fusiond.inquiries import Inquiries, Locate, Outgoing
 from fusiond.participants import Participants
-from fusiond.waiting import stragglers
 
-Outgoing = list[tuple[int, wire.PeerMessage]]
 PlanKey = tuple[int, str, int]  # process set, group, clock
 
 # Kinds in which every node contributes to every result: data that does not match is noticed before anything completes.
 DIRECT_KINDS = frozenset({"allreduce", "reducescatter", "barrier"})
-
-
-@dataclass
-class _Pending:
-    """An operation that some nodes have asked for, or that an inquiry is about.
-
-    Attributes:
-        waited: seconds, at most, as nodes have told.
-        ending: its time is up, and it is being found out where those are that are missing.
-        where: that, once it is known.
-    """
-
-    requests: dict[int, wire.Request] = field(default_factory=dict)
-    reports: dict[int, Mapping[int, wire.Signature]] | None = None
-    traffic: dict[int, Sequence[wire.Traffic]] = field(default_factory=dict)
-    waited: float = 0.0
-    ending: bool = False
-    where: str | None = None
 
 
 @dataclass
@@ -75,8 +56,7 @@ class Coordinator:
         settings: largest bucket, and time-outs.
         clock: now, in seconds.
         warn: tells people that something is late.
-        locate: finds out where ranks are, calls back with lines to go after a sentence, and sends what that returns, or
-            returns it at once.
+        locate: finds out where ranks are; see `Locate` in `inquiries`.
 
     Attributes:
         seconds_per_byte: of the links to other nodes, as far as they have been measured.
@@ -88,16 +68,16 @@ class Coordinator:
         settings: Settings,
         clock: Callable[[], float],
         warn: Callable[[str], None],
-        locate: Callable[[Sequence[int], Callable[[str], Outgoing]], Outgoing] = lambda ranks, finish: finish(""),
+        locate: Locate = lambda ranks, finish: finish(""),
     ) -> None:
         self._participants = participants
         self._topology = participants.topology
         self._settings = settings
         self._clock = clock
-        self._warn = warn
         self._locate = locate
         self._approved: set[tuple[int, int]] = set()  # process set and digest
-        self._pending: dict[OpKey, _Pending] = {}
+        self._pending: dict[OpKey, dict[int, wire.Request]] = {}  # what nodes have asked about and not been told
+        self._inquiries = Inquiries(participants, settings, warn, locate, self._submitted, self._inquired)
         self._plans: dict[PlanKey, _PendingPlan] = {}
         self._made: dict[tuple[int, str], _Made] = {}
         self._next_plan = 1
@@ -161,77 +141,38 @@ class Coordinator:
         if key in self._verdicts:
             return [(node, self._verdicts[key])]
         approved = signature.kind in DIRECT_KINDS and (key.process_set, wire.digest(signature)) in self._approved
-        if approved and key not in self._pending:
+        if approved and key not in self._pending and key not in self._inquiries:
             return [(node, wire.Verdict(key))]
-        pending = self._pending.setdefault(key, _Pending())
-        pending.requests[node] = request
-        refusal = self._refused_after_join(key, pending)
+        self._pending.setdefault(key, {})[node] = request
+        refusal = self._refused_after_join(key)
         if refusal:
             return refusal
-        if any(wire.digest(s) != wire.digest(signature) for s in self._submitted(pending).values()):
-            return self._inquire(key, pending)
-        return self._decide(key, pending)
+        if any(wire.digest(s) != wire.digest(signature) for s in self._submitted(key).values()):
+            return self._inquiries.inquire(key)
+        return self._decide(key)
 
     def mismatch(self, message: wire.Mismatch) -> Outgoing:
         """A node found that ranks disagree about an operation, or has waited too long for some."""
-        pending = self._pending.setdefault(message.key, _Pending())
-        pending.waited = max(pending.waited, message.waited)
-        return self._inquire(message.key, pending)
+        return self._inquiries.inquire(message.key, message.waited)
 
     def report(self, node: int, report: wire.Report) -> Outgoing:
         """A node answers an inquiry."""
-        pending = self._pending.get(report.key)
-        if pending is None or pending.reports is None:
-            return []
-        pending.reports[node] = report.signatures
-        pending.traffic[node] = report.traffic
-        nodes = self._nodes(report.key)
-        if len(pending.reports) < len(nodes):
-            return []
-        waited = pending.waited
-        missing = self._absent(report.key, pending)
-        late = waited > self._settings.operation_timeout
-        if pending.where is not None and not missing:  # they have come while it was found out where they are
-            pending.ending, pending.where, late = False, None, False
-        error = self._explain(report.key, pending, waited if late else 0.0)
-        if error and not (late and missing and pending.where is None):
-            del self._pending[report.key]
-            return [(n, wire.OpFailed(report.key, error + (pending.where or ""))) for n in nodes]
-        if not error and waited > self._settings.stall_warning_time:
-            self._stalled(self._explain(report.key, pending, waited), missing)
-        pending.reports, pending.waited = None, 0.0
-        pending.traffic.clear()
-        if error and not pending.ending:
-            pending.ending = True
-            return self._locate(missing, partial(self._look_again, report.key, pending, waited))
-        if not pending.requests and not pending.ending:
-            del self._pending[report.key]
-        return self._decide(report.key, pending)
+        return self._inquiries.report(node, report)
 
-    def _look_again(self, key: OpKey, pending: _Pending, waited: float, where: str) -> Outgoing:
-        """It is known where those are that are missing; they may have come meanwhile, and so it is asked once more."""
-        if self._pending.get(key) is not pending:  # it has been decided
-            return []
-        pending.where, pending.waited = where, max(pending.waited, waited)
-        return self._inquire(key, pending)
-
-    def _stalled(self, text: str, missing: Sequence[int]) -> None:
-        """Warns of something, with where the ranks are that it waits for."""
-
-        def warn(where: str) -> Outgoing:
-            self._warn(text + where)
-            return []
-
-        self._locate(missing, warn)
+    def _inquired(self, key: OpKey, error: str) -> Outgoing:
+        """An inquiry is over: the operation fails, or goes on if nothing is wrong."""
+        if error:
+            self.forget(key)
+            return [(node, wire.OpFailed(key, error)) for node in self._participants.members(key.process_set).nodes]
+        return self._decide(key)
 
     def joined(self) -> Outgoing:
         """A rank has joined: what waits for it goes on without it, or fails."""
         out: Outgoing = []
-        for key, pending in list(self._pending.items()):
-            if pending.requests and key in self._pending:
-                out += self._refused_after_join(key, pending) or self._decide(key, pending)
-        for plan_key, waiting in list(self._plans.items()):
-            out += self._decide_plan(plan_key, waiting)
+        for key in list(self._pending):
+            out += self._refused_after_join(key) or self._decide(key)
+        for plan_key, pending in list(self._plans.items()):
+            out += self._decide_plan(plan_key, pending)
         return out
 
     def plan_request(self, request: wire.PlanRequest) -> Outgoing:
@@ -263,26 +204,11 @@ class Coordinator:
         first = min(pending.proposals)
         merged = planning.merge(pending.proposals)
         threshold = self._settings.fusion_threshold
-        plan = planning.make_plan(self._next_plan, merged, threshold, self._homes(merged))
+        homes = planning.home_shares(merged, self._participants, self._settings.shard_hosts, self.seconds_per_byte)
+        plan = planning.make_plan(self._next_plan, merged, threshold, homes)
         self._next_plan += 1
         self._made[plan_key[:2]] = _Made(plan, first, pending.proposals[first], set(pending.proposals))
         return self._plan_verdict(plan_key, plan, "")
-
-    def _homes(self, proposal: wire.Proposal) -> dict[int, float]:
-        """The nodes that are to have homes of the proposal's buckets, and their shares; none if these have no homes of
-        their own. Collaborating workers may be anywhere, so there a node's share is what its link carries."""
-        spec = algorithms.parse(proposal.reduction.algorithm)
-        if spec.place is not algorithms.Place.SHARD:
-            return {}
-        nodes = self._participants.members(proposal.process_set).nodes
-        if self._settings.shard_hosts:
-            hosts = self._participants.topology.homes(self._settings.shard_hosts)
-            nodes = tuple(node for node in hosts if node not in self._participants.lost_nodes)
-        times = self.seconds_per_byte
-        if not isinstance(spec, algorithms.Collaborative) or not all(time > 0 for time in times.values()) or not times:
-            return dict.fromkeys(nodes, 1.0)
-        fastest = min(times.values())  # of the first node itself, which was not measured, we know no better
-        return {node: fastest / times.get(node, fastest) for node in nodes}
 
     def _missing(self, plan_key: PlanKey, pending: _PendingPlan) -> list[int]:
         members = self._participants.members(plan_key[0])
@@ -305,7 +231,7 @@ class Coordinator:
                 out += self._locate(missing, partial(self._end_plan, plan_key, pending, error))
             elif waited > self._settings.stall_warning_time and not pending.warned:
                 pending.warned = True
-                self._stalled(f"the plan of {plan_key[1]!r} has waited {waited:.0f} s for {who}", missing)
+                self._inquiries.warn(f"the plan of {plan_key[1]!r} has waited {waited:.0f} s for {who}", missing)
         return out
 
     def _end_plan(self, plan_key: PlanKey, pending: _PendingPlan, error: str, where: str) -> Outgoing:
@@ -329,11 +255,12 @@ class Coordinator:
     def forget(self, key: OpKey) -> None:
         """An operation has failed."""
         self._pending.pop(key, None)
+        self._inquiries.forget(key)
 
     def forget_set(self, process_set: int) -> None:
         """A process set has been removed."""
-        for key in [key for key in self._pending if key.process_set == process_set]:
-            del self._pending[key]
+        for key in [key for key in (*self._pending, *self._inquiries) if key.process_set == process_set]:
+            self.forget(key)
         for plan_key in [key for key in self._plans if key[0] == process_set]:
             del self._plans[plan_key]
         for made in [key for key in self._made if key[0] == process_set]:
@@ -347,66 +274,60 @@ class Coordinator:
     def statistics(self) -> dict[str, int]:
         """Numbers of `pending` operations and plans, `approved` signatures and `plans` made."""
         return {
-            "pending": len(self._pending) + len(self._plans),
+            "pending": len({*self._pending, *self._inquiries}) + len(self._plans),
             "approved": len(self._approved),
             "plans": self._next_plan - 1,
         }
 
-    def _decide(self, key: OpKey, pending: _Pending) -> Outgoing:
+    def _decide(self, key: OpKey) -> Outgoing:
         """Lets an operation start that all nodes have asked about, or whose signature has been approved meanwhile."""
-        if not pending.requests or pending.reports is not None:
+        requests = self._pending.get(key)
+        if requests is None or self._inquiries.awaits_reports(key):
             return []
-        signature = next(iter(next(iter(pending.requests.values())).signatures.values()))
+        signature = next(iter(next(iter(requests.values())).signatures.values()))
         agreed = (key.process_set, wire.digest(signature))
         direct = signature.kind in DIRECT_KINDS
         if direct and agreed in self._approved:  # not every node will ask
-            del self._pending[key]
-            return [(node, wire.Verdict(key)) for node in pending.requests]
+            self.forget(key)
+            return [(node, wire.Verdict(key)) for node in requests]
         members = self._participants.members(key.process_set)
         awaited = members.nodes if signature.kind == "join" else self._participants.awaited_nodes(members)
-        if any(node not in pending.requests for node in awaited):
+        if any(node not in requests for node in awaited):
             return []
-        del self._pending[key]
-        verdict = self._verdict(key, pending)
+        verdict = self._verdict(key, requests)
+        self.forget(key)
         self._approved.add(agreed)
         out: Outgoing = []
         for node in members.nodes:
-            asked = node in pending.requests
-            out.append((node, verdict if asked else wire.Verdict(key, signature=signature)))
-        for other in list(self._pending.items()) if direct else ():
-            out += self._decide(*other)
+            out.append((node, verdict if node in requests else wire.Verdict(key, signature=signature)))
+        for other in list(self._pending) if direct else ():
+            out += self._decide(other)
         return out
 
-    def _refused_after_join(self, key: OpKey, pending: _Pending) -> Outgoing:
+    def _refused_after_join(self, key: OpKey) -> Outgoing:
         """Fails an operation that ranks which have joined cannot take part in, and that cannot do without them."""
+        submitted = self._submitted(key)
+        if not submitted:  # it has been decided
+            return []
         members = self._participants.members(key.process_set)
-        submitted = self._submitted(pending)
         kind = next(iter(submitted.values())).kind
         why = self._participants.why_not(kind, members, submitted)
         if not why:
             return []
-        del self._pending[key]
+        self.forget(key)
         return [(node, wire.OpFailed(key, f"tensor {key.name!r}: {why}")) for node in members.nodes]
 
-    def _nodes(self, key: OpKey) -> tuple[int, ...]:
-        return self._participants.members(key.process_set).nodes
+    def _submitted(self, key: OpKey) -> dict[int, wire.Signature]:
+        """What ranks have submitted, as far as nodes have asked."""
+        requests = self._pending.get(key, {}).values()
+        return {rank: signature for request in requests for rank, signature in request.signatures.items()}
 
-    @staticmethod
-    def _submitted(pending: _Pending) -> dict[int, wire.Signature]:
-        return {rank: s for request in pending.requests.values() for rank, s in request.signatures.items()}
-
-    def _inquire(self, key: OpKey, pending: _Pending) -> Outgoing:
-        if pending.reports is not None:  # an inquiry is under way already
-            return []
-        pending.reports = {}
-        return [(node, wire.Inquiry(key)) for node in self._nodes(key)]
-
-    def _verdict(self, key: OpKey, pending: _Pending) -> wire.Verdict:
-        signatures = self._submitted(pending)
+    def _verdict(self, key: OpKey, requests: Mapping[int, wire.Request]) -> wire.Verdict:
+        signatures = self._submitted(key)
         if next(iter(signatures.values())).kind == "join":
             return wire.Verdict(key, tuple(self._participants.joined[-1:]))
         members = [r for r in self._participants.members(key.process_set).set.ranks if r in signatures]
-        splits = {rank: s for request in pending.requests.values() for rank, s in request.splits.items()}
+        splits = {rank: s for request in requests.values() for rank, s in request.splits.items()}
         rows = tuple(signatures[rank].shape[0] if signatures[rank].shape else 1 for rank in members)
         return wire.Verdict(key, rows, tuple(splits.get(rank, ()) for rank in members))
 
@@ -415,85 +336,3 @@ class Coordinator:
         verdict = wire.PlanVerdict(*plan_key, plan, error)
         nodes = set(self._participants.members(plan_key[0]).nodes)
         return [(node, verdict) for node in sorted(nodes.union(() if plan is None else plan.homes))]
-
-    def _explain(self, key: OpKey, pending: _Pending, waited: float) -> str:
-        text = explain(
-            key, self._known(pending), self._awaited(key), self._topology, self._participants.departed, waited
-        )
-        late = stragglers(pending.traffic) if text and waited else ()
-        return "; ".join([text, *(straggler.describe(self._topology) for straggler in late)])
-
-    def _known(self, pending: _Pending) -> dict[int, wire.Signature]:
-        """What ranks have submitted, as far as nodes have told."""
-        submitted = self._submitted(pending)
-        for report in (pending.reports or {}).values():
-            submitted.update(report)
-        return submitted
-
-    def _awaited(self, key: OpKey) -> list[int]:
-        members = self._participants.members(key.process_set)
-        return [rank for rank in members.set.ranks if self._participants.is_awaited(rank, members)]
-
-    def _absent(self, key: OpKey, pending: _Pending) -> list[int]:
-        """The ranks that an operation waits for."""
-        known = self._known(pending)
-        return [rank for rank in self._awaited(key) if rank not in known]
-
-
-def explain(
-    key: OpKey,
-    submitted: Mapping[int, wire.Signature],
-    awaited: Sequence[int],
-    topology: Topology,
-    departed: set[int],
-    waited: float,
-) -> str:
-    """Why an operation fails: what the ranks submitted under its name, or which of them did not.
-
-    Args:
-        awaited: the ranks without which it cannot run.
-        waited: seconds, or 0 while its time is not up.
-
-    Returns: a sentence; empty when nothing is wrong, as far as that tells.
-    """
-    what = f"bucket {key.name} of plan {key.plan}" if key.plan else f"tensor {key.name!r}"
-    by_signature: dict[wire.Signature, list[int]] = {}
-    for rank in sorted(submitted):
-        by_signature.setdefault(submitted[rank].common(), []).append(rank)
-    if len(by_signature) > 1:
-        shown = "; ".join(
-            f"{topology.describe(ranks)}: {describe(submitted[ranks[0]])}" for ranks in by_signature.values()
-        )
-        return f"the ranks do not agree about {what}: {shown}. Every rank has to submit the same operation"
-    missing = [rank for rank in awaited if rank not in submitted]
-    gone = [rank for rank in missing if rank in departed]
-    if gone:
-        return f"{what} waits for {topology.describe(gone)}, which left the job without submitting it"
-    if not waited:
-        return ""
-    if missing:
-        return (
-            f"{what} waited {waited:.0f} s for {topology.describe(missing)}, which did not submit it "
-            f"(submitted by {topology.describe(submitted)})"
-        )
-    return f"{what} made no progress for {waited:.0f} s although every rank has submitted it"
-
-
-def describe(signature: wire.Signature) -> str:
-    """A signature in words: `allreduce sum float32 [4, 2]`."""
-    words: list[str] = [signature.kind]
-    if signature.kind in ("allreduce", "reducescatter"):
-        words.append(signature.op)
-    if signature.kind == "broadcast":
-        words.append(f"from root {signature.root}")
-    if signature.ranks:
-        words.append(f"of the ranks {list(signature.ranks)}")
-    if signature.parts:
-        words.append(f"of {len(signature.parts)} tensors {[list(shape) for shape in signature.parts[:8]]}")
-    if signature.dtype:
-        words.append(f"{signature.dtype} {list(signature.shape)}")
-    if (signature.prescale, signature.postscale) != (1.0, 1.0):
-        words.append(f"scaled by {signature.prescale:g} before and {signature.postscale:g} after")
-    if signature.codec != "dense":
-        words.append(f"with {signature.codec}")
-    return " ".join(words)

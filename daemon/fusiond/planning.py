@@ -15,10 +15,12 @@ from itertools import groupby
 
 from msgspec.structs import replace
 
+from fusion_rt import algorithms
 from fusion_rt.arena import ALIGNMENT
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.topology import Topology
 from fusion_rt.wire import Bucket, Plan, PlannedTensor, Proposal, TensorSpec
+from fusiond.participants import Participants
 
 _PARTS_OF_A_SHARE = 4  # buckets that make up a share, when shares are not equal
 _PAGE = 4096  # bytes; buckets start on pages, so that two threads never write one page
@@ -104,6 +106,29 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
         sparse,
         place_homes(buckets, homes),
     )
+
+
+def home_shares(
+    proposal: Proposal, participants: Participants, hosts: str, seconds_per_byte: Mapping[int, float]
+) -> dict[int, float]:
+    """The nodes that are to have homes of the proposal's buckets, and their shares; none if these have no homes of
+    their own. Collaborating workers may be anywhere, so there a node's share is what its link carries.
+
+    Args:
+        hosts: those whose nodes have homes, as the setting `shard_hosts` says; empty: all nodes of the process set.
+        seconds_per_byte: of the links to other nodes, as far as they have been measured.
+    """
+    spec = algorithms.parse(proposal.reduction.algorithm)
+    if spec.place is not algorithms.Place.SHARD:
+        return {}
+    nodes = participants.members(proposal.process_set).nodes
+    if hosts:
+        nodes = tuple(node for node in participants.topology.homes(hosts) if node not in participants.lost_nodes)
+    times = seconds_per_byte
+    if not isinstance(spec, algorithms.Collaborative) or not all(time > 0 for time in times.values()) or not times:
+        return dict.fromkeys(nodes, 1.0)
+    fastest = min(times.values())  # of the first node itself, which was not measured, we know no better
+    return {node: fastest / times.get(node, fastest) for node in nodes}
 
 
 def place_homes(buckets: Sequence[Bucket], shares: Mapping[int, float]) -> tuple[int, ...]:

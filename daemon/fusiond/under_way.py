@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
 from fusiond.context import Context
-from fusiond.negotiation import describe
+from fusiond.inquiries import describe
 from fusiond.running import Run
 
 

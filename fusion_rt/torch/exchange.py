@@ -13,27 +13,25 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from fusion_rt import codecs, wire
+from fusion_rt import wire
 from fusion_rt.client import Terms
 from fusion_rt.errors import HorovodInternalError
-from fusion_rt.topology import GLOBAL_SET
-from fusion_rt.torch import carried, device
+from fusion_rt.torch import device
 from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
-from fusion_rt.torch.carried import Carried
 from fusion_rt.torch.compression import NoneCompressor
-from fusion_rt.torch.feedback import Feedback
+from fusion_rt.torch.manner import Manner
+from fusion_rt.torch.memory import Memory, Place
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.parameters import Trained
-from fusion_rt.torch.process_sets import ProcessSet
 from fusion_rt.torch.runtime import Runtime, is_initialized, runtime
-from fusion_rt.torch.slots import Named, Slot
+from fusion_rt.torch.slots import Named, Slot, in_order
 from fusion_rt.torch.tensors import TORCH_DTYPES
 
 _serial = itertools.count()
@@ -61,29 +59,6 @@ class OptimizerStatistics:
     last_waited_seconds: float
 
 
-@dataclass(frozen=True)
-class Manner:
-    """How gradients are reduced.
-
-    Attributes:
-        reduction: how the ranks' gradients are combined.
-        process_set: the ranks that take part.
-        compressor: applied to each gradient before and after.
-        sparse_as_dense: sparse gradients are reduced as dense ones.
-        slot: what is reduced of a parameter.
-        eager: buckets are sent as soon as they are complete, during the backward pass.
-        exchange: what reduces them; None: `GradientExchange`.
-    """
-
-    reduction: wire.Reduction
-    process_set: ProcessSet
-    compressor: Any
-    sparse_as_dense: bool = False
-    slot: type[Slot] = Slot
-    eager: bool = True
-    exchange: type[GradientExchange] | None = None
-
-
 class GradientExchange:
     """Reduces the gradients of one set of parameters, step after step.
 
@@ -98,10 +73,10 @@ class GradientExchange:
         copying: buckets whose gradients are on their way from a device to the arena.
         serial: in the order in which exchanges were made.
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
+        memory: what daemons remember of its gradients.
     """
 
-    remembers: ClassVar[bool] = False
-    """Whether there is something to save even with a codec that remembers nothing."""
+    memory_type: ClassVar[type[Memory]] = Memory
 
     def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
         self.compressor = manner.compressor
@@ -113,8 +88,7 @@ class GradientExchange:
         self.lost = ""
         self._manner = manner
         self._trained = trained
-        stateful = self.remembers or codecs.parse(manner.reduction.codec).stateful
-        self._feedback = Feedback(manner.reduction.codec, trained) if stateful else None
+        self.memory = self.memory_type(self, manner, trained)
         self._runtime = runtime()
         self._group = self._name()
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
@@ -124,7 +98,6 @@ class GradientExchange:
         self._steps = self._plans = self._nbytes = 0
         self._waited = self._last_waited = 0.0
         self._agreed: wire.Plan | None = None
-        self._owed: carried.Arrays = {}  # gradients to be sent with this worker's next ones, flat, by name
         self.serial = next(_serial)
         _all.add(self)
         self._watch(trained.named())
@@ -151,8 +124,7 @@ class GradientExchange:
         if self._runtime is not here or [id(p) for p in self._trained.tensors()] != list(self._slots):
             self._give_up_plan(here)
             self._watch(self._trained.named())
-        if self._feedback is not None:
-            self._feedback.begin()
+        self.memory.begin()
         self.idle = False
 
     def advance(self, bucket: Bucket) -> None:
@@ -229,117 +201,25 @@ class GradientExchange:
         buckets = len(self._buckets or [])
         return OptimizerStatistics(self._steps, self._plans, buckets, self._nbytes, self._waited, self._last_waited)
 
-    def codec_state(self) -> dict[str, Any] | None:
-        """What the codec remembers on this node, to be saved; None if there is nothing.
-
-        Raises:
-            ValueError: gradients are under way.
-            HorovodInternalError: gradients of other ranks of this node are.
-        """
-        here = self._rested()
-        if here is None or self._feedback is None:
-            return None
-        return self._feedback.save(here, self._process_set(here), self._group)
-
-    def load_codec_state(self, saved: Any) -> None:
-        """Gives that back; does nothing without such a codec. Raises as `Feedback.load` and `codec_state` do."""
-        here = self._rested()
-        if here is not None and self._feedback is not None:
-            self._feedback.load(here, self._process_set(here), self._group, saved)
-
-    def common_codec_state(self) -> dict[str, Any]:
-        """What the codec remembers alike on all nodes, such as the number of steps."""
-        here = self._rested()
-        return {} if here is None else here.client.save_state(self._process_set(here), self._group, common=True)
-
-    def load_common_codec_state(self, state: dict[str, Any]) -> None:
-        """Lets this node go on where another one is. Residuals stay if it is there already; else there are none."""
-        here = self._rested()
-        if here is not None:
-            with here.allocating:
-                here.client.load_state(self._process_set(here), self._group, state, common=True)
-
-    # --- from one membership epoch to the next ------------------------------------------------------------------------
-
-    @property
-    def carries(self) -> bool:
-        """Whether there is anything to be carried to another membership epoch; the same on all ranks."""
-        is_global = self._manner.process_set.process_set_id == GLOBAL_SET
-        return self._feedback is not None and bool(self._slots) and is_global
-
-    def sizes(self) -> dict[str, int]:
-        """Elements of each tensor, by name."""
-        return self._trained.sizes()
-
-    def carry(self) -> Carried | None:
-        """What this node remembers; None on all but one of its ranks, and where there is nothing.
-
-        Raises:
-            ValueError: gradients are under way.
-            HorovodInternalError: gradients of other ranks of this node are.
-        """
-        here = self._rested()
-        if here is None or self._feedback is None or not self.carries:
-            return None
-        waiting = self._still_carried()
-        if waiting is None and here.rank == self._nodes(here)[here.client.welcome.node][0]:
-            state = here.client.save_state(self._process_set(here), self._group)
-            waiting = carried.collect(state, self._agreed, self._feedback.rates)
-        if waiting is None and not self._owed:
-            return None
-        waiting = waiting or Carried(rates=dict(self._feedback.rates))
-        return replace(waiting, residuals=carried.add(waiting.residuals, self._owed))
-
-    def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
-        """Goes on, in a new membership epoch, from what was carried. To be called on all ranks.
-
-        Args:
-            common: what is the same on all of them: `common`, `buckets`, `homes` and `rates` count.
-            mine: residuals and velocities that are this worker's to send.
-            loads: this worker of its node gives the daemon what is to be loaded; alone on its node if it is.
-
-        Raises:
-            HorovodInternalError: the daemon cannot use it.
-        """
-        here = self._rested()
-        if here is None or self._feedback is None:
-            return
-        self._feedback.resume(common.rates)
-        sizes = self.sizes()
-        if loads and len(self._nodes(here)) > 1 and common.buckets:
-            state = carried.codec_state(common, mine.residuals, mine.velocities, sizes)
-            with here.allocating:
-                here.client.load_state(self._process_set(here), self._group, state)
-        else:
-            self._owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
-
-    def _still_carried(self) -> Carried | None:
-        """What has been carried here and waits for a plan."""
-        return None
-
-    def _nodes(self, here: Runtime) -> dict[int, list[int]]:
-        """The ranks that take part, by node."""
-        found: dict[int, list[int]] = {}
-        for rank in here.client.process_sets[self._process_set(here)].ranks:
-            found.setdefault(here.client.topology.node_of(rank), []).append(rank)
-        return found
-
     def enter(self, here: Runtime) -> None:
         """Belongs to another membership from now on."""
         if here is not self._runtime:
             self._give_up_plan(here)
 
-    def _rested(self) -> Runtime | None:
-        """This worker's membership, if there is a codec in it that remembers anything."""
-        if self._feedback is None or not self._slots or not is_initialized():
+    def place(self) -> Place | None:
+        """Where what is remembered is; None if nothing is, or there is no membership.
+
+        Raises:
+            ValueError: gradients are under way.
+        """
+        if not self.memory or not self._slots or not is_initialized():
             return None
         if any(bucket.sent for bucket in self._buckets or []):
             raise ValueError("gradients of this optimizer are being exchanged; save or load its state between step() "
                              "and the next backward()")  # fmt: skip
         here = runtime()
-        if here is not self._runtime:
-            self._give_up_plan(here)
-        return here
+        self.enter(here)
+        return Place(here, self._manner.process_set, self._group, self._agreed)
 
     def _process_set(self, here: Runtime) -> int:
         return id_of(here, self._manner.process_set, "allreduce")
@@ -393,7 +273,7 @@ class GradientExchange:
 
     def _make_plan(self) -> None:
         here, client = self._runtime, self._runtime.client
-        order = {slot.name: slot for slot in self._order()}
+        order = {slot.name: slot for slot in in_order([*self.arrivals, *self.slots])}
         if not order:
             self._buckets = []
             return
@@ -405,7 +285,7 @@ class GradientExchange:
         plan = client.wait(client.propose(proposal)).plan
         assert plan is not None
         self._agreed = plan
-        self._begin_plan(plan, order)
+        self.memory.planned(Place(here, self._manner.process_set, self._group, plan), plan, order)
         self._buckets = [self._sparse_bucket(order[tensor.name], tensor.sparse) for tensor in plan.sparse]
         with here.allocating:
             here.collect()
@@ -422,32 +302,16 @@ class GradientExchange:
             for slot, tensor in zip(slots, bucket.tensors, strict=True):
                 place = flat[tensor.start : tensor.start + tensor.numel]
                 slot.place(dense, place)
-                if tensor.name in self._owed:
-                    owed = torch.from_numpy(self._owed.pop(tensor.name)) / self._manner.reduction.prescale
+                if (due := self.memory.pay(tensor.name)) is not None:
+                    owed = torch.from_numpy(due) / self._manner.reduction.prescale
                     dense.owed.append((place, owed.to(dtype)))
             self._buckets.append(dense)
         if not all(slot.direct for slot in self.slots):
             device.layer.pin(segment)
 
-    def _begin_plan(self, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
-        """There is a new plan, of which nothing has been sent."""
-
     def _terms(self, slots: Sequence[Slot]) -> Terms:
         """What is sent with a bucket."""
-        if self._feedback is None:
-            return Terms()
-        return Terms(self._feedback.rescale([slot.name for slot in slots]))
-
-    def _order(self) -> list[Slot]:
-        """The slots in the order in which their gradients arrived; those that are wanted together where the last of
-        them did, sorted by dtype."""
-        arrived = list(dict.fromkeys([*self.arrivals, *self.slots]))
-        last = {slot.together: position for position, slot in enumerate(arrived) if slot.together}
-        keys = {
-            slot: (last[slot.together], str(slot.parameter.dtype)) if slot.together else (position, "")
-            for position, slot in enumerate(arrived)
-        }
-        return sorted(arrived, key=keys.__getitem__)
+        return Terms(self.memory.rescale(slots))
 
     def _sparse_bucket(self, slot: Slot, sparse: int) -> SparseBucket:
         op = self._manner.reduction.op

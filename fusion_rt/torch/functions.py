@@ -80,9 +80,9 @@ def broadcast_optimizer_state(
     """
     is_root = rank() == root_rank
     tensors: list[torch.Tensor] = []
-    exchange = optimizer._exchange if isinstance(optimizer, Wrapped) else None
+    memory = optimizer._exchange.memory if isinstance(optimizer, Wrapped) else None
     own = optimizer.plain_state_dict() if isinstance(optimizer, Wrapped) else optimizer.state_dict()
-    codec = exchange.common_codec_state() if exchange is not None and is_root else {}
+    codec = memory.common_codec_state() if memory is not None and is_root else {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = _without_tensors(own, tensors) if is_root else None
     like = [(tuple(tensor.shape), tensor.dtype, tensor.is_cpu) for tensor in tensors]
@@ -99,8 +99,8 @@ def broadcast_optimizer_state(
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups
-    if exchange is not None:
-        exchange.load_common_codec_state(codec)
+    if memory is not None:
+        memory.load_common_codec_state(codec)
     for parameter in parameters if not own["state"] else ():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

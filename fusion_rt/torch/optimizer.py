@@ -17,7 +17,7 @@ from fusion_rt.codecs.uses import check_use
 from fusion_rt.torch import agreement, ops
 from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
 from fusion_rt.torch.compression import Compression, NoneCompressor, codec_of
-from fusion_rt.torch.exchange import Manner
+from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.overlap.exchange import OverlapExchange, OverlapSlot
 from fusion_rt.torch.overlap.optimizer import Overlapped, chosen_overlap

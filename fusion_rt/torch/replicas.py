@@ -84,9 +84,6 @@ class ReplicaExchange(ShardExchange):
         else:
             GradientExchange._make_plan(self)
 
-    def _sharded(self) -> bool:
-        return self._spec().place is algorithms.Place.SHARD
-
     def discard(self) -> None:
         """Forgets what is under way, and its answer."""
         if self.under_way:

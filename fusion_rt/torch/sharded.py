@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from fusion_rt import wire
+from fusion_rt import algorithms, wire
 from fusion_rt.client import Terms
 from fusion_rt.torch import carried, ops
 from fusion_rt.torch.buckets import DenseBucket
 from fusion_rt.torch.carried import Carried
 from fusion_rt.torch.exchange import GradientExchange
+from fusion_rt.torch.memory import Memory, Place
 from fusion_rt.torch.slots import Slot, memory_order
 from fusion_rt.torch.wrapping import Wrapped
 
@@ -54,6 +55,50 @@ class WeightSlot(Slot):
         return torch.empty_like(self.parameter)
 
 
+class ShardMemory(Memory):
+    """Of shards: what has been carried waits for a plan, which says where the homes are."""
+
+    homes = True
+    _arriving: tuple[Carried, Carried, bool] | None = None  # from another membership epoch, until there is a plan
+
+    def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
+        if algorithms.parse(self._manner.reduction.algorithm).place is algorithms.Place.SHARD:
+            self._arriving = common, mine, loads
+        else:
+            super().settle(common, mine, loads)
+
+    def _still_carried(self) -> Carried | None:
+        if self._arriving is None:
+            return None
+        common, mine, loads = self._arriving
+        return replace(mine, homes=common.homes, rates=common.rates) if loads else mine
+
+    def planned(self, place: Place, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
+        """Gives homes and senders what was carried, before anything comes to them, and before the homes' seed."""
+        if self._arriving is None:
+            return
+        assert self._feedback is not None
+        common, mine, loads = self._arriving
+        here, state = place.here, dict[str, Any]()
+        self._feedback.resume(common.rates)
+        sizes = self.sizes()
+        owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
+        values = {name: slot.flat() for name, slot in slots.items() if isinstance(slot, WeightSlot)} if loads else {}
+        ranks = len(here.client.process_sets[plan.process_set].ranks)
+        for bucket, home in zip(plan.buckets, plan.homes, strict=True):
+            if home != here.client.welcome.node:
+                state |= carried.sender_state(bucket, here.rank, owed, mine.velocities)
+                owed = {name: value for name, value in owed.items() if name not in {t.name for t in bucket.tensors}}
+            elif loads:
+                state |= carried.home_state(bucket, ranks, common.homes, values)
+        self._owed = owed
+        if state:
+            with here.allocating:
+                here.client.load_state(plan.process_set, place.group, state)
+        self._arriving = None
+        ops.barrier(process_set=place.ranks)
+
+
 class ShardExchange(GradientExchange):
     """Gradients out, parameters in.
 
@@ -61,10 +106,9 @@ class ShardExchange(GradientExchange):
         samples: how many samples the next gradients come from.
     """
 
-    remembers = True  # the homes of this node
+    memory_type = ShardMemory
     samples = 1
     _seeding = False
-    _arriving: tuple[Carried, Carried, bool] | None = None  # from another membership epoch, until there is a plan
 
     def _make_plan(self) -> None:
         super()._make_plan()
@@ -103,47 +147,6 @@ class ShardExchange(GradientExchange):
                 bucket.rewind()
         finally:
             self.samples = samples
-
-    def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
-        if self._sharded():
-            self._arriving = common, mine, loads
-        else:
-            super().settle(common, mine, loads)
-
-    def _sharded(self) -> bool:
-        """Whether buckets have one home each."""
-        return True
-
-    def _still_carried(self) -> Carried | None:
-        if self._arriving is None:
-            return None
-        common, mine, loads = self._arriving
-        return replace(mine, homes=common.homes, rates=common.rates) if loads else mine
-
-    def _begin_plan(self, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
-        """Gives homes and senders what was carried, before anything comes to them, and before the homes' seed."""
-        if self._arriving is None:
-            return
-        assert self._feedback is not None
-        common, mine, loads = self._arriving
-        here, state = self._runtime, dict[str, Any]()
-        self._feedback.resume(common.rates)
-        sizes = self.sizes()
-        owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
-        values = {name: slot.flat() for name, slot in slots.items() if isinstance(slot, WeightSlot)} if loads else {}
-        ranks = len(here.client.process_sets[plan.process_set].ranks)
-        for bucket, home in zip(plan.buckets, plan.homes, strict=True):
-            if home != here.client.welcome.node:
-                state |= carried.sender_state(bucket, here.rank, owed, mine.velocities)
-                owed = {name: value for name, value in owed.items() if name not in {t.name for t in bucket.tensors}}
-            elif loads:
-                state |= carried.home_state(bucket, ranks, common.homes, values)
-        self._owed = owed
-        if state:
-            with here.allocating:
-                here.client.load_state(plan.process_set, self._group, state)
-        self._arriving = None
-        ops.barrier(process_set=self._manner.process_set)
 
     def _terms(self, slots: Sequence[Slot]) -> Terms:
         if self._seeding:

@@ -203,3 +203,15 @@ def memory_order(parameter: torch.Tensor) -> list[int]:
     strides = parameter.stride()
     order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
     return order if parameter.permute(order).is_contiguous() else list(range(parameter.dim()))
+
+
+def in_order(arrived: Iterable[Slot]) -> list[Slot]:
+    """The slots, each once, in the order in which they are first in `arrived`; those that are wanted together where the
+    last of them is, sorted by dtype."""
+    once = list(dict.fromkeys(arrived))
+    last = {slot.together: position for position, slot in enumerate(once) if slot.together}
+    keys = {
+        slot: (last[slot.together], str(slot.parameter.dtype)) if slot.together else (position, "")
+        for position, slot in enumerate(once)
+    }
+    return sorted(once, key=keys.__getitem__)

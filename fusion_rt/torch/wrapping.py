@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fusion_rt.torch.exchange import GradientExchange, Manner, OptimizerStatistics
+from fusion_rt.torch.exchange import GradientExchange, OptimizerStatistics
 from fusion_rt.torch.feedback import KEY
+from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.parameters import Trained
 
 _ZEROED_EARLY = (
@@ -52,7 +53,7 @@ class Wrapped(torch.optim.Optimizer):
         """As the script's optimizer's. With a codec that remembers what it has not sent, this node's memory is under
         "fusion_rt", so that a checkpoint of each node (of one of its ranks) has to be kept."""
         state = self.plain_state_dict()
-        remembered = self._exchange.codec_state()
+        remembered = self._exchange.memory.codec_state()
         return state if remembered is None else {**state, KEY: remembered}
 
     def plain_state_dict(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Wrapped(torch.optim.Optimizer):
         self._exchange.discard()
         super().load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
         if KEY in state_dict:
-            self._exchange.load_codec_state(state_dict[KEY])
+            self._exchange.memory.load_codec_state(state_dict[KEY])
 
     def statistics(self) -> OptimizerStatistics:
         """What the communication of this optimizer has cost so far."""

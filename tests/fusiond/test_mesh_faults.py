@@ -3,6 +3,7 @@ and strangers knock."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -202,7 +203,11 @@ def knock(port: int, says: bytes) -> None:
     """Connects, says something and that this was all, and waits until the other end closes the connection."""
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as sock, suppress(ConnectionError):
         sock.sendall(says)
-        sock.shutdown(socket.SHUT_WR)
+        try:
+            sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:  # closed there already
+                raise
         while sock.recv(4096):
             pass
 

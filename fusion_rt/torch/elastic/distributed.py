@@ -22,8 +22,8 @@ import torch
 
 from fusion_rt.torch import carried, ops
 from fusion_rt.torch.carried import Arrays, Carried
-from fusion_rt.torch.exchange import GradientExchange
 from fusion_rt.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state
+from fusion_rt.torch.memory import Memory
 from fusion_rt.torch.replicas import DistributedReplicas
 from fusion_rt.torch.runtime import runtime
 from fusion_rt.torch.sharded import DistributedShards
@@ -50,7 +50,7 @@ class DistributedHandler:
         self._saved = {"plain": copy.deepcopy(self.value.plain_state_dict())}
         if isinstance(self.value, DistributedReplicas):
             self._saved[_OWN] = copy.deepcopy(self.value.own_state())
-        self._kept = self._exchange.carry() if self._pending is None else self._pending
+        self._kept = self._memory.carry() if self._pending is None else self._pending
 
     def restore(self) -> None:
         """Goes back to what was kept; codecs and homes do when it is dealt."""
@@ -78,11 +78,11 @@ class DistributedHandler:
         Raises:
             HorovodInternalError: a rank is gone.
         """
-        self._exchange.discard()
+        self.value._exchange.discard()
         self._drain()
-        mine = self._exchange.carry() if self._pending is None else self._pending
-        if leaving and self._exchange.carries:
-            mine = _summed(self._exchange, mine)
+        mine = self._memory.carry() if self._pending is None else self._pending
+        if leaving and self._memory.carries:
+            mine = _summed(self._memory, mine)
         self._pending = mine
 
     def deal(self) -> None:
@@ -91,8 +91,8 @@ class DistributedHandler:
         Raises:
             HorovodInternalError: a rank is gone, or a daemon cannot use it.
         """
-        exchange = self._exchange
-        if not exchange.carries:
+        memory = self._memory
+        if not memory.carries:
             return
         mine, self._pending = self._pending, None
         node = runtime().client.welcome.node
@@ -114,11 +114,11 @@ class DistributedHandler:
         loads = runtime().rank == loader
         # What all know is kept by the loader of each node, until it is where it belongs.
         common = common if loads else replace(common, homes={})
-        exchange.settle(common, replace(own, homes={}, total=None, rates=common.rates), loads)
+        memory.settle(common, replace(own, homes={}, total=None, rates=common.rates), loads)
 
     @property
-    def _exchange(self) -> GradientExchange:
-        return self.value._exchange
+    def _memory(self) -> Memory:
+        return self.value._exchange.memory
 
     def _drain(self) -> None:
         if isinstance(self.value, (DistributedReplicas, DistributedShards)):
@@ -132,14 +132,14 @@ def _common(mine: Carried) -> Carried:
     return Carried(common=mine.common, buckets=mine.buckets, velocities=named, homes=homes, rates=mine.rates)
 
 
-def _summed(exchange: GradientExchange, mine: Carried | None) -> Carried:
+def _summed(memory: Memory, mine: Carried | None) -> Carried:
     """What this worker keeps, with the sum of what all have."""
     kept = mine or Carried()
     has = allgather_object((bool(kept.residuals), bool(kept.velocities)))
-    sizes = exchange.sizes()
+    sizes = memory.sizes()
     total = tuple(
-        _sum(memory, sizes) if any(flags[kind] for flags in has) else {}
-        for kind, memory in enumerate((kept.residuals, kept.velocities))
+        _sum(arrays, sizes) if any(flags[kind] for flags in has) else {}
+        for kind, arrays in enumerate((kept.residuals, kept.velocities))
     )
     first = next((rank for rank, flags in enumerate(allgather_object(mine is not None)) if flags), 0)
     shared: Carried = broadcast_object(_common(replace(kept, total=None)), first)

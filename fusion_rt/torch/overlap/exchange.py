@@ -24,7 +24,9 @@ import torch
 from fusion_rt.errors import HorovodInternalError
 from fusion_rt.torch.buckets import Bucket, DenseBucket
 from fusion_rt.torch.compression import NoneCompressor
-from fusion_rt.torch.exchange import GradientExchange, Manner
+from fusion_rt.torch.exchange import GradientExchange
+from fusion_rt.torch.manner import Manner
+from fusion_rt.torch.memory import Place
 from fusion_rt.torch.overlap import watching
 from fusion_rt.torch.overlap.flights import Flight
 from fusion_rt.torch.overlap.updates import Update
@@ -291,9 +293,9 @@ class OverlapExchange(GradientExchange):
             for slot, context in zip(self.slots, contexts, strict=True):
                 slot.context = context  # needed when it lands
 
-    def _rested(self) -> Runtime | None:
+    def place(self) -> Place | None:
         self.finish()
-        return super()._rested()
+        return super().place()
 
     def _watch(self, parameters: Sequence[Named]) -> None:
         if self._slots:
