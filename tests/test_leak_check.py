@@ -59,7 +59,8 @@ def test_a_leftover_socket_and_an_arena_are_descriptors(pytester: pytest.Pyteste
 @pytest.mark.skipif(preflight() is not None, reason=preflight() or "")
 @pytest.mark.root
 def test_a_leftover_lab_is_named(pytester: pytest.Pytester) -> None:
-    body = "from benchmarks.netlab import Netlab; lab = Netlab(1).__enter__()"
+    root = str(CONFTEST.parent.parent)
+    body = f"import sys; sys.path.insert(0, {root!r}); from benchmarks.netlab import Netlab; Netlab(1).__enter__()"
     result = run_watched(pytester, body)  # the lab goes with its process
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*test_it left behind: network namespaces of lab *"])

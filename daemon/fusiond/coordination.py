@@ -13,7 +13,8 @@ from fusion_rt import wire
 from fusion_rt.wire import OpKey
 from fusiond.context import Context
 from fusiond.handing_over import inherit, settle_sets
-from fusiond.negotiation import Coordinator, Outgoing
+from fusiond.inquiries import Outgoing
+from fusiond.negotiation import Coordinator
 from fusiond.questions import Questions
 from fusiond.survey import whereabouts
 

@@ -283,17 +283,13 @@ class Daemon:
         epoch before is nobody's any more."""
         self._engine.fail_job("its ranks have left the job")
         self._engine = self._make_engine()
-        for node in range(len(self._config.topology.hosts)):
-            if node != self._config.node:
-                self._acting.to_node(node, wire.NewEpoch(self._membership.epoch))
+        self._losses.epoch_begins(self._membership.epoch, self._engine)
 
     def _make_engine(self) -> Engine:
         from fusiond.engine import Engine
 
         config = self._config
-        engine = Engine(config.topology, config.node, self._settings, self._acting, self.fail, self._membership.epoch)
-        self._losses.engine_begins(engine)
-        return engine
+        return Engine(config.topology, config.node, self._settings, self._acting, self.fail, self._membership.epoch)
 
     def _started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
         from fusiond.collectives.cost import CostModel

@@ -109,8 +109,12 @@ class Losses:
             return False
         return True
 
-    def engine_begins(self, engine: Engine) -> None:
-        """A membership epoch begins, with a new engine, in the view that there is."""
+    def epoch_begins(self, epoch: int, engine: Engine) -> None:
+        """A membership epoch begins here, with a new engine, in the view that there is. The others hear of it first:
+        what an engine says before is to them of the epoch before, and dropped, and nobody says it again."""
+        for node in range(len(self._topology.hosts)):
+            if node != self._node:
+                self._outside.to_node(node, wire.NewEpoch(epoch))
         if self.views.view.number:
             engine.view_begins(self.views.view, self.views.coordinator)
             for node, handover in self._handovers.items():

@@ -1,4 +1,4 @@
-"""The plan: which tensors share a bucket, in which order, and where each lies. Pure functions.
+"""The plan: which tensors share a bucket, in which order, where each lies, and who has its home. Pure functions.
 
 Buckets follow the order in which gradients arrived on the lowest rank, so that a bucket is full as early in the
 backward pass as its last tensor allows; a bucket holds one dtype. Every tensor starts on a cache line, and so does

@@ -77,6 +77,7 @@ class GradientExchange:
     """
 
     memory_type: ClassVar[type[Memory]] = Memory
+    """Of its `memory`."""
 
     def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
         self.compressor = manner.compressor
@@ -207,12 +208,12 @@ class GradientExchange:
             self._give_up_plan(here)
 
     def place(self) -> Place | None:
-        """Where what is remembered is; None if nothing is, or there is no membership.
+        """Where its memory is; None if it remembers nothing, or this worker is no member of a job.
 
         Raises:
             ValueError: gradients are under way.
         """
-        if not self.memory or not self._slots or not is_initialized():
+        if not self.memory.remembers or not self._slots or not is_initialized():
             return None
         if any(bucket.sent for bucket in self._buckets or []):
             raise ValueError("gradients of this optimizer are being exchanged; save or load its state between step() "

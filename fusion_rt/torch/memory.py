@@ -33,7 +33,7 @@ class Place:
 
     Attributes:
         here: this worker's membership.
-        ranks: that take part.
+        ranks: the process set that takes part.
         group: name of the plans.
         plan: in force; None if there is none.
     """
@@ -45,7 +45,7 @@ class Place:
 
     @property
     def process_set(self) -> int:
-        """Its id."""
+        """Id of the process set. Raises as `id_of`."""
         return id_of(self.here, self.ranks, "allreduce")
 
     def nodes(self) -> dict[int, list[int]]:
@@ -66,7 +66,7 @@ class Memory:
     """
 
     homes: ClassVar[bool] = False
-    """Whether there is something to save even with a codec that remembers nothing."""
+    """Whether there are homes, which are remembered even with a codec that remembers nothing."""
 
     def __init__(self, exchange: GradientExchange, manner: Manner, trained: Trained) -> None:
         self._exchange = exchange
@@ -76,8 +76,9 @@ class Memory:
         self._feedback = Feedback(manner.reduction.codec, trained) if stateful else None
         self._owed: carried.Arrays = {}  # gradients to be sent with this worker's next ones, flat, by name
 
-    def __bool__(self) -> bool:
-        """Whether anything is remembered."""
+    @property
+    def remembers(self) -> bool:
+        """Whether there is anything to remember."""
         return self._feedback is not None
 
     def begin(self) -> None:

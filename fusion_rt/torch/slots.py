@@ -7,6 +7,7 @@ of one, the change of a parameter) is copied there before and from there after t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch

@@ -259,11 +259,19 @@ def together(actions: dict[int, Callable[[], Any]], raising: bool = True) -> dic
 
 
 def read_line(process: subprocess.Popen[bytes]) -> str:
-    """The next line of a process's output."""
+    """The next line of a process's output; what it wrote until its end if there is none."""
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
-    assert ready, "no output in time"
-    return process.stdout.readline().decode().strip()
+    deadline = time.monotonic() + TIMEOUT_S
+    line = b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
+        assert ready, f"no output in time, after {line!r}"
+        # Nothing more is read than this line: `select` would not see what lies in a buffer of Python's.
+        part = os.read(process.stdout.fileno(), 1)
+        if not part:
+            break
+        line += part
+    return line.decode().strip()
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -110,13 +110,14 @@ PROPOSAL = wire.Proposal("opt", 0, 0, wire.Reduction(), (wire.TensorSpec("w", "f
 def test_a_plan_is_made_when_every_rank_has_proposed(coordinator: Coordinator) -> None:
     for rank in (2, 0):
         assert coordinator.plan_request(wire.PlanRequest(rank, PROPOSAL)) == []
-    assert not coordinator.idle
+    waits = not coordinator.idle
     out = coordinator.plan_request(wire.PlanRequest(1, PROPOSAL))
     assert [node for node, _ in out] == [0, 1]
     verdict = out[0][1]
     assert isinstance(verdict, wire.PlanVerdict)
     assert verdict.plan is not None
     assert verdict.plan.id == 1
+    assert waits
     assert coordinator.idle
     assert coordinator.statistics() == {"pending": 0, "approved": 0, "plans": 1}
 
@@ -153,9 +154,10 @@ def planned(coordinator: Coordinator, algorithm: str) -> wire.Plan:
     proposal = wire.Proposal("opt", 0, 0, wire.Reduction(algorithm=algorithm, optimizer=optimizer), tensors)
     for rank in range(TOPOLOGY.size):
         out = coordinator.plan_request(wire.PlanRequest(rank, proposal))
-    plan = out[-1][1].plan  # type: ignore[union-attr]
-    assert plan is not None
-    return plan
+    verdict = out[-1][1]
+    assert isinstance(verdict, wire.PlanVerdict)
+    assert verdict.plan is not None
+    return verdict.plan
 
 
 @pytest.mark.parametrize(
