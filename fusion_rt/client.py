@@ -79,18 +79,25 @@ class Client:
         rank: this worker's rank.
         timeout: seconds for every process of the job to come up.
         previous: a client of the same job that has left; its connection is used again.
+        listened: the daemon has listened already, so that there is no waiting for it if it does not.
 
     Raises:
         FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time.
     """
 
-    def __init__(self, path: str, job: str, rank: int, timeout: float, previous: Client | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        job: str,
+        rank: int,
+        timeout: float,
+        previous: Client | None = None,
+        listened: bool = False,
+    ) -> None:
         self.job = job
         self.rank = rank
         self._pid = os.getpid()
-        self._socket: socket.socket = (
-            _connect(path, time.monotonic() + timeout, timeout) if previous is None else previous._socket
-        )
+        self._socket: socket.socket = _connect(path, timeout, listened) if previous is None else previous._socket
         self._operations: dict[int, Operation] = {}
         self._next_handle = 0
         self._clocks: dict[tuple[int, str | int], int] = {}  # of a name in a process set, of a bucket in a plan (< 0)
@@ -103,8 +110,8 @@ class Client:
         self.arena = Arena(self._offer, self._drop)
         stacks_fd, stack_signal, main_thread = stacks.offer()
         hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal, main_thread)
-        self._send(local.Packet(wire.encode(hello), stacks_fd))
         try:
+            self._send(local.Packet(wire.encode(hello), stacks_fd))
             self.welcome = self._await_welcome(timeout, previous is not None)
         except BaseException:
             self._socket.close()
@@ -451,7 +458,10 @@ class Client:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     raise FusionError(f"rank {self.rank} waited {timeout:g} s for the other processes of the job; "
                                       "raise --start-timeout if they need longer to start")  # fmt: skip
-                data, fd = local.receive(self._socket)
+                try:
+                    data, fd = local.receive(self._socket)
+                except ConnectionError:  # the daemon ended without having read Hello
+                    data, fd = b"", -1
                 if not data:
                     raise FusionError(self._lost())
                 message = wire.decode_daemon_message(data)
@@ -465,8 +475,9 @@ class Client:
                     raise FusionError(f"the daemon answered Hello with {type(message).__name__}")
 
 
-def _connect(path: str, deadline: float, timeout: float) -> socket.socket:
-    """Connects to the daemon's socket, which may be about to appear."""
+def _connect(path: str, timeout: float, listened: bool) -> socket.socket:
+    """Connects to the daemon's socket, which may be about to appear unless the daemon has listened already."""
+    deadline = time.monotonic() + timeout
     wait = 0.002
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -474,6 +485,9 @@ def _connect(path: str, deadline: float, timeout: float) -> socket.socket:
             sock.connect(path)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             sock.close()
+            if listened:
+                raise FusionError(f"the daemon that listened at {path} is gone ({error.strerror}): it has ended "
+                                  "with its job, was killed or has crashed; see its log") from None  # fmt: skip
             if time.monotonic() + wait > deadline:
                 raise FusionError(f"no daemon listens at {path} after {timeout:g} s ({error.strerror}); was it "
                                   "started, and did it come up? See its log (`fusiond logs`)") from None  # fmt: skip

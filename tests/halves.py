@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-FIRST = ("benchmarks", "examples", "faults", "launchers", "runner")
+FIRST = ("benchmarks", "codecs", "examples", "faults", "fuzz", "kernels", "launchers", "runner")
 NO_TESTS = 5  # pytest's exit status when nothing was selected
 
 

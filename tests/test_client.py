@@ -117,6 +117,40 @@ def test_a_daemon_that_comes_up_late(daemon: Daemon) -> None:
     timer.join()
 
 
+def test_a_daemon_that_has_listened_and_does_not_any_more_is_not_waited_for(daemon: Daemon, tmp_path: Path) -> None:
+    daemon.close()
+    for path in (daemon.path, str(tmp_path / "nowhere")):
+        began = time.monotonic()
+        with pytest.raises(
+            FusionError, match=r"the daemon that listened at .* is gone \(.*\): it has ended with its job"
+        ):
+            Client(path, "job", 0, 600.0, listened=True)
+        assert time.monotonic() - began < 300
+
+
+def test_a_daemon_that_ends_without_having_looked_who_is_there(daemon: Daemon) -> None:
+    """The kernel then tells the client of a reset, not of an end."""
+    before = len(os.listdir("/proc/self/fd"))
+    found: list[str] = []
+
+    def connect() -> None:
+        try:
+            Client(daemon.path, "job", 1, TIMEOUT_S)
+        except FusionError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    sock, _ = daemon._listener.accept()
+    while not sock.recv(1, socket.MSG_PEEK):
+        pass
+    sock.close()
+    thread.join()
+    (error,) = found
+    assert "the daemon of rank 1's node" in error
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_job_that_does_not_come_up_in_time(daemon: Daemon) -> None:
     with pytest.raises(FusionError, match=r"rank 1 waited 0.05 s for the other processes"):
         Client(daemon.path, "job", 1, 0.05)

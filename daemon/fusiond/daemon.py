@@ -21,7 +21,7 @@ from fusion_rt.settings import Settings
 from fusiond.acting import Acting
 from fusiond.asked import ask
 from fusiond.controls import StandardInput, watch_signals
-from fusiond.directory import Directory
+from fusiond.directory import Directory, listen
 from fusiond.from_peers import FromPeers
 from fusiond.loop import EventLoop
 from fusiond.losses import Losses
@@ -98,6 +98,8 @@ class Daemon:
         self._workers: Workers
         self._pool: KernelPool
         self._began = time.monotonic()
+        # Before anybody is told of this daemon: workers that do not find the socket then know that it is gone.
+        self._listener = listen(self._directory.socket_path)
 
     def endpoint(self) -> bootstrap.Endpoint:
         """Where peers reach this daemon."""
@@ -121,7 +123,7 @@ class Daemon:
         self._pool = self._acting.pool = KernelPool(self._loop, self._settings.kernel_threads)
         self._directory.show_stacks()
         self._engine = self._make_engine()
-        self._workers = self._acting.workers = Workers(self._loop, self._directory.socket_path, self)
+        self._workers = self._acting.workers = Workers(self._loop, self._listener, self)
         prepare_kernels(
             self._pool,
             self._settings.compression if self._mesh is not None else "dense",
@@ -338,10 +340,11 @@ class Daemon:
 
     @property
     def _may_return(self) -> bool:
-        """Whether workers that have left may come back: here, or, to a node without workers, anywhere."""
-        if self._membership.local:
+        """Whether workers that have left may come back: here, or, to a node that has none left, anywhere."""
+        if self._membership.awaited:
             return self._workers.may_return
-        return any(ranks and node not in self._ended for node, ranks in enumerate(self._config.topology.ranks))
+        others = [node for node in self._membership.nodes if node != self._config.node]
+        return any(self._membership.has_workers(node) and node not in self._ended for node in others)
 
     def _check_over(self) -> None:
         """A daemon that nobody attends ends with the job's last worker; one that is attended, when it is told to."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import os
+import socket
 import time
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from fusion_rt.local_daemons import OWN_STACKS
 from fusion_rt.stacks import STACK_SIGNAL
 from fusiond import leftovers
 
+_BACKLOG = 256
 _CLEANING = 1.0  # seconds that it may take to remove what a dead daemon has left
 
 
@@ -79,6 +81,21 @@ class Directory:
         os.close(self._lock)
         if not os.listdir(self._path):
             os.rmdir(self._path)
+
+
+def listen(path: str) -> socket.socket:
+    """A socket at this path, which workers may connect to from now on; they are served when it is looked at.
+
+    Args:
+        path: in a directory that is there already, and locked by this daemon.
+    """
+    if os.path.exists(path):
+        os.unlink(path)  # of a daemon that died
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    listener.bind(path)
+    os.chmod(path, 0o600)
+    listener.listen(_BACKLOG)
+    return listener
 
 
 def _is_at(fd: int, path: str) -> bool:

@@ -76,7 +76,10 @@ class FromPeers:
         if self._losses.takes(node, message):
             return
         if isinstance(message, _FROM_COORDINATOR) and node != self._losses.views.coordinator:
-            raise WireError("it comes from the coordinator only")
+            if node not in self._losses.coordinated:
+                raise WireError("it comes from the coordinator only")
+            _log.debug("%s of a view that is over came from node %d", type(message).__name__, node)
+            return
         if isinstance(message, wire.Abort):
             self._shell.fail(message.error, tell_peers=False)
         elif isinstance(message, wire.NewEpoch):

@@ -55,10 +55,12 @@ class Losses:
 
     Attributes:
         views: which nodes go on.
+        coordinated: nodes that coordinated in views before.
     """
 
     def __init__(self, topology: Topology, node: int, tolerate: bool, membership: Membership, outside: Outside) -> None:
         self.views = Views(topology, node, self)
+        self.coordinated: set[int] = set()
         self._topology = topology
         self._node = node
         self._tolerate = tolerate
@@ -155,6 +157,7 @@ class Losses:
         error = self.why_not_without(news)
         for loss in news:
             self._outside.warn(f"{loss.why}; the job goes on without it")
+        self.coordinated.add(self._membership.coordinator)
         self._membership.view_begins(view, self.views.coordinator)
         for loss in news:
             if loss.rank < 0:

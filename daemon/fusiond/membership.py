@@ -6,7 +6,8 @@ hears it from every node, measures the links, and tells all to start; then each 
 Workers that have left may come back (`hvd.shutdown()`, then `hvd.init()`). When all of a node have, it is up again, in
 the next *membership epoch*; this one starts when every node is.
 
-A node without workers is up as soon as its connections stand, and follows the others into the next epoch.
+A node without workers, or whose workers are all lost, is up as soon as its connections stand, and follows the others
+into the next epoch.
 
 Workers and nodes that are lost (`views`) are not waited for.
 """
@@ -35,6 +36,7 @@ class Membership:
         self.joined: set[int] = set()  # local ranks
         self.left: set[int] = set()  # local ranks that have said Bye
         self.nodes_up: dict[int, int] = {}  # in which epoch
+        self._lost: set[int] = set()  # ranks, as far as the view tells
         self._returned: set[int] = set()  # local ranks that have left and come back
         self._reported = False
 
@@ -55,6 +57,11 @@ class Membership:
     def view_begins(self, view: View, coordinator: int) -> None:
         """These nodes go on, and one of them coordinates."""
         self.nodes, self.coordinator = view.nodes, coordinator
+        self._lost = {loss.rank for loss in view.lost}
+
+    def has_workers(self, node: int) -> bool:
+        """Whether a node has workers that are not lost."""
+        return not self._lost.issuperset(self._topology.ranks[node])
 
     def may_join(self, rank: int) -> str:
         """Why a worker may not join, as a sentence; empty when it may."""
@@ -77,14 +84,14 @@ class Membership:
             self.started = self._reported = False
 
     def follow(self, epochs: Mapping[int, int]) -> bool:
-        """Whether a node without workers begins a new epoch: once every node that has workers is in it, since until
-        then some may still wait for something of the epoch before.
+        """Whether a node that awaits no workers begins a new epoch: once every node that has workers is in it, since
+        until then some may still wait for something of the epoch before.
 
         Args:
             epochs: of the other nodes, by node; 0 where there is none.
         """
-        epoch = min((epochs.get(node, 0) for node in self.nodes if self._topology.ranks[node]), default=0)
-        if self.local or epoch <= self.epoch:
+        epoch = min((epochs.get(node, 0) for node in self.nodes if self.has_workers(node)), default=0)
+        if self.awaited or epoch <= self.epoch:
             return False
         self.epoch = epoch
         self.started = self._reported = False

@@ -25,7 +25,6 @@ from fusiond.loop import EventLoop
 from fusiond.stacks import Source
 
 _log = logging.getLogger("fusiond")
-_BACKLOG = 256
 _PAUSE = 0.1  # seconds until connections are accepted again after descriptors have run out
 _MAX_SEGMENTS = 4096  # segments of one worker's arena
 
@@ -93,13 +92,14 @@ class Workers:
 
     Args:
         loop: watches them.
-        path: where to listen; the directory is there already, and locked by this daemon.
+        listener: the socket, which is taken over.
         handler: decides.
     """
 
-    def __init__(self, loop: EventLoop, path: str, handler: Handler) -> None:
+    def __init__(self, loop: EventLoop, listener: socket.socket, handler: Handler) -> None:
         self._loop = loop
-        self._path = path
+        self._socket = listener
+        self._path: str = listener.getsockname()
         self._handler = handler
         self._links: dict[int, WorkerLink] = {}  # by descriptor
         self.refused = 0
@@ -108,12 +108,6 @@ class Workers:
         self._closed = False
         self._received = 0
         self._sent = 0
-        if os.path.exists(path):
-            os.unlink(path)  # of a daemon that died: this one holds the lock
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        self._socket.bind(path)
-        os.chmod(path, 0o600)
-        self._socket.listen(_BACKLOG)
         self._watch()
 
     def send(self, link: WorkerLink, message: wire.DaemonMessage, fd: int = -1) -> None:

@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from fusion_rt.elastic import EPOCH
 from fusion_rt.errors import FusionError
 from fusion_rt.launchers.meeting import Meeting, Place, hosts_of_uri, identity, places
 from fusion_rt.launchers.nodelist import expand
@@ -50,6 +51,7 @@ class Environment:
         job: id of the job; where the workers meet, how its id begins.
         node: index of this node, unless the meeting tells.
         socket: path of the daemon's socket, or empty: the workers start their daemon themselves.
+        listened: that daemon listened before this worker was told its place. If it does not any more, it never will.
         meeting: how they find the other nodes, or None: all of them are on this host, or have their daemon.
     """
 
@@ -60,6 +62,7 @@ class Environment:
     node: int = 0
     socket: str = ""
     meeting: Meeting | None = None
+    listened: bool = False
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
@@ -96,7 +99,10 @@ def _from_fusionrun(environ: Mapping[str, str]) -> Environment:
     rank, size, local_rank = _ranks(environ, *_FUSIONRUN[:4])
     _ranks(environ, "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
     node = _number(environ, "FUSION_NODE")
-    return Environment(rank, size, local_rank, environ["FUSION_JOB_ID"], node, environ["FUSION_SOCKET"])
+    listened = bool(environ.get(EPOCH))  # in an elastic job workers get their places when all daemons are up
+    return Environment(
+        rank, size, local_rank, environ["FUSION_JOB_ID"], node, environ["FUSION_SOCKET"], listened=listened
+    )
 
 
 def _from_horovodrun(environ: Mapping[str, str]) -> Environment:

@@ -30,7 +30,7 @@ from fusion_rt.errors import ArenaError, FusionError, HorovodInternalError
 from fusion_rt.topology import Topology
 from fusiond import leftovers
 from fusiond.cli import app
-from fusiond.directory import Directory
+from fusiond.directory import Directory, listen
 from fusiond.leftovers import remove_dead
 from fusiond.loop import EventLoop
 from fusiond.workers import WorkerLink, Workers
@@ -289,7 +289,7 @@ def test_without_descriptors_nobody_new_comes_and_those_who_are_there_notice_not
 ) -> None:
     clock, handler = Clock(), Handler()
     loop = EventLoop(clock)
-    workers = Workers(loop, str(runtime_dir / "sock"), handler)
+    workers = Workers(loop, listen(str(runtime_dir / "sock")), handler)
 
     def turn() -> None:
         loop.call_soon(lambda: None)  # so that it does not wait

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import local, wire
-from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line, encode_line, job_directory
+from fusion_rt.bootstrap import DaemonConfig, Endpoint, StartError, decode_line, encode_line, job_directory
 from fusion_rt.client import Client
 from fusion_rt.errors import FusionError, HorovodInternalError
 from fusion_rt.topology import Topology
@@ -77,6 +77,15 @@ def come_back(job: Daemons, *ranks: int) -> None:
 
 
 # --- a job, from its start to its end ---------------------------------------------------------------------------------
+
+
+def test_it_listens_before_anybody_is_told_of_it(daemons: MakeDaemons) -> None:
+    job = daemons(1)
+    process = job.launch(0)
+    assert isinstance(job.answer_of(process), Endpoint)
+    client = Client(job.path(0), JOB, 0, TIMEOUT_S, listened=True)  # which does not look twice
+    assert client.topology == job.topology
+    client.close()
 
 
 @pytest.mark.parametrize("local_sizes", [[2], [1, 2]])

@@ -160,3 +160,17 @@ def test_a_node_that_ends_asks_the_others_to_go_on() -> None:
     shell.losses.gone_on_without("whoever started it is gone")
     loss = Loss(1, "node 1 (host b) is lost: whoever started it is gone")
     assert shell.sent == [(0, wire.Suspected(0, 1, (loss,))), (2, wire.Suspected(0, 1, (loss,)))]
+
+
+def test_the_others_hear_of_an_epoch_before_its_engine_says_anything() -> None:
+    shell = Shell(0, tolerate=True)
+    shell.losses.takes(2, wire.NewView(View(1, (0, 2), (Loss(1, "node 1 (host b) is lost: closed"),))))
+    settled = wire.Settled(1, 1, 1, (0,))
+
+    class NewEngine(FakeEngine):
+        def view_begins(self, view: View, coordinator: int) -> None:
+            shell.to_node(2, settled)  # node 2 has handed over already
+
+    shell.sent.clear()
+    shell.losses.epoch_begins(1, cast(Any, NewEngine()))
+    assert [message for node, message in shell.sent if node == 2] == [wire.NewEpoch(1), settled]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusion_rt.topology import Topology
-from fusion_rt.wire import View
+from fusion_rt.wire import Loss, View
 from fusiond.membership import Membership
 
 TWO = Topology(("a", "b"), ((0, 2), (1,)))
@@ -128,6 +128,21 @@ def test_workers_that_are_lost_are_not_waited_for_when_the_others_come_back() ->
         membership.join(rank)
     assert (membership.epoch, membership.left) == (1, {1})
     assert membership.became_up()
+
+
+def test_a_node_whose_workers_are_lost_follows_the_others_and_is_not_waited_for() -> None:
+    topology = Topology(("a", "b", "c", "d"), ((0,), (1,), (2,), ()))
+    view = View(1, (0, 1, 2, 3), (Loss(0, "rank 0 died", 0),))
+    memberships = [Membership(topology, node) for node in (0, 3)]
+    memberships[0].join(0)
+    memberships[0].lose(0)
+    for membership in memberships:
+        membership.view_begins(view, 1)
+        assert [membership.has_workers(node) for node in range(4)] == [False, True, True, False]
+        assert not membership.follow({1: 1})
+        assert membership.follow({1: 1, 2: 1})
+        membership.mesh_up = True
+        assert (membership.epoch, membership.became_up()) == (1, True)
 
 
 def test_nodes_that_are_not_in_the_view_are_not_waited_for() -> None:

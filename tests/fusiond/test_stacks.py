@@ -217,6 +217,7 @@ def test_a_worker_that_blocks_the_signal_is_sent_one_only(daemon: Daemon, worker
     asked.ready()
     text = os.pread(asked.source.memfd, asked.source.written, 0).decode()
     assert text.count("Current thread") == 1
+    daemon.turn_until(lambda: sleeps(asked.process))
     assert daemon.ask(asked)[0].threads[0].frames[0].function == "slow"
 
 

@@ -63,12 +63,13 @@ def set_of(job: ViewJob, ranks: Sequence[int], clock: int = 0) -> int:
 
 
 def all_agree(job: ViewJob) -> None:
-    """The nodes that are left are in one view, know the same process sets and wait for nothing."""
+    """The nodes that are left are in one view and wait for nothing; those with workers know the same process sets."""
     assert len({node.view for node in job.left}) == 1
     assert {node.node for node in job.left} == set(job.left[0].view.nodes)
-    sets = {tuple(sorted(node.engine.participants.sets().items())) for node in job.left}
+    working = [node for node in job.left if node.membership.awaited]
+    sets = {tuple(sorted(node.engine.participants.sets().items())) for node in working}
     assert len(sets) == 1, sets
-    assert len({node.engine.participants.next_set for node in job.left}) == 1
+    assert len({node.engine.participants.next_set for node in working}) == 1
     for node in job.left:
         assert node.engine.statistics()["under_way"] == 0
         assert (node.engine.coordinator is not None) == (node.node == node.losses.views.coordinator)
@@ -271,6 +272,64 @@ def test_a_join_ends_when_all_that_are_left_have_joined() -> None:
 
     for seed in range(40):
         scenario(seed)
+
+
+# --- workers that leave and come back ---------------------------------------------------------------------------------
+
+
+def come_back_and_work(job: ViewJob, epoch: int) -> None:
+    """All ranks that are left leave and come back, each in its own time, and then make a process set and use it."""
+    left = job.ranks_left
+    assert left
+    clock = epoch * wire.CLOCKS_OF_AN_EPOCH
+    added: dict[int, int] = {}
+
+    def work(rank: int) -> None:
+        added.update(add_set(job, left, [rank], clock))
+
+    for rank in left:
+        job.later(rank, partial(job.leave, rank))
+        job.later(rank, partial(job.come_back, rank, partial(work, rank)))
+    job.go_on(10)
+    assert {node.failure for node in job.members if not node.dead} == {""}
+    assert [(node.membership.epoch, node.membership.started) for node in job.left] == [(epoch, True)] * len(job.left)
+    outcomes = {rank: job.outcome(rank, handle) for rank, handle in added.items()}
+    assert all(isinstance(outcome, wire.Done) for outcome in outcomes.values()), outcomes
+    (process_set,) = {outcome.sizes[0] for outcome in outcomes.values() if isinstance(outcome, wire.Done)}
+    handles = {rank: job.submit(rank, "x", replace(SUM, process_set=process_set), VALUES, clock) for rank in left}
+    job.go_on()
+    all_agree(job)
+    for rank, handle in handles.items():
+        np.testing.assert_array_equal(job.result(rank, handle), len(left) * VALUES)
+
+
+LAYOUTS = st.sampled_from([[1, 1, 1], LAYOUT, [2, 1, 2], [1, 1, 1, 1, 1]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), layout=LAYOUTS, victim=st.integers(0, 2))
+def test_who_is_left_may_leave_and_come_back_in_any_order(seed: int, layout: list[int], victim: int) -> None:
+    job = gossiping(seed, layout)
+    job.kill(victim)
+    job.go_on()
+    for epoch in (1, 2):
+        come_back_and_work(job, epoch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), layout=LAYOUTS, victim=st.integers(0, 2), steps=st.integers(0, 60))
+def test_so_may_the_others_of_a_lost_worker(seed: int, layout: list[int], victim: int, steps: int) -> None:
+    job = gossiping(seed, layout)
+    for name in "abcdef":
+        soon(job, job.ranks, partial(job.submit, name=name, signature=wire.Signature("barrier")))
+    for _ in range(steps):
+        job.step()
+    job._scripts.pop(victim, None)
+    job.kill_worker(victim)
+    job.go_on()
+    assert {node.view.number for node in job.left} == {1}
+    for epoch in (1, 2):
+        come_back_and_work(job, epoch)
 
 
 # --- several faults ---------------------------------------------------------------------------------------------------

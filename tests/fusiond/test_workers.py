@@ -14,6 +14,7 @@ from fusion_rt import local, stacks, wire
 from fusion_rt.arena import Segment
 from fusion_rt.errors import FusionError, WireError
 from fusiond import workers as workers_module
+from fusiond.directory import listen
 from fusiond.loop import EventLoop
 from fusiond.workers import WorkerLink, Workers
 
@@ -56,7 +57,7 @@ class Channel:
         self.loop = EventLoop()
         self.handler = Handler()
         self.path = path
-        self.workers = Workers(self.loop, str(path), self.handler)
+        self.workers = Workers(self.loop, listen(str(path)), self.handler)
         self.sock = self.connect()
 
     def connect(self) -> socket.socket:

@@ -1,17 +1,22 @@
-"""A job in one thread whose nodes may die: engines, what decides about losses, and virtual time.
+"""A job in one thread whose nodes may die, and whose workers may leave and come back: engines, what decides about
+losses and epochs, and virtual time.
 
 Messages arrive in an order that the seed decides, as in `simulation`, and sometimes time passes while they wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 from fusion_rt import wire
+from fusion_rt.bootstrap import DaemonConfig
 from fusiond.engine import Engine
+from fusiond.from_peers import FromPeers
 from fusiond.losses import Losses
 from fusiond.membership import Membership
+from fusiond.starting import Starting
 from tests.fusiond.simulation import Node, SimulatedJob
 
 
@@ -22,8 +27,14 @@ class ViewNode(Node):
         super().__init__(job, node)
         self._view_job = job
         self.membership = Membership(job.topology, node)
-        self.membership.started = True
+        self.membership.started = self.membership.mesh_up = True
+        self.membership.joined.update(self.membership.local)
         self.losses = Losses(job.topology, node, job.settings.tolerate_losses, self.membership, self)
+        config = DaemonConfig("simulated", node, job.topology, attached=False)
+        loop = mesh = cast(Any, self)  # as much of both as these use
+        fail = partial(self.fail, tell_peers=True)
+        self._starting = Starting(config, job.settings, self.membership, loop, mesh, self._started, fail)
+        self._from_peers = FromPeers(job.topology, self.membership, self.losses, self._starting, loop, self)
         self.deaf: set[int] = set()  # peers that its mesh has given up
         self.dead = False
 
@@ -36,12 +47,57 @@ class ViewNode(Node):
         return self.losses.views.view
 
     def receive(self, source: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
-        if not self.going_on or source in self.deaf or self.losses.takes(source, message):
-            return
-        if isinstance(message, wire.Abort):
-            self.fail(message.error, False)
-        else:
-            self.engine.peer_message(source, message, payload)
+        if self.going_on and source not in self.deaf:
+            self._from_peers.receive(source, message, payload)
+
+    # --- workers that leave and come back -----------------------------------------------------------------------------
+
+    def leave(self, rank: int) -> None:
+        """A worker leaves in good order."""
+        self.membership.left.add(rank)
+        self.engine.depart([rank])
+        for node in range(len(self._view_job.topology.hosts)):
+            if node != self.node:
+                self.to_node(node, wire.Departed((rank,)))
+        self.losses.departed()
+
+    def come_back(self, rank: int) -> None:
+        """It says hello again."""
+        assert self.membership.may_join(rank) == ""
+        epoch = self.membership.epoch
+        self.membership.join(rank)
+        if self.membership.epoch > epoch:
+            self.begin_epoch()
+        self._starting.check_up()
+
+    def _started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
+        for rank in self.membership.awaited:
+            self._view_job.welcomed(rank)
+
+    # --- mesh ---------------------------------------------------------------------------------------------------------
+
+    def send(self, node: int, message: wire.PeerMessage) -> None:
+        self.to_node(node, message)
+
+    def send_payload(self, node: int, message: wire.Probe, payload: bytes) -> None:
+        self._view_job.post_payload(self.node, node, wire.encode(message), payload)
+
+    # --- from_peers' Shell --------------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> None:
+        self.engine.fail_job("its ranks have left the job")
+        self.engine = Engine(
+            self._view_job.topology,
+            self.node,
+            self._view_job.settings,
+            self,
+            self._job_failed,
+            self.membership.epoch,
+        )
+        self.losses.epoch_begins(self.membership.epoch, self.engine)
+
+    def departed(self) -> None:
+        self.losses.departed()
 
     def lose(self, peer: int, why: str) -> None:
         """Its mesh gives a peer up."""
@@ -65,9 +121,9 @@ class ViewNode(Node):
         return super().call_later(seconds, lambda: None if self.dead else callback())
 
     def is_over(self) -> bool:
-        return False
+        return len(self.engine.participants.departed) == self._view_job.topology.size
 
-    def fail(self, error: str, tell_peers: bool) -> None:
+    def fail(self, error: str, tell_peers: bool = True) -> None:
         if self.failure:
             return
         self.failure = error
@@ -89,6 +145,7 @@ class ViewJob(SimulatedJob):
         super().__init__(local_sizes, seed, **{"tolerate_losses": True, **settings})
         self.members = [ViewNode(self, node) for node in range(len(local_sizes))]
         self.nodes = list(self.members)
+        self._when_welcome: dict[int, Callable[[], object]] = {}  # by rank
 
     @property
     def left(self) -> list[ViewNode]:
@@ -97,7 +154,7 @@ class ViewJob(SimulatedJob):
 
     @property
     def ranks_left(self) -> list[int]:
-        return [rank for node in self.left for rank in self.topology.ranks[node.node]]
+        return [rank for node in self.left for rank in node.membership.awaited]
 
     def _deliver(self, key: tuple[int, int, str]) -> None:
         source, target, _ = key
@@ -120,6 +177,23 @@ class ViewJob(SimulatedJob):
             if peer.node != node:
                 delay = self._random.uniform(0, 0.3)
                 self.timers.append((self.now + delay, lambda peer=peer: peer.lose(node, "its connection was closed")))  # type: ignore[misc]
+
+    def kill_worker(self, rank: int) -> None:
+        """A worker dies, and its daemon sees it."""
+        self.members[self.topology.node_of(rank)].losses.worker_lost(rank, f"rank {rank} died")
+
+    def leave(self, rank: int) -> None:
+        """A rank leaves in good order; the nodes hear of it in their own time."""
+        self.members[self.topology.node_of(rank)].leave(rank)
+
+    def come_back(self, rank: int, then: Callable[[], object]) -> None:
+        """A rank that has left comes back; what it does as soon as its daemon has welcomed it."""
+        self._when_welcome[rank] = then
+        self.members[self.topology.node_of(rank)].come_back(rank)
+
+    def welcomed(self, rank: int) -> None:
+        """A rank's daemon says that the job has started."""
+        self.later(rank, self._when_welcome.pop(rank))
 
     def go_on(self, seconds: float = 5.0) -> None:
         """Everything that happens in that time."""

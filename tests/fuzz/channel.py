@@ -14,6 +14,7 @@ from functools import cache
 from fusion_rt import local, wire
 from fusion_rt.arena import Segment
 from fusion_rt.errors import FusionError
+from fusiond.directory import listen
 from fusiond.loop import EventLoop
 from fusiond.workers import WorkerLink, Workers
 from tests.fuzz.engine import Target
@@ -51,7 +52,7 @@ def _daemon() -> tuple[EventLoop, Workers, str]:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     loop = EventLoop()
     path = os.path.join(directory, "sock")
-    return loop, Workers(loop, path, _Handler()), path
+    return loop, Workers(loop, listen(path), _Handler()), path
 
 
 def _memfd(nbytes: int, seals: int = _SEALS, data: bytes = b"") -> int:

@@ -206,6 +206,11 @@ def test_fusionrun_says_everything() -> None:
     assert detect(FUSIONRUN) == Environment(5, 6, 1, "abc", 2, "/run/abc.2/sock")
 
 
+def test_in_an_elastic_job_the_daemon_has_listened_before() -> None:
+    assert detect({**FUSIONRUN, "FUSION_ELASTIC_EPOCH": "3"}).listened
+    assert not detect(FUSIONRUN).listened
+
+
 def test_jobs_of_one_worker_have_different_ids() -> None:
     assert detect({}).job != detect({}).job
 

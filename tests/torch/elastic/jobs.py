@@ -138,11 +138,15 @@ class ElasticJob:
         Returns:
             Why each had left, in the order of ranks.
         """
-        self._until(lambda: all(hand.waiting is not None for hand in self.living()), "every worker to leave the epoch")
+        self.await_leaving()
         reasons = [hand.waiting.error for hand in self.living() if hand.waiting is not None]
         self._end_daemons()
         self._begin(hosts, in_order)
         return reasons
+
+    def await_leaving(self) -> None:
+        """Waits until all workers that live have left the epoch, and wait for their places in the next."""
+        self._until(lambda: all(hand.waiting is not None for hand in self.living()), "every worker to leave the epoch")
 
     def abandon(self) -> None:
         """Gives up the epoch, which cannot come about."""

@@ -12,6 +12,8 @@ import fusion_rt.torch as hvd
 from fusion_rt.torch.carried import Carried
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 
+pytestmark = pytest.mark.multiprocess
+
 SHAPES = {"first": (8, 8), "second": (300,), "third": (2, 70)}
 RATE = 0.125
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -138,6 +140,7 @@ def test_residuals_of_nodes_that_leave_in_good_order_stay() -> None:
     check_sums(results, total([]))
 
 
+@pytest.mark.long
 def test_residuals_are_applied_where_a_single_node_is_left_and_begin_anew_when_others_come() -> None:
     with ElasticJob(train, 12, (4, 8), ALL_REDUCE, 0.0, hosts={"a": 2, "b": 1}) as job:
         job.reports()
@@ -199,6 +202,7 @@ def test_momentum_of_shards_moves_with_their_homes() -> None:
         assert_equal(result["parameters"], alone(trace, {}))
 
 
+@pytest.mark.long
 def test_momentum_of_a_shard_begins_anew_when_its_home_dies() -> None:
     with ElasticJob(train, 6, (3,), {"algorithm": "bsp"}, 0.5, hosts={"a": 1, "b": 1}) as job:
         job.reports()
@@ -249,7 +253,14 @@ def scaled(values: Tensors, factor: float) -> Tensors:
     return {name: value * factor for name, value in values.items()}
 
 
-@pytest.mark.parametrize("algorithm", ["diloco(steps=2)", "dpsgd", "ssp(staleness=1)"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "dpsgd",
+        pytest.param("diloco(steps=2)", marks=pytest.mark.long),
+        pytest.param("ssp(staleness=1)", marks=pytest.mark.long),
+    ],
+)
 def test_other_algorithms_go_on_when_ranks_die_and_come(algorithm: str) -> None:
     with ElasticJob(train, 7, (3,), {"algorithm": algorithm}, 0.0, hosts={"a": 1, "b": 1, "c": 1}) as job:
         job.reports()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.torch.large_batch import LinearScaling
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
+
+pytestmark = pytest.mark.multiprocess
 
 SAMPLES, BATCH = 96, 2  # of the data, and of a step on one rank
 
@@ -206,14 +209,22 @@ def test_values_come_from_who_has_them_even_if_rank_0_is_new() -> None:
     assert results[0]["sizes"] == [2] * 24
 
 
-def test_an_epoch_that_does_not_come_about_is_left_for_the_next() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_an_epoch_that_does_not_come_about_is_left_for_the_next(late: bool) -> None:
+    """Also by a worker that comes so late that the daemon of the epoch is not there any more."""
     with ElasticJob(train, (16,), hosts={"a": 1, "b": 1}) as job:
         assert job.reports() == [16] * 2
         job.kill(job.hands[1])
         job.tell("go on")
+        job.await_leaving()
+        first = job.hands[0].process
+        if late:
+            first.send_signal(signal.SIGSTOP)
         job.change({"a": 1, "c": 1})
         job.kill(job.hands[1])  # while the first one waits for it
         job.abandon()
+        if late:
+            first.send_signal(signal.SIGCONT)
         (reason,) = job.change({"a": 1, "d": 1})
         assert reason
         results = job.finish()
