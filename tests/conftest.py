@@ -21,12 +21,17 @@ from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 from fusion_rt import stacks
 
 pytest_plugins = ["pytester"]
+
+# Seeded, as all tests are: what one run finds, every run finds. `--hypothesis-profile default` looks further.
+hypothesis.settings.register_profile("seeded", derandomize=True, database=None)
+hypothesis.settings.load_profile("seeded")
 
 LEAK_MARK = "FUSION_TEST_LEAK_MARK"
 # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and what that starts inherits
