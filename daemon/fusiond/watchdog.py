@@ -1,13 +1,16 @@
 """Writes where a daemon is whose event loop stands still: in a call that never returns, or with somebody who holds the
 GIL. Its peers notice that by themselves, because heartbeats stop; why it stood still is only to be seen from inside.
 
-The stacks are written to the log by a thread of `faulthandler`, which needs no GIL.
+The stacks are written to the log by `faulthandler` in the handler of a timer's signal, which needs no GIL. (Its own
+thread, `dump_traceback_later`, reads stacks while their threads run: after a SIGSTOP and SIGCONT, when its time is up
+and the loop goes on at once, that ended the daemon with a segmentation fault.)
 """
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import signal
 
 from fusiond.loop import EventLoop
 
@@ -17,7 +20,7 @@ _LOOKS = 4  # times that the loop has to come by until the limit
 
 
 class Watchdog:
-    """Watches an event loop, which has to run in time.
+    """Watches an event loop of the main thread, which has to run in time.
 
     Args:
         loop: the one.
@@ -28,6 +31,7 @@ class Watchdog:
         self._loop = loop
         self._limit = limit
         self._last = loop.clock()
+        faulthandler.register(signal.SIGALRM, file=_LOG, all_threads=True, chain=False)
         self._look()
         loop.call_every(limit / _LOOKS, self._look)
 
@@ -36,8 +40,9 @@ class Watchdog:
         if now - self._last > self._limit:
             _log.warning("the event loop stood still for %.1f s; where it was stands above", now - self._last)
         self._last = now
-        faulthandler.dump_traceback_later(self._limit, file=_LOG)  # replaces the one before
+        signal.setitimer(signal.ITIMER_REAL, self._limit)  # instead of the one before
 
     def close(self) -> None:
         """Ends the watch."""
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        faulthandler.unregister(signal.SIGALRM)

@@ -24,6 +24,7 @@ from fusion_rt.runner.printer import Printer
 from fusion_rt.runner.supervise import Children
 
 SETTLE_S = 1.5  # seconds from the first failure until the others are stopped
+_QUOTED_S = 5.0  # the same while all that is known quotes the failure of another, which is still on its way out
 
 
 async def launch(plan: LaunchPlan, gone: float = 0.0) -> int:
@@ -189,6 +190,8 @@ class Launch(BaseLaunch):
                 self._stop(TERM_GRACE)
             return
         if not self.failures:
+            self._set_timer(_QUOTED_S if failure.echo == 2 else SETTLE_S, self._stop, TERM_GRACE)
+        elif failure.echo == 0 and all(before.echo == 2 for before in self.failures):
             self._set_timer(SETTLE_S, self._stop, TERM_GRACE)
         self.failures += [*self._losses, failure]
         self._losses.clear()

@@ -75,7 +75,7 @@ class WorkerFailure:
     def echo(self) -> int:
         if self.status < 0 or not _ECHO.match(last_error(self.stderr)):
             return 0
-        return 2 if any(_is_quote(line) for line in _excerpt(self.stderr)[1:]) else 1
+        return 2 if any(_is_quote(line) for line in _end_of(self.stderr)[1:]) else 1
 
     @property
     def exit_code(self) -> int:
@@ -168,7 +168,7 @@ def ending(status: int) -> str:
 
 def last_error(stderr: str) -> str:
     """The line that says what went wrong: of the last Python traceback, or the last line that is not empty."""
-    lines = _excerpt(stderr)
+    lines = _end_of(stderr)
     if not lines:
         return ""
     line = lines[-1].strip()
@@ -184,13 +184,18 @@ def _is_quote(line: str) -> bool:
     return line.endswith(_TRACEBACK) and not line.startswith(_TRACEBACK)
 
 
-def _excerpt(stderr: str) -> list[str]:
-    """The last traceback and what follows it, or the last lines; at most `_TAIL_LINES`."""
+def _end_of(stderr: str) -> list[str]:
+    """The last traceback and what follows it, or a few last lines."""
     lines = [line for line in re.split(r"\r\n|\r|\n", stderr) if line.strip()]
     starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if not starts:
         return lines[-_TAIL_LINES // 3 :]
-    traceback = lines[starts[-1] :]
-    if len(traceback) <= _TAIL_LINES:
-        return traceback
-    return [traceback[0], "  ...", *traceback[2 - _TAIL_LINES :]]
+    return lines[starts[-1] :]
+
+
+def _excerpt(stderr: str) -> list[str]:
+    """As much of that as people are shown: at most `_TAIL_LINES`."""
+    lines = _end_of(stderr)
+    if len(lines) <= _TAIL_LINES:
+        return lines
+    return [lines[0], "  ...", *lines[2 - _TAIL_LINES :]]

@@ -170,3 +170,14 @@ def test_what_went_wrong_before_says_more_than_that_a_job_cannot_go_on() -> None
     assert tell([over]) == ["fusionrun: no worker is left"]
     assert first_cause([over, WorkerGaveUp("a", 0, "x"), worker(1)]) == worker(1)
     assert first_cause([over, WorkerGaveUp("a", 0, "x")]) == WorkerGaveUp("a", 0, "x")
+
+
+def test_an_echo_is_known_as_one_even_where_too_long_to_be_shown() -> None:
+    frames = "".join(f'  File "x.py", line {number}, in f\n    f()\n' for number in range(20))
+    quoted = f"rank 1 (host a) failed: Traceback (most recent call last):\n{frames}ValueError: no such file"
+    stderr = f"Traceback (most recent call last):\n{frames}fusion_rt.errors.HorovodInternalError: {quoted}\n"
+    echo = WorkerFailure("a", 0, 1, stderr)
+    assert echo.echo == 2
+    assert len(echo.tell()) < 40
+    cause = WorkerFailure("a", 1, 1, f"Traceback (most recent call last):\n{frames}ValueError: no such file\n")
+    assert first_cause([echo, cause]) is cause
