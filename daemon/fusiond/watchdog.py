@@ -1,9 +1,9 @@
 """Writes where a daemon is whose event loop stands still: in a call that never returns, or with somebody who holds the
 GIL. Its peers notice that by themselves, because heartbeats stop; why it stood still is only to be seen from inside.
 
-The stacks are written to the log by `faulthandler` in the handler of a timer's signal, which needs no GIL. (Its own
-thread, `dump_traceback_later`, reads stacks while their threads run: after a SIGSTOP and SIGCONT, when its time is up
-and the loop goes on at once, that ended the daemon with a segmentation fault.)
+The stack of the main thread is written to the log by `faulthandler` in the handler of a timer's signal, which needs
+no GIL. Rejected: its own thread (`dump_traceback_later`) and the stacks of all threads. Both read stacks of threads
+that may run on meanwhile, as after a SIGSTOP and SIGCONT, which ended the daemon with a segmentation fault.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Watchdog:
         self._loop = loop
         self._limit = limit
         self._last = loop.clock()
-        faulthandler.register(signal.SIGALRM, file=_LOG, all_threads=True, chain=False)
+        faulthandler.register(signal.SIGALRM, file=_LOG, all_threads=False, chain=False)
         self._look()
         loop.call_every(limit / _LOOKS, self._look)
 
