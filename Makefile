@@ -1,11 +1,12 @@
 # Every target makes .venv by itself; nothing here needs a compiler.
 #   make demo | test | lint | bench | soak | clean     PYTHON=python3.12 make test     PYTEST_ARGS='-k netlab' make test
-#   SOAK_SECONDS=3600 SOAK_SEED=7 make soak
+#   SOAK_SECONDS=3600 SOAK_SEED=7 make soak             BENCH='step --quick' make bench      BENCH= make bench    (hours)
 
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
+BENCH  ?= allreduce startup step topk
 
 .PHONY: demo test lint bench soak clean
 .DELETE_ON_ERROR:
@@ -22,11 +23,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.allreduce --ranks 2,4
+	$(BIN)/python -m benchmarks $(BENCH)
+	$(BIN)/python -m benchmarks.report
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples,bench]'
 	touch $@
 
 soak: $(STAMP)

@@ -140,8 +140,9 @@ def socket_path(runtime_root: str, job: str, node: int) -> str:
     return path
 
 
-def make_private_directory(path: str) -> None:
-    """Makes a directory that only this user can enter, with its parents, or checks that it is one.
+def make_private_directory(path: str, variable: str = "FUSION_RUNTIME_DIR") -> None:
+    """Makes a directory that only this user can enter, with its parents, or checks that it is one. `variable`: says
+    where it is.
 
     Raises:
         FusionError: it belongs to another user or others may enter it.
@@ -153,4 +154,4 @@ def make_private_directory(path: str) -> None:
         found = os.lstat(path)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise FusionError(f"{path} is not a directory that only user {os.getuid()} can enter (mode 0700); "
-                              "remove it, or set FUSION_RUNTIME_DIR to another one") from None  # fmt: skip
+                              f"remove it, or set {variable} to another one") from None  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import socket
@@ -20,8 +21,11 @@ import numpy as np
 
 from fusion_rt import local, named_arrays, stacks, wire
 from fusion_rt.arena import Arena, Region, Segment
+from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import FusionError, HorovodInternalError
 from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Flush, Kind
 
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 _CLOCKS_OF_A_JOIN = 1 << 24  # clocks between one join and the next
@@ -35,12 +39,14 @@ class Terms(NamedTuple):
         rates: learning rate of each parameter group, where a home takes the steps.
         samples: how many samples it comes from; 0: it is nothing, and the home is only asked for what it has.
         seed: it is what the bucket's home begins with.
+        urgency: the less, the sooner it is needed.
     """
 
     rescale: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     samples: int = 1
     seed: bool = False
+    urgency: int = 0
 
 
 class Operation:
@@ -54,9 +60,10 @@ class Operation:
         output: private copy-on-write mapping of the result, when the daemon made one (allgather, alltoall).
         sizes: rows received from each rank (allgather, alltoall), or the answer of an operation without data.
         plan: the answer to a proposal.
+        about: the name, clock and plan under which it is recorded.
     """
 
-    __slots__ = ("done", "error", "handle", "inline", "name", "output", "plan", "release", "sizes")
+    __slots__ = ("about", "done", "error", "handle", "inline", "name", "output", "plan", "release", "sizes")
 
     def __init__(self, handle: int, name: str) -> None:
         self.handle = handle
@@ -68,6 +75,7 @@ class Operation:
         self.sizes: tuple[int, ...] = ()
         self.plan: wire.Plan | None = None
         self.release: Callable[[], None] | None = None
+        self.about = (name, 0, 0)
 
 
 class Client:
@@ -80,6 +88,9 @@ class Client:
         timeout: seconds for every process of the job to come up.
         previous: a client of the same job that has left; its connection is used again.
         listened: the daemon has listened already, so that there is no waiting for it if it does not.
+
+    Attributes:
+        trace: what is done here is recorded there.
 
     Raises:
         FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time.
@@ -102,14 +113,16 @@ class Client:
         self._next_handle = 0
         self._clocks: dict[tuple[int, str | int], int] = {}  # of a name in a process set, of a bucket in a plan (< 0)
         self._first_clock = 0
+        self.joins = 0  # all ranks have joined so many times
         self._in_flight: set[tuple[int, str]] = set()
         self._failure: str | None = None
         self._reading = False
         self._changed = threading.Condition()
+        self.trace: Instrument = NULL
         self._sending = threading.Lock()
         self.arena = Arena(self._offer, self._drop)
-        stacks_fd, stack_signal, main_thread = stacks.offer()
-        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal, main_thread)
+        stacks_fd, stack_signal = stacks.offer()
+        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal)
         try:
             self._send(local.Packet(wire.encode(hello), stacks_fd))
             self.welcome = self._await_welcome(timeout, previous is not None)
@@ -166,6 +179,9 @@ class Client:
         if not unnamed:
             self._in_flight.add(identity)
             operation.release = lambda: self._in_flight.discard(identity)
+        operation.about = (name, clock, 0)
+        nbytes = _nbytes_of(signature) if inline is None else len(inline)
+        self.trace.record(Kind.SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
         self._send(packet)
         return operation
 
@@ -185,6 +201,7 @@ class Client:
         """
         last = self.wait(self.submit("join", wire.Signature("join"))).sizes[0]
         # Ranks have not taken the same number of steps. From here on they count alike again.
+        self.joins += 1
         self._first_clock += _CLOCKS_OF_A_JOIN
         self._clocks.clear()
         return last
@@ -247,6 +264,18 @@ class Client:
         finally:
             self.arena.free(region)
 
+    def start_timeline(self, path: str, mark_cycles: bool) -> str:
+        """Asks for a timeline in the file at an absolute path. Returns why there is none, or nothing."""
+        operation = self._begin("timeline")
+        self._send(local.Packet(wire.encode(wire.StartTimeline(operation.handle, path, mark_cycles))))
+        return (self.wait(operation).inline or b"").decode()
+
+    def stop_timeline(self) -> None:
+        """Waits until the timeline's file is complete; there may be none."""
+        operation = self._begin("timeline")
+        self._send(local.Packet(wire.encode(wire.StopTimeline(operation.handle))))
+        self.wait(operation)
+
     def compression(self) -> dict[str, dict[str, float]]:
         """What compression has saved and cost on this node, by group and in "total"."""
         operation = self._begin("compression")
@@ -254,17 +283,32 @@ class Client:
         told: dict[str, dict[str, float]] = json.loads(self.wait(operation).inline or b"{}")
         return told
 
-    def ready(self, name: str, plan: int, bucket: int, terms: Terms | None = None) -> Operation:
-        """Says that this worker's part of a planned bucket is in the arena; `terms` go with it."""
+    def ready(
+        self,
+        name: str,
+        plan: int,
+        bucket: int,
+        terms: Terms | None = None,
+        nbytes: int = 0,
+        flush: Flush = Flush.STEP,
+    ) -> Operation:
+        """Says that this worker's part of a planned bucket is in the arena; `terms` go with it. `nbytes`: its size, and
+        `flush`: why now; these are only recorded."""
         terms = terms or Terms()
         identity = (-plan, bucket)
         clock = self._clocks.get(identity, self._first_clock)
         if not terms.seed:
             self._clocks[identity] = clock + 1
         operation = self._begin(name)
+        about = operation.about = (f"bucket {bucket}", clock, plan)
+        self.trace.record(Kind.SUBMITTED, about[0], nbytes, clock, plan, flush)
         message = wire.Ready(operation.handle, plan, bucket, clock, *terms)
         self._send(local.Packet(wire.encode(message)))
         return operation
+
+    def next_clock(self, plan: int, bucket: int) -> int:
+        """The clock of the next `ready` of a planned bucket."""
+        return self._clocks.get((-plan, bucket), self._first_clock)
 
     def staleness(self) -> dict[str, Any]:
         """How stale the contributions of this node's workers have been, and what its homes have seen."""
@@ -290,7 +334,10 @@ class Client:
             HorovodInternalError: it failed, on all ranks.
         """
         if not operation.done:
+            name, clock, plan = operation.about
+            self.trace.record(Kind.WAIT_BEGIN, name, 0, clock, plan)
             self._read_until(operation)
+            self.trace.record(Kind.WAIT_END, name, 0, clock, plan)
         if operation.error is not None:
             raise HorovodInternalError(operation.error)
         return operation
@@ -429,6 +476,8 @@ class Client:
             operation.plan = message.plan
         else:
             operation.error = message.message
+        name, clock, plan = operation.about
+        self.trace.record(Kind.DONE, name, 0, clock, plan)
         operation.done = True
         if self._reading:
             with self._changed:
@@ -473,6 +522,10 @@ class Client:
                     os.close(fd)
                 if not skip_answers:
                     raise FusionError(f"the daemon answered Hello with {type(message).__name__}")
+
+
+def _nbytes_of(signature: wire.Signature) -> int:
+    return math.prod(signature.shape) * DTYPES[signature.dtype].itemsize if signature.dtype else 0
 
 
 def _connect(path: str, timeout: float, listened: bool) -> socket.socket:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt.errors import SettingError
-from fusion_rt.units import ALGORITHM, BYTES, CODEC, COUNT, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
+from fusion_rt.units import ALGORITHM, BYTES, CODEC, COUNT, GIB, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
 
 START, HOSTS, REACH, OUTPUT, ELASTIC, FUSION, STALLS, DAEMON, LOGGING, TIMELINE, AUTOTUNE, COMPATIBLE = GROUPS = (
     "start of a job",
@@ -35,9 +35,7 @@ START, HOSTS, REACH, OUTPUT, ELASTIC, FUSION, STALLS, DAEMON, LOGGING, TIMELINE,
     "accepted for compatibility",
 )
 
-# Why nothing comes of a knob. Those in `_NOT_YET` wait for a later version; all others never will.
-_NO_TIMELINE = "no timeline is recorded"
-_NO_TUNING = "nothing is tuned"
+# Why nothing comes of a knob.
 _NO_MPI = "MPI is not used"
 _NO_CYCLE = "buckets start when they are full, by a plan that is agreed once: there is neither a cycle nor a cache"
 _NODE_FIRST = "each node is reduced in shared memory first, then the nodes by whichever way is measured to be faster"
@@ -45,7 +43,6 @@ _NO_NCCL = "Horovod's NCCL streams are not used"
 _NO_THREAD = "workers have no background thread"
 _NO_GLOO = "Gloo is not used; --stall-check-shutdown-time-seconds limits how long an operation may wait"
 _NO_CHECKS = "no checks are cached"
-_NOT_YET = (_NO_TIMELINE, _NO_TUNING)
 
 
 @dataclass(frozen=True)
@@ -92,11 +89,6 @@ class Knob:
     placeholder: str = ""
     many: str = ""
     idle: str = ""
-
-    @property
-    def is_yet_to_come(self) -> bool:
-        """Whether it does nothing in this version only."""
-        return self.idle in _NOT_YET
 
     def parse(self, text: str, source: str) -> Any:
         """The value in a text.
@@ -174,6 +166,11 @@ class Settings:
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything to "
         "everybody), or auto: the one that is expected to be faster.",
         variable="FUSION_SPARSE_ROUTE", choices=("auto", "owners", "gather"))
+    dense_route: str = _row(
+        "auto", FUSION, "All-reduce between nodes of what is not compressed by selecting: ring, doubling (recursive; "
+        "of buckets up to FUSION_CHUNK_BYTES, larger ones go round the ring), or auto: the one that is expected to be "
+        "faster.",
+        variable="FUSION_DENSE_ROUTE", choices=("auto", "ring", "doubling"))
     shard_hosts: str = _row(
         "", HOSTS, "Hosts, separated by commas, whose daemons keep parameter shards; those that are not among the "
         "job's hosts get a daemon and no workers.",
@@ -217,6 +214,41 @@ class Settings:
     snapshot_restore: bool = _row(
         False, DAEMON, "Begin with the snapshots in --snapshot-directory instead of the first rank's parameters.",
         unit=SWITCH, flags=("--snapshot-restore",), variable="FUSION_SNAPSHOT_RESTORE", yaml="params.snapshot_restore")
+    timeline_filename: str = _row(
+        "", TIMELINE, "File for Horovod's timeline of all operations on rank 0's node, or DYNAMIC: none until the "
+        "script calls start_timeline.",
+        flags=("--timeline-filename",), variable="HOROVOD_TIMELINE", yaml="timeline.filename", placeholder="FILE")
+    timeline_mark_cycles: bool = _row(
+        False, TIMELINE, "Mark the beginning of each step in the timeline, as CYCLE_START.",
+        unit=SWITCH, flags=("--timeline-mark-cycles",), off=("--no-timeline-mark-cycles",),
+        variable="HOROVOD_TIMELINE_MARK_CYCLES", yaml="timeline.mark_cycles")
+    timeline_all_ranks: bool = _row(
+        False, TIMELINE, "A timeline of each rank, in a file of its own: FILE with the rank before its suffix.",
+        unit=SWITCH, flags=("--timeline-all-ranks",), variable="FUSION_TIMELINE_ALL_RANKS", yaml="timeline.all_ranks")
+    timeline_steps: str = _row(
+        "", TIMELINE, "Steps that are in the timeline, counted from its start, from 0: FIRST-LAST, or FIRST- for all "
+        "from there on.",
+        flags=("--timeline-steps",), variable="FUSION_TIMELINE_STEPS", yaml="timeline.steps", placeholder="STEPS",
+        absent="all")
+    timeline_max_bytes: int = _row(
+        GIB, TIMELINE, "Size at which a timeline's file is renamed, with .1 behind it, and begun anew; what had that "
+        "name is replaced (0: never).",
+        unit=BYTES, flags=("--timeline-max-bytes",), variable="FUSION_TIMELINE_MAX_BYTES", yaml="timeline.max_bytes",
+        least=0)
+    trace: bool = _row(
+        True, TIMELINE, "Whether every worker and daemon records what it does (docs/tracing.md).",
+        unit=SWITCH, flags=("--trace",), off=("--no-trace",), variable="FUSION_TRACE", yaml="timeline.trace")
+    trace_dir: str = _row(
+        "", TIMELINE, "Directory on each host in which every job has one for its records.",
+        flags=("--trace-dir",), variable="FUSION_TRACE_DIR", yaml="timeline.trace_dir", placeholder="DIR",
+        absent="one for this user in /tmp; FUSION_RUNTIME_DIR with -traces behind it, if that is set")
+    trace_buffer: int = _row(
+        16 * MIB, TIMELINE, "Largest file of records of a process; the oldest are overwritten when it is full.",
+        unit=BYTES, flags=("--trace-buffer",), variable="FUSION_TRACE_BUFFER", yaml="timeline.trace_buffer",
+        least=2 * MIB)
+    trace_jobs: int = _row(
+        5, TIMELINE, "How many jobs' records are kept on a host, this one's included.",
+        unit=COUNT, variable="FUSION_TRACE_JOBS", least=1)
     encryption: str = _row(
         "auto", DAEMON, "What is encrypted between daemons: all, control (payloads travel in the clear, for trusted "
         "networks), or auto: all, unless every daemon listens on loopback.",
@@ -233,6 +265,17 @@ class Settings:
         16 * MIB, DAEMON, "Payload a daemon may have under way to one peer for one bucket before the peer has to grant "
         "more credit.",
         unit=BYTES, variable="FUSION_WINDOW_BYTES", least=4 * KIB)
+    link_credit: int = _row(
+        16 * MIB, DAEMON, "Largest payload a daemon hands over to a connection before the peer has received some of "
+        "it, less on slow links; the rest waits, the most urgent first (0: nothing waits, and nothing overtakes).",
+        unit=BYTES, variable="FUSION_LINK_CREDIT", least=0)
+    priority: bool = _row(
+        True, FUSION, "Send those buckets first that the next forward pass needs first.",
+        unit=SWITCH, variable="FUSION_PRIORITY")
+    metrics_port: int = _row(
+        0, DAEMON, "Port of each host's loopback address on which its daemon serves metrics for Prometheus (0: none).",
+        unit=COUNT, flags=("--metrics-port",), variable="FUSION_METRICS_PORT", yaml="params.metrics_port", least=0,
+        most=65535)
     connections: int = _row(
         1, DAEMON, "Payload connections to each peer daemon.", unit=COUNT, variable="FUSION_CONNECTIONS", least=1)
     io_threads: int = _row(
@@ -247,6 +290,49 @@ class Settings:
         10.0, DAEMON, "Silence after which a peer daemon is given up, at most; half of that where its "
         "heartbeats are regular.",
         unit=SECONDS, variable="FUSION_HEARTBEAT_TIMEOUT", least=0.05)
+
+    autotune: bool = _row(
+        False, AUTOTUNE, "Find good values of bucket size, chunk size, window, threads and kind of all-reduce during "
+        "training (docs/autotune.md; needs optuna).",
+        unit=SWITCH, flags=("--autotune",), off=("--no-autotune",), variable="HOROVOD_AUTOTUNE",
+        yaml="autotune.enabled")
+    autotune_log_file: str = _row(
+        "", AUTOTUNE, "CSV file for what was tried, written by rank 0.",
+        flags=("--autotune-log-file",), variable="HOROVOD_AUTOTUNE_LOG", yaml="autotune.log_file", placeholder="FILE")
+    autotune_warmup_samples: int = _row(
+        3, AUTOTUNE, "Samples that are dropped first.",
+        unit=COUNT, flags=("--autotune-warmup-samples",), variable="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+        yaml="autotune.warmup_samples", least=0)
+    autotune_steps_per_sample: int = _row(
+        10, AUTOTUNE, "Steps of a sample.",
+        unit=COUNT, flags=("--autotune-steps-per-sample",), variable="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+        yaml="autotune.steps_per_sample", least=1)
+    autotune_max_samples: int = _row(
+        20, AUTOTUNE, "Samples after which the search ends.",
+        unit=COUNT, flags=("--autotune-bayes-opt-max-samples",), variable="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+        yaml="autotune.bayes_opt_max_samples", least=1)
+    autotune_noise: float = _row(
+        0.8, AUTOTUNE, "Noise that is expected in samples, from 0 to 1: the more, the more samples measure the best "
+        "settings and the default again.",
+        unit=NUMBER, flags=("--autotune-gaussian-process-noise",), variable="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        yaml="autotune.gaussian_process_noise", least=0, most=1)
+    autotune_directory: str = _row(
+        "", AUTOTUNE, "Directory of rank 0 in which what was found is kept, for the next job with the same hosts and "
+        "model.",
+        flags=("--autotune-directory",), variable="FUSION_AUTOTUNE_DIRECTORY", yaml="autotune.directory",
+        placeholder="DIR", absent="fusion_rt/autotune in XDG_CACHE_HOME or ~/.cache")
+    autotune_keep_order: bool = _row(
+        False, AUTOTUNE, "Tune only what does not change in which order gradients are added up, so that results are, "
+        "bit by bit, those without tuning.",
+        unit=SWITCH, flags=("--autotune-keep-order",), variable="FUSION_AUTOTUNE_KEEP_ORDER",
+        yaml="autotune.keep_order")
+    auto: str = _row(
+        "off", AUTOTUNE, "Choose by measured links and computing times, and say why: lossless (how gradients travel), "
+        "lossy (a codec, too), or async (updates one step late).",
+        flags=("--auto",), variable="FUSION_AUTO", yaml="params.auto", choices=("off", "lossless", "lossy", "async"))
+    auto_every: int = _row(
+        500, AUTOTUNE, "Steps after which --auto looks again (0: never).",
+        unit=COUNT, flags=("--auto-every",), variable="FUSION_AUTO_EVERY", yaml="params.auto_every", least=0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -263,9 +349,26 @@ class Settings:
         }
         if (values.get("snapshot_every") or values.get("snapshot_restore")) and not values.get("snapshot_directory"):
             raise SettingError("--snapshot-every and --snapshot-restore need --snapshot-directory")
+        if values.get("autotune") and values.get("auto", "off") != "off":
+            raise SettingError("--autotune, which measures, and --auto, which predicts, exclude each other; use one")
         if not values.get("stall_check", True):
             values.update(stall_warning_time=math.inf, operation_timeout=math.inf)
-        return cls(**values)
+        settings = cls(**values)
+        settings.timeline_range()
+        return settings
+
+    def timeline_range(self) -> tuple[int, int]:
+        """The first and the last step that are in a timeline; the last is -1 if there is no end.
+
+        Raises:
+            SettingError: `timeline_steps` cannot be used.
+        """
+        first, dash, last = self.timeline_steps.partition("-")
+        if not self.timeline_steps:
+            return 0, -1
+        if first.isdecimal() and dash and (not last or (last.isdecimal() and int(last) >= int(first))):
+            return int(first), int(last or -1)
+        raise SettingError(f"--timeline-steps: {self.timeline_steps!r} is not FIRST-LAST, such as 10-20, or FIRST-")
 
     def runtime_root(self) -> str:
         """The directory in which each job's daemons keep their sockets, logs and locks (not created here)."""
@@ -273,6 +376,15 @@ class Settings:
             return self.runtime_dir
         base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
         return os.path.join(base, f"fusion_rt-{os.getuid()}")
+
+    def trace_root(self) -> str:
+        """The directory in which each job's records are (not created here)."""
+        if self.trace_dir:
+            return os.path.abspath(self.trace_dir)
+        if self.runtime_dir:
+            return f"{os.path.abspath(self.runtime_dir)}-traces"
+        # Not XDG_RUNTIME_DIR, which is memory, and small.
+        return os.path.join(tempfile.gettempdir(), f"fusion_rt-traces-{os.getuid()}")
 
 
 OF_SETTINGS = tuple(Knob(row.name, default=row.default, **row.metadata) for row in dataclasses.fields(Settings))
@@ -322,30 +434,6 @@ OF_LAUNCHER = (
     Knob("blacklist_cooldown_range", ELASTIC, "How many seconds a host that failed is left out, at first and at most; "
          "twice as long each time.",
          default="10 300", flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2"),
-    Knob("timeline_filename", TIMELINE, "File for a timeline of all operations.",
-         flags=("--timeline-filename",), variable="HOROVOD_TIMELINE", yaml="timeline.filename", placeholder="FILE",
-         idle=_NO_TIMELINE),
-    Knob("timeline_mark_cycles", TIMELINE, "Mark cycles in the timeline.",
-         SWITCH, flags=("--timeline-mark-cycles",), off=("--no-timeline-mark-cycles",),
-         variable="HOROVOD_TIMELINE_MARK_CYCLES", yaml="timeline.mark_cycles", idle=_NO_TIMELINE),
-    Knob("autotune", AUTOTUNE, "Find good values of the settings during training.",
-         SWITCH, flags=("--autotune",), off=("--no-autotune",), variable="HOROVOD_AUTOTUNE", yaml="autotune.enabled",
-         idle=_NO_TUNING),
-    Knob("autotune_log_file", AUTOTUNE, "File for what was tried.",
-         flags=("--autotune-log-file",), variable="HOROVOD_AUTOTUNE_LOG", yaml="autotune.log_file", placeholder="FILE",
-         idle=_NO_TUNING),
-    Knob("autotune_warmup_samples", AUTOTUNE, "Samples that are dropped first.",
-         COUNT, flags=("--autotune-warmup-samples",), variable="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
-         yaml="autotune.warmup_samples", least=0, idle=_NO_TUNING),
-    Knob("autotune_steps_per_sample", AUTOTUNE, "Steps of a sample.",
-         COUNT, flags=("--autotune-steps-per-sample",), variable="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
-         yaml="autotune.steps_per_sample", least=0, idle=_NO_TUNING),
-    Knob("autotune_bayes_opt_max_samples", AUTOTUNE, "Samples after which the search ends.",
-         COUNT, flags=("--autotune-bayes-opt-max-samples",), variable="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-         yaml="autotune.bayes_opt_max_samples", least=0, idle=_NO_TUNING),
-    Knob("autotune_gaussian_process_noise", AUTOTUNE, "Noise that is expected in samples, from 0 to 1.",
-         NUMBER, flags=("--autotune-gaussian-process-noise",), variable="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-         yaml="autotune.gaussian_process_noise", least=0, most=1, idle=_NO_TUNING),
     Knob("use_gloo", COMPATIBLE, "Horovod's controller without MPI, which comes closest to what fusionrun does.",
          SWITCH, flags=("--gloo",)),
     Knob("use_mpi", COMPATIBLE, "Horovod's controller with MPI.", SWITCH, flags=("--mpi",), idle=_NO_MPI),

@@ -70,7 +70,7 @@ def _meaning(knob: Knob) -> list[str]:
     if knob.inverse:
         sentences.append("The variable means the opposite.")
     if knob.idle:
-        sentences.append(f"{'In this version' if knob.is_yet_to_come else 'No effect'}: {knob.idle}.")
+        sentences.append(f"No effect: {knob.idle}.")
     return sentences
 
 

@@ -1,6 +1,6 @@
 """What `faulthandler` writes, read; and where workers are, in words.
 
-Stacks have the most recent call first, as `faulthandler` writes them. Calls inside of fusion_rt are of no interest to
+A stack has the most recent call first, as `faulthandler` writes it. Calls inside of fusion_rt are of no interest to
 whoever looks for what hangs: only the one that the script has made is kept.
 """
 
@@ -14,9 +14,9 @@ from itertools import islice
 
 from fusion_rt import wire
 
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]{1,16})(?: \[.*\])? \(most recent call first\):")
+_HEAD = "Stack (most recent call first):"
 _FRAME = re.compile(r'  File "(.*)", line ([0-9]{1,9}) in (.*)')
-_OF_MAIN, _OF_OTHERS = 20, 6  # calls that are kept of a thread
+_KEPT = 20  # calls of a stack
 _PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _LARGEST_SOURCE = 4 << 20  # bytes of a file whose lines are read
 _LONGEST_SOURCE = 120  # characters of a line that are kept
@@ -32,38 +32,31 @@ STATES = {
 }
 
 
-def parse(text: str, main_thread: int, directory: str = "") -> tuple[wire.ThreadStack, ...]:
-    """The stacks in what `faulthandler` wrote: of the main thread first, then of the others as they come.
+def parse(text: str, directory: str = "") -> wire.Stack:
+    """The stack in what `faulthandler` wrote; of several, the last one.
 
     Args:
-        main_thread: its ident; 0: the one that wrote.
         directory: where paths that are not absolute begin.
     """
-    stacks: dict[int, list[wire.Frame]] = {}  # of a thread that is there twice, what came last counts
     frames: list[wire.Frame] | None = None
     for line in text.split("\n")[:-1]:  # what has no end was cut off
-        if thread := _THREAD.fullmatch(line):
-            ident = int(thread[1], 16)
-            if line.startswith("Current") and not main_thread:
-                main_thread = ident
-            frames = stacks[ident] = []
+        if line == _HEAD:
+            frames = []
         elif frames is not None and (found := _FRAME.fullmatch(line)):
             path = found[1] if found[1].startswith("<") else os.path.join(directory, found[1])
             frames.append(wire.Frame(path[-wire.MAX_LINE :], int(found[2]), found[3][: wire.MAX_LINE]))
-    order = sorted(stacks, key=lambda ident: ident != main_thread)[: wire.MAX_THREADS]
-    return tuple(_shortened(ident, ident == main_thread, stacks[ident]) for ident in order)
+    return _shortened(frames or [])
 
 
-def with_sources(threads: Sequence[wire.ThreadStack]) -> tuple[wire.ThreadStack, ...]:
+def is_whole(text: str) -> bool:
+    """Whether what `faulthandler` wrote goes as far as the module that was run, where nearly all stacks end."""
+    return text.endswith(" in <module>\n")
+
+
+def with_sources(stack: wire.Stack) -> wire.Stack:
     """The same with the lines of the files, where they can be read. It blocks where a file system does."""
-    return tuple(
-        wire.ThreadStack(
-            thread.name,
-            tuple(wire.Frame(f.file, f.line, f.function, source_line(f.file, f.line), f.inner) for f in thread.frames),
-            thread.more,
-        )
-        for thread in threads
-    )
+    frames = (wire.Frame(f.file, f.line, f.function, source_line(f.file, f.line), f.inner) for f in stack.frames)
+    return wire.Stack(tuple(frames), stack.more)
 
 
 def source_line(path: str, number: int) -> str:
@@ -98,20 +91,17 @@ def describe(found: wire.Whereabouts, host: str) -> list[str]:
     head = f"rank {found.rank} (host {host}, {process})"
     if found.why_not:
         return [f"{head}: {found.why_not}"]
-    return [f"{head}, most recent call first:", *describe_threads(found.threads)]
+    return [f"{head}, most recent call first:", *describe_stack(found.stack)]
 
 
-def describe_threads(threads: Sequence[wire.ThreadStack]) -> Iterator[str]:
-    """A line for each call of the first thread, and how many others there are."""
-    if not threads:
+def describe_stack(stack: wire.Stack) -> Iterator[str]:
+    """A line for each call."""
+    if not stack.frames:
         yield "    it has no Python stack"
-        return
-    for frame in threads[0].frames:
+    for frame in stack.frames:
         yield f"    {describe_frame(frame)}"
-    if threads[0].more:
-        yield f"    and {threads[0].more} more calls"
-    if len(threads) > 1:
-        yield f"    ({len(threads) - 1} other thread{'s' if len(threads) > 2 else ''})"
+    if stack.more:
+        yield f"    and {stack.more} more calls"
 
 
 def describe_frame(frame: wire.Frame) -> str:
@@ -121,7 +111,7 @@ def describe_frame(frame: wire.Frame) -> str:
     return f"{frame.file}:{frame.line} in {frame.function}{source}{inner}"
 
 
-def _shortened(ident: int, is_main: bool, frames: Sequence[wire.Frame]) -> wire.ThreadStack:
+def _shortened(frames: Sequence[wire.Frame]) -> wire.Stack:
     kept: list[wire.Frame] = []
     inner = 0
     for index, frame in enumerate(frames):
@@ -130,8 +120,7 @@ def _shortened(ident: int, is_main: bool, frames: Sequence[wire.Frame]) -> wire.
             continue
         kept.append(wire.Frame(frame.file, frame.line, frame.function, "", inner))
         inner = 0
-    most = _OF_MAIN if is_main else _OF_OTHERS
-    return wire.ThreadStack("main thread" if is_main else f"thread {ident:#x}", tuple(kept[:most]), len(kept[most:]))
+    return wire.Stack(tuple(kept[:_KEPT]), len(kept[_KEPT:]))
 
 
 def _is_ours(frame: wire.Frame) -> bool:

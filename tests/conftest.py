@@ -26,6 +26,7 @@ import psutil
 import pytest
 
 from fusion_rt import stacks
+from tests import forks
 
 pytest_plugins = ["pytester"]
 
@@ -55,6 +56,7 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FUSION_RUNTIME_DIR", str(path))
     yield path
     shutil.rmtree(path)
+    shutil.rmtree(f"{path}-traces", ignore_errors=True)  # nobody has recorded, perhaps
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +82,7 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
 
     left: list[str] = []
     processes = _processes_of(mark) | (set(psutil.Process().children(recursive=True)) - children)
+    processes = {process for process in processes if process.pid not in forks.pids()}
     _, alive = psutil.wait_procs(processes, timeout=GRACE_S)
     for process in alive:
         left.append(f"process {_describe(process)}")
@@ -96,6 +99,7 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
         left.append(f"network namespaces of lab {name}; `python -m benchmarks.netlab clean --all` removes them")
 
     gc.collect()
+    descriptors.update((fd, target) for fd, target in _descriptors().items() if fd in forks.descriptors())
     for fd, target in sorted(_descriptors().items() - descriptors.items()):
         left.append(f"descriptor {fd} ({target})")
         os.close(fd)

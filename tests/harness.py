@@ -27,9 +27,10 @@ from typing import Any
 
 from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line, encode_line, socket_path
 from fusion_rt.topology import Topology
+from tests import forks
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 60.0  # for one function; a test that waits longer hangs
+TIMEOUT_S = 120.0  # for one function; a test that waits longer hangs
 END_S = 10.0  # for a process to end by itself
 _FD = "FUSION_TEST_FD"
 
@@ -121,6 +122,7 @@ class Job:
             if process.stdout is not None:
                 process.stdout.close()
         shutil.rmtree(self._directory)
+        shutil.rmtree(f"{self._directory}-traces", ignore_errors=True)  # nobody has recorded, perhaps
 
     def __enter__(self) -> Job:
         return self
@@ -133,8 +135,8 @@ class Job:
     def _start_daemons(self) -> None:
         endpoints = []
         for node in range(len(self.topology.hosts)):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"],
+            process = forks.popen(
+                [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"], forks.WORKER,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment, cwd=ROOT,
             )  # fmt: skip
             self.daemons.append(process)
@@ -171,8 +173,9 @@ class Job:
         }
         with theirs:
             self.workers.append(
-                subprocess.Popen(
+                forks.popen(
                     [sys.executable, "-c", "from tests.harness import serve; serve()"],
+                    forks.WORKER,
                     env=environment,
                     cwd=ROOT,
                     pass_fds=[theirs.fileno()],

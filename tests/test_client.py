@@ -97,8 +97,7 @@ def failure(client: Client, operation: Operation) -> str:
 
 
 def test_a_client_says_who_it_is_and_learns_who_is_where(daemon: Daemon, client: Client) -> None:
-    main_thread = threading.main_thread().ident or 0
-    assert daemon.hello == wire.Hello(wire.PROTOCOL_VERSION, "job", 1, os.getpid(), stacks.STACK_SIGNAL, main_thread)
+    assert daemon.hello == wire.Hello(wire.PROTOCOL_VERSION, "job", 1, os.getpid(), stacks.STACK_SIGNAL)
     assert daemon.stacks.st_size == stacks.STACK_BYTES
     assert client.topology == WELCOME.topology
     assert client.process_sets[0].ranks == (0, 1)

@@ -32,6 +32,7 @@ AREAS = (
     "fusiond",
     "fusiond.shard_optimizer",
     "fusion_trace",
+    "fusion_trace.simulation",
 )
 ALLOWED = {
     "fusion_rt": {"fusion_rt"},
@@ -49,7 +50,9 @@ ALLOWED = {
     "fusiond": {"fusion_rt", "fusiond", "fusiond.shard_optimizer"},
     # The one module of the daemon that may import torch: late, for the optimizers of shards.
     "fusiond.shard_optimizer": {"fusion_rt", "fusiond", "torch"},
-    "fusion_trace": {"fusion_rt", "fusion_trace"},
+    "fusion_trace": {"fusion_rt", "fusion_trace", "fusion_trace.simulation"},
+    # It runs the daemon's own exchanges and algorithms.
+    "fusion_trace.simulation": {"fusion_rt", "fusion_trace", "fusion_trace.simulation", "fusiond"},
 }
 
 

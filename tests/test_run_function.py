@@ -21,7 +21,7 @@ from fusion_rt.errors import JobError, SettingError
 from fusion_rt.run_function import Answer, Request
 from fusion_rt.runner.function import make_request_plan
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 SCRIPT = """
 import os, sys, time
 import fusion_rt

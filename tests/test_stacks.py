@@ -14,11 +14,8 @@ import fusion_rt
 from fusion_rt import stack_text, stacks, wire
 
 PACKAGE = os.path.dirname(os.path.abspath(fusion_rt.__file__))
-TWO_THREADS = f"""\
-Thread 0x00007f0000000001 (most recent call first):
-  File "/usr/lib/threading.py", line 982 in run
-
-Current thread 0x00007f00000000ff (most recent call first):
+STACK = f"""\
+Stack (most recent call first):
   File "{PACKAGE}/local.py", line 70 in receive
   File "{PACKAGE}/client.py", line 300 in wait
   File "train.py", line 3 in slow
@@ -35,7 +32,7 @@ def run(code: str) -> str:
 # --- written ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_signal_writes_the_stacks_of_all_threads() -> None:
+def test_the_signal_writes_the_stack_of_the_main_thread() -> None:
     offer = stacks.offer()
     begin = os.lseek(offer.fd, 0, os.SEEK_SET)
     waits = threading.Event()
@@ -50,11 +47,27 @@ def test_the_signal_writes_the_stacks_of_all_threads() -> None:
     thread.join()
     text = os.pread(offer.fd, os.lseek(offer.fd, 0, os.SEEK_CUR), begin).decode()
     os.close(offer.fd)
-    assert "in test_the_signal_writes_the_stacks_of_all_threads" in text
-    assert "in somewhere" in text
-    main = stack_text.parse(text, offer.main_thread)[0]
-    assert main.name == "main thread"
-    assert any(frame.function == "test_the_signal_writes_the_stacks_of_all_threads" for frame in main.frames)
+    stack = stack_text.parse(text)
+    assert any(frame.function == "test_the_signal_writes_the_stack_of_the_main_thread" for frame in stack.frames)
+    assert "in somewhere" not in text
+
+
+def test_threads_that_begin_call_and_end_meanwhile_are_no_danger() -> None:
+    code = (
+        "import os, threading\nfrom fusion_rt import stacks\noffer = stacks.offer()\nended = False\n"
+        "def deep(n): return deep(n - 1) if n else 0\n"
+        "def work():\n    while not ended: deep(400)\n"
+        "def start():\n"
+        "    while not ended:\n"
+        "        thread = threading.Thread(target=deep, args=(300,)); thread.start(); thread.join()\n"
+        "threads = [threading.Thread(target=each) for each in (work, start)]\n"
+        "for thread in threads: thread.start()\n"
+        "for _ in range(1000):\n"
+        "    os.lseek(offer.fd, 0, os.SEEK_SET); os.kill(os.getpid(), offer.signal); os.sched_yield()\n"
+        "ended = True\n"
+        "for thread in threads: thread.join()\nprint('well')"
+    )
+    assert run(code) == "well"
 
 
 def test_a_script_that_handles_the_signal_keeps_it() -> None:
@@ -64,7 +77,7 @@ def test_a_script_that_handles_the_signal_keeps_it() -> None:
             f"signal.signal(stacks.STACK_SIGNAL, {how})\nbefore = signal.getsignal(stacks.STACK_SIGNAL)\n"
             "print(stacks.offer(), signal.getsignal(stacks.STACK_SIGNAL) is before)"
         )
-        assert run(code) == "Offer(fd=-1, signal=0, main_thread=0) True"
+        assert run(code) == "Offer(fd=-1, signal=0) True"
 
 
 def test_a_forked_child_does_not_write_into_what_its_parent_shows() -> None:
@@ -102,50 +115,42 @@ def test_more_than_there_is_room_for_is_lost() -> None:
 # --- read -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_main_thread_comes_first_and_calls_inside_of_the_package_are_one() -> None:
-    main, other = stack_text.parse(TWO_THREADS, 0x7F00000000FF, "/home/me")
-    assert main.name == "main thread"
-    assert main.frames == (
+def test_calls_inside_of_the_package_are_one() -> None:
+    assert stack_text.parse(STACK, "/home/me").frames == (
         wire.Frame(f"{PACKAGE}/client.py", 300, "wait", "", 1),
         wire.Frame("/home/me/train.py", 3, "slow"),
         wire.Frame("<string>", 1, "<module>"),
     )
-    assert other == wire.ThreadStack("thread 0x7f0000000001", (wire.Frame("/usr/lib/threading.py", 982, "run"),))
-
-
-def test_without_a_main_thread_the_one_that_wrote_is_it() -> None:
-    assert [thread.name for thread in stack_text.parse(TWO_THREADS, 0)] == ["main thread", "thread 0x7f0000000001"]
 
 
 def test_of_two_answers_the_last_one_counts() -> None:
-    again = TWO_THREADS.replace("line 3 in slow", "line 5 in slow")
-    main, _ = stack_text.parse(TWO_THREADS + again, 0)
-    assert [frame.line for frame in main.frames] == [300, 5, 1]
+    again = STACK.replace("line 3 in slow", "line 5 in slow")
+    assert [frame.line for frame in stack_text.parse(STACK + again).frames] == [300, 5, 1]
 
 
 def test_what_was_cut_off_does_not_count() -> None:
-    main, _ = stack_text.parse(TWO_THREADS[: TWO_THREADS.index("train.py") + 3], 0)
-    assert [frame.function for frame in main.frames] == ["wait"]
-    assert stack_text.parse("", 0) == ()
-    assert stack_text.parse('nothing of the kind\n  File "x", line 1 in y\n', 0) == ()
+    cut = STACK[: STACK.index("train.py") + 3]
+    assert [frame.function for frame in stack_text.parse(cut).frames] == ["wait"]
+    assert stack_text.parse("") == wire.Stack()
+    assert stack_text.parse('nothing of the kind\n  File "x", line 1 in y\n') == wire.Stack()
+    assert stack_text.is_whole(STACK)
+    assert not stack_text.is_whole(cut)
+    assert not stack_text.is_whole("")
 
 
-def test_long_stacks_are_cut_at_their_far_end() -> None:
+def test_a_long_stack_is_cut_at_its_far_end() -> None:
     calls = "".join(f'  File "deep.py", line {line} in f\n' for line in range(1, 101))
-    threads = "".join(f"Thread 0x{ident:016x} (most recent call first):\n{calls}\n" for ident in range(1, 40))
-    found = stack_text.parse(f"{threads}Current thread 0x0000000000000028 (most recent call first):\n{calls}", 0x28)
-    assert len(found) == wire.MAX_THREADS
-    assert found[0].name == "main thread"
-    assert len(found[0].frames) + found[0].more == len(found[1].frames) + found[1].more == 100
-    assert found[0].frames[0].line == 1
-    assert len(found[0].frames) <= wire.MAX_FRAMES
+    stack = stack_text.parse(f"Stack (most recent call first):\n{calls}")
+    assert len(stack.frames) + stack.more == 100
+    assert stack.frames[0].line == 1
+    assert len(stack.frames) <= wire.MAX_FRAMES
 
 
 def test_names_that_are_too_long_for_a_message_are_cut() -> None:
-    text = f'Current thread 0x01 (most recent call first):\n  File "/{"d" * 600}/x.py", line 1 in {"f" * 600}\n'
-    (thread,) = stack_text.parse(text, 0)
-    assert thread.frames[0].file.endswith("/x.py")
-    found = wire.Located(1, (wire.Whereabouts(0, 1, "sleeping (S)", "", (thread,)),))
+    text = f'Stack (most recent call first):\n  File "/{"d" * 600}/x.py", line 1 in {"f" * 600}\n'
+    stack = stack_text.parse(text)
+    assert stack.frames[0].file.endswith("/x.py")
+    found = wire.Located(1, (wire.Whereabouts(0, 1, "sleeping (S)", "", stack),))
     assert wire.decode_peer_message(wire.encode(found)) == found
 
 
@@ -157,20 +162,17 @@ def test_lines_of_files_are_shown_where_they_can_be_read(tmp_path: Path) -> None
     assert len(stack_text.source_line(str(script), 4)) == 120
     for path, line in [(script, 0), (script, 99), (tmp_path / "nowhere", 1), (tmp_path, 1), (tmp_path / "pipe", 1)]:
         assert stack_text.source_line(str(path), line) == ""
-    threads = (wire.ThreadStack("main thread", (wire.Frame(str(script), 1, "f", "", 2),), 3),)
-    assert stack_text.with_sources(threads)[0] == wire.ThreadStack(
-        "main thread", (wire.Frame(str(script), 1, "f", "import time", 2),), 3
-    )
+    stack = wire.Stack((wire.Frame(str(script), 1, "f", "", 2),), 3)
+    assert stack_text.with_sources(stack) == wire.Stack((wire.Frame(str(script), 1, "f", "import time", 2),), 3)
 
 
 def test_where_a_worker_is_in_words() -> None:
-    main = wire.ThreadStack("main thread", (wire.Frame("/train.py", 3, "slow", "time.sleep(300)"),), 2)
-    found = wire.Whereabouts(3, 4711, "sleeping (S)", "", (main, wire.ThreadStack("thread 0x1", ())))
+    stack = wire.Stack((wire.Frame("/train.py", 3, "slow", "time.sleep(300)"),), 2)
+    found = wire.Whereabouts(3, 4711, "sleeping (S)", "", stack)
     assert stack_text.describe(found, "b") == [
         "rank 3 (host b, pid 4711, sleeping (S)), most recent call first:",
         "    /train.py:3 in slow: time.sleep(300)",
         "    and 2 more calls",
-        "    (1 other thread)",
     ]
     stopped = wire.Whereabouts(3, 4711, "stopped (T)", "no answer: the process is stopped (state T in /proc)")
     assert stack_text.describe(stopped, "b") == [

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fusiond.workers import WorkerLink, Workers
 
 _log = logging.getLogger("fusiond")
+_OF_PARCELS = 1  # urgency: a loss that is averaged does not wait behind them
 
 
 class Acting:
@@ -30,6 +31,7 @@ class Acting:
 
     Attributes:
         workers, pool: the daemon's, once it runs.
+        planned: is told of each plan before a worker is.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Acting:
     ) -> None:
         self.workers: Workers
         self.pool: KernelPool
+        self.planned: Callable[[wire.Plan], None] = lambda plan: None
         self._loop = loop
         self._mesh = mesh
         self._stacks = stacks
@@ -52,6 +55,8 @@ class Acting:
         if self._first_done is not None and isinstance(message, wire.Done):
             self._first_done()
             self._first_done = None
+        if isinstance(message, wire.Planned):
+            self.planned(message.plan)
         link = self._links.get(rank)
         if link is not None:
             segment = None if result is None else result.segment
@@ -61,13 +66,13 @@ class Acting:
         assert self._mesh is not None
         self._mesh.send(node, message)
 
-    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int) -> bool:
         assert self._mesh is not None
-        return self._mesh.send_payload(node, chunk, payload)
+        return self._mesh.send_payload(node, chunk, payload, urgency)
 
     def send_piece(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
         assert self._mesh is not None
-        self._mesh.send_payload(node, piece, payload)
+        self._mesh.send_payload(node, piece, payload, _OF_PARCELS)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
         return self._loop.call_later(seconds, callback)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fusion_rt import wire
 from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.context import Context
 from fusiond.coordination import Coordination
@@ -184,6 +185,7 @@ class Agreeing:
             self._start(run, (), ())
         else:
             run.asked = True
+            self._context.trace.record(Kind.NEGOTIATE_BEGIN, run.key.name, 0, run.key.clock)
             self._coordination.ask(_request(run))
 
     def _stand_in(self, run: Run) -> None:
@@ -215,6 +217,7 @@ class Agreeing:
             if len(self._verdicts) > _MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         if run.exchange is None:  # else a peer's data came first
+            self._context.trace.record(Kind.NEGOTIATE_END, run.key.name, 0, run.key.clock)
             self._start(run, verdict.rows, verdict.splits)
 
     def peer_has_begun(self, run: Run) -> None:
@@ -223,6 +226,7 @@ class Agreeing:
             assert run.recipe is not None
             if run.recipe.signature.kind in DIRECT_KINDS:  # approved, or nothing would come; the verdict is late
                 self._approved[run.key.process_set, run.digest] = run.recipe.signature
+                self._context.trace.record(Kind.NEGOTIATE_END, run.key.name, 0, run.key.clock)
                 self._start(run, (), ())
         elif self._participants.joined:
             self.advance(run)

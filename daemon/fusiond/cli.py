@@ -1,9 +1,10 @@
-"""The `fusiond` command: start, status, stop, logs, clean."""
+"""The `fusiond` command: start, status, top, dashboard, stop, logs, clean."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -101,6 +102,54 @@ def status(
 
 
 @app.command()
+def top(
+    job: JobOption = "",
+    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.2)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One interval, as a JSON document.")] = False,
+) -> None:
+    """Shows what jobs do right now: speed of ranks, stragglers, links, memory. On any host of a job."""
+    from dataclasses import asdict
+
+    from fusiond.live.looking import Lookout
+
+    lookout = Lookout(Settings.from_env().runtime_root(), job)
+    lookout.look()
+    if once or as_json:
+        time.sleep(interval)
+        rates = lookout.look()
+        if as_json:
+            typer.echo(json.dumps([asdict(each) for each in rates], indent=2))
+            return
+    from fusiond.live import top as screen  # rich is imported only where something is drawn
+
+    if once:
+        screen.show(rates)
+    else:
+        screen.watch(lookout, interval)
+
+
+@app.command()
+def dashboard(
+    job: JobOption = "",
+    port: Annotated[int, typer.Option(help="Port on this host's loopback address; 0: any.", min=0, max=65535)] = 9465,
+    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.2)] = 2.0,
+) -> None:
+    """Serves what `fusiond top` shows as a web page, read-only and for this host only, until Ctrl-C."""
+    from fusiond.live.dashboard import serve
+    from fusiond.live.looking import Lookout
+
+    server = serve(Lookout(Settings.from_env().runtime_root(), job), port, interval)
+    typer.echo(f"{server.url}/ (Ctrl-C ends it)")
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+
+
+@app.command()
 def stop(job: JobOption = "", node: NodeOption = -1) -> None:
     """Ends a job: its workers raise an error that says so."""
     found = _listening(job, node)
@@ -116,10 +165,14 @@ def stop(job: JobOption = "", node: NodeOption = -1) -> None:
 
 @app.command()
 def clean() -> None:
-    """Removes what dead daemons of this user have left on this host: sockets, locks and logs. Others are left alone."""
+    """Removes what dead daemons of this user have left on this host: sockets, locks, logs, and records of jobs that do
+    not run any more. Others are left alone."""
+    from fusion_rt import trace_files
     from fusiond.leftovers import remove_dead
 
-    for path in remove_dead(Settings.from_env().runtime_root(), logs=True):
+    settings = Settings.from_env()
+    gone = remove_dead(settings.runtime_root(), logs=True)
+    for path in (*gone, *trace_files.remove_dead(settings.trace_root())):
         typer.echo(f"removed what was left in {path}")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
+from fusion_rt.trace import NULL, Instrument
 from fusion_rt.wire import OpKey
 from fusiond.participants import Participants
 from fusiond.running import Outside, Run
@@ -21,6 +22,7 @@ class Context:
         outside: acts for the engine.
         participants: the process sets, and who is away.
         runs: every operation under way on this node.
+        trace: what is done is recorded there.
     """
 
     topology: Topology
@@ -29,6 +31,7 @@ class Context:
     outside: Outside
     participants: Participants
     runs: dict[OpKey, Run] = field(default_factory=dict)
+    trace: Instrument = NULL
 
     @property
     def host(self) -> str:

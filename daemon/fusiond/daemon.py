@@ -15,31 +15,40 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fusion_rt import bootstrap, wire
+from fusion_rt import bootstrap, trace_files, wire
 from fusion_rt.errors import FusionError, WireError
+from fusion_rt.quoting import quoted
 from fusion_rt.settings import Settings
+from fusion_rt.trace import Instrument, Owner, open_recorder
+from fusion_rt.trace_format import Role
 from fusiond.acting import Acting
 from fusiond.asked import ask
 from fusiond.controls import StandardInput, watch_signals
 from fusiond.directory import Directory, listen
 from fusiond.from_peers import FromPeers
+from fusiond.live import figures as live
 from fusiond.loop import EventLoop
 from fusiond.losses import Losses
 from fusiond.membership import Membership, not_ours
 from fusiond.mesh import Mesh
 from fusiond.process import allow_many_descriptors, ignore_float_errors, keep_freed_memory
+from fusiond.ring_files import RingFiles
 from fusiond.stacks import StackReader
 from fusiond.starting import Starting
-from fusiond.status import identity, state_of
+from fusiond.status import figures, identity, state_of
 from fusiond.survey import Survey, document, fitting
+from fusiond.timeline.desk import Desk
+from fusiond.timeline.instrument import Tee
 from fusiond.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from fusiond.engine import Engine
     from fusiond.kernel_pool import KernelPool
+    from fusiond.live.metrics import Metrics
     from fusiond.workers import WorkerLink, Workers
 
 _log = logging.getLogger("fusiond")
+_PLANS = 5.0  # seconds between records of the plans in force
 _TICK = 1.0  # seconds between looks at what has waited too long
 _FREED = 0.2  # seconds after a failure in which what kernels and connections still had in hand is done with
 _LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when nobody ends the daemon before
@@ -72,6 +81,7 @@ class Daemon:
         self._ended: set[int] = set()  # peers that have ended because their workers were done
         self._exit_code = 0
         self._directory = Directory(settings.runtime_root(), config)
+        self._trace = Tee(self._open_recorder())
         self._links: dict[int, WorkerLink] = {}  # by rank
         self._membership = Membership(config.topology, config.node)
         self._loop = EventLoop()
@@ -82,24 +92,51 @@ class Daemon:
                 self._loop,
                 config,
                 settings,
-                lambda node, message, payload: self._from_peers.receive(node, message, payload),
+                lambda node, message, payload: self._heard(node, message, payload),
                 self._mesh_up,
                 self._peer_lost,
+                self._trace,
             )
+        self._timeline = Desk(
+            self._loop, self._trace, settings, config.topology, config.node, lambda why: _log.warning("%s", why)
+        )
         self._acting = Acting(
             self._loop, self._mesh, self._stacks, self._links, lambda: self._starting.report("first_done")
         )
+        self._acting.planned = self._trace.planned
         self._losses = Losses(config.topology, config.node, settings.tolerate_losses, self._membership, self)
         self._starting = Starting(
             config, settings, self._membership, self._loop, self._mesh, self._started, self._start_failed
         )
-        self._from_peers = FromPeers(config.topology, self._membership, self._losses, self._starting, self._loop, self)
+        self._gathering = live.Gathering(
+            config.topology, config.node, self._figures, self.to_node, self._loop.call_later
+        )
+        self._rings = RingFiles(
+            trace_files.directory_of(settings.trace_root(), config.job),
+            config.topology,
+            config.node,
+            self.to_node,
+            self._loop.call_later,
+        )
+        self._from_peers = FromPeers(
+            config.topology, self._membership, self._losses, self._starting, self._gathering, self._loop, self
+        )
         self._engine: Engine
         self._workers: Workers
         self._pool: KernelPool
+        self._metrics: Metrics | None = None
         self._began = time.monotonic()
         # Before anybody is told of this daemon: workers that do not find the socket then know that it is gone.
         self._listener = listen(self._directory.socket_path)
+
+    def _open_recorder(self) -> Instrument:
+        config, settings = self._config, self._settings
+        try:
+            trace_files.begin_job(settings.trace_root(), config.job, settings.trace_jobs)
+        except OSError as error:
+            _log.warning("records of earlier jobs in %s cannot be removed: %s", settings.trace_root(), error.strerror)
+        owner = Owner(config.job, Role.DAEMON, config.node, config.node, len(config.topology.hosts))
+        return open_recorder(settings, owner, _log.warning)
 
     def endpoint(self) -> bootstrap.Endpoint:
         """Where peers reach this daemon."""
@@ -132,9 +169,11 @@ class Daemon:
         )
         watchdog = Watchdog(self._loop, self._settings.heartbeat_timeout / 2)
         self._loop.call_every(_TICK, self._tick)
+        self._loop.call_every(_PLANS, lambda: self._engine.record_plans())
         if self._settings.snapshot_every:
             self._loop.call_every(self._settings.snapshot_every, lambda: self._engine.snapshots.take())
         self._starting.begin()
+        self._serve_metrics()
         try:
             watch_signals(self._loop, self)
             if self._config.attached or self._mesh is not None:
@@ -145,11 +184,31 @@ class Daemon:
         except FusionError:
             raise
         except Exception:  # a bug here: everybody gets to read it, instead of a daemon that is just gone
-            self.fail(f"the daemon of host {self._host} failed:\n{traceback.format_exc()}")
+            self.fail(f"the daemon of host {self._host} failed: {quoted(traceback.format_exc())}")
         finally:
             watchdog.close()
             self._close()
         return self._exit_code
+
+    def _serve_metrics(self) -> None:
+        """A job is worth more than its metrics: it goes on without them where they cannot be had."""
+        if not self._settings.metrics_port:
+            return
+        from fusiond.live.metrics import Metrics
+
+        try:
+            self._metrics = Metrics(
+                self._loop,
+                self._settings.metrics_port,
+                self._config.job,
+                self._config.topology,
+                self._config.node,
+                lambda: self._figures(0),
+            )
+        except FusionError as error:
+            _log.warning("there are no metrics of node %d (host %s): %s", self._config.node, self._host, error)
+        else:
+            _log.info("metrics: %s", self._metrics.url)
 
     # --- workers' Handler ---------------------------------------------------------------------------------------------
 
@@ -172,8 +231,21 @@ class Daemon:
     def worker_message(self, rank: int, link: WorkerLink, message: wire.WorkerMessage) -> None:
         if isinstance(message, wire.Bye):
             self._worker_said_bye(rank, message.error)
+        elif isinstance(message, (wire.StartTimeline, wire.StopTimeline)):
+            self._timeline_asked(rank, message)
         else:
+            if isinstance(message, wire.Submit):
+                self._trace.submitted(message)
             ask(self._engine, rank, link, message)
+
+    def _timeline_asked(self, rank: int, message: wire.StartTimeline | wire.StopTimeline) -> None:
+        def then(why: str) -> None:
+            self._acting.to_worker(rank, wire.Done(message.handle, why.encode()))
+
+        if isinstance(message, wire.StartTimeline):
+            self._timeline.start(rank, message.path, message.mark_cycles, then)
+        else:
+            self._timeline.stop(rank, then)
 
     def worker_left(self, rank: int, pid: int, why: str) -> None:
         del self._links[rank]
@@ -200,6 +272,17 @@ class Daemon:
         if isinstance(message, wire.HangRequest):
             self._engine.survey(message.everyone, lambda survey: self._tell_what_waits(link, survey))
             return
+        if isinstance(message, wire.JobRequest):
+            gone = frozenset(self._ended | self._engine.participants.lost_nodes)
+            self._gathering.ask(gone, lambda told: self._tell_figures(link, told))
+            return
+        if isinstance(message, wire.JobRingsRequest):
+            gone = frozenset(self._ended | self._engine.participants.lost_nodes)
+            self._rings.tell(gone, lambda told: self._workers.send(link, wire.Status(json.dumps(told))))
+            return
+        if isinstance(message, wire.JobRingRequest):
+            self._rings.read(message, lambda told: self._workers.send(link, wire.Status(json.dumps(told))))
+            return
         _log.warning("asked to stop: %s", message.reason)
         self._stopped = True
         self.fail(f"the job was stopped on host {self._host}: {message.reason or 'by request'}")
@@ -216,7 +299,19 @@ class Daemon:
         }
         self._workers.send(link, wire.Status(fitting(told)))
 
+    def _tell_figures(self, link: WorkerLink, told: Mapping[int, wire.Figures]) -> None:
+        self._workers.send(
+            link, wire.Status(live.fitting(live.document(self._config.job, self._config.topology, told)))
+        )
+
+    def _figures(self, serial: int) -> wire.Figures:
+        return figures(serial, self._engine, self._mesh, self._membership, self._failure, self._began)
+
     # --- mesh ---------------------------------------------------------------------------------------------------------
+
+    def _heard(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
+        if not self._rings.handle(node, message):
+            self._from_peers.receive(node, message, payload)
 
     def _mesh_up(self) -> None:
         self._membership.mesh_up = True
@@ -291,12 +386,22 @@ class Daemon:
         from fusiond.engine import Engine
 
         config = self._config
-        return Engine(config.topology, config.node, self._settings, self._acting, self.fail, self._membership.epoch)
+        return Engine(
+            config.topology,
+            config.node,
+            self._settings,
+            self._acting,
+            self.fail,
+            self._membership.epoch,
+            self._trace,
+        )
 
     def _started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
         from fusiond.collectives.cost import CostModel
 
-        self._engine.cost = CostModel(start.latency, start.seconds_per_byte)
+        cost = self._engine.cost = CostModel(start.latency, start.seconds_per_byte)
+        if self._mesh is not None:
+            self._mesh.limit(cost.link_credit(self._settings.link_credit))
         if self._engine.coordinator is not None:
             self._engine.coordinator.seconds_per_byte = dict(seconds_per_byte)
         welcome = wire.Welcome(
@@ -306,6 +411,7 @@ class Daemon:
             self._settings.algorithm,
             self._settings.compression,
             self._membership.epoch,
+            *((start.latency, start.seconds_per_byte) if self._mesh is not None else (0.0, 0.0)),
         )
         for link in self._links.values():
             self._workers.send(link, welcome)
@@ -320,7 +426,7 @@ class Daemon:
         self._membership.left.add(rank)
         del self._links[rank]
         if error:
-            self._lose_rank(rank, f"rank {rank} (host {self._host}) failed: {error}")
+            self._lose_rank(rank, f"rank {rank} (host {self._host}) failed: {quoted(error)}")
         else:
             self._depart(rank)
         self._check_over()
@@ -357,12 +463,16 @@ class Daemon:
             self._engine.tick()
 
     def _close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
         self._workers.close()
         if self._mesh is not None:
             self._mesh.close()
         self._pool.close()
         self._stacks.close()
+        self._timeline.close()
         self._loop.close()
+        self._trace.close()
         self._directory.release()
 
     # --- controls' Handler -------------------------------------------------------------------------------------------

@@ -41,10 +41,10 @@ class Directory:
         leftovers.remove_dead(root, keep=self._path)
 
     def show_stacks(self) -> None:
-        """Has this process write the stacks of its threads into a file here on STACK_SIGNAL, until it ends."""
+        """Has this process write the stack of its main thread into a file here on STACK_SIGNAL, until it ends."""
         path = os.path.join(self._path, OWN_STACKS)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=False, chain=False)
 
     def _take(self, config: bootstrap.DaemonConfig) -> int:
         """The lock, which this process has from now on."""

@@ -18,6 +18,8 @@ from fusion_rt.errors import FusionError
 from fusion_rt.kernels.team import Team
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond import under_way
 from fusiond.agreeing import Agreeing
@@ -33,8 +35,10 @@ from fusiond.homes import Homes
 from fusiond.negotiation import Coordinator
 from fusiond.participants import Participants
 from fusiond.plans import Plans
+from fusiond.progress import Progress
 from fusiond.proposing import Proposing
 from fusiond.questions import Questions
+from fusiond.recording import record_plan
 from fusiond.requests import RequestError
 from fusiond.running import Outside, Run, Runner
 from fusiond.snapshots import Snapshots
@@ -54,6 +58,7 @@ class Engine:
         outside: acts for the engine.
         on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
         epoch: the membership epoch.
+        trace: what is done is recorded there.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Engine:
         outside: Outside,
         on_job_failed: Callable[[str], None],
         epoch: int = 0,
+        trace: Instrument = NULL,
     ) -> None:
         self.topology = topology
         self.node = node
@@ -72,12 +78,16 @@ class Engine:
         self._epoch = epoch
         self._completed = 0
         self._completed_bytes = 0
-        context = Context(topology, node, settings, outside, self.participants)
+        self.progress = Progress(topology.ranks[node])
+        context = Context(topology, node, settings, outside, self.participants, trace=trace)
+        self._trace = trace
         self._runs = context.runs
         self._failing = Failing(context, on_job_failed, lambda: self._agreeing.one_less())
-        self._runner = Runner(topology, node, settings, outside, self._runs, self._delivered, self._failing.run_failed)
+        self._runner = Runner(
+            topology, node, settings, outside, self._runs, self._delivered, self._failing.run_failed, trace
+        )
         self._plans = Plans(Team(settings.kernel_threads))
-        self.homes = Homes(topology, node, settings, outside, self._failing.home_failed, epoch)
+        self.homes = Homes(topology, node, settings, outside, self._failing.home_failed, epoch, trace)
         self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)
         self.codecs = CodecService(
             self._plans, self.homes, self._runs, outside, lambda: self._failing.failure, self._failing.codec_failed
@@ -148,6 +158,7 @@ class Engine:
         if run.recipe is None:
             run.recipe = recipe
         run.parts[rank] = part
+        self._trace.record(Kind.READY, submit.name, part.source.nbytes, submit.clock, peer=rank)
         if signature.kind == "join":
             self._join(rank)
         if run.recipe is not recipe and run.recipe.signature.common() != signature.common():
@@ -170,7 +181,10 @@ class Engine:
     def ready(self, rank: int, ready: wire.Ready) -> None:
         """A worker's part of a planned bucket is in the arena."""
         state, bucket, part = self._plans.part(rank, ready)
+        name, nbytes = f"bucket {ready.bucket}", part.source.nbytes
+        self._trace.record(Kind.READY, name, nbytes, ready.clock, ready.plan, peer=rank)
         if isinstance(state.algorithm, HomeAlgorithm):
+            self.progress.ready(rank, ready.bucket)
             if self._failing.failure:
                 self._failing.refuse(rank, ready.handle, self._failing.failure)
             else:
@@ -183,6 +197,7 @@ class Engine:
         run = self._agreeing.run(key, state.members)
         if rank in run.parts:
             raise RequestError(f"rank {rank} is ready twice in bucket {ready.bucket} of plan {ready.plan}")
+        self.progress.ready(rank, ready.bucket, self._outside.clock() - run.begun)
         run.parts[rank] = part
         self._agreeing.advance(run)
 
@@ -207,6 +222,7 @@ class Engine:
         for loss in view.lost:
             ranks = self.topology.ranks[loss.node] if loss.rank < 0 else (loss.rank,)
             new.update({rank: loss.why for rank in ranks if rank not in self.participants.lost})
+        self._trace.record(Kind.VIEW, "", len(view.nodes), view.number)
         self.participants.lost_nodes.update(loss.node for loss in view.lost if loss.rank < 0)
         self.participants.lose(new)
         self._agreeing.lose(list(new))
@@ -327,6 +343,19 @@ class Engine:
     def _under_way(self) -> list[wire.Waiting]:
         found = under_way.operations(self._context) + under_way.proposals(self._context, self._proposing.waiting)
         return found + self.homes.under_way() + self._coordination.under_way()
+
+    def record_plans(self) -> None:
+        """Records the plans in force again: what was recorded first may be overwritten by now."""
+        for state in self._plans:
+            record_plan(self._trace, state.plan)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Operations that are complete here, their bytes, and operations that are not."""
+        return self._completed + self.homes.meters.version_lag.count, self._completed_bytes, len(self._runs)
+
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes that would have been sent to other nodes without compression, and that were, as far as it counts."""
+        return self._plans.traffic()
 
     def statistics(self) -> dict[str, object]:
         """Operations `under_way` and `completed`, their `bytes` on this node, and the `plans` in force."""

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from fusion_rt import wire
 from fusion_rt.codecs import Codec
 from fusion_rt.errors import FusionError
+from fusion_rt.quoting import quoted
+from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.context import Context
+from fusiond.recording import about_key
 from fusiond.requests import NOTHING
 from fusiond.running import Run
 
@@ -80,6 +83,8 @@ class Failing:
         self._failed.setdefault(key, error)
         while len(self._failed) > _REMEMBERED:
             self._failed.popitem(last=False)
+        what = about_key(key)
+        self._context.trace.record(Kind.FAILED, what.name, 0, what.clock, what.plan)
         run = self._context.runs.pop(key, None)
         if run is not None and run.exchange is not None and run.started:
             run.exchange.abandon()
@@ -95,12 +100,12 @@ class Failing:
         if isinstance(error, FusionError):
             self.everywhere(run.key, f"{run.what} failed on node {context.node} (host {context.host}): {error}")
         else:  # a bug: say where it is
-            text = "".join(traceback.format_exception(error))
-            self.on_job_failed(f"the daemon of host {context.host} failed:\n{text}")
+            text = quoted("".join(traceback.format_exception(error)))
+            self.on_job_failed(f"the daemon of host {context.host} failed: {text}")
 
     def home_failed(self, error: BaseException) -> None:
         """A home raised this."""
-        text = str(error) if isinstance(error, FusionError) else "".join(traceback.format_exception(error))
+        text = str(error) if isinstance(error, FusionError) else quoted("".join(traceback.format_exception(error)))
         self.on_job_failed(f"a home on host {self._context.host} failed: {text}")
 
     def codec_failed(self, codec: Codec, error: BaseException) -> None:

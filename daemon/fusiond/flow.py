@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fusion_rt import wire
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Kind
+from fusiond.recording import about_key
 
 BORROW_FROM = 64 * 1024  # bytes; a smaller payload is copied when it is sent, a larger one borrowed
 SendChunk = Callable[[int, wire.Chunk, bytes | memoryview], bool]
@@ -29,6 +32,7 @@ class FlowPort:
         send_chunk: sends (node, chunk, payload) now; returns whether the payload stays borrowed until credit comes.
         grant: sends credit (node, chunks).
         finished: called when the exchange has finished and nothing of it is borrowed any more.
+        trace: what waits is recorded there.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class FlowPort:
         send_chunk: SendChunk,
         grant: Callable[[int, int], None],
         finished: Callable[[], None],
+        trace: Instrument = NULL,
     ) -> None:
         self.position = nodes.index(node)
         self.nodes = len(nodes)
@@ -53,6 +58,7 @@ class FlowPort:
         self._send_chunk = send_chunk
         self._grant = grant
         self._finished = finished
+        self._trace = trace
         self._under_way: dict[int, int] = {}  # chunks sent to a position and not yet consumed there
         self._borrowed: set[int] = set()  # positions that still have a borrowed payload of ours to consume
         self._waiting: dict[int, deque[tuple[wire.Chunk, bytes | memoryview]]] = {}
@@ -68,7 +74,11 @@ class FlowPort:
         if self._under_way.get(position, 0) < self._window and not self._waiting.get(position):
             self._send_now(position, chunk, payload)
         else:
-            self._waiting.setdefault(position, deque()).append((chunk, payload))
+            waiting = self._waiting.setdefault(position, deque())
+            if not waiting:
+                self._record(Kind.BLOCKED_BEGIN, position)
+            self._record(Kind.QUEUED, position, len(payload))
+            waiting.append((chunk, payload))
 
     def finish(self) -> None:
         self._done = True
@@ -94,6 +104,8 @@ class FlowPort:
         waiting = self._waiting.get(position)
         while waiting and self._under_way[position] < self._window:
             self._send_now(position, *waiting.popleft())
+            if not waiting:
+                self._record(Kind.BLOCKED_END, position)
         if not waiting:
             if self._under_way[position] <= 0:
                 self._borrowed.discard(position)
@@ -108,6 +120,10 @@ class FlowPort:
         self._under_way[position] = self._under_way.get(position, 0) + 1
         if self._send_chunk(self._node_of[position], chunk, payload):
             self._borrowed.add(position)
+
+    def _record(self, kind: Kind, position: int, nbytes: int = 0) -> None:
+        name, clock, plan = about_key(self._key)
+        self._trace.record(kind, name, nbytes, clock, plan, 0, self._node_of[position])
 
     def _check(self) -> None:
         if self._done and not self._told and not self._borrowed and not any(self._waiting.values()):

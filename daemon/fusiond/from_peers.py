@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
+from fusion_rt.quoting import quoted
 from fusion_rt.topology import Topology
+from fusiond.live.figures import Gathering
 from fusiond.loop import EventLoop
 from fusiond.losses import Losses
 from fusiond.membership import Membership
@@ -51,6 +53,7 @@ class FromPeers:
         membership: Membership,
         losses: Losses,
         starting: Starting,
+        gathering: Gathering,
         loop: EventLoop,
         shell: Shell,
     ) -> None:
@@ -58,6 +61,7 @@ class FromPeers:
         self._membership = membership
         self._losses = losses
         self._starting = starting
+        self._gathering = gathering
         self._loop = loop
         self._shell = shell
         self._epochs: dict[int, int] = {}  # by node
@@ -67,13 +71,13 @@ class FromPeers:
         try:
             self._handle(node, message, payload)
         except Exception as error:  # whatever a message that is valid in itself leads to is its sender's fault
-            why = str(error) if isinstance(error, FusionError) else traceback.format_exc()
+            why = str(error) if isinstance(error, FusionError) else quoted(traceback.format_exc())
             host = self._topology.hosts[node]
             kind = type(message).__name__
             self._shell.fail(f"node {node} (host {host}) sent a {kind} that makes no sense here: {why}")
 
     def _handle(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
-        if self._losses.takes(node, message):
+        if self._losses.takes(node, message) or self._gathering.handle(node, message):
             return
         if isinstance(message, _FROM_COORDINATOR) and node != self._losses.views.coordinator:
             if node not in self._losses.coordinated:

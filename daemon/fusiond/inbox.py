@@ -10,7 +10,8 @@ from zmq.utils.monitor import parse_monitor_message
 from fusiond.loop import EventLoop
 from fusiond.sockets import NOW, Socket
 
-_BATCH = 32  # messages taken before other events get their turn
+_BATCH = 32  # messages taken before other events get their turn, and seconds in which they are
+_SECONDS = 1e-3
 Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
 
 
@@ -49,6 +50,7 @@ class Inbox:
         self._peers.add(descriptor)
 
     def _drain(self) -> None:
+        until = self._loop.clock() + _SECONDS
         for _ in range(_BATCH):
             if self._closed:
                 return
@@ -64,6 +66,8 @@ class Inbox:
                 if len(rest) < 2:
                     rest.append(last)
             self._take(routing_id, first, rest)
+            if self._loop.clock() > until:  # chunks, each reduced as it comes: what acknowledges them is due as well
+                break
         self._loop.call_soon(self._drain)
 
     def _watch(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ Then = Callable[[BaseException | None], None]
 
 
 class KernelPool:
-    """`threads` threads that take jobs in order.
+    """`threads` threads that take jobs in order; as many as jobs came at once, if that is more and there are cores.
 
     Args:
         loop: where completions run.
@@ -26,9 +27,8 @@ class KernelPool:
         self._loop = loop
         self._jobs: queue.SimpleQueue[tuple[Job, Callable[[BaseException | None], None]] | None] = queue.SimpleQueue()
         self._submitted = 0
-        self._workers = [threading.Thread(target=self._work, name=f"kernel-{i}", daemon=True) for i in range(threads)]
-        for worker in self._workers:
-            worker.start()
+        self._workers: list[threading.Thread] = []
+        self._grow(threads)
 
     def run(self, jobs: Sequence[Job], then: Then) -> None:
         """Runs jobs side by side; when all have ended, `then` gets the first exception, or None, in the loop."""
@@ -45,9 +45,18 @@ class KernelPool:
 
             self._loop.call_from_thread(in_loop)
 
+        if len(jobs) > self.threads:  # a plan was tuned to have more
+            self._grow(min(len(jobs), os.cpu_count() or 1))
         self._submitted += len(jobs)
         for job in jobs:
             self._jobs.put((job, finished))
+
+    def _grow(self, threads: int) -> None:
+        while len(self._workers) < threads:
+            name = f"kernel-{len(self._workers)}"
+            self._workers.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self._workers[-1].start()
+        self.threads = len(self._workers)
 
     def close(self) -> None:
         """Ends the threads once their jobs have ended."""

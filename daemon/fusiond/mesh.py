@@ -18,14 +18,19 @@ dropped and counted; it cannot connect again, and is told so if it can be told.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
 from fusion_rt import wire
 from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable
+from fusion_rt.clocks import measure
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.settings import Settings
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Kind
 from fusiond import delivery
 from fusiond.delivery import Incoming
 from fusiond.flow import BORROW_FROM
@@ -33,6 +38,8 @@ from fusiond.links import Events, Link
 from fusiond.loop import EventLoop
 from fusiond.peers import Peer
 from fusiond.reception import Reception
+from fusiond.recording import about
+from fusiond.sending import AT_ONCE, PayloadLink, Sending
 from fusiond.sockets import LINGER, Sockets
 from fusiond.suspicion import AwakeClock, Suspicion
 
@@ -51,6 +58,8 @@ class Mesh:
         on_message: called with (node, message, payload) for every valid message of a peer.
         on_up: called once, when every peer has greeted this node and every connection to them stands.
         on_lost: called with (node, sentence) when a peer is lost.
+        trace: what comes and goes is recorded there.
+        clock: nanoseconds, those of the recorder.
 
     Raises:
         FusionError: the address cannot be listened on.
@@ -64,6 +73,8 @@ class Mesh:
         on_message: Callable[[int, wire.PeerMessage, memoryview | None], None],
         on_up: Callable[[], None],
         on_lost: Callable[[int, str], None],
+        trace: Instrument = NULL,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._loop = loop
         self._config = config
@@ -71,6 +82,8 @@ class Mesh:
         self._on_message = on_message
         self._on_up = on_up
         self._on_lost = on_lost
+        self._trace = trace
+        self._clock = clock
         self._up = False
         self._closed = False
         self._peers: dict[int, Peer] = {}
@@ -105,7 +118,9 @@ class Mesh:
             if endpoint.node != self._config.node:
                 self._reception.gate.allow(endpoint.public_key, endpoint.node)
                 incoming = [Incoming() for _ in range(1 + self._settings.connections)]
-                peer = Peer(endpoint.node, hosts[endpoint.node], endpoint, self._suspicion(), incoming)
+                sending = Sending(self._settings.link_credit)
+                peer = Peer(endpoint.node, hosts[endpoint.node], endpoint, self._suspicion(), incoming, sending)
+                sending.posted = partial(self._posted, peer)
                 self._peers[endpoint.node] = peer
                 self._add_link(peer, 0)
         # Only now: a peer that was told of us before we were told of it waits, where a refusal would be for good.
@@ -117,6 +132,11 @@ class Mesh:
             peer.control.open()
         self._loop.call_every(self._settings.heartbeat_interval, self._beat)
         self._loop.call_every(self._look_every, self._look)
+
+    def limit(self, credit: int) -> None:
+        """From now on, so many bytes may be under way on each payload connection (0: any number)."""
+        for peer in self._peers.values():
+            peer.limit(credit)
 
     def send(self, node: int, message: wire.PeerMessage) -> None:
         """Sends a control message; one to a lost peer is dropped, since everybody has been told of the loss.
@@ -130,9 +150,14 @@ class Mesh:
         link.post(peer.control_frame(link.out.serial + 1, wire.encode(message)))
 
     def send_payload(
-        self, node: int, message: wire.Chunk | wire.Piece | wire.Probe, payload: bytes | memoryview
+        self,
+        node: int,
+        message: wire.Chunk | wire.Piece | wire.Probe,
+        payload: bytes | memoryview,
+        urgency: int = AT_ONCE,
     ) -> bool:
-        """Sends a message with a payload. Returns whether that is borrowed until the peer grants credit for it.
+        """Sends a message with a payload, the sooner the less its `urgency` is (`sending`). Returns whether the payload
+        is borrowed until the peer grants credit for it.
 
         A payload below `BORROW_FROM` bytes is the mesh's own once this returns. A larger one of a `Piece`, for which
         nobody grants credit, has to stay as it is for ever; whoever sent it may forget it.
@@ -142,19 +167,28 @@ class Mesh:
             return False
         nbytes = len(payload)
         borrowed = nbytes >= BORROW_FROM
-        peer.next_payload = peer.next_payload % (len(peer.links) - 1) + 1
-        link = peer.links[peer.next_payload]
-        head = delivery.payload_head(link.out.serial + 1)
-        link.post(head + wire.encode(message), payload if borrowed else bytes(payload), borrowed)
+        waiting, what = len(peer.sending), (message, nbytes)
+        peer.sending.send(urgency, wire.encode(message), payload if borrowed else bytes(payload), borrowed, what)
+        if len(peer.sending) > waiting:
+            name, clock, plan = about(message)
+            self._trace.record(Kind.QUEUED, name, nbytes, clock, plan, 1, node)
         peer.sent_chunks += 1
         peer.sent_bytes += nbytes
         return borrowed
+
+    def _posted(self, peer: Peer, what: tuple[wire.Chunk | wire.Piece | wire.Probe, int], link: PayloadLink) -> None:
+        """A message with a payload was handed to a connection."""
+        message, nbytes = what
+        name, clock, plan = about(message)
+        number = peer.number_of(link.out.serial, link.number)
+        self._trace.record(Kind.SENT, name, nbytes, clock, plan, number, peer.node)
 
     def close(self) -> None:
         """Closes every socket; messages already sent get a moment to leave."""
         if self._closed:
             return
         for peer in self._peers.values():
+            peer.sending.flush()
             self.send(peer.node, wire.Leaving())
         self._closed = True
         self._reception.close()
@@ -173,6 +207,10 @@ class Mesh:
             "peers": [peer.statistics(now) for peer in self._peers.values()],
         }
 
+    def figures(self) -> tuple[wire.LinkFigures, ...]:
+        """Of the links to all peers."""
+        return tuple(peer.figures() for peer in self._peers.values())
+
     # --- connections --------------------------------------------------------------------------------------------------
 
     def _suspicion(self) -> Suspicion:
@@ -187,7 +225,9 @@ class Mesh:
         peer = self._peers[link.node]
         if link.number:
             link.send(_GREETING, b"")
+            peer.sending.go_on()
         if link.down_since is not None:
+            self._trace.record(Kind.FOUND, link.name, peer=peer.node)
             peer.came_back(link, self._awake() - link.down_since)
         if not self._up and all(other.connected for other in self._peers.values()):
             self._up = True
@@ -198,6 +238,7 @@ class Mesh:
     def _link_broke(self, link: Link) -> None:
         peer = self._peers[link.node]
         if not peer.leaving:
+            self._trace.record(Kind.LOST, link.name, peer=peer.node)
             peer.broke(link, self._awake())
         elif not link.number:
             self.lose(peer.node, _CLOSED)
@@ -226,6 +267,7 @@ class Mesh:
         peer.lost = True
         self._reception.gate.forbid(node)
         peer.control.last_word(peer.control_frame(0, wire.encode(wire.GivenUp(why))))
+        peer.sending.forget()
         for link in peer.links[1:]:
             link.close()
         self._on_lost(node, why)
@@ -237,7 +279,7 @@ class Mesh:
         now = self._awake()
         peer.suspicion.heard(now)
         if isinstance(message, wire.Heartbeat):
-            peer.suspicion.beat(now)
+            self._beaten(peer, message, now)
         elif isinstance(message, wire.GivenUp):
             self.lose(peer.node, f"it has given this node up ({message.why})")
         elif isinstance(message, _NUMBERED):
@@ -260,14 +302,18 @@ class Mesh:
                 raise WireError(f"it was not asked for connection {message.number}")
             link = peer.links[message.number]
             link.out.acknowledge(message.received)
+            peer.sending.go_on()
             link.open(message.token)
         else:
             peer.leaving = True
             if not peer.control.stands:
                 self.lose(peer.node, _CLOSED)
 
-    def payload_message(self, peer: Peer, message: wire.PeerMessage, payload: memoryview) -> None:
+    def payload_message(self, peer: Peer, message: wire.PeerMessage, payload: memoryview, number: int) -> None:
         """One that came with a payload."""
+        assert isinstance(message, (wire.Chunk, wire.Piece, wire.Probe))
+        name, clock, plan = about(message)
+        self._trace.record(Kind.RECEIVED, name, len(payload), clock, plan, number, peer.node)
         peer.suspicion.heard(self._awake())
         peer.received_chunks += 1
         peer.received_bytes += len(payload)
@@ -297,7 +343,23 @@ class Mesh:
     def _beat(self) -> None:
         for peer in self._peers.values():
             if not peer.lost and not self._closed:
-                self._tell(peer, wire.Heartbeat())
+                peer.asked_at = self._clock()
+                self._tell(peer, wire.Heartbeat(peer.asked_at))
+
+    def _beaten(self, peer: Peer, heartbeat: wire.Heartbeat, now: float) -> None:
+        """A heartbeat of a peer has come, or its answer to one of ours."""
+        came = self._clock()
+        if not heartbeat.echoed:
+            peer.suspicion.beat(now)
+            self._tell(peer, wire.Heartbeat(self._clock(), heartbeat.sent, came))
+            return
+        measured = measure(heartbeat.echoed, heartbeat.came, heartbeat.sent, came)
+        if measured is None or heartbeat.echoed != peer.asked_at:
+            return  # it is late by a whole interval, which says nothing, or makes no sense
+        peer.clock.add(measured)
+        most = 2**32 - 1
+        trip = min(-(-measured.round_trip // 1000), most)
+        self._trace.record(Kind.CLOCK, "", measured.offset, 0, 0, trip, peer.node)
 
     def _look(self) -> None:
         """Looks who is silent, and who is slow."""

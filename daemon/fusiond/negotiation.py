@@ -180,7 +180,8 @@ class Coordinator:
         proposal = request.proposal
         plan_key = (proposal.process_set, proposal.group, proposal.clock)
         made = self._made.get(plan_key[:2])
-        if made is not None and request.rank not in made.holders:  # it had joined while the others made their plan
+        # It had joined while the others made their plan.
+        if made is not None and request.rank not in made.holders and not proposal.anew:
             error = planning.disagreement({made.proposal_rank: made.proposal, request.rank: proposal}, self._topology)
             made.holders.add(request.rank)
             verdict = wire.PlanVerdict(*plan_key, None if error else made.plan, error)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from fusion_rt import wire
 from fusion_rt.bootstrap import Endpoint
+from fusion_rt.clocks import ClockFilter
 from fusiond import delivery
 from fusiond.delivery import Incoming
 from fusiond.episodes import MANY, Break, Flapping, Slowness
 from fusiond.links import Link
+from fusiond.sending import Sending
 from fusiond.suspicion import Suspicion
 
 _log = logging.getLogger("fusiond")
@@ -23,11 +26,14 @@ class Peer:
     Attributes:
         links: to it: the control connection, then those for payloads, once it has told their tokens.
         incoming: what has come on its connections to this node, in the same order.
+        sending: what is on its way to it on connections for payloads.
         greeted: its `PeerHello` has come.
         leaving: it has said that it ends.
         lost: it was given up; what it sends is fenced, unless it is leaving: those are its last words.
         control_from: routing id under which its control messages come.
+        clock: what is known of its clock; `asked_at`: `sent` of the last heartbeat to it.
         owed, owed_bytes: received since it was last sent an acknowledgement.
+        owes_from: so many of these bytes are acknowledged without a message to ride on.
     """
 
     node: int
@@ -35,6 +41,8 @@ class Peer:
     endpoint: Endpoint
     suspicion: Suspicion
     incoming: list[Incoming]
+    sending: Sending
+    owes_from: int = delivery.ACK_BYTES
     links: list[Link] = field(default_factory=list)
     flapping: Flapping = field(default_factory=Flapping)
     slowness: list[Slowness] = field(default_factory=list)
@@ -42,10 +50,11 @@ class Peer:
     leaving: bool = False
     lost: bool = False
     control_from: bytes = b""
-    next_payload: int = 0
     owed: int = 0
     owed_bytes: int = 0
     fenced: int = 0
+    clock: ClockFilter = field(default_factory=ClockFilter)
+    asked_at: int = 0
     sent_chunks: int = 0
     sent_bytes: int = 0
     received_chunks: int = 0
@@ -61,9 +70,21 @@ class Peer:
         """Whether it has greeted this node, and every connection to it has stood."""
         return self.greeted and len(self.links) == len(self.incoming) and all(link.stood for link in self.links)
 
+    def number_of(self, serial: int, connection: int) -> int:
+        """A number for a payload message, which both sides know; with one connection, the serial."""
+        return (serial - 1) * (len(self.incoming) - 1) + connection
+
     def add_link(self, link: Link, heartbeat_interval: float, now: float) -> None:
         self.links.append(link)
+        if link.number:
+            self.sending.links.append(link)
         self.slowness.append(Slowness(max(_SLOW, 3 * heartbeat_interval), now))
+
+    def limit(self, credit: int) -> None:
+        """So many bytes may be under way on each payload connection; the peer is taken to do the same, and so to wait
+        for acknowledgements that come in time."""
+        self.sending.credit = credit
+        self.owes_from = min(delivery.ACK_BYTES, credit // 3) if credit else delivery.ACK_BYTES
 
     def control_frame(self, serial: int, message: bytes) -> bytes:
         """A control message to it, which carries all acknowledgements that it is owed."""
@@ -75,7 +96,7 @@ class Peer:
         """A message of that size has come from it: whether it is to be told so, if no other message tells it."""
         self.owed += 1
         self.owed_bytes += nbytes
-        return self.owed >= delivery.ACK_MESSAGES or self.owed_bytes >= delivery.ACK_BYTES
+        return self.owed >= delivery.ACK_MESSAGES or self.owed_bytes >= self.owes_from
 
     def overdue(self, now: float, most: float) -> str:
         """Why it is to be given up; empty if it is not. `most`: seconds that a connection may take to come back."""
@@ -92,6 +113,11 @@ class Peer:
                 )
             if link.fruitless(now) > most:
                 return f"its {link.name} breaks again and again, and nothing gets through it"
+        if self.sending.full:
+            return (
+                f"it does not take what it is sent: {len(self.sending)} messages "
+                f"({self.sending.nbytes / 2**20:.0f} MiB) wait for its payload connections"
+            )
         return ""
 
     # --- what people are told -----------------------------------------------------------------------------------------
@@ -128,6 +154,17 @@ class Peer:
             link.name, self.node, self.host, seconds, link.resent,
         )  # fmt: skip
 
+    def figures(self) -> wire.LinkFigures:
+        """What has gone to it and come from it."""
+        return wire.LinkFigures(
+            self.node,
+            self.sent_bytes,
+            self.received_bytes,
+            sum(link.out.nbytes for link in self.links),
+            sum(link.reconnections for link in self.links),
+            self.lost,
+        )
+
     def statistics(self, now: float) -> dict[str, object]:
         """For `fusiond status`; times in seconds, `unacknowledged` of what was sent to it."""
         return {
@@ -139,6 +176,9 @@ class Peer:
             "received_bytes": self.received_bytes,
             "unacknowledged_messages": sum(len(link.out) for link in self.links),
             "unacknowledged_bytes": sum(link.out.nbytes for link in self.links),
+            "waiting_messages": len(self.sending),
+            "waiting_bytes": self.sending.nbytes,
+            "overtaken": self.sending.overtaken,
             "reconnections": sum(link.reconnections for link in self.links),
             "resent": sum(link.resent for link in self.links),
             "repeated": sum(incoming.repeated for incoming in self.incoming),

@@ -4,6 +4,9 @@ Buckets follow the order in which gradients arrived on the lowest rank, so that 
 backward pass as its last tensor allows; a bucket holds one dtype. Every tensor starts on a cache line, and so does
 every bucket, so that views of the fusion buffer are as fast as tensors of their own.
 
+The gradients that arrive last, of the first layers, have a small bucket to themselves: nothing of the backward pass is
+left to hide it behind, and the next forward pass needs it first of all.
+
 A tensor that is sparse on some rank is in no bucket: what the ranks have of it does not lie in the same places.
 """
 
@@ -23,6 +26,7 @@ from fusion_rt.wire import Bucket, Plan, PlannedTensor, Proposal, TensorSpec
 from fusiond.participants import Participants
 
 _PARTS_OF_A_SHARE = 4  # buckets that make up a share, when shares are not equal
+_TAIL = 8  # the last bucket has at most the threshold divided by this
 _PAGE = 4096  # bytes; buckets start on pages, so that two threads never write one page
 
 
@@ -76,13 +80,19 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
     """Fuses the proposed tensors, in their order, into buckets of at most `threshold` bytes.
 
     A tensor larger than that has a bucket of its own; a threshold of 0 gives every tensor one. Tensors that are wanted
-    `together`, and follow each other in the proposal, have one whatever its size.
+    `together`, and follow each other in the proposal, have one whatever its size. By all-reduce, where buckets are sent
+    while the backward pass goes on, the last one is smaller, unless its last tensor alone is too large for that.
 
     Args:
+        proposal: its tuning, if it has one, goes before `threshold`.
         homes: nodes that are to have the buckets' homes, if they are to have any, with their shares of the bytes,
             relative to each other. The buckets are then small enough for each to have its share.
     """
     homes = homes or {}
+    tuning, reduction = proposal.tuning, proposal.reduction
+    if tuning is not None:
+        threshold = threshold if tuning.threshold is None else tuning.threshold
+        reduction = replace(reduction, codec=tuning.codec or reduction.codec)
     if homes:
         nbytes = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in proposal.tensors if not t.sparse)
         parts = len(homes) if len(set(homes.values())) == 1 else _PARTS_OF_A_SHARE * len(homes)
@@ -91,7 +101,9 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
     dense = [tensor for tensor in proposal.tensors if not tensor.sparse]
     buckets: list[Bucket] = []
     offset = 0
-    for index, tensors in enumerate(_fused(dense, threshold)):
+    eager = isinstance(algorithms.parse(proposal.reduction.algorithm), algorithms.AllReduce)
+    tail = _tail(dense, threshold // _TAIL) if eager else 0
+    for index, tensors in enumerate(_fused(dense, threshold, tail)):
         bucket = _bucket(index, tensors, offset)
         buckets.append(bucket)
         nbytes = bucket.numel * DTYPES[bucket.dtype].itemsize
@@ -100,11 +112,12 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
         plan_id,
         proposal.group,
         proposal.process_set,
-        proposal.reduction,
+        reduction,
         tuple(buckets),
         offset,
         sparse,
         place_homes(buckets, homes),
+        tuning,
     )
 
 
@@ -146,17 +159,29 @@ def place_homes(buckets: Sequence[Bucket], shares: Mapping[int, float]) -> tuple
     return tuple(placed[bucket.index] for bucket in buckets)
 
 
-def _fused(tensors: Sequence[TensorSpec], threshold: int) -> list[list[TensorSpec]]:
-    """The tensors of each bucket, in the order in which the buckets are complete."""
+def _tail(tensors: Sequence[TensorSpec], most: int) -> int:
+    """How many tensors at the end the last bucket is to have: of one dtype, and at most so many bytes."""
+    count = nbytes = 0
+    for tensor in reversed(tensors):
+        nbytes += _nbytes(tensor)
+        if tensor.together or tensor.dtype != tensors[-1].dtype or nbytes > most:
+            break
+        count += 1
+    return count
+
+
+def _fused(tensors: Sequence[TensorSpec], threshold: int, tail: int) -> list[list[TensorSpec]]:
+    """The tensors of each bucket, in the order in which the buckets are complete; the last one has the last `tail`."""
     open_buckets: dict[str, list[TensorSpec]] = {}  # by dtype: tensors of the bucket being filled
     filled: dict[str, int] = {}
     closed: list[list[TensorSpec]] = []
-    for (dtype, together), run in groupby(tensors, lambda tensor: (tensor.dtype, tensor.together)):
+    before = tensors[: len(tensors) - tail]
+    for (dtype, together), run in groupby(before, lambda tensor: (tensor.dtype, tensor.together)):
         if together:
             closed.append(list(run))
             continue
         for tensor in run:
-            nbytes = _padded(math.prod(tensor.shape), dtype) * DTYPES[dtype].itemsize
+            nbytes = _nbytes(tensor)
             if dtype in open_buckets and filled[dtype] + nbytes > threshold:
                 closed.append(open_buckets.pop(dtype))
             if dtype not in open_buckets:
@@ -165,6 +190,8 @@ def _fused(tensors: Sequence[TensorSpec], threshold: int) -> list[list[TensorSpe
             open_buckets[dtype].append(tensor)
             filled[dtype] += nbytes
     closed.extend(open_buckets.values())
+    if tail:
+        closed.append(list(tensors[len(before) :]))
     return closed
 
 
@@ -177,6 +204,11 @@ def _bucket(index: int, tensors: Sequence[TensorSpec], offset: int) -> Bucket:
         places.append(PlannedTensor(tensor.name, start, numel, tensor.shape, tensor.group))
         start += _padded(numel, dtype)
     return Bucket(index, dtype, start, offset, tuple(places))
+
+
+def _nbytes(tensor: TensorSpec) -> int:
+    """Bytes that a tensor takes up in a bucket."""
+    return _padded(math.prod(tensor.shape), tensor.dtype) * DTYPES[tensor.dtype].itemsize
 
 
 def _padded(numel: int, dtype: str) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from fusion_rt import codecs, wire
 from fusion_rt.algorithms import parse
 from fusion_rt.codecs import CodecError
@@ -212,12 +214,20 @@ class Plans:
         storage = found.reducer.dtype.storage
         offset = found.bucket.offset
         values = memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage)
-        return state, found, Part(ready.handle, values, values, rescale=ready.rescale)
+        return state, found, Part(ready.handle, values, values, rescale=ready.rescale, urgency=ready.urgency)
 
     def statistics(self) -> list[Mapping[str, object]]:
-        """Id, group, number of buckets and bytes of each."""
+        """Id, group, number of buckets, bytes and codec of each; and `tuning`, what of it was tuned, and why."""
         return [
-            {"id": s.plan.id, "group": s.plan.group, "buckets": len(s.buckets), "nbytes": s.plan.nbytes} for s in self
+            {
+                "id": s.plan.id,
+                "group": s.plan.group,
+                "buckets": len(s.buckets),
+                "nbytes": s.plan.nbytes,
+                "codec": s.plan.reduction.codec,
+                "tuning": None if s.plan.tuning is None else msgspec.to_builtins(s.plan.tuning),
+            }
+            for s in self
         ]
 
     def compression(self) -> dict[str, dict[str, float]]:
@@ -233,6 +243,15 @@ class Plans:
         for sums in groups.values():
             total.update(sums)
         return {name: _told(sums) for name, sums in {**groups, "total": total}.items()}
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that would have been sent to other nodes without compression, and that were, as far as it counts."""
+        sums: Counter[str] = Counter()
+        for state in self:
+            sums.update(state.past)
+            for codec in state.codecs:
+                sums.update(codec_statistics(codec) or {})
+        return int(sums["dense_nbytes"]), int(sums["packed_nbytes"])
 
     def _of_group(self, process_set: int, group: str) -> PlanState | None:
         return next((s for s in self if (s.plan.process_set, s.plan.group) == (process_set, group)), None)

@@ -16,6 +16,7 @@ from fusiond.failing import Failing
 from fusiond.homes import Homes
 from fusiond.negotiation import PlanKey
 from fusiond.plans import Plans
+from fusiond.recording import record_plan
 from fusiond.requests import check_proposal
 from fusiond.running import Run
 from fusiond.snapshots import Snapshots
@@ -87,6 +88,8 @@ class Proposing:
         key = (verdict.process_set, verdict.group, verdict.clock)
         if verdict.process_set not in self._context.participants:  # it has been removed since
             return
+        if verdict.plan is not None and not self._has_kernels(verdict.plan, partial(self.verdict, verdict)):
+            return
         waiting = self.waiting.pop(key, {})
         proposed = self._proposed.pop(key, {})
         plan = verdict.plan
@@ -108,10 +111,19 @@ class Proposing:
         for run in [r for r in self._context.runs.values() if r.key.plan == plan.id]:
             self._advance(run)
 
+    def _has_kernels(self, plan: wire.Plan, again: Callable[[], None]) -> bool:
+        """Whether those of its codec are there, if that is none that was proposed here; else calls back later."""
+        if plan.tuning is None or not plan.tuning.codec:
+            return True
+        if len(self._context.participants.members(plan.process_set).nodes) == 1:
+            return True
+        return self._codecs.kernels_of(codecs.parse(plan.reduction.codec), {b.dtype for b in plan.buckets}, again)
+
     def _install(self, plan: wire.Plan) -> None:
         why = self._plans.install(plan, self._context.participants.members(plan.process_set))
         if why:
             self._context.outside.warn(why)
+        record_plan(self._context.trace, plan)
         state = self._plans.get(plan.id)
         if isinstance(state.algorithm, HomeAlgorithm) and self._homes.install(state):
             try:

@@ -1,28 +1,17 @@
-"""What the nodes ask each other about what waits: which operations are under way, and where workers are. No I/O.
-
-Every node may ask. Whoever does not answer in time is left out of what is told.
-"""
+"""What the nodes ask each other about what waits: which operations are under way, and where workers are. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
 from fusiond.context import Context
+from fusiond.rounds import Question, Rounds
 
 PATIENCE = 3.0  # seconds for an answer: a worker has one to show its stacks, and a daemon may be busy
-Question = Callable[[int], wire.PeerMessage]  # made of its serial number
 Answer = wire.Located | wire.WaitingHere
 Answers = dict[int, Answer]  # by node
-
-
-@dataclass
-class _Asked:
-    nodes: set[int]
-    then: Callable[[Answers], None]
-    answers: Answers = field(default_factory=dict)
 
 
 class Questions:
@@ -46,8 +35,7 @@ class Questions:
         self._pid = pid
         self._under_way = under_way
         self._is_over = is_over
-        self._asked: dict[int, _Asked] = {}
-        self._serial = 0
+        self._rounds: Rounds[Answer] = Rounds(self._send, context.outside.call_later, PATIENCE)
 
     def locate(
         self, ranks: Iterable[int], keys: Sequence[OpKey], then: Callable[[dict[int, wire.Located]], None]
@@ -67,7 +55,7 @@ class Questions:
             then({node: answer for node, answer in answers.items() if isinstance(answer, wire.Located)})
 
         keys = tuple(keys)[: wire.MAX_WAITING]
-        self._ask({node: _locate(some, keys) for node, some in of_nodes.items()}, told)
+        self._rounds.ask({node: _locate(some, keys) for node, some in of_nodes.items()}, told)
 
     def waiting(self, then: Callable[[dict[int, wire.WaitingHere]], None]) -> None:
         """Asks all nodes what is under way there; tells by node."""
@@ -75,7 +63,8 @@ class Questions:
         def told(answers: Answers) -> None:
             then({node: answer for node, answer in answers.items() if isinstance(answer, wire.WaitingHere)})
 
-        self._ask(dict.fromkeys([self._context.node, *self._context.other_nodes()], wire.WaitingRequest), told)
+        nodes = [self._context.node, *self._context.other_nodes()]
+        self._rounds.ask(dict.fromkeys(nodes, wire.WaitingRequest), told)
 
     def handle(self, node: int, message: wire.PeerMessage) -> bool:
         """Takes a message of another node, or of this one. Returns whether it was for this."""
@@ -91,29 +80,11 @@ class Questions:
             told = tuple(under_way[: wire.MAX_WAITING])
             self._send(node, wire.WaitingHere(message.serial, self._pid, told, len(under_way) - len(told)))
         elif isinstance(message, (wire.Located, wire.WaitingHere)):
-            self._answered(node, message)
+            if self._may_tell(node, message):
+                self._rounds.answered(node, message.serial, message)
         else:
             return False
         return True
-
-    def _ask(self, questions: dict[int, Question], then: Callable[[Answers], None]) -> None:
-        self._serial += 1
-        serial = self._serial
-        self._asked[serial] = _Asked(set(questions), then)
-        self._context.outside.call_later(PATIENCE, lambda: self._finish(serial))
-        for node, question in questions.items():
-            self._send(node, question(serial))
-        if not questions:
-            self._finish(serial)
-
-    def _answered(self, node: int, answer: Answer) -> None:
-        asked = self._asked.get(answer.serial)
-        if asked is None or node not in asked.nodes or not self._may_tell(node, answer):
-            return  # too late, or nothing that was asked
-        asked.nodes.discard(node)
-        asked.answers[node] = answer
-        if not asked.nodes:
-            self._finish(answer.serial)
 
     def _may_tell(self, node: int, answer: Answer) -> bool:
         """Whether it is about ranks of its sender, as far as that can be said."""
@@ -121,11 +92,6 @@ class Questions:
         if isinstance(answer, wire.Located):
             return all(found.rank in local for found in answer.found)
         return all(local.issuperset(waiting.submitted) for waiting in answer.waiting)
-
-    def _finish(self, serial: int) -> None:
-        asked = self._asked.pop(serial, None)
-        if asked is not None:
-            asked.then(asked.answers)
 
     def _send(self, node: int, message: wire.PeerMessage) -> None:
         if node == self._context.node:

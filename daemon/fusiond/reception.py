@@ -28,8 +28,8 @@ class Handler(Protocol):
     def control_message(self, peer: Peer, message: wire.PeerMessage) -> None:
         """A new control message. A `WireError` that this raises loses the peer."""
 
-    def payload_message(self, peer: Peer, message: wire.PeerMessage, payload: memoryview) -> None:
-        """A new message with a payload."""
+    def payload_message(self, peer: Peer, message: wire.PeerMessage, payload: memoryview, number: int) -> None:
+        """A new message with a payload; `number`: among those of this peer, as `Peer.number_of` counts them."""
 
     def acknowledge(self, peer: Peer) -> None:
         """Enough has come from it that it should be told so."""
@@ -119,6 +119,7 @@ class Reception:
         try:
             for link, upto in zip(peer.links, received, strict=False):
                 link.out.acknowledge(upto)
+            peer.sending.go_on()
             if serial and not peer.incoming[0].accept(serial):
                 return
             if not serial and not isinstance(message, _UNNUMBERED):
@@ -161,7 +162,7 @@ class Reception:
             return
         payload = rest[0].buffer
         due = peer.owes(len(payload))
-        self._handler.payload_message(peer, message, payload)
+        self._handler.payload_message(peer, message, payload, peer.number_of(serial, holder.number))
         if due and peer.owed:
             self._handler.acknowledge(peer)
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH = 180  # characters, where there is no terminal that has a width
+WIDTH = 180  # characters, where there is no terminal that has a width
 
 
 def show_status(found: list[dict[str, Any]]) -> None:
@@ -30,14 +30,14 @@ def show_status(found: list[dict[str, Any]]) -> None:
             f"{daemon['state']}{': ' + daemon['failure'] if daemon['failure'] else ''}",
             f"{len(daemon['joined'])}/{len(daemon['ranks'])} here, {daemon['size']} in all",
             f"{daemon['engine']['completed']} done, {daemon['engine']['under_way']} under way",
-            _size(daemon["engine"]["bytes"]),
-            _size(sum(peer["sent_bytes"] for peer in peers)),
+            size(daemon["engine"]["bytes"]),
+            size(sum(peer["sent_bytes"] for peer in peers)),
             f"{daemon['cpu_seconds']:.1f} s",
             f"{daemon['uptime_seconds']:.0f} s",
         )
     console = Console()
     if not console.is_terminal:
-        console.width = _WIDTH
+        console.width = WIDTH
     console.print(table)
     compressed = _compression(found)
     if compressed.row_count:
@@ -57,8 +57,8 @@ def _compression(found: list[dict[str, Any]]) -> Table:
                 str(daemon["job"]),
                 str(daemon["node"]),
                 group,
-                _size(told["bytes_dense"]),
-                _size(told["bytes_packed"]),
+                size(told["bytes_dense"]),
+                size(told["bytes_packed"]),
                 f"{told['saved']:.1%}",
                 f"{told['selected']} of {told['asked']} asked for" if told["asked"] else "",
                 f"{told['seconds']:.2f} s",
@@ -67,7 +67,7 @@ def _compression(found: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"

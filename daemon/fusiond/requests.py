@@ -42,6 +42,7 @@ class Part:
             message, and the result goes back in one.
         signature, splits: as submitted; of no meaning for a planned bucket.
         rescale: of a planned bucket: what the residual of each tensor is multiplied by first.
+        urgency: the less, the sooner the worker needs it.
     """
 
     handle: int
@@ -50,6 +51,7 @@ class Part:
     signature: wire.Signature = NOTHING
     splits: tuple[int, ...] = ()
     rescale: tuple[float, ...] = ()
+    urgency: int = 0
 
 
 def outputs_of(local: Sequence[Part]) -> tuple[list[Array], Array | None]:
@@ -199,6 +201,11 @@ def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
         raise RequestError(f"its tensors take {nbytes} bytes, more than the {_MAX_PLAN} that a plan may have")
     check_scales(proposal.reduction)
     check_use(codecs.parse(proposal.reduction.codec), proposal.reduction.op)
+    if proposal.tuning is not None:
+        if not isinstance(algorithm, algorithms.AllReduce) or reduction.op == "adasum":
+            raise RequestError(f"{algorithm} with {reduction.op} cannot be tuned; only all-reduces can, without Adasum")
+        if proposal.tuning.codec:
+            check_use(codecs.parse(proposal.tuning.codec), reduction.op)
 
 
 def check_scales(how: wire.Reduction | wire.Signature) -> None:

@@ -14,6 +14,8 @@ from fusion_rt.codecs import BucketCodec
 from fusion_rt.codecs.feedback import FeedbackBucketCodec
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond import algorithms
 from fusiond.algorithms.base import Algorithm, Work
@@ -22,6 +24,8 @@ from fusiond.collectives.cost import CostModel
 from fusiond.flow import FlowPort
 from fusiond.participants import Members
 from fusiond.plans import BucketState, PlanState
+from fusiond.recorded_codecs import record_codec
+from fusiond.recording import about_key, recorded_jobs
 from fusiond.remembered import open_bucket
 from fusiond.requests import Part, Recipe, collective_exchange, outputs_of
 
@@ -37,8 +41,9 @@ class Outside(Protocol):
     def to_node(self, node: int, message: wire.PeerMessage) -> None:
         """Sends a control message to a peer."""
 
-    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
-        """Sends a chunk; returns whether its payload is borrowed until credit for it comes."""
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int) -> bool:
+        """Sends a chunk, the sooner the less its urgency is; returns whether its payload is borrowed until credit
+        for it comes."""
 
     def send_piece(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
         """Sends a piece of a parcel, whose payload nobody will change."""
@@ -106,6 +111,11 @@ class Run:
         return "allreduce" if self.recipe is None else self.recipe.signature.kind
 
     @property
+    def urgency(self) -> int:
+        """That of the local member that needs it soonest."""
+        return min((part.urgency for part in self.parts.values()), default=0)
+
+    @property
     def what(self) -> str:
         """For people."""
         return f"bucket {self.key.name} of plan {self.key.plan}" if self.key.plan else f"tensor {self.key.name!r}"
@@ -138,6 +148,7 @@ class Runner:
             is delivered is taken out.
         delivered: called with a run when its workers have their results.
         failed: called with a run and an exception, when its jobs or its exchange raised one.
+        trace: what is done is recorded there.
     """
 
     def __init__(
@@ -149,6 +160,7 @@ class Runner:
         runs: dict[OpKey, Run],
         delivered: Callable[[Run], None],
         failed: Callable[[Run, BaseException], None],
+        trace: Instrument = NULL,
     ) -> None:
         self.cost = CostModel()
         self._topology = topology
@@ -158,6 +170,7 @@ class Runner:
         self._runs = runs
         self._delivered = delivered
         self._failed = failed
+        self._trace = trace
         self._all_reduce = algorithms.AllReduce()  # of tensors outside a plan
 
     def start_tensor(self, run: Run, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
@@ -168,7 +181,8 @@ class Runner:
         """
         if recipe.signature.kind == "allreduce":
             codec = open_bucket(recipe.codec, recipe.layout, len(run.members.nodes))
-            self._reduce(run, self._all_reduce, recipe.reducer, codec, recipe.layout.elements, recipe.parts)
+            tuning = wire.Tuning()
+            self._reduce(run, self._all_reduce, recipe.reducer, codec, recipe.layout.elements, recipe.parts, tuning)
             return
         local = run.local() or [nothing(recipe.reducer, recipe.layout.elements)]
         outputs, run.shared = outputs_of(local)
@@ -178,12 +192,14 @@ class Runner:
     def start_bucket(self, run: Run, state: PlanState, bucket: BucketState) -> None:
         """Starts the run of a planned bucket."""
         assert isinstance(state.algorithm, Algorithm)  # one with homes has no runs
-        self._reduce(run, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts)
+        tuning = state.plan.tuning or wire.Tuning()
+        self._reduce(run, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts, tuning)
 
     def reduce_at_once(self, run: Run, recipe: Recipe) -> None:
         """A small all-reduce of workers of this node: nothing to exchange, and no thread that would be faster."""
         local = run.local()
         outputs, run.shared = outputs_of(local)
+        self._trace.record(Kind.RUN_BEGIN, run.key.name, local[0].source.nbytes, run.key.clock)
         recipe.reducer.whole([part.source for part in local], outputs)
         self._deliver(run, ())
 
@@ -195,6 +211,7 @@ class Runner:
         codec: BucketCodec,
         elements: int,
         parts: Sequence[tuple[int, int]],
+        tuning: wire.Tuning,
     ) -> None:
         local = run.local()
         if not local:
@@ -203,36 +220,50 @@ class Runner:
         outputs, run.shared = outputs_of(local)
         sources = [part.source for part in local]
         factors = run.parts[min(run.parts)].rescale if run.parts else ()
+        record_codec(codec, self._trace, about_key(run.key))
         first = None
         if factors and isinstance(codec, FeedbackBucketCodec):
             first = partial(codec.scale_residual, factors)
-        route = self._settings.sparse_route
-        self._start(
-            run,
-            lambda port: algorithm.exchange(Work(port, reducer, codec, self.cost, sources, outputs, parts, route)),
-            first,
-        )
+        sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
+        most = self._settings.chunk_bytes
+        whole = most if dense == "doubling" else self.cost.chunk_bytes(most)
 
-    def _start(self, run: Run, make: Callable[[Port], Exchange], first: Job | None = None) -> None:
+        def exchange(port: Port) -> Exchange:
+            work = Work(port, reducer, codec, self.cost, sources, outputs, parts, sparse, dense, whole)
+            return algorithm.exchange(work)
+
+        self._start(run, exchange, first, tuning)
+
+    def _start(
+        self, run: Run, make: Callable[[Port], Exchange], first: Job | None = None, tuning: wire.Tuning | None = None
+    ) -> None:
         """Makes the run's exchange, does the local part of it, and starts it. What `make` raises, this raises.
 
         Args:
             first: is done before the local part.
+            tuning: of its plan.
         """
+        settings, tuning = self._settings, tuning or wire.Tuning()
+        urgency = run.urgency
         run.port = FlowPort(
             run.key,
             run.digest,
             run.members.nodes,
             self._node,
-            self.cost.chunk_bytes(self._settings.chunk_bytes),
-            self._settings.window_bytes,
-            self._outside.send_chunk,
+            min(tuning.chunk_bytes or self.cost.chunk_bytes(settings.chunk_bytes), settings.chunk_bytes),
+            tuning.window_bytes or settings.window_bytes,
+            lambda node, chunk, payload: self._outside.send_chunk(node, chunk, payload, urgency),
             lambda node, chunks: self._outside.to_node(node, wire.Credit(run.key, chunks)),
             lambda: self._exchange_finished(run),
+            self._trace,
         )
+        what = about_key(run.key)
+        nbytes = next((part.source.nbytes for part in run.parts.values()), 0)
+        self._trace.record(Kind.RUN_BEGIN, what.name, nbytes, what.clock, what.plan)
         run.exchange = make(run.port)
         small = run.exchange.local_nbytes <= INLINE_WORK
-        jobs = run.exchange.jobs(1 if small else self._settings.kernel_threads)
+        jobs = run.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
+        jobs = recorded_jobs(jobs, self._trace, what, run.exchange.local_nbytes)
         if jobs and not small:
             if first is None:
                 self._run_jobs(run, jobs)
@@ -284,7 +315,11 @@ class Runner:
         assert run.port is not None
         run.since = run.heard[node] = self._outside.clock()
         position = run.members.nodes.index(node)
+        name, clock, plan = about_key(run.key)
+        self._trace.record(Kind.REDUCE_BEGIN, name, len(payload), clock, plan, 0, node)
         run.exchange.receive(position, chunk, payload)
+        self._trace.record(Kind.REDUCE_END, name, len(payload), clock, plan, 0, node)
+        self._trace.record(Kind.TAKEN, name, len(payload), clock, plan, 0, node)
         run.port.consumed(position, len(payload))
 
     def _exchange_finished(self, run: Run) -> None:
@@ -295,10 +330,13 @@ class Runner:
     def _deliver(self, run: Run, results: Sequence[Result]) -> None:
         """Nothing of the run is under way any more: its workers get their results."""
         del self._runs[run.key]
+        name, clock, plan = about_key(run.key)
+        self._trace.record(Kind.RUN_END, name, 0, clock, plan)
         inline = None if run.shared is None else run.shared.tobytes()
         ranks = [rank for rank in run.members.local if rank in run.parts]
         for index, rank in enumerate(ranks):
             part = run.parts[rank]
+            self._trace.record(Kind.ANSWERED, name, 0, clock, plan, 0, rank)
             if not results:
                 done = wire.Done(part.handle, inline if part.place is None else None, run.answer)
                 self._outside.to_worker(rank, done)

@@ -1,4 +1,4 @@
-"""Where the local workers are: their stacks, which they write without knowing (`fusion_rt.stacks`).
+"""Where the local workers are: the stacks of their main threads, which they write without knowing (`fusion_rt.stacks`).
 
 A worker is asked with a signal, through a descriptor of its process, so that it cannot reach another process that has
 got its number; and only if the signal is one that it handles, since it would else be its end. What it writes is read
@@ -21,7 +21,8 @@ from fusion_rt.stacks import SEALS, STACK_BYTES, is_handled
 from fusiond.loop import EventLoop
 
 _LOOK = 0.03  # seconds between looks at what a worker has written
-_UNCHANGED = 2  # looks in a row that see no change: it is written
+_UNCHANGED = 2  # looks in a row that see no change: it is written, if it goes as far as stacks do
+_PAUSED = 10  # ... and if it does not: on a busy machine the worker may pause anywhere
 PATIENCE = 1.0  # seconds until an answer is there, if it comes at all
 Then = Callable[[wire.Whereabouts], None]
 
@@ -35,7 +36,6 @@ class Source:
         process: a descriptor of it (pidfd); -1: there is none.
         memfd: what it writes its stacks into; -1: it writes none.
         number: the signal on which it does.
-        main_thread: the ident of that.
         unanswered: a signal has been sent, and nothing was written yet.
         waiting: who is told next.
     """
@@ -44,7 +44,6 @@ class Source:
     process: int = -1
     memfd: int = -1
     number: int = 0
-    main_thread: int = 0
     unanswered: bool = False
     waiting: list[Then] = field(default_factory=list)
 
@@ -60,7 +59,7 @@ class Source:
             process = os.pidfd_open(pid)
         except OSError:  # of another namespace (pid 0), or an old kernel: then it is not asked
             process = -1
-        source = cls(pid, process, memfd, hello.stack_signal, hello.main_thread)
+        source = cls(pid, process, memfd, hello.stack_signal)
         if (memfd < 0) != (hello.stack_signal == 0) or (memfd >= 0 and not _is_sealed(memfd)):
             source.close()
             raise WireError("what came with Hello is no memory for stacks")
@@ -191,8 +190,8 @@ class StackReader:
         look.unchanged = look.unchanged + 1 if written == look.written else 0
         look.written = written
         text = os.pread(source.memfd, min(written, STACK_BYTES), 0).decode(errors="replace")
-        # The main thread comes last. On a busy machine the worker may pause anywhere.
-        if not late and (look.unchanged < _UNCHANGED or f"0x{source.main_thread:016x} " not in text):
+        enough = _UNCHANGED if stack_text.is_whole(text) else _PAUSED
+        if not late and (not written or look.unchanged < enough):
             self._look_later(look)
             return
         if written == 0:
@@ -202,10 +201,10 @@ class StackReader:
             self._tell(source, wire.Whereabouts(rank, source.pid, words, why_not))
             return
         source.unanswered = False
-        threads = stack_text.parse(text, source.main_thread, _directory(source.pid))
+        stack = stack_text.parse(text, _directory(source.pid))
 
         def read_lines() -> None:
-            found = wire.Whereabouts(rank, source.pid, look.state, "", stack_text.with_sources(threads))
+            found = wire.Whereabouts(rank, source.pid, look.state, "", stack_text.with_sources(stack))
             if not self._closed:
                 self._loop.call_from_thread(lambda: self._tell(source, found))
 

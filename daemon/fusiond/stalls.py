@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fusion_rt import wire
+from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.context import Context
 from fusiond.coordination import Coordination
 from fusiond.failing import Failing
+from fusiond.recording import about_key
 from fusiond.running import Run
 
 _DEPARTURE_GRACE = 2.0  # seconds that an operation may still take to complete once one of its ranks has left
@@ -50,6 +52,8 @@ class Stalls:
     def _inquire(self, run: Run, waited: float) -> None:
         """Has the coordinator ask everybody, and tell everybody if something is wrong."""
         run.inquired = self._context.outside.clock()
+        name, clock, plan = about_key(run.key)
+        self._context.trace.record(Kind.STALL, name, int(waited), clock, plan)
         self._coordination.ask(wire.Mismatch(run.key, waited))
 
     def _submitted(self, key: OpKey) -> dict[int, wire.Signature]:

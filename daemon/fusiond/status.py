@@ -7,10 +7,17 @@ import os
 import resource
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from fusion_rt import __version__, bootstrap
+import psutil
+
+from fusion_rt import __version__, bootstrap, wire
 from fusion_rt.settings import Settings
 from fusiond.membership import Membership
+
+if TYPE_CHECKING:
+    from fusiond.engine import Engine
+    from fusiond.mesh import Mesh
 
 
 def state_of(failure: str, membership: Membership) -> str:
@@ -50,6 +57,37 @@ def identity(
         "uptime_seconds": round(time.monotonic() - began, 3),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 3),
     }
+
+
+def figures(
+    serial: int, engine: Engine, mesh: Mesh | None, membership: Membership, failure: str, began: float
+) -> wire.Figures:
+    """What a daemon does right now; `serial`: of whoever asks."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    operations, nbytes, under_way = engine.counts()
+    dense, packed = engine.sent_bytes()
+    staleness = engine.homes.meters.version_lag
+    return wire.Figures(
+        serial,
+        os.getpid(),
+        state_of(failure, membership),
+        failure[: wire.MAX_LINE],
+        time.monotonic() - began,
+        usage.ru_utime + usage.ru_stime,
+        psutil.Process().memory_info().rss,
+        operations,
+        nbytes,
+        under_way,
+        dense,
+        packed,
+        staleness.count,
+        staleness.mean,
+        tuple(
+            wire.RankFigures(rank, progress.steps, progress.parts, progress.late)
+            for rank, progress in engine.progress.ranks.items()
+        ),
+        () if mesh is None else mesh.figures(),
+    )
 
 
 def configure_logging(level: str, timestamp: bool) -> None:

@@ -104,10 +104,10 @@ def fitting(told: dict[str, Any], most: int = wire.MAX_TEXT) -> str:
     of what is longer."""
     text = json.dumps(told)
     while len(text) > most and (told["waiting"] or told["ranks"]):
-        long = [rank for rank in told["ranks"] if rank["threads"]]
+        long = [rank for rank in told["ranks"] if rank["stack"]["frames"]]
         if long:
             for rank in long[len(long) // 2 :]:
-                rank.update(threads=[], why_not="there are too many stacks to show")
+                rank.update(stack={"frames": [], "more": 0}, why_not="there are too many stacks to show")
         else:
             half = len(told["waiting"]) // 2
             told["more"] += len(told["waiting"]) - half
@@ -128,8 +128,5 @@ def _stall(stall: Stall, topology: Topology) -> dict[str, Any]:
 def _fields(found: wire.Whereabouts) -> dict[str, Any]:
     """By name, where the message has them by position."""
     fields: dict[str, Any] = msgspec.structs.asdict(found)
-    fields["threads"] = [
-        {"name": thread.name, "frames": [msgspec.structs.asdict(f) for f in thread.frames], "more": thread.more}
-        for thread in found.threads
-    ]
+    fields["stack"] = {"frames": [msgspec.structs.asdict(f) for f in found.stack.frames], "more": found.stack.more}
     return fields

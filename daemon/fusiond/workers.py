@@ -218,7 +218,7 @@ class Workers:
             self._add_segment(link, message, fd)
         if link.rank is not None and isinstance(message, (wire.Ready, wire.Submit)):
             self._handler.worker_message(link.rank, link, message)
-        elif isinstance(message, (wire.StatusRequest, wire.StopRequest, wire.HangRequest)):
+        elif isinstance(message, wire.ToolMessage):
             self._handler.tool_message(link, message)
         elif isinstance(message, wire.Hello):
             if link.rank is not None:

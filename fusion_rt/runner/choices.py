@@ -51,7 +51,7 @@ class Choices:
         }
 
     def warnings(self, environ: Mapping[str, str]) -> list[str]:
-        """At most one sentence on what never has an effect here, and one on what has none yet.
+        """At most one sentence, on what has no effect here.
 
         Args:
             environ: variables of it that Horovod would act on are named, too.
@@ -61,14 +61,7 @@ class Choices:
             is_set = environ.get(knob.variable, "") not in ("", "0")
             if is_set and knob.idle and knob.name not in self._chosen and knob.variable.startswith("HOROVOD_"):
                 idle[knob] = knob.variable
-        never = {knob: source for knob, source in idle.items() if not knob.is_yet_to_come}
-        yet = {knob: source for knob, source in idle.items() if knob.is_yet_to_come}
-        sentences = []
-        if never:
-            sentences.append(f"accepted as in horovodrun, but without effect here: {_by_reason(never)}")
-        if yet:
-            sentences.append(f"accepted, but this version does not act on it: {_by_reason(yet)}")
-        return sentences
+        return [f"accepted as in horovodrun, but without effect here: {_by_reason(idle)}"] if idle else []
 
 
 def _by_reason(sources: Mapping[Knob, str]) -> str:

@@ -108,9 +108,7 @@ def choices_in(arguments: argparse.Namespace) -> dict[str, Choice]:
 
 def _add(group: argparse._ArgumentGroup, knob: Knob) -> None:
     facts = [knob.variable] if knob.variable else []
-    if knob.is_yet_to_come:
-        facts.append(f"in this version {knob.idle}")
-    elif knob.default_text and not knob.idle:
+    if knob.default_text and not knob.idle:
         facts.append(f"default: {knob.default_text}")
     text = (f"{knob.help} ({'; '.join(facts)})" if facts else knob.help).replace("%", "%%")
     if knob.unit is SWITCH:

@@ -2,22 +2,18 @@
 
 When one part of a job fails, others fail because of it: their collectives raise HorovodInternalError. So the cause is
 the first failure that is no such echo. Where all ranks raise that error (they disagree about a shape), it is the first
-that raised its own, and not one that quotes another rank's traceback.
+that raised its own, and not one that quotes another rank's traceback (`last_words` tells them apart).
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fusion_rt.runner.last_words import echo_of, excerpt, in_a_line, last_error
 from fusion_rt.topology import Topology
-
-_TRACEBACK = "Traceback (most recent call last):"
-_ECHO = re.compile(r"[\w.]*\bHorovodInternalError\b")
-_TAIL_LINES = 30
 
 
 @dataclass(frozen=True)
@@ -73,9 +69,7 @@ class WorkerFailure:
 
     @property
     def echo(self) -> int:
-        if self.status < 0 or not _ECHO.match(last_error(self.stderr)):
-            return 0
-        return 2 if any(_is_quote(line) for line in _end_of(self.stderr)[1:]) else 1
+        return 0 if self.status < 0 else echo_of(self.stderr)
 
     @property
     def exit_code(self) -> int:
@@ -95,8 +89,8 @@ class WorkerFailure:
         error = last_error(self.stderr)
         if not error:
             return [f"fusionrun: {who} {ending(self.status)} and printed nothing to stderr"]
-        excerpt = [f"  {line}" for line in _excerpt(self.stderr)]
-        return [f"The end of the stderr of {who}:", *excerpt, f"fusionrun: {who} failed first: {error}"]
+        end = [f"  {line}" for line in excerpt(self.stderr)]
+        return [f"The end of the stderr of {who}:", *end, f"fusionrun: {who} failed first: {error}"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class WorkerGaveUp:
     echo: ClassVar[int] = 1
 
     def tell(self) -> list[str]:
-        return [f"fusionrun: rank {self.rank} on host {self.host} could not go on: {self.error.splitlines()[0]}"]
+        return [f"fusionrun: rank {self.rank} on host {self.host} could not go on: {in_a_line(self.error)}"]
 
 
 @dataclass(frozen=True)
@@ -164,38 +158,3 @@ def ending(status: int) -> str:
     except ValueError:
         name = f"signal {-status}"
     return f"was killed by {name}"
-
-
-def last_error(stderr: str) -> str:
-    """The line that says what went wrong: of the last Python traceback, or the last line that is not empty."""
-    lines = _end_of(stderr)
-    if not lines:
-        return ""
-    line = lines[-1].strip()
-    if lines[0].startswith(_TRACEBACK):
-        line = next((line for line in lines[1:] if not line.startswith(" ")), line)
-    if _is_quote(line):
-        line = line[: -len(_TRACEBACK)] + lines[-1].strip()  # of the traceback quoted, its last line says most
-    return line
-
-
-def _is_quote(line: str) -> bool:
-    """Whether a message goes on with another process's traceback after this line."""
-    return line.endswith(_TRACEBACK) and not line.startswith(_TRACEBACK)
-
-
-def _end_of(stderr: str) -> list[str]:
-    """The last traceback and what follows it, or a few last lines."""
-    lines = [line for line in re.split(r"\r\n|\r|\n", stderr) if line.strip()]
-    starts = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    if not starts:
-        return lines[-_TAIL_LINES // 3 :]
-    return lines[starts[-1] :]
-
-
-def _excerpt(stderr: str) -> list[str]:
-    """As much of that as people are shown: at most `_TAIL_LINES`."""
-    lines = _end_of(stderr)
-    if len(lines) <= _TAIL_LINES:
-        return lines
-    return [lines[0], "  ...", *lines[2 - _TAIL_LINES :]]

@@ -67,11 +67,12 @@ class DistributedAdasum(Wrapped):
         Raises:
             HorovodInternalError: the reduction failed, on all ranks.
         """
+        exchange = self._exchange
+        exchange.steps.begin()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        exchange = self._exchange
         if exchange.idle:
             exchange.begin()
         for slot in exchange.slots:
@@ -79,6 +80,7 @@ class DistributedAdasum(Wrapped):
             slot.start = slot.parameter.detach().clone()
         self._step()
         exchange.synchronize()
+        exchange.steps.end()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already

@@ -18,6 +18,8 @@ from fusion_rt.torch import process_sets as sets
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.rendezvous import open_store
 from fusion_rt.torch.runtime import Runtime, enter, is_initialized, leave, returning, runtime, step_out
+from fusion_rt.trace import Instrument, Owner, open_recorder
+from fusion_rt.trace_format import Role
 
 __all__ = [
     "ProcessSet",
@@ -90,15 +92,31 @@ def _join(where: environment.Environment, settings: Settings, static: Sequence[P
     before = returning(where)
     if before is None:
         client, daemon = autostart.join(where, settings, open_store)
+        trace = _open_recorder(client, settings)
     else:
         client = Client("", before.client.job, where.rank, settings.start_timeout, before.client)
-        daemon = before.daemon
-    enter(Runtime(where, client, daemon))
+        daemon, trace = before.daemon, before.trace
+    enter(Runtime(where, client, daemon, trace))
     try:
+        _begin_timeline(client, settings)
         sets.register(static)
     except BaseException:
         leave()
         raise
+
+
+def _open_recorder(client: Client, settings: Settings) -> Instrument:
+    owner = Owner(client.job, Role.WORKER, client.rank, client.welcome.node, len(client.topology.hosts))
+    return open_recorder(settings, owner, lambda why: warnings.warn(why, stacklevel=4))
+
+
+def _begin_timeline(client: Client, settings: Settings) -> None:
+    """The timeline that the settings ask for."""
+    wanted = settings.timeline_filename
+    if wanted and wanted.upper() != "DYNAMIC":
+        why = client.start_timeline(os.path.abspath(wanted), settings.timeline_mark_cycles)
+        if why:
+            warnings.warn(why, stacklevel=5)
 
 
 def shutdown() -> None:
@@ -208,20 +226,30 @@ def rocm_built() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Horovod's: starts recording a timeline. This version records none, and warns about it.
+    """Begins Horovod's timeline in a file, in place of the one that there may be; returns once it is being written.
+
+    The file is rank 0's, on its host, and calls of other ranks do nothing; with `--timeline-all-ranks` each rank has
+    one, with its number before the suffix, and each host records from the first call of one of its ranks on. A file
+    that is there already is kept, with .1 behind its name.
+
+    Args:
+        file_path: of the file.
+        mark_cycles: whether the beginning of each step is marked.
 
     Raises:
-        ValueError: before `init`, or without HOROVOD_TIMELINE, which Horovod needs to be DYNAMIC for it.
+        ValueError: before `init`, or without HOROVOD_TIMELINE, which Horovod needs to be DYNAMIC for it; or the file
+            cannot be written.
     """
-    runtime()
+    here = runtime()
     if not os.environ.get("HOROVOD_TIMELINE"):
         raise ValueError("Set HOROVOD_TIMELINE=DYNAMIC to enable dynamic timeline usage.")
-    warnings.warn(f"no timeline is recorded in this version, so that {file_path} will not be written", stacklevel=2)
+    if why := here.client.start_timeline(os.path.abspath(file_path), mark_cycles):
+        raise ValueError(why)
 
 
 def stop_timeline() -> None:
-    """Horovod's: stops recording a timeline. Raises `ValueError` before `init`."""
-    runtime()
+    """Ends Horovod's timeline, whose file is complete then. Raises `ValueError` before `init`."""
+    runtime().client.stop_timeline()
 
 
 # --- arguments of init ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from fusion_rt.torch import device, ops
 from fusion_rt.torch.process_sets import ProcessSet
 from fusion_rt.torch.runtime import Runtime
 from fusion_rt.torch.slots import Slot
+from fusion_rt.trace_format import Flush, Kind
 
 
 class Bucket(ABC):
@@ -26,17 +27,24 @@ class Bucket(ABC):
         slots: its parameters.
         missing: how many of them still wait for their gradient in this step.
         sent: its part of this step is on its way.
+        flush: why it is sent when it is.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
         self.missing = len(slots)
         self.sent = False
+        self.flush = Flush.STEP
 
     def rewind(self) -> None:
         """The next step begins."""
         self.missing = len(self.slots)
         self.sent = False
+        self.flush = Flush.STEP
+
+    def fill(self) -> None:
+        """The last gradient of this step has come. By default there is nothing to be done about it."""
+        return
 
     def send(self) -> None:
         """Submits this step's part; a parameter without gradient contributes zeros."""
@@ -70,6 +78,8 @@ class DenseBucket(Bucket):
 
     Attributes:
         added: the result is to be added to what the worker has; known when it has come.
+        urgency: the less, the sooner its result is needed.
+        nbytes: its size, for the recorder.
         owed: places in the bucket, and what is to be added there (both 1-D) to what is sent next.
     """
 
@@ -84,10 +94,12 @@ class DenseBucket(Bucket):
     ) -> None:
         super().__init__(slots)
         self.added = False
+        self.urgency = self.nbytes = 0
         self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._here = here
         self._terms = terms
         self._identity = (name, plan, index)
+        self._label = f"bucket {index}"
         self._operation: Operation | None = None
         self._copying: device.Copying | None = None
 
@@ -95,9 +107,12 @@ class DenseBucket(Bucket):
         super().rewind()
         self._operation = self._copying = None
 
+    def fill(self) -> None:
+        self._record(Kind.FULL)
+
     def submit(self) -> None:
         """Submits what is in the arena already."""
-        self._operation = self._here.client.ready(*self._identity, self._terms())
+        self._operation = self._here.client.ready(*self._identity, self._said(), self.nbytes, self.flush)
 
     def _send(self) -> None:
         client = self._here.client
@@ -117,12 +132,14 @@ class DenseBucket(Bucket):
             values.append(value)
         with torch.no_grad():
             if host[0]:
+                self._record(Kind.COPY_BEGIN)
                 torch._foreach_copy_(*host)
+                self._record(Kind.COPY_END)
             if remote[0]:
                 self._copying = device.layer.copy(*remote)
                 return
         self._pay()
-        self._operation = ready(*self._identity, self._terms())
+        self._operation = ready(*self._identity, self._said(), self.nbytes, self.flush)
 
     def post(self, wait: bool) -> bool:
         if self._copying is not None:
@@ -132,8 +149,15 @@ class DenseBucket(Bucket):
                 return False
             self._copying = None
             self._pay()
-            self._operation = self._here.client.ready(*self._identity, self._terms())
+            self.submit()
         return True
+
+    def _record(self, kind: Kind) -> None:
+        _, plan, index = self._identity
+        self._here.trace.record(kind, self._label, 0, self._here.client.next_clock(plan, index), plan)
+
+    def _said(self) -> Terms:
+        return self._terms()._replace(urgency=self.urgency)
 
     def _pay(self) -> None:
         while self.owed:
@@ -152,6 +176,8 @@ class DenseBucket(Bucket):
     def land(self, operation: Operation) -> None:
         """Waits for a reduction, and puts its results where they belong. Raises `HorovodInternalError`."""
         self.added = self._here.client.wait(operation).sizes == (1,)
+        _, clock, plan = operation.about
+        self._here.trace.record(Kind.APPLY_BEGIN, self._label, 0, clock, plan)
         landings = [(slot, slot.landing()) for slot in self.slots if slot.sparse or not slot.direct]
         elsewhere = [(landing, slot.view) for slot, landing in landings if landing is not slot.view]
         with torch.no_grad():
@@ -159,6 +185,7 @@ class DenseBucket(Bucket):
                 self._here.copying.append(device.layer.copy(*zip(*elsewhere, strict=True)))
             for slot, landing in landings:
                 slot.take(landing)
+        self._here.trace.record(Kind.APPLY_END, self._label, 0, clock, plan)
 
     def await_end(self, operation: Operation) -> None:
         """Waits until a reduction has ended; raises `HorovodInternalError` if it failed."""

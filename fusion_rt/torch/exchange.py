@@ -23,6 +23,7 @@ import torch
 from fusion_rt import wire
 from fusion_rt.client import Terms
 from fusion_rt.errors import HorovodInternalError
+from fusion_rt.settings import Settings
 from fusion_rt.torch import device
 from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
 from fusion_rt.torch.compression import NoneCompressor
@@ -30,9 +31,11 @@ from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.memory import Memory, Place
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.parameters import Trained
+from fusion_rt.torch.recording import Steps
 from fusion_rt.torch.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.slots import Named, Slot, in_order
 from fusion_rt.torch.tensors import TORCH_DTYPES
+from fusion_rt.trace_format import Flush
 
 _serial = itertools.count()
 _all: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
@@ -74,10 +77,13 @@ class GradientExchange:
         serial: in the order in which exchanges were made.
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
         memory: what daemons remember of its gradients.
+        steps: the steps that it is part of, as they are recorded.
     """
 
     memory_type: ClassVar[type[Memory]] = Memory
     """Of its `memory`."""
+    may_be_late: ClassVar[bool] = False
+    """Whether updates can be applied one step late."""
 
     def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
         self.compressor = manner.compressor
@@ -91,6 +97,7 @@ class GradientExchange:
         self._trained = trained
         self.memory = self.memory_type(self, manner, trained)
         self._runtime = runtime()
+        self.steps = Steps(self._runtime.trace)
         self._group = self._name()
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
         self._buckets: list[Bucket] | None = None
@@ -99,6 +106,9 @@ class GradientExchange:
         self._steps = self._plans = self._nbytes = 0
         self._waited = self._last_waited = 0.0
         self._agreed: wire.Plan | None = None
+        self._eager = manner.eager
+        self._replanning = None if manner.replanning is None else manner.replanning()
+        self._prioritises = Settings.from_env().priority
         self.serial = next(_serial)
         _all.add(self)
         self._watch(trained.named())
@@ -125,13 +135,19 @@ class GradientExchange:
         if self._runtime is not here or [id(p) for p in self._trained.tensors()] != list(self._slots):
             self._give_up_plan(here)
             self._watch(self._trained.named())
+        elif self._replanning is not None and self._replanning.due(here):
+            self._give_up_plan(here)
         self.memory.begin()
         self.idle = False
+        self.steps.first_gradient()
 
     def advance(self, bucket: Bucket) -> None:
         """Sends the bucket if it is complete, and what was on its way from a device."""
-        if not bucket.missing and self._manner.eager:
-            self._send(bucket)
+        if not bucket.missing:
+            bucket.fill()
+            if self._eager:
+                bucket.flush = Flush.FULL
+                self._send(bucket)
         while self.copying and self.copying[0].post(wait=False):
             self.copying.popleft()
 
@@ -152,6 +168,8 @@ class GradientExchange:
             self._end_step()
         self._last_waited = time.perf_counter() - began
         self._waited += self._last_waited
+        if self._replanning is not None:
+            self._replanning.stepped(self._waited, all_here=True)
 
     def _submit(self) -> list[Bucket]:
         """Sends what has not been sent of this step, by a new plan if there is none. Returns all buckets."""
@@ -226,6 +244,8 @@ class GradientExchange:
         return id_of(here, self._manner.process_set, "allreduce")
 
     def _send(self, bucket: Bucket) -> None:
+        if self._replanning is not None:
+            self._replanning.sent()
         bucket.send()
         if not bucket.post(wait=False):
             self.copying.append(bucket)
@@ -268,6 +288,7 @@ class GradientExchange:
         if here is not self._runtime:
             self._runtime, self._segment, self._plan, self._agreed = here, None, 0, None
             self._group = self._name()
+            self.steps.trace = here.trace
         if self._segment is not None:
             here.client.arena.drop_segment(self._segment)
             self._segment = None
@@ -283,8 +304,14 @@ class GradientExchange:
         # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
         # joined, took no part in some of their proposals.
         proposal = wire.Proposal(self._group, process_set, self._plan, self._manner.reduction, specs)
+        if self._replanning is not None:
+            proposal = self._replanning.proposal(here, proposal, self.may_be_late and self._manner.eager)
         plan = client.wait(client.propose(proposal)).plan
         assert plan is not None
+        if self._replanning is not None:
+            self._replanning.planned(plan)
+            self.memory.use(plan.reduction.codec)
+            self._tuned(plan.tuning)
         self._agreed = plan
         self.memory.planned(Place(here, self._manner.process_set, self._group, plan), plan, order)
         self._buckets = [self._sparse_bucket(order[tensor.name], tensor.sparse) for tensor in plan.sparse]
@@ -300,6 +327,7 @@ class GradientExchange:
             slots = [order[tensor.name] for tensor in bucket.tensors]
             name = f"{self._group}, bucket {bucket.index}"
             dense = DenseBucket(here, plan.id, bucket.index, name, slots, partial(self._terms, slots))
+            dense.nbytes = flat.nbytes
             for slot, tensor in zip(slots, bucket.tensors, strict=True):
                 place = flat[tensor.start : tensor.start + tensor.numel]
                 slot.place(dense, place)
@@ -309,6 +337,23 @@ class GradientExchange:
             self._buckets.append(dense)
         if not all(slot.direct for slot in self.slots):
             device.layer.pin(segment)
+        self._prioritise()
+
+    def _tuned(self, tuning: wire.Tuning | None) -> None:
+        """The plan that has been made is tuned, or not: does what of it is for workers to do."""
+
+    def _prioritise(self) -> None:
+        """Tells the buckets in which order their results are needed."""
+        if not self._prioritises:
+            return
+        dense = [bucket for bucket in self._buckets or [] if isinstance(bucket, DenseBucket)]
+        for bucket, urgency in zip(dense, self._urgencies(dense), strict=True):
+            bucket.urgency = urgency
+
+    def _urgencies(self, buckets: Sequence[DenseBucket]) -> Sequence[int]:
+        """Of buckets in the order of their arrival. `step()` waits for all of them: alike, and behind operations that a
+        script waits for by themselves."""
+        return [1] * len(buckets)
 
     def _terms(self, slots: Sequence[Slot]) -> Terms:
         """What is sent with a bucket."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusion_rt import wire
+from fusion_rt.torch.autotune.replanning import Replanning
 from fusion_rt.torch.process_sets import ProcessSet
 from fusion_rt.torch.slots import Slot
 
@@ -25,6 +27,7 @@ class Manner:
         slot: what is reduced of a parameter.
         eager: buckets are sent as soon as they are complete, during the backward pass.
         exchange: what reduces them; None: `GradientExchange`.
+        replanning: makes what replaces plans by others; None: they are for ever.
     """
 
     reduction: wire.Reduction
@@ -34,3 +37,4 @@ class Manner:
     slot: type[Slot] = Slot
     eager: bool = True
     exchange: type[GradientExchange] | None = None
+    replanning: Callable[[], Replanning] | None = None

@@ -72,9 +72,23 @@ class Memory:
         self._exchange = exchange
         self._manner = manner
         self._trained = trained
+        self._codec = manner.reduction.codec
         stateful = self.homes or codecs.parse(manner.reduction.codec).stateful
         self._feedback = Feedback(manner.reduction.codec, trained) if stateful else None
         self._owed: carried.Arrays = {}  # gradients to be sent with this worker's next ones, flat, by name
+
+    def use(self, codec: str) -> None:
+        """Gradients are compressed by this codec from now on; what another one remembered is for daemons to keep."""
+        if codec == self._codec:
+            return
+        self._codec = codec
+        if not (self.homes or codecs.parse(codec).stateful):
+            self._feedback = None
+            return
+        rates = {} if self._feedback is None else self._feedback.rates
+        self._feedback = Feedback(codec, self._trained)
+        self._feedback.resume(rates)
+        self._feedback.begin()
 
     @property
     def remembers(self) -> bool:

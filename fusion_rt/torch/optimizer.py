@@ -14,8 +14,10 @@ import torch
 
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.codecs.uses import check_use
+from fusion_rt.settings import Settings
 from fusion_rt.torch import agreement, ops
 from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
+from fusion_rt.torch.autotune.choosing import replanning
 from fusion_rt.torch.compression import Compression, NoneCompressor, codec_of
 from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.ops.signatures import id_of
@@ -104,8 +106,10 @@ def DistributedOptimizer(
     _check_codec(optimizer, chosen, ops.resolve(op))
     spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
     algorithms.check_use(spec, codecs.parse(chosen), ops.resolve(op), process_set.size() or 1)
+    settings, asked = Settings.from_env(), overlap
     overlap = chosen_overlap(overlap, optimizer, spec, op == ops.Adasum)
     if not isinstance(spec, algorithms.AllReduce) and takes_part(process_set):
+        replanning(settings, f"{spec} is no all-reduce", here.rank)
         _check_algorithm(optimizer, spec, compressor, gradient_predivide_factor)
         return _by_algorithm(optimizer, spec, chosen, names, together, process_set, backward_passes_per_step)
     reduction = wire.Reduction(
@@ -114,10 +118,14 @@ def DistributedOptimizer(
     if op == ops.Adasum and here.size > 1:
         if process_set != global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        replanning(settings, "it is for Adasum", here.rank)
         manner = Manner(reduction, process_set, compressor, slot=DeltaSlot, eager=False)
         return wrap(DistributedAdasum, optimizer, names, together, manner, backward_passes_per_step)
     kind: type[Distributed] = Distributed
-    manner = Manner(reduction, process_set, compressor, sparse_as_dense)
+    tuned = replanning(settings, "", here.rank) if takes_part(process_set) else None
+    manner = Manner(reduction, process_set, compressor, sparse_as_dense, replanning=tuned)
+    if tuned and settings.auto == "async" and asked is None and overlap == "none":
+        overlap = "none" if isinstance(optimizer, torch.optim.LBFGS) else "forward"
     if overlap != "none" and takes_part(process_set):
         manner = replace(manner, slot=OverlapSlot, eager=overlap == "forward", exchange=OverlapExchange)
         kind = Overlapped

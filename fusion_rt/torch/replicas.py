@@ -131,6 +131,7 @@ class DistributedReplicas(Wrapped):
             HorovodInternalError: the exchange failed.
         """
         exchange, spec = self._exchange, self._spec
+        exchange.steps.begin()
         self.anchor()
         loss = self._step(closure)
         exchange.collect()
@@ -140,6 +141,7 @@ class DistributedReplicas(Wrapped):
             exchange.post()
             if not spec.overlaps:
                 exchange.collect()
+        exchange.steps.end()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already

@@ -22,7 +22,9 @@ from typing import Any, NoReturn
 from fusion_rt.client import Client
 from fusion_rt.errors import FusionError
 from fusion_rt.launchers import autostart, environment
+from fusion_rt.torch import recording
 from fusion_rt.torch.device import Copying
+from fusion_rt.trace import NULL, Instrument
 
 _LAST_TO_LEAVE = 10.0  # seconds that a worker which is alone waits for its daemon to end
 
@@ -38,11 +40,19 @@ class Runtime:
         where: this worker's place, from its environment.
         daemon: the one that this worker started, if it did.
         copying: copies of results from the arena to a device that may be under way.
+        trace: what this worker does is recorded there.
     """
 
-    def __init__(self, where: environment.Environment, client: Client, daemon: autostart.StartedDaemon | None) -> None:
+    def __init__(
+        self,
+        where: environment.Environment,
+        client: Client,
+        daemon: autostart.StartedDaemon | None,
+        trace: Instrument = NULL,
+    ) -> None:
         topology = client.topology
         self.client = client
+        self.trace = client.trace = trace
         self.rank = where.rank
         self.size = topology.size
         self.local_rank = topology.local_rank(where.rank)
@@ -88,6 +98,8 @@ class Runtime:
         self.leave(error)
         self.forget()
         self.client.close()
+        recording.forget(self.trace)
+        self.trace.close()
         if self.daemon is not None and self.size == 1:
             self.daemon.wait(_LAST_TO_LEAVE)
 

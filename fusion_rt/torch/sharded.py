@@ -186,12 +186,14 @@ class DistributedShards(Wrapped):
         Raises:
             HorovodInternalError: it failed.
         """
+        self._exchange.steps.begin()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._exchange.synchronize()
         self._script_optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._exchange.steps.end()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already

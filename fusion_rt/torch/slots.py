@@ -16,11 +16,13 @@ from fusion_rt import wire
 from fusion_rt.torch import device
 from fusion_rt.torch.compression import NoneCompressor
 from fusion_rt.torch.tensors import dtype_name
+from fusion_rt.trace_format import Kind
 
 if TYPE_CHECKING:
     from fusion_rt.torch.buckets import Bucket
     from fusion_rt.torch.exchange import GradientExchange
 
+_GRADIENT = int(Kind.GRADIENT)
 _TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
@@ -41,6 +43,7 @@ class Slot:
     Attributes:
         name: its name, the same on all ranks.
         parameter: the parameter.
+        nbytes: of its gradient, while it is dense.
         together: see `Named`.
         direct: `p.grad` may be the place in the arena itself.
         passes_left: backward passes until its gradient is complete; negative: there were too many.
@@ -59,6 +62,7 @@ class Slot:
         "context",
         "direct",
         "name",
+        "nbytes",
         "parameter",
         "passes_left",
         "sparse",
@@ -69,6 +73,7 @@ class Slot:
     def __init__(self, exchange: GradientExchange, named: Named) -> None:
         self._exchange = exchange
         self.name, self.parameter, self.together = named
+        self.nbytes = self.parameter.numel() * self.parameter.element_size()
         self.direct = self._is_direct()
         self.passes_left = exchange.passes
         self.bucket: Bucket | None = None
@@ -89,6 +94,7 @@ class Slot:
             return
         if left < 0:
             raise AssertionError(_TOO_MANY)
+        exchange.steps.trace.record(_GRADIENT, self.name, self.nbytes, exchange.steps.number)
         bucket = self.bucket
         if bucket is None:
             exchange.arrivals.append(self)

@@ -96,6 +96,7 @@ class Distributed(Wrapped):
         Raises:
             HorovodInternalError: a reduction failed, on all ranks.
         """
+        self._exchange.steps.begin()
         if not self._skipping:
             if self._synchronized:
                 warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
@@ -107,7 +108,9 @@ class Distributed(Wrapped):
                     self.synchronize()
                 closure = self._reducing(closure)
         self._synchronized = self._reduced_early = False
-        return self._step(closure)
+        result = self._step(closure)
+        self._exchange.steps.end()
+        return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
 

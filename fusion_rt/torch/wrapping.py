@@ -16,6 +16,7 @@ from fusion_rt.torch.exchange import GradientExchange, OptimizerStatistics
 from fusion_rt.torch.feedback import KEY
 from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.parameters import Trained
+from fusion_rt.trace_format import Kind
 
 _ZEROED_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
@@ -75,7 +76,11 @@ class Wrapped(torch.optim.Optimizer):
         """The script's optimizer's step."""
         # A scheduler made for the original asks this of it, and would warn that it was never stepped.
         self._script_optimizer._opt_called = True  # type: ignore[attr-defined]
-        return super().step(closure) if closure is not None else super().step()
+        steps = self._exchange.steps
+        steps.trace.record(Kind.APPLY_BEGIN, "", 0, steps.number)
+        result = super().step(closure) if closure is not None else super().step()
+        steps.trace.record(Kind.APPLY_END, "", 0, steps.number)
+        return result
 
     def __reduce__(self) -> Any:
         """What is pickled or copied is the script's optimizer, with its state: a connection cannot be, and the copy's

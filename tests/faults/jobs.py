@@ -24,7 +24,7 @@ from tests.fusiond.processes import COMMAND, Daemons, read_line
 
 FAST = {"FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "1s"}  # silence is noticed soon
 HANGABLE = [COMMAND[0], "-m", "tests.faults.hangable", *COMMAND[3:]]
-WAIT_S = 30.0  # for what has to happen, on however slow a machine
+WAIT_S = 90.0  # for what has to happen, on however slow a machine
 _MODULUS = 1009
 
 Array = npt.NDArray[np.int64]

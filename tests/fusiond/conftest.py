@@ -25,6 +25,7 @@ def short_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="frt", dir="/tmp"))
     yield path
     shutil.rmtree(path)
+    shutil.rmtree(f"{path}-traces", ignore_errors=True)  # nobody has recorded, perhaps
 
 
 @pytest.fixture

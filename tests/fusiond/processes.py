@@ -28,10 +28,11 @@ from fusion_rt.bootstrap import (
 )
 from fusion_rt.client import Client
 from fusion_rt.topology import Topology
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"]
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0  # for what has to happen, on however slow a machine
 JOB = "test"
 
 
@@ -78,8 +79,9 @@ class Daemons:
     def launch_as(self, config: DaemonConfig) -> subprocess.Popen[bytes]:
         """The same with any configuration."""
         log = open(self.log_path(config.node), "ab")  # noqa: SIM115
-        process = subprocess.Popen(
+        process = forks.popen(
             [*self.commands.get(config.node, COMMAND), *self.launch_options.get(config.node, [])],
+            forks.DAEMON,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -208,8 +210,9 @@ class Daemons:
             f"client = Client({self.path(self.topology.node_of(rank))!r}, {JOB!r}, {rank}, {TIMEOUT_S})\n"
             f"{code}\n"
         )
-        process = subprocess.Popen(
+        process = forks.popen(
             [sys.executable, "-c", script],
+            forks.DAEMON,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -48,8 +48,9 @@ class Node:
         self._job.sent.append((self.node, node, message))
         self._job.post(self.node, node, "control", wire.encode(message), None)
 
-    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int) -> bool:
         assert len(payload) <= self._job.settings.chunk_bytes
+        self._job.urgencies.add((self.node, chunk.key.name, urgency))
         borrowed = len(payload) >= self._job.borrow_from
         self._job.post_payload(self.node, node, wire.encode(chunk), payload if borrowed else bytes(payload))
         return borrowed
@@ -122,6 +123,7 @@ class SimulatedJob:
         self.whereabouts: dict[int, wire.Whereabouts] = {}  # of the ranks that say where they are
         self.deferred: deque[Callable[[], None]] = deque()
         self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.urgencies: set[tuple[int, str, int]] = set()  # of chunks: node, name of the operation, urgency
         self.sent: list[tuple[int, int, wire.PeerMessage]] = []  # control messages: from, to, what
         self.payload_bytes = [0] * len(local_sizes)
         self.lost: set[tuple[int, int]] = set()  # from and to: payloads sent there never arrive

@@ -313,3 +313,16 @@ def test_a_plan_without_tensors() -> None:
     plan = job.plan(replace(PROPOSAL, tensors=()))
     assert plan.buckets == ()
     assert plan.nbytes == 0
+
+
+def test_chunks_are_as_urgent_as_for_the_worker_that_needs_them_soonest() -> None:
+    """Each node says so for itself; an operation outside a plan is waited for already."""
+    job = SimulatedJob([2, 2], seed=5)
+    training = Training(job)
+    for rank in job.ranks:
+        training.memory[rank][:] = 0
+        job.engine(rank).ready(rank, wire.Ready(900 + rank, training.plan.id, 0, 0, urgency=(7, 4, 2, 3)[rank]))
+    job.settle()
+    assert job.urgencies == {(0, "0", 4), (1, "0", 2)}
+    job.submit_all("loss", wire.Signature("allreduce", "float32", (3,)), [np.ones(3, np.float32)] * 4)
+    assert {urgency for _, name, urgency in job.urgencies if name == "loss"} == {0}

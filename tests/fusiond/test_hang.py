@@ -137,14 +137,14 @@ def test_a_job_of_two_nodes_is_shown_from_either(daemons: MakeDaemons, tmp_path:
     assert (stall["missing"], stall["stragglers"]) == ([2], [])
     (rank,) = document["ranks"]
     assert (rank["rank"], rank["host"], rank["pid"], rank["state"]) == (2, "host1", missing.pid, "sleeping (S)")
-    first = rank["threads"][0]["frames"][0]
+    first = rank["stack"]["frames"][0]
     assert (first["function"], first["source"], first["line"]) == ("slow", "time.sleep(300)", 5)
     pids = [process.pid for process in job.processes]
     assert [(d["node"], d["pid"], d["answered"]) for d in document["daemons"]] == [
         (0, pids[0], True),
         (1, pids[1], True),
     ]
-    assert all(d["threads"][0]["frames"] for d in document["daemons"])
+    assert all(d["stack"]["frames"] for d in document["daemons"])
 
     page = hang(job)
     assert page.returncode == 0, page.stderr

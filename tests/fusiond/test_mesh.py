@@ -272,7 +272,7 @@ def test_a_killed_daemon_is_named_on_the_other_nodes(daemons: MakeDaemons) -> No
     began = time.monotonic()
     with pytest.raises(HorovodInternalError, match=r"^node 1 \(host host1\) is lost: its connection was closed$"):
         job.clients[0].wait(operation)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5  # and not the time-out of heartbeats
     assert job.status(0)["state"] == "failed"
     assert "the daemon of rank 1's node" in error_of(job.clients[1], "y")
     assert job.end(0) == 1
@@ -288,7 +288,7 @@ def test_a_killed_worker_is_named_on_the_other_nodes(daemons: MakeDaemons) -> No
     began = time.monotonic()
     with pytest.raises(HorovodInternalError) as raised:
         job.clients[0].wait(operation)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5  # and not the time-out of heartbeats
     assert str(raised.value) == (
         f"rank 1 (host host1, pid {victim.pid}) died (killed, or crashed) without leaving the job"
     )

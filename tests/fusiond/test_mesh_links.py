@@ -154,7 +154,7 @@ def test_a_payload_that_was_received_is_not_sent_again_with_what_its_memory_hold
     first, second = two.nodes
     memory = bytearray(content(1, 2 * BORROW_FROM))
     assert first.mesh.send_payload(1, wire.Probe(1), memoryview(memory))
-    link = first.peer.links[first.peer.next_payload]
+    (link,) = [link for link in first.peer.links[1:] if len(link.out)]
     two.until(lambda: second.payloads(), 1)  # the sender does not turn: it hears no acknowledgement
     assert len(link.out) == 1
     memory[:] = bytes(len(memory))  # as when credit had come on another way

@@ -85,6 +85,32 @@ def test_buckets_are_filled_up_to_the_threshold() -> None:
     assert [len(bucket.tensors) for bucket in plan.buckets] == [3, 3, 1]
 
 
+def test_the_last_bucket_is_small_so_that_little_is_left_when_the_backward_pass_ends() -> None:
+    sizes = [256] * 20 + [16, 256, 16, 64, 16]  # kilobytes of float32, in order of arrival
+    tensors = tuple(TensorSpec(f"t{i}", "float32", (256 * size,)) for i, size in enumerate(sizes))
+    plan = make_plan(1, Proposal("opt", 0, 0, Reduction(), tensors), 1 << 20)
+    assert [tensor.name for tensor in plan.buckets[-1].tensors] == ["t22", "t23", "t24"]
+    assert nbytes(plan, plan.buckets[-1].index) <= (1 << 20) // 8
+    assert [len(bucket.tensors) for bucket in plan.buckets] == [4, 4, 4, 4, 4, 2, 3]
+
+
+def test_a_last_tensor_that_is_too_large_for_a_small_bucket_is_fused_as_all_others() -> None:
+    tensors = tuple(TensorSpec(f"t{i}", "float32", (256,)) for i in range(6))
+    plan = make_plan(1, Proposal("opt", 0, 0, Reduction(), tensors), 3 * 1024)
+    assert [len(bucket.tensors) for bucket in plan.buckets] == [3, 3]
+
+
+def test_a_model_that_is_smaller_than_the_last_bucket_may_be_has_one() -> None:
+    assert len(make_plan(1, PROPOSAL, 16 << 20).buckets) == 1
+
+
+def test_where_all_buckets_are_sent_at_once_the_last_one_is_as_large_as_the_others() -> None:
+    tensors = tuple(TensorSpec(f"t{i}", "float32", (25,)) for i in range(60))
+    for algorithm, sizes in (("allreduce", [24, 24, 9, 3]), ("local_sgd", [24, 24, 12])):
+        plan = make_plan(1, Proposal("opt", 0, 0, Reduction(algorithm=algorithm), tensors), 3 * 1024)
+        assert [len(bucket.tensors) for bucket in plan.buckets] == sizes
+
+
 def test_tensors_that_are_wanted_together_have_a_bucket_of_their_own() -> None:
     sizes = [(256, 0), (512, 1), (256, 1), (256, 0), (8, 2), (512, 0)]
     tensors = tuple(TensorSpec(f"t{i}", "float32", (n,), together) for i, (n, together) in enumerate(sizes))

@@ -20,7 +20,7 @@ STACK = (
 
 def located(rank: int) -> wire.Whereabouts:
     frame = wire.Frame("/train.py", 12, "slow", "time.sleep(300)")
-    return wire.Whereabouts(rank, 100 + rank, "sleeping (S)", "", (wire.ThreadStack("main thread", (frame,)),))
+    return wire.Whereabouts(rank, 100 + rank, "sleeping (S)", "", wire.Stack((frame,)))
 
 
 def job_of(*nodes: int, seed: int = 0) -> SimulatedJob:

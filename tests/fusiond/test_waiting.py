@@ -130,7 +130,7 @@ def test_a_node_that_has_not_begun_is_named() -> None:
 
 def located(rank: int, frames: int = 1) -> wire.Whereabouts:
     frame = wire.Frame("/train.py", 12, "slow", "time.sleep(300)")
-    return wire.Whereabouts(rank, 100 + rank, "sleeping (S)", "", (wire.ThreadStack("main thread", (frame,) * frames),))
+    return wire.Whereabouts(rank, 100 + rank, "sleeping (S)", "", wire.Stack((frame,) * frames))
 
 
 def test_where_ranks_are_goes_after_a_sentence() -> None:
@@ -161,7 +161,7 @@ def test_a_survey_is_json() -> None:
     assert (stall["submitted"], stall["missing"]) == ([0, 2], [1, 3])
     (rank,) = told["ranks"]
     assert (rank["rank"], rank["host"], rank["pid"], rank["state"]) == (1, "a", 101, "sleeping (S)")
-    assert rank["threads"][0]["frames"][0] == {
+    assert rank["stack"]["frames"][0] == {
         "file": "/train.py", "line": 12, "function": "slow", "source": "time.sleep(300)", "inner": 0,
     }  # fmt: skip
     assert [(d["node"], d["pid"], d["answered"]) for d in told["daemons"]] == [
@@ -179,7 +179,7 @@ def test_json_that_is_too_long_loses_stacks_first_and_then_operations() -> None:
     whole = len(json.dumps(told))
     shorter = json.loads(fitting(told, whole - 1000))
     assert len(shorter["ranks"]) == len(shorter["waiting"]) == 40
-    assert shorter["ranks"][0]["threads"]
+    assert shorter["ranks"][0]["stack"]["frames"]
     assert shorter["ranks"][-1]["why_not"] == "there are too many stacks to show"
     short = json.loads(fitting(shorter, 5000))
     assert len(json.dumps(short)) <= 5000

@@ -193,8 +193,8 @@ def shows(channel: Channel, message: wire.WorkerMessage, fd: int = -1) -> bool:
 
 
 def test_where_a_worker_shows_its_stacks_is_known_until_it_leaves(channel: Channel) -> None:
-    fd, number, main_thread = stacks.offer()
-    hello = wire.Hello(1, "job", 0, os.getpid(), number, main_thread)
+    fd, number = stacks.offer()
+    hello = wire.Hello(1, "job", 0, os.getpid(), number)
     channel.send(hello, os.dup(fd))
     link = channel.handler.links[-1]
     assert link.stacks is not None
@@ -205,7 +205,7 @@ def test_where_a_worker_shows_its_stacks_is_known_until_it_leaves(channel: Chann
 
 
 def test_a_hello_with_something_else_attached_is_refused(channel: Channel) -> None:
-    channel.send(wire.Hello(1, "job", 0, os.getpid(), stacks.STACK_SIGNAL, 1), os.open("/dev/null", os.O_RDWR))
+    channel.send(wire.Hello(1, "job", 0, os.getpid(), stacks.STACK_SIGNAL), os.open("/dev/null", os.O_RDWR))
     assert channel.handler.links == []
     assert channel.workers.statistics()["refused"] == 1
     assert channel.is_closed()

@@ -14,6 +14,7 @@ from fusion_rt import wire
 from fusion_rt.bootstrap import DaemonConfig
 from fusiond.engine import Engine
 from fusiond.from_peers import FromPeers
+from fusiond.live.figures import Gathering
 from fusiond.losses import Losses
 from fusiond.membership import Membership
 from fusiond.starting import Starting
@@ -34,7 +35,8 @@ class ViewNode(Node):
         loop = mesh = cast(Any, self)  # as much of both as these use
         fail = partial(self.fail, tell_peers=True)
         self._starting = Starting(config, job.settings, self.membership, loop, mesh, self._started, fail)
-        self._from_peers = FromPeers(job.topology, self.membership, self.losses, self._starting, loop, self)
+        gathering = Gathering(job.topology, node, self._no_figures, self.to_node, self.call_later)
+        self._from_peers = FromPeers(job.topology, self.membership, self.losses, self._starting, gathering, loop, self)
         self.deaf: set[int] = set()  # peers that its mesh has given up
         self.dead = False
 
@@ -45,6 +47,10 @@ class ViewNode(Node):
     @property
     def view(self) -> wire.View:
         return self.losses.views.view
+
+    @staticmethod
+    def _no_figures(serial: int) -> wire.Figures:
+        raise AssertionError("nobody looks at a simulated job")
 
     def receive(self, source: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
         if self.going_on and source not in self.deaf:

@@ -122,9 +122,9 @@ def test_arguments_of_an_optimizer_that_are_nested_without_end_are_a_sentence() 
 
 @pytest.mark.parametrize("line", ["9" * 5000, "1" * 10])
 def test_a_stack_with_an_impossible_line_is_no_error_of_the_daemon(line: str) -> None:
-    text = f'Thread 0x1 (most recent call first):\n  File "a\0b", line {line} in f\n  File "a\0b", line 3 in g\n'
-    (thread,) = stack_text.with_sources(stack_text.parse(text, 1))
-    assert [(frame.line, frame.function, frame.source) for frame in thread.frames] == [(3, "g", "")]
+    text = f'Stack (most recent call first):\n  File "a\0b", line {line} in f\n  File "a\0b", line 3 in g\n'
+    stack = stack_text.with_sources(stack_text.parse(text))
+    assert [(frame.line, frame.function, frame.source) for frame in stack.frames] == [(3, "g", "")]
 
 
 def test_machine_code_is_checked_and_read_from_one_and_the_same_file(

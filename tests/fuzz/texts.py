@@ -15,7 +15,7 @@ from fusion_rt.launchers.nodelist import expand
 from fusion_rt.mixing import MixingError
 from fusion_rt.runner import config_file
 from fusion_rt.runner.hosts import parse_hostfile, parse_hosts
-from fusion_rt.runner.outcome import last_error
+from fusion_rt.runner.last_words import echo_of, excerpt, in_a_line, last_error
 from fusion_rt.runner.output import Lines
 from fusion_rt.settings import OF_SETTINGS, Settings
 from tests.fuzz.engine import Target
@@ -72,12 +72,12 @@ _TRACEBACKS = (
     "HorovodInternalError: rank 1 failed: Traceback (most recent call last):\n  File\nKeyError: 1\nafter\r\n",
 )
 _STACKS = (
-    f'Thread 0x00007f0000000740 (most recent call first):\n  File "{__file__}", line 12 in slow\n  File "a", line 3 in '
-    'b\n\nCurrent thread 0x00007f0000000741 [w] (most recent call first):\n  File "<string>", line 1 in <module>\n',
+    f'Stack (most recent call first):\n  File "{__file__}", line 12 in slow\n  File "a", line 3 in b\n'
+    '  File "<string>", line 1 in <module>\n',
 )
 _OF_STACKS = (
     b'  File "/dev/zero", line 1 in f\n',
-    b"Thread 0x1 (most recent call first):\n",
+    b"Stack (most recent call first):\n",
     b"\n",
     b'"',
     b"\0",
@@ -230,16 +230,17 @@ def _environment(data: bytes) -> bool:
 
 
 def _traceback(data: bytes) -> bool:
-    last_error(data.decode(errors="replace"))
+    text = data.decode(errors="replace")
+    last_error(text), in_a_line(text), echo_of(text), excerpt(text)
     return True
 
 
 def _stacks(data: bytes) -> bool:
     """What a worker has written into the memory for its stacks, sent on to the coordinator."""
-    threads = stack_text.with_sources(stack_text.parse(data.decode(errors="replace"), 0x7F0000000740, "/"))
-    located = wire.Located(1, (wire.Whereabouts(0, 1, "sleeping (S)", "", threads),))
+    stack = stack_text.with_sources(stack_text.parse(data.decode(errors="replace"), "/"))
+    located = wire.Located(1, (wire.Whereabouts(0, 1, "sleeping (S)", "", stack),))
     assert wire.decode_peer_message(wire.encode(located)) == located
-    return bool(threads)
+    return bool(stack.frames)
 
 
 def _output(data: bytes) -> bool:

@@ -19,7 +19,7 @@ FAKE_DAEMON = Path(__file__).with_name("fake_daemon")
 LAUNCHER = (
     FAKE_DAEMON.with_name("script") / "fusionrun.py"
 )  # as the console script, it does not look for modules where it is started
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # for a whole job, on however slow a machine
 
 
 @dataclass

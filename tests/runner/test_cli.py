@@ -132,7 +132,6 @@ def test_a_plan_has_the_warnings_of_flags_file_and_environment(monkeypatch: pyte
     assert [re.split(": | that is", sentence)[0] for sentence in told] == [
         f"{file} has a key 'parms'",
         "accepted as in horovodrun, but without effect here",
-        "accepted, but this version does not act on it",
     ]
 
 

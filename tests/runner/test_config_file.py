@@ -102,7 +102,6 @@ def test_choices_know_where_they_stand(path: Path) -> None:
     choices = Choices(read(str(path))[0])
     assert choices.warnings({}) == [
         f"accepted as in horovodrun, but without effect here: controller in {path} (MPI is not used)",
-        f"accepted, but this version does not act on it: timeline.filename in {path} (no timeline is recorded)",
     ]
     path.write_text("controller: gloo\n")
     assert Choices(read(str(path))[0]).warnings({}) == []

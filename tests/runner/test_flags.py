@@ -63,6 +63,7 @@ VARIABLES = [
     ("--fusion-threshold-mb 512KiB", "HOROVOD_FUSION_THRESHOLD", "524288"),
     ("--cycle-time-ms 3.5", "HOROVOD_CYCLE_TIME", "3.5"),
     ("--cycle-time-ms 1s", "HOROVOD_CYCLE_TIME", "1000"),
+    ("--metrics-port 9464", "FUSION_METRICS_PORT", "9464"),
     ("--cache-capacity 2048", "HOROVOD_CACHE_CAPACITY", "2048"),
     ("--hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", "1"),
     ("--no-hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", "0"),
@@ -70,6 +71,10 @@ VARIABLES = [
     ("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", "0"),
     ("--torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", "1"),
     ("--no-torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", "0"),
+    ("--trace", "FUSION_TRACE", "1"),
+    ("--no-trace", "FUSION_TRACE", "0"),
+    ("--trace-dir t", "FUSION_TRACE_DIR", "t"),
+    ("--trace-buffer 4MiB", "FUSION_TRACE_BUFFER", "4194304"),
     ("--autotune", "HOROVOD_AUTOTUNE", "1"),
     ("--no-autotune", "HOROVOD_AUTOTUNE", "0"),
     ("--autotune-log-file a.csv", "HOROVOD_AUTOTUNE_LOG", "a.csv"),
@@ -77,9 +82,17 @@ VARIABLES = [
     ("--autotune-steps-per-sample 10", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "10"),
     ("--autotune-bayes-opt-max-samples 20", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "20"),
     ("--autotune-gaussian-process-noise 0.8", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "0.8"),
+    ("--autotune-directory d", "FUSION_AUTOTUNE_DIRECTORY", "d"),
+    ("--autotune-keep-order", "FUSION_AUTOTUNE_KEEP_ORDER", "1"),
+    ("--auto lossy", "FUSION_AUTO", "lossy"),
+    ("--auto=Lossless", "FUSION_AUTO", "lossless"),
+    ("--auto-every 100", "FUSION_AUTO_EVERY", "100"),
     ("--elastic-timeout 600", "HOROVOD_ELASTIC_TIMEOUT", "600"),
     ("--timeline-filename t.json", "HOROVOD_TIMELINE", "t.json"),
     ("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "1"),
+    ("--timeline-all-ranks", "FUSION_TIMELINE_ALL_RANKS", "1"),
+    ("--timeline-steps 10-20", "FUSION_TIMELINE_STEPS", "10-20"),
+    ("--timeline-max-bytes 64MiB", "FUSION_TIMELINE_MAX_BYTES", "67108864"),
     ("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "0"),
     ("--stall-check", "HOROVOD_STALL_CHECK_DISABLE", "0"),
     ("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", "1"),
@@ -211,7 +224,7 @@ def test_the_help_has_every_flag_under_its_heading() -> None:
         assert all(f"{flag}" in text[start:end] for flag in knob.flags + knob.off)
 
 
-def test_the_help_says_what_is_yet_to_come() -> None:
+def test_the_help_has_variables_and_defaults() -> None:
     text = " ".join(make_parser().format_help().split())
-    assert "File for a timeline of all operations. (HOROVOD_TIMELINE; in this version no timeline is recorded)" in text
+    assert "none until the script calls start_timeline. (HOROVOD_TIMELINE)" in text
     assert "before a warning names them (0: never). (HOROVOD_STALL_CHECK_TIME_SECONDS; default: 60 s)" in text

@@ -1,4 +1,4 @@
-"""Ctrl-C, a closed terminal, a batch system's TERM, and SIGKILL of any part: nothing is left within 5 s."""
+"""Ctrl-C, a closed terminal, a batch system's TERM, and SIGKILL of any part: nothing is left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import time
 
 import psutil
 import pytest
+
+from fusion_rt.runner.base import INTERRUPT_GRACE
+from tests.runner.conftest import TIMEOUT_S
 
 pytestmark = pytest.mark.multiprocess
 
@@ -24,9 +27,9 @@ DEAF = (
 )
 
 
-def start(fusionrun, code: str, np: int, *arguments: str) -> tuple[subprocess.Popen[str], set[int]]:
+def start(fusionrun, code: str, np: int, *arguments: str, **environment: str) -> tuple[subprocess.Popen[str], set[int]]:
     """A running job, and the ids of all its processes but the launcher's."""
-    process = fusionrun.start("-np", str(np), *arguments, sys.executable, "-c", code)
+    process = fusionrun.start("-np", str(np), *arguments, sys.executable, "-c", code, **environment)
     for _ in range(np):
         assert process.stdout is not None
         assert process.stdout.readline(), process.communicate()[1]
@@ -43,7 +46,7 @@ def test_a_signal_ends_the_job_and_its_number_is_the_exit_status(fusionrun, is_a
     process, pids = start(fusionrun, WORKER, 2, "-H", "127.0.0.1,localhost")
     assert len(pids) == 2 * 4  # agent, daemon, worker and its child, twice
     process.send_signal(number)
-    _, err = process.communicate(timeout=5)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + number
     assert not [pid for pid in pids if is_alive(pid)]
     assert f"fusionrun: {signal.Signals(number).name}: stopping the job" in err
@@ -55,29 +58,27 @@ def test_ctrl_c_in_the_terminal_reaches_the_launcher_alone(fusionrun, is_alive) 
     assert os.getpgid(process.pid) not in {os.getpgid(pid) for pid in pids}
     assert os.getsid(process.pid) not in {os.getsid(pid) for pid in pids}
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=5)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
 
 
-def test_a_worker_deaf_to_term_is_gone_within_five_seconds(fusionrun, is_alive) -> None:
+def test_a_worker_deaf_to_term_is_killed_after_the_grace(fusionrun, is_alive) -> None:
     process, pids = start(fusionrun, DEAF, 1)
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
-    assert time.monotonic() - started < 5
+    process.communicate(timeout=TIMEOUT_S)
+    assert time.monotonic() - started >= INTERRUPT_GRACE
     assert not [pid for pid in pids if is_alive(pid)]
 
 
 def test_a_second_ctrl_c_does_not_wait(fusionrun, is_alive, until) -> None:
-    process, pids = start(fusionrun, DEAF, 1)
+    process, pids = start(fusionrun, DEAF, 1, TEST_INTERRUPT_GRACE="600")
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     while "stopping the job" not in process.stderr.readline():
         pass
-    started = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
-    assert time.monotonic() - started < 2.5
+    process.communicate(timeout=TIMEOUT_S)
     assert not [pid for pid in pids if is_alive(pid)]
 
 
@@ -86,22 +87,22 @@ def test_when_the_launcher_is_killed_nothing_is_left(fusionrun, is_alive, until,
     process, pids = start(fusionrun, code, 2, "-H", "127.0.0.1,localhost")
     process.kill()
     process.communicate()
-    until(lambda: not [pid for pid in pids if is_alive(pid)], "the end of all processes", timeout=5)
+    until(lambda: not [pid for pid in pids if is_alive(pid)], "the end of all processes")
 
 
 def test_when_an_agent_is_killed_its_daemon_and_workers_are_too(fusionrun, is_alive, until) -> None:
     process, pids = start(fusionrun, DEAF, 2, "-H", "127.0.0.1,localhost")
     psutil.Process(agents(pids)[0]).kill()
-    _, err = process.communicate(timeout=15)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert "the connection to it was lost; its agent was killed by SIGKILL" in err.splitlines()[-1]
-    until(lambda: not [pid for pid in pids if is_alive(pid)], "the end of all processes", timeout=5)
+    until(lambda: not [pid for pid in pids if is_alive(pid)], "the end of all processes")
 
 
 def test_a_stopped_worker_is_killed_too(fusionrun, is_alive) -> None:
     process, pids = start(fusionrun, "import os; print(1, flush=True); os.kill(os.getpid(), 19)", 1)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=6)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 143
     assert not [pid for pid in pids if is_alive(pid)]
 
@@ -111,7 +112,7 @@ def test_an_interrupt_while_a_host_is_being_reached_does_not_wait_for_it(fusionr
     process = fusionrun.start("-H", "far", "--rsh-agent", f"{fusionrun.directory}/to {{host}}", "true")
     until((fusionrun.directory / "started").exists, "the attempt")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=5)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
 
 
@@ -119,7 +120,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(fusionrun) -> None:
     fusionrun.wrapper = ["nohup"]
     process, _ = start(fusionrun, "import time; print(1, flush=True); time.sleep(1); print(2)", 1)
     process.send_signal(signal.SIGHUP)
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (0, "[0]<stdout>:2\n"), err
 
 
@@ -128,6 +129,6 @@ def test_a_reader_that_is_stuck_does_not_stop_ctrl_c(fusionrun, is_alive) -> Non
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)  # nobody reads: the pipe is full
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=15)
+    process.wait(TIMEOUT_S)
     assert process.returncode == 130
     assert not [pid for pid in pids if is_alive(pid)]

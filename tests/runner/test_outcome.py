@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fusion_rt.quoting import quoted
 from fusion_rt.runner.outcome import (
     DaemonFailure,
     HostFailure,
@@ -12,7 +13,6 @@ from fusion_rt.runner.outcome import (
     WorkerGaveUp,
     first_cause,
     in_short,
-    last_error,
     tell,
 )
 
@@ -41,26 +41,6 @@ def test_the_exception_of_the_last_traceback_is_the_last_line() -> None:
         "  Traceback (most recent call last):",
         '    File "train.py", line 3, in <module>',
     ]
-
-
-@pytest.mark.parametrize(
-    ("stderr", "error"),
-    [
-        ("", ""),
-        ("\n \n", ""),
-        ("only words\n", "only words"),
-        (TRACEBACK, "ValueError: boom"),
-        (TRACEBACK + "exit hooks talk\n", "ValueError: boom"),
-        (
-            ECHO + "\nDuring handling of the above exception, another exception occurred:\n\n" + TRACEBACK,
-            "ValueError: boom",
-        ),
-        ("Traceback (most recent call last):\n  File\n", "File"),
-        ("10%\r20%\rfailed\r", "failed"),
-    ],
-)
-def test_the_line_that_says_what_went_wrong_is_found(stderr: str, error: str) -> None:
-    assert last_error(stderr) == error
 
 
 def test_a_long_traceback_is_cut_in_the_middle() -> None:
@@ -94,9 +74,9 @@ QUOTE = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
     hvd.allreduce(x)
 fusion_rt.errors.HorovodInternalError: rank 0 (host a) failed: Traceback (most recent call last):
-  File "train.py", line 9, in <module>
-    hvd.allreduce(x)
-fusion_rt.errors.HorovodInternalError: shapes differ
+      File "train.py", line 9, in <module>
+        hvd.allreduce(x)
+    fusion_rt.errors.HorovodInternalError: shapes differ
 
 """
 
@@ -163,6 +143,9 @@ def test_a_failure_in_short_is_for_jobs_that_go_on() -> None:
     assert in_short(WorkerGaveUp("a", 0, "rank 1 is gone\nTraceback")) == (
         "rank 0 on host a could not go on: rank 1 is gone"
     )
+    assert in_short(WorkerGaveUp("a", 0, f"rank 1 (host b) failed: {quoted(TRACEBACK.partition(chr(10))[2])}")) == (
+        "rank 0 on host a could not go on: rank 1 (host b) failed: ValueError: boom"
+    )
 
 
 def test_what_went_wrong_before_says_more_than_that_a_job_cannot_go_on() -> None:
@@ -172,12 +155,50 @@ def test_what_went_wrong_before_says_more_than_that_a_job_cannot_go_on() -> None
     assert first_cause([over, WorkerGaveUp("a", 0, "x")]) == WorkerGaveUp("a", 0, "x")
 
 
+CHAIN = """Traceback (most recent call last):
+  File "arena.py", line 61, in create
+    os.ftruncate(fd, nbytes)
+OSError: [Errno 27] File too large
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+    hvd.allreduce(x)
+  File "arena.py", line 67, in create
+    raise ArenaError(
+fusion_rt.errors.ArenaError: 4194304 bytes of shared memory are not to be had on this host ([Errno 27] File too large)
+"""
+ECHO_OF_CHAIN = f"""Traceback (most recent call last):
+  File "train.py", line 7, in <module>
+    hvd.allreduce(x)
+  File "client.py", line 295, in wait
+    raise HorovodInternalError(operation.error)
+fusion_rt.errors.HorovodInternalError: rank 1 (host b) failed: {quoted(CHAIN)}
+"""
+
+
+def test_an_echo_of_an_error_that_had_a_cause_of_its_own_is_no_cause() -> None:
+    echo, cause = worker(0, stderr=ECHO_OF_CHAIN), worker(1, stderr=CHAIN)
+    assert first_cause([echo, cause]) is cause
+    assert tell([echo, cause])[-1] == (
+        "fusionrun: rank 1 on host b failed first: fusion_rt.errors.ArenaError: 4194304 bytes of shared memory are not "
+        "to be had on this host ([Errno 27] File too large)"
+    )
+    assert tell([echo])[-1] == (
+        "fusionrun: rank 0 on host b failed first: fusion_rt.errors.HorovodInternalError: rank 1 (host b) failed: "
+        "fusion_rt.errors.ArenaError: 4194304 bytes of shared memory are not to be had on this host ([Errno 27] File "
+        "too large)"
+    )
+
+
 def test_an_echo_is_known_as_one_even_where_too_long_to_be_shown() -> None:
     frames = "".join(f'  File "x.py", line {number}, in f\n    f()\n' for number in range(20))
-    quoted = f"rank 1 (host a) failed: Traceback (most recent call last):\n{frames}ValueError: no such file"
-    stderr = f"Traceback (most recent call last):\n{frames}fusion_rt.errors.HorovodInternalError: {quoted}\n"
+    error = f"Traceback (most recent call last):\n{frames}ValueError: no such file\n"
+    message = f"rank 1 (host a) failed: {quoted(error)}"
+    stderr = f"Traceback (most recent call last):\n{frames}fusion_rt.errors.HorovodInternalError: {message}\n"
     echo = WorkerFailure("a", 0, 1, stderr)
     assert echo.echo == 2
     assert len(echo.tell()) < 40
-    cause = WorkerFailure("a", 1, 1, f"Traceback (most recent call last):\n{frames}ValueError: no such file\n")
+    cause = WorkerFailure("a", 1, 1, error)
     assert first_cause([echo, cause]) is cause

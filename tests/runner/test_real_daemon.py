@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from fusion_rt.runner.phases import AGENTS, DAEMONS, LAUNCHER, OF_DAEMON, WORKERS
+from tests.runner.conftest import TIMEOUT_S
 
 pytestmark = pytest.mark.multiprocess
 
@@ -24,8 +25,23 @@ if sys.argv[1] == "train":
         hvd.allreduce(torch.ones(1000), name="step")
         if hvd.rank() == int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[1] == "differ":
-    hvd.allreduce(torch.ones(2 + hvd.rank()), name="loss")
+"""
+JOINED = """
+import os, signal, sys, time
+import numpy as np
+from fusion_rt.client import Client
+from fusion_rt.wire import Signature
+client = Client(os.environ["FUSION_SOCKET"], os.environ["FUSION_JOB_ID"], int(os.environ["HOROVOD_RANK"]), 120.0)
+def add(name, *numbers):
+    signature = Signature("allreduce", "float32", (len(numbers),))
+    operation = client.submit(name, signature, inline=np.array(numbers, np.float32).tobytes())
+    return np.frombuffer(client.wait(operation).inline, np.float32).tolist()
+"""  # a worker that has joined, without torch, whose import takes seconds
+ADD = f"""{JOINED}
+print("sum", add("sum", client.rank + 1, client.rank + 1), flush=True)
+while sys.argv[1] == "train":
+    add("step", 1)
+add("loss", *range(2 + client.rank))
 """
 TWO_NODES = ("-np", "3", "-H", "127.0.0.1:2,localhost:1")
 SUMS = [f"[{rank}]<stdout>:sum [6.0, 6.0]" for rank in range(3)]
@@ -74,7 +90,7 @@ def test_a_killed_worker_is_the_last_line_and_every_survivor_names_it(fusionrun)
 
 
 def start_training(fusionrun):
-    process = fusionrun.start(*TWO_NODES, sys.executable, "-c", TRAIN, "train", "9")
+    process = fusionrun.start(*TWO_NODES, sys.executable, "-c", ADD, "train")
     assert sorted(process.stdout.readline().rstrip() for _ in range(3)) == SUMS
     return process, psutil.Process(process.pid).children(recursive=True)
 
@@ -83,17 +99,17 @@ def test_a_killed_daemon_is_the_last_line(fusionrun) -> None:
     process, everything = start_training(fusionrun)
     daemon = next(p for p in everything if "fusiond" in p.cmdline())
     daemon.kill()
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert re.search(r"fusionrun: the daemon of ranks? [-0-9]+ \(host .*\) was killed by SIGKILL", err.splitlines()[-1])
-    assert not psutil.wait_procs(everything, timeout=1)[1]
+    assert not psutil.wait_procs(everything, timeout=TIMEOUT_S)[1]
     assert os.listdir(fusionrun.runtime_dir) == []
 
 
 def test_ctrl_c_in_the_middle_of_training_leaves_nothing(fusionrun) -> None:
     process, everything = start_training(fusionrun)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=5)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     assert not [p for p in everything if p.is_running()]
     assert os.listdir(fusionrun.runtime_dir) == []
@@ -114,34 +130,31 @@ def test_a_node_without_workers_comes_and_goes_with_the_job(fusionrun) -> None:
 
 
 def test_a_killed_daemon_of_a_node_without_workers_is_named_by_all(fusionrun) -> None:
-    process = fusionrun.start(*SHARD_NODE, sys.executable, "-c", TRAIN, "train", "9")
+    process = fusionrun.start(*SHARD_NODE, sys.executable, "-c", ADD, "train")
     assert sorted(process.stdout.readline().rstrip() for _ in range(3)) == SUMS
     everything = psutil.Process(process.pid).children(recursive=True)
     daemons = {int(name.rpartition(".")[2]): name for name in os.listdir(fusionrun.runtime_dir)}
     lock = os.path.join(fusionrun.runtime_dir, daemons[2], "lock")
     with open(lock) as file:
         os.kill(int(file.read()), signal.SIGKILL)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     for rank in range(3):
         words = rf"^\[{rank}\]<stderr>:.*HorovodInternalError: .*node 2 \(host 127.0.0.2\) is lost"
         assert re.search(words, err, re.MULTILINE), err
     assert err.splitlines()[-1] == "fusionrun: the daemon of host 127.0.0.2 (no workers) was killed by SIGKILL"
-    assert not psutil.wait_procs(everything, timeout=1)[1]
+    assert not psutil.wait_procs(everything, timeout=TIMEOUT_S)[1]
     assert os.listdir(fusionrun.runtime_dir) == []
 
 
 def test_ctrl_c_ends_a_node_without_workers_last(fusionrun) -> None:
-    code = """
-import os, signal, sys, time, torch
-import fusion_rt.torch as hvd
-hvd.init()
+    code = f"""{JOINED}
 def last_words(*_):
     until = time.monotonic() + 1  # a third of the grace: time enough for a daemon to end too early
     while time.monotonic() < until:
-        hvd.allreduce(torch.ones(2), op=hvd.Sum)
-    print("last", hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist(), flush=True)
-    hvd.shutdown()
+        add("step", 1)
+    print("last", add("last", 1, 1), flush=True)
+    client.close()
     sys.exit(0)
 signal.signal(signal.SIGTERM, last_words)
 print("up", flush=True)
@@ -152,7 +165,7 @@ while True:
     process = fusionrun.start(*flags, sys.executable, "-c", code)
     assert process.stdout.readline() == "[0]<stdout>:up\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     assert out == "[0]<stdout>:last [1.0, 1.0]\n", err
     assert "is lost" not in err
@@ -160,6 +173,6 @@ while True:
 
 
 def test_ranks_that_disagree_are_told_what_about(fusionrun) -> None:
-    result = fusionrun(*TWO_NODES, sys.executable, "-c", TRAIN, "differ")
+    result = fusionrun(*TWO_NODES, sys.executable, "-c", ADD, "differ")
     assert result.returncode == 1
-    assert "'allreduce.loss'" in result.stderr.splitlines()[-1]
+    assert "'loss'" in result.stderr.splitlines()[-1]

@@ -13,7 +13,7 @@ from fusion_trace.hang_page import MOST_RANKS, MOST_WAITING, lines
 FRAME = {"file": "/train.py", "line": 12, "function": "slow", "source": "time.sleep(300)", "inner": 0}
 RANK = {
     "rank": 2, "host": "b", "node": 1, "pid": 4711, "state": "sleeping (S)", "why_not": "",
-    "threads": [{"name": "main thread", "frames": [FRAME], "more": 0}],
+    "stack": {"frames": [FRAME], "more": 0},
 }  # fmt: skip
 STALL = {
     "kind": "operation", "what": "tensor 'loss' (allreduce sum float32 [2])", "seconds": 61.2, "submitted": [0, 1],
@@ -25,7 +25,7 @@ def document(**changes: Any) -> dict[str, Any]:
     return {
         "job": "mine", "answered": True, "state": "running", "failure": "", "hosts": ["a", "b"],
         "ranks_of_nodes": [[0, 1], [2]], "waiting": [], "more": 0, "ranks": [],
-        "daemons": [{"node": 0, "host": "a", "pid": 7, "answered": True, "state": "sleeping (S)", "threads": []}],
+        "daemons": [{"node": 0, "host": "a", "pid": 7, "answered": True, "state": "sleeping (S)"}],
         **changes,
     }  # fmt: skip
 
@@ -73,17 +73,17 @@ def test_a_link_and_a_node_are_named() -> None:
 
 def test_a_daemon_that_does_not_answer_is_shown_from_outside() -> None:
     silent = {"node": 1, "host": "b", "pid": 8, "answered": False, "why_not": "it does not answer within 10 s"}
-    stuck = page(daemons=[{**silent, "state": "running (R)", "threads": RANK["threads"]}])
+    stuck = page(daemons=[{**silent, "state": "running (R)", "stack": RANK["stack"]}])
     assert "node 1 (host b, pid 8, running (R)): it does not answer within 10 s" in stuck
     assert "its main thread, most recent call first:\n        /train.py:12 in slow" in stuck
-    stopped = page(daemons=[{**silent, "state": "stopped (T)", "threads": []}])
+    stopped = page(daemons=[{**silent, "state": "stopped (T)"}])
     assert "it is stopped; `kill -CONT 8` lets it go on" in stopped
     elsewhere = page(daemons=[{"node": 1, "host": "b", "pid": None, "answered": False}])
     assert "node 1 (host b): it did not answer the others in time" in elsewhere
 
 
 def test_a_daemon_that_answers_says_where_its_main_thread_is() -> None:
-    daemon = {"node": 0, "host": "a", "pid": 7, "answered": True, "state": "sleeping (S)", "threads": RANK["threads"]}
+    daemon = {"node": 0, "host": "a", "pid": 7, "answered": True, "state": "sleeping (S)", "stack": RANK["stack"]}
     assert "answers, its main thread in slow (/train.py:12)" in page(daemons=[daemon])
 
 

@@ -245,13 +245,16 @@ def test_what_scripts_ask_about_the_installation() -> None:
 
 
 @on_ranks
-def test_a_timeline_is_accepted_with_a_warning() -> None:
+def test_a_timeline_needs_a_variable_and_a_place() -> None:
     with pytest.raises(ValueError, match="Set HOROVOD_TIMELINE=DYNAMIC"):
         hvd.start_timeline("timeline.json")
     os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
     try:
-        with pytest.warns(UserWarning, match=r"timeline\.json will not be written"):
-            hvd.start_timeline("timeline.json", mark_cycles=True)
+        if hvd.rank() == 0:
+            with pytest.raises(ValueError, match=r"timeline /no/such.json cannot be written: No such file"):
+                hvd.start_timeline("/no/such.json")
+        else:
+            hvd.start_timeline("/no/such.json")
         hvd.stop_timeline()
     finally:
         del os.environ["HOROVOD_TIMELINE"]

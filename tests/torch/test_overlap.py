@@ -698,3 +698,42 @@ def test_a_failed_reduction_is_raised_by_whoever_waits_for_it() -> None:
             (told, free), _ = job.run(after_the_other_has_left, way)
             assert free, way
             assert "rank 1" in told or way == "load", way
+
+
+@on_ranks
+def test_buckets_that_the_next_forward_pass_needs_first_are_the_most_urgent() -> None:
+    """Learned from the first forward pass, which runs through the layers in another order than they are named in."""
+
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+            self.order = (2, 0, 3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in self.order:
+                x = self.layers[index](x).relu()
+            return x
+
+    def buckets_of(overlap: str) -> tuple[Odd, list[Any]]:
+        model = Odd()
+        optimizer = distributed(model, overlap)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+        hvd.synchronize_parameters()
+        return model, sorted(optimizer._exchange._buckets, key=lambda bucket: bucket.urgency)
+
+    model, buckets = buckets_of("forward")
+    layer_of = {id(p): index for index, layer in enumerate(model.layers) for p in layer.parameters()}
+    first_needed = [min(model.order.index(layer_of[id(s.parameter)]) for s in bucket.slots) for bucket in buckets]
+    assert len(buckets) > 1
+    assert first_needed == sorted(first_needed)
+    assert [bucket.urgency for bucket in buckets] == list(range(1, len(buckets) + 1))
+    for overlap in ("none", "stale"):  # all are waited for at once
+        assert {bucket.urgency for bucket in buckets_of(overlap)[1]} == {1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSION_PRIORITY", "0")
+        assert {bucket.urgency for bucket in buckets_of("forward")[1]} == {0}

@@ -135,8 +135,20 @@ def test_a_parameter_belongs_to_the_innermost_module_that_runs() -> None:
     assert uses.beneath(model) == (id(model.listed[0]),)
     assert uses.beneath(first) == ()
     assert uses.unseen == {id(outside)}
+    assert id(outside) not in uses.needed_at
     uses.release()
     assert not any(module._state_dict_pre_hooks for module in model.modules())
+
+
+def test_the_order_of_need_is_that_of_forward_passes_and_not_of_names() -> None:
+    a, b, c, tied = (torch.nn.Linear(2, 2, bias=False) for _ in range(4))
+    tied.weight = b.weight
+    uses = Uses()
+    for module in (c, b, a, tied, c):
+        uses.called(module)
+    uses.conclude([a.weight, b.weight, c.weight])
+    at = uses.needed_at
+    assert at[id(c.weight)] < at[id(b.weight)] < at[id(a.weight)]
 
 
 def test_a_scripted_module_takes_no_hooks_and_its_parameters_are_not_put_off() -> None:

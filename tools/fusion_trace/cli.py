@@ -1,4 +1,4 @@
-"""The `fusion-trace` command: topology, hang."""
+"""The `fusion-trace` command."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fusion_rt.errors import FusionError
+from fusion_trace import explaining, exporting, reporting
 
 app = typer.Typer(
     help="Shows what a fusion_rt job does, or would do.",
@@ -16,6 +17,20 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for _command in (
+    explaining.summary,
+    explaining.overlap,
+    explaining.stragglers,
+    explaining.buckets,
+    explaining.tensor,
+    exporting.merge,
+    exporting.convert,
+    exporting.critical_path,
+    exporting.diff,
+    reporting.report,
+    explaining.collect,
+):
+    app.command()(_command)
 
 
 @app.command()
@@ -83,6 +98,46 @@ def hang(
         if number:
             typer.echo("")
         hang_page.show(document)
+
+
+@app.command()
+def whatif(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB]...",
+            help="A job's id, or directories or files with its rings; by default the newest job of this host.",
+            show_default=False,
+        ),
+    ] = None,
+    bandwidth: Annotated[str, typer.Option(help="Of every link: 100mbit, 2.5gbit.", show_default=False)] = "",
+    latency: Annotated[str, typer.Option(help="Of every link, one way: 200us, 5ms.", show_default=False)] = "",
+    density: Annotated[float | None, typer.Option(help="Of topk; 1 is no compression.", show_default=False)] = None,
+    codec: Annotated[str, typer.Option(help="Another codec: fp16, powersgd(rank=2).", show_default=False)] = "",
+    fusion_threshold: Annotated[str, typer.Option(help="Size of buckets: 4MiB.", show_default=False)] = "",
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.", show_default=False)] = None,
+    algorithm: Annotated[str, typer.Option(help="bsp, dpsgd, local_sgd(steps=8), ...", show_default=False)] = "",
+    no_straggler: Annotated[
+        bool, typer.Option("--no-straggler", help="Every rank computes as long as the median rank.")
+    ] = False,
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Replay only the steps from A up to, but without, B.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
+) -> None:
+    """Predicts what a step would take with another link, codec, number of nodes or algorithm, by a simulation.
+
+    Replays first what was recorded: by how much that is off says what the prediction is worth (docs/simulation.md).
+    """
+    from fusion_trace import whatif as page  # the simulator imports the daemon's algorithms, and rich
+
+    try:
+        page.run(
+            what or [],
+            steps,
+            page.change(bandwidth, latency, density, codec, fusion_threshold, nodes, algorithm, no_straggler),
+            as_json,
+        )
+    except FusionError as error:
+        _fail(error)
 
 
 def _fail(error: FusionError) -> None:

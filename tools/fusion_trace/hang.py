@@ -1,7 +1,7 @@
 """What `fusion-trace hang` finds out: what waits for whom in the jobs of this host, and where these are.
 
 Each daemon of a job passes the question on to all others, so one that answers is enough; all that are on this host are
-asked, and those that do not answer are looked at from outside: their state in /proc, and their own stacks, which they
+asked, and those that do not answer are looked at from outside: their state in /proc, and their own stack, which they
 write on a signal as workers do.
 """
 
@@ -23,8 +23,8 @@ from fusion_rt.errors import FusionError
 from fusion_rt.local_daemons import OWN_STACKS, Found, NoAnswer, ask, find
 from fusion_rt.stacks import STACK_BYTES, STACK_SIGNAL, is_handled
 
-_STACKS = 1.0  # seconds for a daemon to write its own stacks
-_LOOK = 0.03  # seconds between looks at them
+_PATIENCE = 1.0  # seconds for a daemon to write its own stack
+_LOOK = 0.03  # seconds between looks at it
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Daemon:
     told: dict[str, Any] | None
     why_not: str
     state: str
-    threads: tuple[wire.ThreadStack, ...]
+    stack: wire.Stack
 
 
 def look(root: str, job: str, everyone: bool, timeout: float) -> Iterator[dict[str, Any]]:
@@ -67,8 +67,8 @@ def _look_at(found: Found, everyone: bool, timeout: float) -> Daemon:
     except NoAnswer as error:
         pid, why_not = error.pid, str(error)
     state = stack_text.process_state(pid) if pid else ""
-    threads = _stacks(found, pid) if state not in ("", "T", "t", "Z", "X") else ()
-    return Daemon(found, pid, told, why_not, stack_text.state_in_words(state), threads)
+    stack = _stack(found, pid) if state not in ("", "T", "t", "Z", "X") else wire.Stack()
+    return Daemon(found, pid, told, why_not, stack_text.state_in_words(state), stack)
 
 
 def _document(job: str, daemons: Sequence[Daemon]) -> dict[str, Any]:
@@ -83,41 +83,36 @@ def _document(job: str, daemons: Sequence[Daemon]) -> dict[str, Any]:
             answered=daemon.told is not None,
             why_not=daemon.why_not,
             state=daemon.state,
-            threads=[_thread(thread) for thread in daemon.threads],
+            stack={"frames": [msgspec.structs.asdict(f) for f in daemon.stack.frames], "more": daemon.stack.more},
         )
     document["daemons"] = [known[node] for node in sorted(known)]
     return document
 
 
-def _thread(thread: wire.ThreadStack) -> dict[str, Any]:
-    frames = [msgspec.structs.asdict(frame) for frame in thread.frames]
-    return {"name": thread.name, "frames": frames, "more": thread.more}
-
-
-def _stacks(found: Found, pid: int) -> tuple[wire.ThreadStack, ...]:
-    """The stacks of a daemon, its main thread first; none if it does not write them."""
+def _stack(found: Found, pid: int) -> wire.Stack:
+    """The stack of a daemon's main thread; an empty one if it does not write it."""
     path = os.path.join(found.directory, OWN_STACKS)
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
-        return ()
+        return wire.Stack()
     try:
         if not os.path.exists(path) or os.stat(f"/proc/{pid}").st_uid != os.getuid():
-            return ()
+            return wire.Stack()
         if not is_handled(pid, STACK_SIGNAL):  # it would be its end
-            return ()
+            return wire.Stack()
         os.truncate(path, 0)
         signal.pidfd_send_signal(process, STACK_SIGNAL)
-        return stack_text.with_sources(stack_text.parse(_written(path), 0))
+        return stack_text.with_sources(stack_text.parse(_written(path)))
     except (FileNotFoundError, ProcessLookupError):
-        return ()  # it has ended meanwhile
+        return wire.Stack()  # it has ended meanwhile
     finally:
         os.close(process)
 
 
 def _written(path: str) -> str:
     """What is in a file once it has stopped growing; "" if nothing comes."""
-    deadline = time.monotonic() + _STACKS
+    deadline = time.monotonic() + _PATIENCE
     sizes = [0, 0, 0]
     while time.monotonic() < deadline and not (sizes[0] and sizes[0] == sizes[1] == sizes[2]):
         time.sleep(_LOOK)

@@ -79,18 +79,18 @@ def _daemons(daemons: Iterable[_Document]) -> Iterator[_Line]:
     for daemon in daemons:
         process = ", ".join(str(what) for what in (f"pid {daemon['pid']}", daemon.get("state", "")) if what)
         who = f"node {daemon['node']} (host {daemon['host']}{', ' + process if daemon['pid'] else ''})"
-        threads = [thread_stack(thread) for thread in daemon.get("threads", ())]
+        stack = stack_of(daemon)
         if daemon["answered"]:
-            frame = threads[0].frames[0] if threads and threads[0].frames else None
+            frame = stack.frames[0] if stack.frames else None
             at = f", its main thread in {frame.function} ({frame.file}:{frame.line})" if frame else ""
             yield f"  {who} answers{at}", ""
             continue
         yield f"  {who}: {daemon.get('why_not') or 'it did not answer the others in time'}", "red"
         if daemon.get("state", "").startswith("stopped"):
             yield f"    it is stopped; `kill -CONT {daemon['pid']}` lets it go on", "red"
-        elif threads:
+        elif stack.frames:
             yield "    its main thread, most recent call first:", ""
-            for line in stack_text.describe_threads(threads):
+            for line in stack_text.describe_stack(stack):
                 yield f"    {line}", ""
 
 
@@ -100,10 +100,10 @@ def _count(number: int, what: str) -> str:
 
 def whereabouts(entry: _Document) -> wire.Whereabouts:
     """Where a rank is, as it stands in the document."""
-    threads = tuple(thread_stack(thread) for thread in entry["threads"])
-    return wire.Whereabouts(entry["rank"], entry["pid"], entry["state"], entry["why_not"], threads)
+    return wire.Whereabouts(entry["rank"], entry["pid"], entry["state"], entry["why_not"], stack_of(entry))
 
 
-def thread_stack(thread: _Document) -> wire.ThreadStack:
-    frames = tuple(wire.Frame(**frame) for frame in thread["frames"])
-    return wire.ThreadStack(thread["name"], frames, thread["more"])
+def stack_of(entry: _Document) -> wire.Stack:
+    """The stack of a worker or a daemon; an empty one if there is none."""
+    stack = entry.get("stack", {"frames": (), "more": 0})
+    return wire.Stack(tuple(wire.Frame(**frame) for frame in stack["frames"]), stack["more"])

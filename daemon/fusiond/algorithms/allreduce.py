@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from fusion_rt.codecs import BucketCodec, PowerSGDBucket
+from fusion_rt.codecs import PowerSGDBucket
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusiond.algorithms.base import Algorithm, Work
 from fusiond.collectives.adasum import Adasum
-from fusiond.collectives.base import Array, Exchange, Port, Reducer
-from fusiond.collectives.cost import CostModel
+from fusiond.collectives.base import Exchange
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.low_rank import LowRank
 from fusiond.collectives.one_node import OneNode
@@ -33,7 +32,9 @@ class AllReduce(Algorithm):
         if isinstance(codec, PowerSGDBucket):
             return LowRank(
                 work.port, work.reducer, codec, work.sources, work.outputs,
-                lambda port, reducer, dense, factors: _dense(port, reducer, dense, [factors], [factors], work.cost),
+                lambda port, reducer, dense, factors: _dense(
+                    replace(work, port=port, reducer=reducer, codec=dense, sources=[factors], outputs=[factors])
+                ),
             )  # fmt: skip
         if isinstance(codec, SummingBucketCodec):
             gather = work.sparse_route == "gather" or (
@@ -42,18 +43,15 @@ class AllReduce(Algorithm):
                 and work.cost.prefers_gathering(codec.wanted() * _SELECTED_NBYTES, nodes)
             )
             return (Gathered if gather else Owned)(work.port, work.reducer, codec, work.sources, work.outputs)
-        return _dense(work.port, work.reducer, codec, work.sources, work.outputs, work.cost)
+        return _dense(work)
 
 
-def _dense(
-    port: Port,
-    reducer: Reducer,
-    codec: BucketCodec,
-    sources: Sequence[Array],
-    outputs: Sequence[Array],
-    cost: CostModel,
-) -> Exchange:
-    """The cheaper of ring and recursive doubling."""
-    nbytes = len(sources[0]) * reducer.dtype.itemsize
-    kind = Doubling if cost.prefers_doubling(nbytes, port.nodes, port.chunk_bytes) else Ring
-    return kind(port, reducer, codec, sources, outputs)
+def _dense(work: Work) -> Exchange:
+    """The cheaper of ring and recursive doubling, or the one that is wanted. The size of chunks has no say in it, so
+    that tuning that changes no order in which elements are added up."""
+    nbytes, most = len(work.sources[0]) * work.reducer.dtype.itemsize, work.whole_nbytes or work.port.chunk_bytes
+    if work.route == "auto":
+        doubles = work.cost.prefers_doubling(nbytes, work.port.nodes, most)
+    else:
+        doubles = work.route == "doubling" and nbytes <= most
+    return (Doubling if doubles else Ring)(work.port, work.reducer, work.codec, work.sources, work.outputs)

@@ -27,6 +27,8 @@ class Work:
         outputs: the distinct arrays that the result goes to; in place where one is a source.
         parts: first element and number of elements of each tensor in it; there may be padding between them.
         sparse_route: the setting.
+        route: of dense values, the setting or what a plan's tuning says.
+        whole_nbytes: largest array that recursive doubling moves, as one message; 0: what the port calls a chunk.
     """
 
     port: Port
@@ -37,6 +39,8 @@ class Work:
     outputs: Sequence[Array]
     parts: Sequence[tuple[int, int]]
     sparse_route: str = "auto"
+    route: str = "auto"
+    whole_nbytes: int = 0
 
 
 class Algorithm(ABC):

@@ -1,54 +1,10 @@
-"""What a collective costs, and so which one to use: the alpha-beta model (Thakur et al., 2005, section 3).
-
-A message of n bytes takes `latency + n * seconds_per_byte`. The coordinator measures both for every link when the job
-starts and gives everybody the worst of each, so that all nodes choose alike.
-"""
+"""How the model of what a collective costs (`fusion_rt.cost`) is made of measurements."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from fusion_rt.cost import CostModel
 
-_CHUNK_SECONDS = 1.5e-3
-_CHUNK_STEP = 64 * 1024  # bytes
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Cost of a message: `latency` in seconds, and `seconds_per_byte`."""
-
-    latency: float = 100e-6
-    seconds_per_byte: float = 1e-9
-
-    def chunk_bytes(self, largest: int) -> int:
-        """Payload of a chunk on such links: what they carry in `_CHUNK_SECONDS`, but at most `largest` bytes.
-
-        A chunk costs every node some Python, so fast links want large ones; but the last one passes through all nodes
-        alone, so slow links want small ones. Between two hosts without a limit, 2 MiB were 1.3 times as fast as
-        512 KiB; at 1 Gbit/s they would add 17 ms for every node.
-        """
-        wanted = int(_CHUNK_SECONDS / self.seconds_per_byte) // _CHUNK_STEP * _CHUNK_STEP
-        return min(largest, max(wanted, 4 * _CHUNK_STEP))
-
-    def ring(self, nbytes: int, nodes: int) -> float:
-        """Seconds of a ring all-reduce: 2 (N - 1) steps that move 2 n (N - 1) / N bytes."""
-        steps = 2 * (nodes - 1)
-        return steps * self.latency + steps / nodes * nbytes * self.seconds_per_byte
-
-    def doubling(self, nbytes: int, nodes: int) -> float:
-        """Seconds of recursive doubling: log2 N rounds of n bytes, and two more to fold when N is no power of two."""
-        power = nodes.bit_length() - 1
-        rounds = power + (2 if nodes != 1 << power else 0)
-        return rounds * (self.latency + nbytes * self.seconds_per_byte)
-
-    def prefers_gathering(self, nbytes: int, nodes: int) -> bool:
-        """Whether each node sends all others `nbytes` sooner than all sum up through the owners of ranges: one message
-        after the other of n (N - 1) bytes, or two that move 2 n (N - 1) / N."""
-        gathered = self.latency + (nodes - 1) * nbytes * self.seconds_per_byte
-        return gathered <= 2 * self.latency + 2 * (nodes - 1) / nodes * nbytes * self.seconds_per_byte
-
-    def prefers_doubling(self, nbytes: int, nodes: int, chunk_bytes: int) -> bool:
-        """Whether recursive doubling is the faster one; it moves an array as one chunk, so that bounds it."""
-        return nbytes <= chunk_bytes and self.doubling(nbytes, nodes) <= self.ring(nbytes, nodes)
+__all__ = ["CostModel", "measured", "worst"]
 
 
 def measured(small_round_trip: float, large_round_trip: float, extra_nbytes: int) -> CostModel:

@@ -19,6 +19,7 @@ from fusion_rt.algorithms import Choco, Place, parse
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
+from fusion_rt.trace_format import Kind
 from fusiond.algorithms.home import Home, Part
 from fusiond.collectives.base import Array
 from fusiond.homes.box import Arrival, Box
@@ -175,6 +176,9 @@ class Boxes:
             stale = max(home.version - parcel.version, 0)
             # At a replica only its own worker posts: there is nobody to be ahead of.
             ahead = max(home.done[position] - home.slowest, 0) if home.rank < 0 else 0
+            self._here.trace.record(
+                Kind.APPLIED, f"bucket {parcel.bucket}", stale, parcel.clock, parcel.plan, peer=parcel.rank
+            )
             box.notes[position] = stale, ahead, max(round(1000 * (now - arrival.came)), 0)
         acts = self._steps.prepared(box, box.algorithm.received(home, part))
         if len(home.slots) > box.most_waiting:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from fusion_rt import wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
+from fusion_rt.trace import NULL, Instrument
 from fusiond.homes.parcels import pieces
 from fusiond.running import Outside
 
@@ -23,6 +24,7 @@ class Here:
         settings: sizes and time-outs.
         outside: acts for it.
         epoch: the membership epoch.
+        trace: what is done is recorded there.
         over: the job cannot go on. `Homes` says so; then nothing is sent and nothing is begun.
     """
 
@@ -31,6 +33,7 @@ class Here:
     settings: Settings
     outside: Outside
     epoch: int
+    trace: Instrument = NULL
     over: bool = False
 
     def has(self, rank: int) -> bool:

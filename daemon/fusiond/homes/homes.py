@@ -8,6 +8,7 @@ from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
+from fusion_rt.trace import NULL, Instrument
 from fusiond.collectives.base import Array
 from fusiond.homes.box import Arrival
 from fusiond.homes.boxes import Boxes
@@ -33,6 +34,7 @@ class Homes:
         outside: acts for it.
         failed: called with an exception when something cannot be gone on with.
         epoch: the membership epoch.
+        trace: what is done is recorded there.
     """
 
     def __init__(
@@ -43,11 +45,12 @@ class Homes:
         outside: Outside,
         failed: Callable[[BaseException], None],
         epoch: int,
+        trace: Instrument = NULL,
     ) -> None:
         self._failed = failed
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been in force
-        self._here = Here(topology, node, settings, outside, epoch)
+        self._here = Here(topology, node, settings, outside, epoch, trace)
         self._jobs = Jobs(self._here, failed, lambda plan: self._boxes.resume(plan))
         self._codings = Codings()
         self._senders = Senders(self._here, self._jobs, self._codings)

@@ -12,6 +12,7 @@ from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.feedback import FeedbackBucketCodec
+from fusion_rt.trace_format import Kind
 from fusiond.collectives.base import Array
 from fusiond.homes.checks import wrong_rates
 from fusiond.homes.codings import Codings
@@ -174,7 +175,10 @@ class Senders:
                 return
             if rescale and isinstance(codec, FeedbackBucketCodec):
                 codec.scale_residual(rescale)
+            name = f"bucket {parcel.bucket}"
+            self._here.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, parcel.clock, parcel.plan)
             payload.append(pack(codec, source))
+            self._here.trace.record(Kind.ENCODE_END, name, len(payload[0]), parcel.clock, parcel.plan)
 
         def send() -> None:
             sender.busy = False
@@ -208,7 +212,10 @@ class Senders:
         decoder = self._codings.decoder(sender.plan, sender.bucket) if coded else Dense().open(layout_of(sender.bucket))
 
         def decode() -> None:
+            name = f"bucket {parcel.bucket}"
+            self._here.trace.record(Kind.DECODE_BEGIN, name, len(payload), parcel.clock, parcel.plan)
             np.copyto(place, unpack(decoder, payload))
+            self._here.trace.record(Kind.DECODE_END, name, len(payload), parcel.clock, parcel.plan)
 
         def answered() -> None:
             sender.busy = False
@@ -226,6 +233,8 @@ class Senders:
         sender = self._waiting(parcel)
         if sender is None:
             return  # it has failed in the meantime
+        name = f"bucket {parcel.bucket}"
+        self._here.trace.record(Kind.ANSWERED, name, 0, parcel.clock, parcel.plan, peer=parcel.rank)
         handle = sender.release().handle
         if parcel.kind == "answer":
             sender.version = parcel.version

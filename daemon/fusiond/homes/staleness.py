@@ -24,11 +24,20 @@ class Histogram:
         self._sum += value
         self._largest = max(self._largest, value)
 
+    @property
+    def count(self) -> int:
+        """How many numbers."""
+        return self._total
+
+    @property
+    def mean(self) -> float:
+        """Of them; 0 where there are none."""
+        return self._sum / self._total if self._total else 0.0
+
     def statistics(self) -> dict[str, object]:
         """`count`, `mean`, `max`, and the `histogram`: how many up to each number, and above the one before."""
-        mean = self._sum / self._total if self._total else 0.0
         counts = {str(bound): self._counts[bound] for bound in sorted(self._counts)}
-        return {"count": self._total, "mean": round(mean, 4), "max": self._largest, "histogram": counts}
+        return {"count": self._total, "mean": round(self.mean, 4), "max": self._largest, "histogram": counts}
 
 
 class Meters:

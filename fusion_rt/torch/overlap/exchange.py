@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fusion_rt import wire
 from fusion_rt.errors import HorovodInternalError
 from fusion_rt.torch.buckets import Bucket, DenseBucket
 from fusion_rt.torch.compression import NoneCompressor
@@ -34,6 +35,7 @@ from fusion_rt.torch.overlap.uses import Uses
 from fusion_rt.torch.parameters import Trained
 from fusion_rt.torch.runtime import Runtime
 from fusion_rt.torch.slots import Named, Slot
+from fusion_rt.trace_format import Kind
 
 
 class OverlapSlot(Slot):
@@ -58,6 +60,8 @@ class OverlapExchange(GradientExchange):
     Attributes:
         stepped: a step has been asked for, and, as far as is known, nothing has been computed for the next one.
     """
+
+    may_be_late = True
 
     def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
         self.stepped = False
@@ -101,6 +105,8 @@ class OverlapExchange(GradientExchange):
         self.stepped = True
         self._last_waited = time.perf_counter() - began
         self._waited += self._last_waited
+        if self._replanning is not None:
+            self._replanning.stepped(self._waited, all_here=False)
         update = Update(optimizer)
         taken = {id(parameter) for flight in flights for parameter in flight.parameters}
         rest = [p for p in update.parameters() if p.grad is not None and id(p) not in taken]
@@ -129,6 +135,7 @@ class OverlapExchange(GradientExchange):
         watching.watch(self)
         if self._uses.recording:
             self._uses.conclude([slot.parameter for slot in self.slots])
+            self._prioritise()
         if not self._late:
             for key in self._uses.unseen & self._flights.keys():
                 self._land_of(key)
@@ -170,7 +177,9 @@ class OverlapExchange(GradientExchange):
             elapsed = time.perf_counter() - began
             self._last_waited += elapsed
             self._waited += elapsed
+            self.steps.trace.record(Kind.APPLY_BEGIN, "", 0, self.steps.number)
             self._apply(update, flights)
+            self.steps.trace.record(Kind.APPLY_END, "", 0, self.steps.number)
         except BaseException:
             self._drop()
             raise
@@ -286,6 +295,16 @@ class OverlapExchange(GradientExchange):
         self._land_of(id(bucket.slots[0].parameter))  # if no forward pass has asked for it: its place is needed now
         super()._send(bucket)
 
+    def _urgencies(self, buckets: Sequence[DenseBucket]) -> Sequence[int]:
+        """By the order in which the next forward pass needs them; `step()` waits for what nobody was seen to use. Until
+        that is known, those of the first layers are those whose gradients arrive last."""
+        if self._late:
+            return super()._urgencies(buckets)
+        needed_at = self._uses.needed_at
+        first = [min(needed_at.get(id(slot.parameter), -1) for slot in bucket.slots) for bucket in buckets]
+        order = sorted(range(len(buckets)), key=lambda index: (first[index], -index))
+        return [1 + order.index(index) for index in range(len(buckets))]
+
     def _rewind(self) -> None:
         contexts = [slot.context for slot in self.slots]
         super()._rewind()
@@ -302,6 +321,11 @@ class OverlapExchange(GradientExchange):
             self._uses.restart()
             watching.watch(self)
         super()._watch(parameters)
+
+    def _tuned(self, tuning: wire.Tuning | None) -> None:
+        late = None if tuning is None else tuning.late
+        self._late = not self._manner.eager if late is None else late
+        self._eager = not self._late
 
     def _give_up_plan(self, here: Runtime) -> None:
         with self._lock:

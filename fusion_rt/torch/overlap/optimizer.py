@@ -33,6 +33,7 @@ class Overlapped(Distributed):
             raise ValueError("step(closure) evaluates the model while the step is being taken, so that nothing can "
                              "overlap; use overlap='none' for this optimizer")  # fmt: skip
         exchange = self._exchange
+        exchange.steps.begin()
         if self._synchronized and not self._skipping:
             warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
         self._script_optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -42,6 +43,7 @@ class Overlapped(Distributed):
             exchange.hold(self)
         else:
             exchange.launch(self)
+        exchange.steps.end()
         return None
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already

@@ -1,4 +1,5 @@
-"""Which module's forward pass is the first to need a parameter: learned in the first step, by watching.
+"""Which module's forward pass is the first to need a parameter, and in which order: learned in the first step, by
+watching.
 
 Most parameters are used by the module that has them. Some are used by another one, and the forward pass of the module
 that has them never runs: `torch.nn.MultiheadAttention` uses the weight of its `out_proj`, a model those of its
@@ -24,12 +25,14 @@ class Uses:
     Attributes:
         recording: forward passes are being noted.
         unseen: ids of parameters that nobody was seen to use.
+        needed_at: by id of each of the others, when it was first needed: the number of the forward pass of a module.
     """
 
     def __init__(self) -> None:
         self.recording = True
         self.unseen: set[int] = set()
-        self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.needed_at: dict[int, int] = {}
+        self._called: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._beneath: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._late = False
@@ -40,7 +43,7 @@ class Uses:
 
     def called(self, module: torch.nn.Module) -> None:
         """Notes that a module's forward pass runs."""
-        self._called.add(module)
+        self._called.setdefault(module, len(self._called))
 
     def conclude(self, parameters: Sequence[torch.Tensor]) -> None:
         """A step has been taken in which these parameters may have been used."""
@@ -51,8 +54,10 @@ class Uses:
         if self._late:
             self._late = False
             self.unseen = ids
+            self.needed_at = {}
             return
-        modules = list(self._called)
+        called = dict(self._called)
+        modules = list(called)
         self._hook(modules, ids)
         contents = {module: [id(parameter) for parameter in module.parameters()] for module in modules}
         own = {id(parameter) for module in modules for parameter in module._parameters.values()}
@@ -64,6 +69,11 @@ class Uses:
                 self._beneath[module] = found
                 missing.difference_update(found)
         self.unseen = missing | {id(p) for module in modules if _is_scripted(module) for p in module.parameters()} & ids
+        self.needed_at = {}
+        for module, number in sorted(called.items(), key=lambda item: item[1]):
+            for key in (*(id(parameter) for parameter in module._parameters.values()), *self.beneath(module)):
+                if key in ids:
+                    self.needed_at.setdefault(key, number)
         self._called.clear()
 
     def beneath(self, module: torch.nn.Module) -> tuple[int, ...]:

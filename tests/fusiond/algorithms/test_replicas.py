@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from fusion_rt import codecs, mixing, wire
+from fusion_rt.errors import WireError
 from fusiond.homes.parcels import open_codec, pack, unpack
 from fusiond.plans import layout_of
 from tests.fusiond.algorithms import published
@@ -201,5 +203,5 @@ def test_what_a_home_never_sends_is_refused() -> None:
         {"kind": "post"}, {"kind": "answer"}, {"kind": "seed"}, {"home": 1}, {"home": -1}, {"rank": 2}, {"bucket": 9},
         {"nbytes": 1 << 40},
     ):  # fmt: skip
-        with pytest.raises(wire.WireError):
-            homes.peer(1, wire.msgspec.structs.replace(piece, **bad), memoryview(b"abcd"))
+        with pytest.raises(WireError):
+            homes.peer(1, msgspec.structs.replace(piece, **bad), memoryview(b"abcd"))

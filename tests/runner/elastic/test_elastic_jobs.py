@@ -22,7 +22,7 @@ WORKER = Path(__file__).with_name("worker.py")
 TRAIN = Path(__file__).with_name("train.py")
 BOTH = "localhost:1,127.0.0.1:1"
 STARTED = re.compile(r"\[(\d+)\]<stdout>:epoch (\d+) rank (\d+) of (\d+) step (\d+) pid (\d+)")
-TIMEOUT_S = 90.0
+TIMEOUT_S = 180.0
 
 
 class Job:

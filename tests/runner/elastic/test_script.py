@@ -29,14 +29,18 @@ def run(script: str, until: Callable[[list[tuple[Host, ...]], list[str]], object
     warnings: list[str] = []
 
     async def body() -> None:
+        children = Children()
         task = asyncio.create_task(
-            Discovery(script, 3, timeout, Children(), found.append, warnings.append).run(),
+            Discovery(script, 3, timeout, children, found.append, warnings.append).run(),
         )
         while not until(found, warnings):
             assert not task.done(), task.exception()
             await asyncio.sleep(0.005)
         task.cancel()
         await asyncio.wait([task])
+        for process, ended in list(children._running.values()):  # it has begun anew meanwhile
+            process.kill()
+            await ended
 
     asyncio.run(asyncio.wait_for(body(), 30))
 

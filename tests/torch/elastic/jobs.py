@@ -26,9 +26,10 @@ from typing import Any
 from fusion_rt import elastic
 from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, decode_line, encode_line, socket_path
 from fusion_rt.topology import Topology
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 90.0  # for anything that is waited for
+TIMEOUT_S = 180.0  # for anything that is waited for
 _FD = "FUSION_TEST_FD"
 _CALL = "FUSION_TEST_CALL"
 
@@ -245,8 +246,9 @@ class ElasticJob:
             listener.setblocking(False)
         ours, theirs = Pipe()
         own = {elastic.SOCKET: path, elastic.SLOT: str(slot), _FD: str(theirs.fileno()), _CALL: self._call.hex()}
-        process = subprocess.Popen(
+        process = forks.popen(
             [sys.executable, "-c", "from tests.torch.elastic.jobs import serve; serve()"],
+            forks.WORKER,
             env={**self._environment, **environment, **own},
             cwd=ROOT,
             pass_fds=[theirs.fileno()],
@@ -262,8 +264,9 @@ class ElasticJob:
     def _start_daemons(self) -> None:
         endpoints = []
         for node in range(len(self.topology.hosts)):
-            process = subprocess.Popen(
+            process = forks.popen(
                 [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"],
+                forks.WORKER,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=self._environment,
@@ -348,6 +351,7 @@ class ElasticJob:
             sock.close()
         self._end_daemons()
         shutil.rmtree(self._directory)
+        shutil.rmtree(f"{self._directory}-traces", ignore_errors=True)  # nobody has recorded, perhaps
 
     def __enter__(self) -> ElasticJob:
         return self

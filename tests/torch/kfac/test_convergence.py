@@ -48,7 +48,10 @@ def steps_to(goal: float, kind: str, lr: float, preconditioned: bool, limit: int
     return limit
 
 
-@pytest.mark.parametrize(("kind", "goal"), [("linear", 0.15), ("mlp", 0.05)])
+@pytest.mark.parametrize(
+    ("kind", "goal"),
+    [("linear", 0.15), pytest.param("mlp", 0.05, marks=pytest.mark.long)],
+)
 def test_it_takes_less_than_half_the_steps_of_sgd_at_its_best_rate(kind: str, goal: float) -> None:
     limit = 300
     sgd = min(steps_to(goal, kind, lr, False, limit) for lr in RATES)

@@ -1,0 +1,71 @@
+"""What `fusiond dashboard` serves: one page that asks for the rates every now and then, and draws them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+from fusion_rt.errors import FusionError
+from fusiond.live.looking import Lookout
+from fusiond.live.rates import Rates
+from fusiond.live.web import Page, WebServer
+
+
+def serve(lookout: Lookout, port: int, interval: float) -> WebServer:
+    """Serves the page on the loopback address until it is closed.
+
+    Args:
+        port: 0: any.
+        interval: seconds between two looks at the jobs, which are taken only while a page is open somewhere.
+
+    Raises:
+        FusionError: the port cannot be had.
+    """
+    page = files("fusiond.live").joinpath("dashboard.html").read_bytes()
+    latest = Latest(lookout.look, interval)
+    latest.take()  # so that the first page has something to compare with
+    return WebServer(
+        port,
+        {
+            "/": Page("text/html; charset=utf-8", lambda: page),
+            "/rates.json": Page("application/json", lambda: json.dumps(latest.take()).encode()),
+        },
+    )
+
+
+class Latest:
+    """The latest look, for however many pages there are: taken anew when it is asked for and old.
+
+    Args:
+        look: looks.
+        interval: seconds after which a look is old.
+        clock: seconds, from any origin.
+    """
+
+    def __init__(
+        self, look: Callable[[], list[Rates]], interval: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._look = look
+        self._interval = interval
+        self._clock = clock
+        self._taken: dict[str, Any] = {}
+        self._at = 0.0
+
+    def take(self) -> dict[str, Any]:
+        """`jobs`: the rates of each; `serial`: of the look; `interval`; `trouble`: why there are none, or empty."""
+        now = self._clock()
+        if not self._taken or now - self._at >= 0.9 * self._interval:  # a page asks once an interval, more or less
+            self._at = now
+            jobs: list[dict[str, Any]] = []
+            trouble = ""
+            try:
+                jobs = [dataclasses.asdict(rates) for rates in self._look()]
+            except FusionError as error:
+                trouble = str(error)
+            serial = self._taken.get("serial", 0) + 1
+            self._taken = {"serial": serial, "interval": self._interval, "jobs": jobs, "trouble": trouble}
+        return self._taken

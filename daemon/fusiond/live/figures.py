@@ -1,0 +1,104 @@
+"""What every node of a job does right now, asked for by one of them. No I/O."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from fusion_rt import wire
+from fusion_rt.topology import Topology
+from fusiond.rounds import Rounds
+
+PATIENCE = 2.0  # seconds for an answer: whoever looks on wants to see the others meanwhile
+
+
+class Gathering:
+    """One daemon's questions of that kind, and its answers.
+
+    Args:
+        topology, node: who is where, and which node this is.
+        here: tells this node's figures, under a serial number.
+        to_node: sends a message to another node.
+        call_later: calls back after so many seconds.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        node: int,
+        here: Callable[[int], wire.Figures],
+        to_node: Callable[[int, wire.PeerMessage], None],
+        call_later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self._topology = topology
+        self._node = node
+        self._here = here
+        self._to_node = to_node
+        self._rounds: Rounds[wire.Figures] = Rounds(self._send, call_later, PATIENCE)
+
+    def ask(self, without: frozenset[int], then: Callable[[dict[int, wire.Figures]], None]) -> None:
+        """Asks all nodes but those that are gone; tells their figures, by node."""
+        nodes = [node for node in range(len(self._topology.hosts)) if node not in without]
+        self._rounds.ask(dict.fromkeys(nodes, wire.FiguresRequest), then)
+
+    def handle(self, node: int, message: wire.PeerMessage) -> bool:
+        """Takes a message of another node, or of this one. Returns whether it was for this."""
+        if isinstance(message, wire.FiguresRequest):
+            self._send(node, self._here(message.serial))
+        elif isinstance(message, wire.Figures):
+            local = set(self._topology.ranks[node])
+            if all(figures.rank in local for figures in message.ranks):
+                self._rounds.answered(node, message.serial, message)
+        else:
+            return False
+        return True
+
+    def _send(self, node: int, message: wire.PeerMessage) -> None:
+        if node == self._node:
+            self.handle(node, message)
+        else:
+            self._to_node(node, message)
+
+
+def document(
+    job: str, topology: Topology, told: Mapping[int, wire.Figures], now: float | None = None
+) -> dict[str, Any]:
+    """The figures of a job as JSON types; `now`: seconds by the monotonic clock of the daemon that was asked."""
+    return {
+        "job": job,
+        "time": time.monotonic() if now is None else now,
+        "nodes": [
+            {"node": node, "host": host, "answered": node in told, **(_fields(told[node]) if node in told else {})}
+            for node, host in enumerate(topology.hosts)
+        ],
+    }
+
+
+def fitting(told: dict[str, Any], most: int = wire.MAX_TEXT) -> str:
+    """It as JSON of at most so many characters. Of what is longer, the links that have carried least are left out, and
+    then ranks; `left_out` says how many."""
+    told["left_out"] = {"links": 0, "ranks": 0}
+    text = json.dumps(told)
+    for what, weight in (("links", "sent_bytes"), ("ranks", "late_seconds")):
+        longest = max((len(node.get(what, ())) for node in told["nodes"]), default=0)
+        while len(text) > most and longest:
+            longest //= 2
+            for node in told["nodes"]:
+                entries = sorted(node.get(what, ()), key=lambda entry: -entry[weight])
+                told["left_out"][what] += len(entries[longest:])
+                if entries:
+                    node[what] = entries[:longest]
+            text = json.dumps(told)
+    return text
+
+
+def _fields(figures: wire.Figures) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.structs.asdict(figures)
+    del fields["serial"]
+    fields["ranks"] = [msgspec.structs.asdict(rank) for rank in figures.ranks]
+    fields["links"] = [msgspec.structs.asdict(link) for link in figures.links]
+    return fields

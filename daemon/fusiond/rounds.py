@@ -1,0 +1,70 @@
+"""Questions that go to several nodes, and their answers. No I/O.
+
+Whoever does not answer in time is left out of what is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeAlias, TypeVar
+
+from fusion_rt import wire
+
+Answer = TypeVar("Answer")
+Question: TypeAlias = Callable[[int], wire.PeerMessage]  # made of its serial number
+
+
+@dataclass
+class _Asked(Generic[Answer]):
+    nodes: set[int]
+    then: Callable[[dict[int, Answer]], None]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
+class Rounds(Generic[Answer]):
+    """What one node asks.
+
+    Args:
+        send: sends a message to a node, which may be this one.
+        call_later: calls back after so many seconds.
+        patience: seconds for the answers.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[int, wire.PeerMessage], None],
+        call_later: Callable[[float, Callable[[], None]], object],
+        patience: float,
+    ) -> None:
+        self._send = send
+        self._call_later = call_later
+        self._patience = patience
+        self._asked: dict[int, _Asked[Answer]] = {}
+        self._serial = 0
+
+    def ask(self, questions: Mapping[int, Question], then: Callable[[dict[int, Answer]], None]) -> None:
+        """Asks nodes; tells the answers that have come, by node, once all have or the time is up."""
+        self._serial += 1
+        serial = self._serial
+        self._asked[serial] = _Asked(set(questions), then)
+        self._call_later(self._patience, lambda: self._finish(serial))
+        for node, question in questions.items():
+            self._send(node, question(serial))
+        if not questions:
+            self._finish(serial)
+
+    def answered(self, node: int, serial: int, answer: Answer) -> None:
+        """An answer has come; one that is too late, or to nothing that was asked, is dropped."""
+        asked = self._asked.get(serial)
+        if asked is None or node not in asked.nodes:
+            return
+        asked.nodes.discard(node)
+        asked.answers[node] = answer
+        if not asked.nodes:
+            self._finish(serial)
+
+    def _finish(self, serial: int) -> None:
+        asked = self._asked.pop(serial, None)
+        if asked is not None:
+            asked.then(asked.answers)

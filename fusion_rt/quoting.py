@@ -1,0 +1,22 @@
+"""How an error tells of another process's traceback: so that nobody takes that for the traceback of this one.
+
+Whoever fails because another rank did prints a traceback whose message holds the other one's. The lines of that are
+indented, and those of this process begin at the margin: `runner.last_words` and people tell them apart by it.
+"""
+
+from __future__ import annotations
+
+TRACEBACK = "Traceback (most recent call last):"  # how Python begins one
+MARGIN = "    "
+_FIRST, _LAST = 12, 68  # lines: more than a launcher keeps of what a rank prints would hide whose it is
+
+
+def quoted(text: str) -> str:
+    """An error of another process, to stand behind `... failed: ` in a message.
+
+    All of its lines but the first are indented by `MARGIN`; of very many, those in the middle are left out.
+    """
+    lines = [line.rstrip() for line in text.strip().splitlines() if line.strip()]
+    if len(lines) > _FIRST + _LAST:
+        lines[_FIRST:-_LAST] = [f"  ... ({len(lines) - _FIRST - _LAST} lines)"]
+    return "\n".join([*lines[:1], *(MARGIN + line for line in lines[1:])])

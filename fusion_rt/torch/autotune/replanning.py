@@ -1,0 +1,93 @@
+"""When an exchange gives its plan up for another one, and what it asks for then.
+
+A plan says after how many steps its successor is due (`Tuning.steps`), so all ranks propose in the same step. A rank
+that joins does not count those that the others take; so after a join all ranks propose anew, by a number that all know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fusion_rt import wire
+from fusion_rt.torch.autotune.director import Circumstances, Director, Step
+from fusion_rt.torch.runtime import Runtime
+
+_AFTER_JOINS = 1 << 47  # clocks of proposals after the n-th join; others are ids of plans, which are smaller
+
+MakeDirector = Callable[[Circumstances], Director]
+
+
+class Replanning:
+    """Of one exchange.
+
+    Args:
+        make: makes what decides, on the lowest rank; called once in a membership epoch.
+        clock: seconds, from any origin.
+    """
+
+    def __init__(self, make: MakeDirector, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._make = make
+        self._clock = clock
+        self._director: Director | None = None
+        self._here: Runtime | None = None
+        self._joins = 0
+        self._left: int | None = None  # steps that the plan has left; None: for ever
+        self._ended = self._waited = 0.0
+        self._began = 0.0  # when the first bucket of a step was sent; 0: none was
+
+    def due(self, here: Runtime) -> bool:
+        """Whether the plan in force, if there is one, has had its time."""
+        return self._left == 0 or (here is self._here and here.client.joins != self._joins)
+
+    def proposal(self, here: Runtime, proposal: wire.Proposal, may_be_late: bool = False) -> wire.Proposal:
+        """What to propose in its place."""
+        if here is not self._here:  # a new membership: other hosts, other links
+            self._here, self._director, self._joins = here, None, 0
+        anew = here.client.joins != self._joins
+        if anew:
+            self._joins = here.client.joins
+        clock = _AFTER_JOINS + self._joins if anew else proposal.clock
+        tuning = None
+        topology = here.client.topology
+        ranks = here.client.process_sets[proposal.process_set].ranks
+        if here.rank == min(ranks) and len(ranks) > 1:
+            if self._director is None:
+                nodes = [topology.node_of(rank) for rank in ranks]
+                slots = tuple(nodes.count(node) for node in dict.fromkeys(nodes))
+                welcome = here.client.welcome
+                between = (welcome.latency, welcome.seconds_per_byte) if len(slots) > 1 else (0.0, 0.0)
+                self._director = self._make(
+                    Circumstances(
+                        slots, *between, welcome.fusion_threshold, proposal.group, proposal.reduction,
+                        proposal.tensors, may_be_late,
+                    )
+                )  # fmt: skip
+            tuning = self._director.next()
+        return wire.Proposal(
+            proposal.group, proposal.process_set, clock, proposal.reduction, proposal.tensors, tuning, anew
+        )
+
+    def planned(self, plan: wire.Plan) -> None:
+        """A plan has been made."""
+        self._left = None if plan.tuning is None else plan.tuning.steps or None
+
+    def sent(self) -> None:
+        """A bucket has been sent."""
+        if not self._began:
+            self._began = self._clock()
+
+    def stepped(self, waited: float, all_here: bool) -> None:
+        """A step has been taken.
+
+        Args:
+            waited: seconds for which the script has been kept waiting, in all steps together.
+            all_here: its gradients have come.
+        """
+        now = self._clock()
+        if self._director is not None:
+            reducing = now - self._began if self._began and all_here else 0.0
+            self._director.stepped(Step(now - self._ended, waited - self._waited, reducing))
+        self._ended, self._waited, self._began = now, waited, 0.0
+        if self._left:
+            self._left -= 1

@@ -1,0 +1,155 @@
+"""The search for the best setting, one sample after the other. No I/O.
+
+The first sample is the default. Then optuna's sampler (TPE: Bergstra et al., "Algorithms for hyper-parameter
+optimization", 2011) asks for settings and is told their scores. The highest of many noisy scores is a lucky one, so the
+last samples measure the leaders and the default again, in turns, and the highest median wins; the default, unless
+another one is higher. A setting that was measured before is not measured again while there are others: the sampler is
+told what is known.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fusion_rt.errors import FusionError
+from fusion_rt.torch.autotune.space import Setting, Space
+
+MISSING = (
+    "--autotune needs optuna, which is not installed: pip install optuna (or pip install 'fusion_rt[autotune]'), or "
+    "leave --autotune out"
+)
+_LEADERS = 2
+_ASKED_AGAIN = 8
+
+
+class AutotuneError(FusionError):
+    """Nothing can be tuned; the text says why."""
+
+
+class Sampler(Protocol):
+    """What asks for settings."""
+
+    def ask(self) -> Setting:
+        """A setting that may be good."""
+
+    def tell(self, score: float) -> None:
+        """The score of the one asked for last; higher is better."""
+
+
+class OptunaSampler:
+    """optuna's TPE, with ask and tell.
+
+    Args:
+        space: what there is.
+        startup: samples that are drawn at random first.
+        seed: of it.
+
+    Raises:
+        AutotuneError: optuna is not installed.
+    """
+
+    def __init__(self, space: Space, startup: int, seed: int = 0) -> None:
+        try:
+            import optuna
+        except ImportError:
+            raise AutotuneError(MISSING) from None
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(n_startup_trials=startup, seed=seed)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._values = {
+            "threshold": space.thresholds,
+            "chunk_bytes": space.chunks,
+            "window_bytes": space.windows,
+            "threads": space.threads,
+        }
+        self._distributions: dict[str, optuna.distributions.BaseDistribution] = {
+            name: optuna.distributions.IntDistribution(0, len(values) - 1) for name, values in self._values.items()
+        }
+        self._distributions["exchange"] = optuna.distributions.CategoricalDistribution(space.exchanges)
+        self._study.enqueue_trial(
+            {name: values.index(getattr(space.default, name)) for name, values in self._values.items()}
+            | {"exchange": space.default.exchange}
+        )
+        self._trial: optuna.Trial | None = None
+
+    def ask(self) -> Setting:
+        self._trial = self._study.ask(self._distributions)
+        drawn = self._trial.params
+        chosen = {name: values[drawn[name]] for name, values in self._values.items()}
+        return Setting(**chosen, exchange=drawn["exchange"])
+
+    def tell(self, score: float) -> None:
+        assert self._trial is not None
+        self._study.tell(self._trial, score)
+
+
+@dataclass
+class Search:
+    """One search.
+
+    Args:
+        space: what there is.
+        sampler: asks; it begins with the default.
+        samples: that are measured in all.
+        noise: from 0 to 1; the share of a third of the samples that measure again.
+
+    Attributes:
+        scores: of what was measured.
+    """
+
+    space: Space
+    sampler: Sampler
+    samples: int
+    noise: float
+    scores: dict[Setting, list[float]] = field(default_factory=dict)
+    _taken: int = 0
+    _again: list[Setting] = field(default_factory=list)
+
+    @property
+    def _exploring(self) -> int:
+        """Samples before those that measure again."""
+        return max(1, self.samples - round(self.noise * self.samples / 3))
+
+    @property
+    def over(self) -> bool:
+        """Whether all samples have been taken."""
+        return self._taken >= self.samples
+
+    def ask(self) -> Setting:
+        """What to measure next. Not to be called when it is over."""
+        if self._taken < self._exploring:
+            for _ in range(_ASKED_AGAIN):
+                setting = self.sampler.ask()
+                if setting not in self.scores:
+                    return setting
+                self.sampler.tell(self.score(setting))
+        if not self._again:
+            self._again = self.finalists()
+        return self._again.pop(0)
+
+    def tell(self, setting: Setting, score: float) -> None:
+        """What was asked for has been measured."""
+        if setting not in self.scores and self._taken < self._exploring:
+            self.sampler.tell(score)
+        self.scores.setdefault(setting, []).append(score)
+        self._taken += 1
+
+    def score(self, setting: Setting) -> float:
+        """The median of what was measured."""
+        return statistics.median(self.scores[setting])
+
+    def finalists(self) -> list[Setting]:
+        """The leaders and the default, the best first."""
+        others = sorted((s for s in self.scores if s != self.space.default), key=self.score, reverse=True)
+        return sorted({*others[:_LEADERS], self.space.default} & self.scores.keys(), key=self.score, reverse=True)
+
+    @property
+    def best(self) -> Setting:
+        """Of those that have been measured most often: what leads by luck was measured again, and lost it."""
+        most = max(len(found) for found in self.scores.values())
+        often = [setting for setting, found in self.scores.items() if len(found) >= min(most, 2)]
+        best = max(often, key=self.score)
+        default = self.space.default
+        return default if default in self.scores and self.score(default) >= self.score(best) else best

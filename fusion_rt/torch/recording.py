@@ -1,0 +1,157 @@
+"""When a worker's model runs forward and backward, and its optimizer steps, for the recorder.
+
+A distributed optimizer gets parameters and not modules, and hooks that stay on a script's modules would be copied,
+pickled and compiled with them. So after each step one hook waits for the next forward pass of any module: the first
+that runs is the model, or an outermost part of it. The hook is taken away, and another one put on that module until its
+forward pass has ended. That takes a few microseconds for each forward pass of the whole, and nothing for the modules
+inside.
+
+Nothing of a forward pass is noticed before the first step, without gradients, and once anything has been compiled: a
+compiler would take the hook for part of the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Kind
+
+
+class _Passes:
+    """Forward and backward passes of this process: there is one of this, since modules know nothing of optimizers."""
+
+    def __init__(self) -> None:
+        self._trace: Instrument = NULL
+        self._step = 0
+        self._waiting: RemovableHandle | None = None
+        self._ending: RemovableHandle | None = None
+        self._backward = False
+
+    def belong_to(self, trace: Instrument, step: int) -> None:
+        """From now on they are part of this step."""
+        self._trace, self._step = trace, step
+
+    def watch(self) -> None:
+        """Waits for the next forward pass."""
+        if self._waiting is None and self._trace is not NULL and not _compiles():
+            self._waiting = register_module_forward_pre_hook(_forward_begins)
+
+    def unwatch(self) -> None:
+        """Waits for none."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.remove()
+
+    def forward_begins(self, module: torch.nn.Module) -> None:
+        if self._waiting is None:
+            return
+        self.unwatch()
+        self._backward = False
+        if torch.is_grad_enabled() and not isinstance(module, torch.jit.ScriptModule):
+            self._ending = module.register_forward_hook(_forward_ends, always_call=True)
+            self._trace.record(Kind.FORWARD_BEGIN, "", 0, self._step)
+
+    def forward_ends(self, output: Any) -> None:
+        self._trace.record(Kind.FORWARD_END, "", 0, self._step)
+        if self._ending is not None:
+            self._ending.remove()
+            self._ending = None
+        node = _node_of(output)
+        if node is not None:
+            node.register_prehook(_backward_begins)
+        self.watch()
+
+    def backward_begins(self) -> None:
+        """A part of a backward pass runs."""
+        if self._backward:
+            return
+        self._backward = True
+        self.unwatch()
+        self._trace.record(Kind.BACKWARD_BEGIN, "", 0, self._step)
+        torch.autograd.Variable._execution_engine.queue_callback(_backward_ends)
+
+    def backward_ends(self) -> None:
+        self._backward = False
+        self._trace.record(Kind.BACKWARD_END, "", 0, self._step)
+        self.watch()
+
+
+_passes = _Passes()
+
+
+class Steps:
+    """The steps of one optimizer.
+
+    Attributes:
+        trace: where they are recorded.
+        number: of the step that is under way, from 0.
+    """
+
+    def __init__(self, trace: Instrument) -> None:
+        self.trace = trace
+        self.number = 0
+
+    def first_gradient(self) -> None:
+        """The first gradient of a step has come, or somebody asks for the reduction without any."""
+        if torch._C._current_graph_task_id() != -1:
+            _passes.belong_to(self.trace, self.number)
+            _passes.backward_begins()
+
+    def begin(self) -> None:
+        """`step()` was called."""
+        self.trace.record(Kind.STEP_BEGIN, "", 0, self.number)
+
+    def end(self) -> None:
+        """`step()` is about to return."""
+        self.trace.record(Kind.STEP_END, "", 0, self.number)
+        self.number += 1
+        _passes.belong_to(self.trace, self.number)
+        _passes.watch()
+
+
+def forget(trace: Instrument) -> None:
+    """What is recorded there is over."""
+    if _passes._trace is trace:
+        _passes.unwatch()
+        _passes.belong_to(NULL, 0)
+
+
+def _forward_begins(module: torch.nn.Module, arguments: Any) -> None:
+    _passes.forward_begins(module)
+
+
+def _forward_ends(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+    _passes.forward_ends(output)
+
+
+def _backward_begins(gradients: Any) -> None:
+    _passes.backward_begins()
+
+
+def _backward_ends() -> None:
+    _passes.backward_ends()
+
+
+_forward_begins._torchdynamo_disable = True  # type: ignore[attr-defined]  # should something be compiled meanwhile
+
+
+def _compiles() -> bool:
+    """Whether torch has compiled anything in this process."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return bool(counters and counters.get("frames", {}).get("total", 0))
+
+
+def _node_of(output: Any) -> Any:
+    """The end of the graph that a module's forward pass has built; None if that is not easily seen."""
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    found = (part.grad_fn for part in parts if isinstance(part, torch.Tensor))
+    return next((node for node in found if node is not None), None)

@@ -1,0 +1,110 @@
+"""Where rings of recorded events lie, and which of them may be removed.
+
+A job's rings on a host are in one directory of that name, `rank-3.ring` of a worker and `node-0.ring` of a daemon; each
+membership epoch of an elastic job is a job of its own. A ring is locked (`flock`) as long as its writer lives, so the
+kernel says which jobs run. Of the others the latest few are kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+
+_JOB = re.compile(r"[A-Za-z0-9_-]{1,32}")
+_RING = re.compile(r"(?:rank|node)-[0-9]{1,9}\.ring(?:\.[0-9]{1,9}\.new)?")
+
+
+def directory_of(root: str, job: str) -> str:
+    """The directory of a job's rings."""
+    return os.path.join(root, job)
+
+
+def ring_name(kind: str, number: int) -> str:
+    """Of a file: `kind` is rank or node."""
+    return f"{kind}-{number}.ring"
+
+
+def begin_job(root: str, job: str, keep: int) -> list[str]:
+    """Makes room for a job that is about to begin on this host: removes what an earlier one of that name has left, and
+    of the other jobs that do not run any more all but the latest.
+
+    Args:
+        root: where the jobs' directories are.
+        keep: how many jobs there may be, with this one.
+
+    Returns: the paths of the directories that are gone.
+    """
+    own = directory_of(root, job)
+    if _is_own_directory(own):
+        _remove_rings(own)
+    return _remove_jobs([path for path in _by_age(root) if path != own][max(keep - 1, 0) :])
+
+
+def remove_dead(root: str) -> list[str]:
+    """Removes the rings of all jobs that do not run any more. Returns the paths of the directories that are gone."""
+    return _remove_jobs(_by_age(root))
+
+
+def _by_age(root: str) -> list[str]:
+    """Directories of jobs, the latest first."""
+    try:
+        paths = [os.path.join(root, name) for name in os.listdir(root) if _JOB.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+    own = [path for path in paths if _is_own_directory(path) and _has_rings_only(path)]
+    return sorted(own, key=lambda path: (os.lstat(path).st_mtime_ns, path), reverse=True)
+
+
+def _remove_jobs(paths: list[str]) -> list[str]:
+    gone = []
+    for path in paths:
+        if _remove_rings(path):
+            try:
+                os.rmdir(path)
+            except OSError:  # somebody has just begun to use it
+                continue
+            gone.append(path)
+    return gone
+
+
+def _remove_rings(path: str) -> bool:
+    """Removes the rings of writers that are gone, if all are. Returns whether none is left."""
+    rings = [os.path.join(path, name) for name in os.listdir(path) if _RING.fullmatch(name)]
+    if any(_is_in_use(ring) for ring in rings):
+        return False
+    for ring in rings:
+        try:
+            os.unlink(ring)
+        except FileNotFoundError:
+            continue  # another daemon of this host does the same
+    return True
+
+
+def _is_in_use(ring: str) -> bool:
+    try:
+        fd = os.open(ring, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _has_rings_only(path: str) -> bool:
+    """Whether it is certain that nobody else keeps anything there: the directory may be of a person's choice."""
+    names = os.listdir(path)
+    return bool(names) and all(_RING.fullmatch(name) for name in names)
+
+
+def _is_own_directory(path: str) -> bool:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

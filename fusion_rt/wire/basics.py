@@ -1,0 +1,35 @@
+"""Limits, and the types of fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_PACKET = 64 * 1024  # bytes of a local message; a longer one travels in a memfd (see `local.py`)
+MAX_MESSAGE = 64 * 1024 * 1024  # bytes of any encoded message
+MAX_INLINE = 8 * 1024  # bytes of a tensor that travels inside a local message instead of in the arena
+MAX_NAME = 1024
+MAX_RANKS = 65536
+MAX_DIMS = 64
+MAX_GROUPS = 64  # parameter groups of an optimizer that a home has
+MAX_TEXT = 256 * 1024  # characters
+MAX_LINE = 512  # characters of a line about where a worker is
+MAX_FRAMES = 32  # calls of a stack that are told
+MAX_LOCATED = 16  # workers of a node
+MAX_WAITING = 256  # operations of a node
+MAX_PATH = 4096  # characters
+CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: what comes late from the one before is told by its clock
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
+Kind: TypeAlias = Literal[
+    "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join",
+    "add_process_set", "remove_process_set",
+]  # fmt: skip
+Op: TypeAlias = Literal["sum", "average", "min", "max", "product", "adasum"]
+Rates: TypeAlias = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+Line: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]

@@ -1,0 +1,86 @@
+"""To bytes and back: what may come on each channel, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from fusion_rt.errors import WireError
+from fusion_rt.wire.basics import MAX_MESSAGE, PROTOCOL_VERSION
+from fusion_rt.wire.coordinator import Inquiry, Mismatch, OpFailed, PlanRequest, PlanVerdict, Report, Request, Verdict
+from fusion_rt.wire.data import Began, Chunk, Credit, Piece
+from fusion_rt.wire.figures import Figures, FiguresRequest
+from fusion_rt.wire.inquiries import Locate, Located, WaitingHere, WaitingRequest
+from fusion_rt.wire.local import DaemonMessage, WorkerMessage
+from fusion_rt.wire.peers import (
+    Abort,
+    Ack,
+    Departed,
+    Echo,
+    GivenUp,
+    Heartbeat,
+    Joined,
+    Leaving,
+    NewEpoch,
+    PeerHello,
+    Probe,
+    Reopen,
+    Reopened,
+    Start,
+    Up,
+)
+from fusion_rt.wire.rings import RingPiece, RingPieceRequest, Rings, RingsRequest
+from fusion_rt.wire.views import (
+    Canvass,
+    Handover,
+    NewView,
+    Settled,
+    Support,
+    Suspected,
+    ViewAccepted,
+    ViewProposal,
+    ViewRefused,
+)
+
+PeerMessage: TypeAlias = (
+    PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Up | NewEpoch | Start
+    | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Inquiry | Report | Locate | Located | WaitingRequest
+    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Began | Chunk | Credit | Piece
+    | RingsRequest | Rings | RingPieceRequest | RingPiece
+    | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled
+)  # fmt: skip
+_encoder = msgspec.msgpack.Encoder()
+_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+_daemon_decoder: msgspec.msgpack.Decoder[DaemonMessage] = msgspec.msgpack.Decoder(DaemonMessage)
+_peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+encode = _encoder.encode
+_Message = TypeVar("_Message")
+
+
+def decode_worker_message(data: bytes | memoryview) -> WorkerMessage:
+    """What a worker, or a tool such as `fusiond status`, sent to the daemon.
+
+    Raises:
+        WireError: the bytes are longer than MAX_MESSAGE or not such a message.
+    """
+    return _decode(_worker_decoder, data)
+
+
+def decode_daemon_message(data: bytes | memoryview) -> DaemonMessage:
+    """What the daemon sent to a worker. Raises `WireError` as `decode_worker_message` does."""
+    return _decode(_daemon_decoder, data)
+
+
+def decode_peer_message(data: bytes | memoryview) -> PeerMessage:
+    """What another daemon sent. Raises `WireError` as `decode_worker_message` does."""
+    return _decode(_peer_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes | memoryview) -> _Message:
+    if len(data) > MAX_MESSAGE:
+        raise WireError(f"a message of {len(data)} bytes is longer than the limit of {MAX_MESSAGE}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"not a message of this protocol (version {PROTOCOL_VERSION}): {error}") from None

@@ -1,0 +1,78 @@
+"""The mesh: to and from the coordinator, about operations and plans."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fusion_rt.wire.basics import Count, Name, Rank, Text
+from fusion_rt.wire.inquiries import Traffic
+from fusion_rt.wire.operations import OpKey, Signature
+from fusion_rt.wire.plans import Plan, Proposal
+
+
+class Request(msgspec.Struct, tag="request", array_like=True):
+    """To the coordinator: all local workers submitted this operation; their signatures and splits by rank."""
+
+    key: OpKey
+    signatures: dict[Rank, Signature]
+    splits: dict[Rank, tuple[Count, ...]]
+
+
+class Verdict(msgspec.Struct, tag="verdict", array_like=True):
+    """From the coordinator: the ranks agree, the operation may start.
+
+    Attributes:
+        rows: first dimension of every rank's tensor by position in the process set; for a join, the last rank to join.
+        splits: of every rank, likewise. Both are empty for an operation that was approved before.
+        signature: for a node all of whose ranks have joined: what the others run.
+    """
+
+    key: OpKey
+    rows: tuple[Count, ...] = ()
+    splits: tuple[tuple[Count, ...], ...] = ()
+    signature: Signature | None = None
+
+
+class PlanRequest(msgspec.Struct, tag="plan_request", array_like=True):
+    """To the coordinator: what one rank proposes."""
+
+    rank: Rank
+    proposal: Proposal
+
+
+class PlanVerdict(msgspec.Struct, tag="plan_verdict", array_like=True):
+    """From the coordinator: the plan of a group, or why its proposals do not fit together."""
+
+    process_set: Count
+    group: Name
+    clock: Count
+    plan: Plan | None = None
+    error: Text = ""
+
+
+class Mismatch(msgspec.Struct, tag="mismatch", array_like=True):
+    """To the coordinator: the ranks do not agree about this operation, or wait for some that do not submit it."""
+
+    key: OpKey
+    waited: float = 0.0
+
+
+class Inquiry(msgspec.Struct, tag="inquiry", array_like=True):
+    """From the coordinator: which of your ranks have submitted this operation, and as what?"""
+
+    key: OpKey
+
+
+class Report(msgspec.Struct, tag="report", array_like=True):
+    """To the coordinator: the answer to an `Inquiry`. `traffic`: with the peers, once data is exchanged."""
+
+    key: OpKey
+    signatures: dict[Rank, Signature]
+    traffic: tuple[Traffic, ...] = ()
+
+
+class OpFailed(msgspec.Struct, tag="op_failed", array_like=True):
+    """One operation fails on all ranks."""
+
+    key: OpKey
+    error: Text

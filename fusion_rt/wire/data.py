@@ -1,0 +1,78 @@
+"""The mesh: what stands before data (chunks of operations, pieces of parcels), and what goes with it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from fusion_rt.wire.basics import MAX_RANKS, Count, Rank, Rates
+from fusion_rt.wire.operations import OpKey
+
+
+class Began(msgspec.Struct, tag="began", array_like=True):
+    """To a node whose ranks have all joined: the sender has begun an operation, in which every node passes on data."""
+
+    key: OpKey
+    digest: int
+
+
+class Chunk(msgspec.Struct, tag="c", array_like=True):
+    """A part of an operation's data; its payload is the next frame.
+
+    Attributes:
+        key: the operation.
+        digest: the signature's digest (`wire.digest`), or the plan's bucket digest.
+        part: which part of the data, in the collective's own terms (a ring's segment, a sender's rank).
+        start: first element within the part.
+        hop: how many nodes the part has passed through.
+    """
+
+    key: OpKey
+    digest: int
+    part: Count
+    start: Count
+    hop: Count
+
+
+class Credit(msgspec.Struct, tag="k", array_like=True):
+    """The receiver has consumed `chunks` further chunks of an operation: the sender may send as many more."""
+
+    key: OpKey
+    chunks: Count
+
+
+class Piece(msgspec.Struct, tag="p", array_like=True):
+    """A piece of a parcel, which is what travels to or from a bucket's home; its payload is the next frame.
+
+    Attributes:
+        epoch: the membership epoch.
+        plan, bucket: which bucket.
+        kind: what the parcel is: a worker's contribution (`post`), what a home begins with (`seed`), a home's answer to
+            a contribution (`answer`, or `refused` with a sentence), or what one rank's home tells another's (`mix`,
+            `mean`), or the home of the first bucket those of the others (`told`: int64 numbers).
+        home: the rank whose home it concerns; -1: the only one that the bucket has.
+        rank: the worker that posted, or is answered; of what homes tell each other, the rank of the one that sends.
+        clock: the worker's, of the contribution.
+        version: of the home: the one that a contribution is based on, or that an answer has.
+        nbytes: of the parcel; `start`: the first one of this piece.
+        rates, samples: as in `Ready`.
+        weight: push-sum weight.
+        notes: with an answer: whether it is to be added, whether it is coded, and how stale the contribution was: its
+            version's lag, its clock's distance from the slowest's, and how long it waited to be read (ms).
+    """
+
+    epoch: Count
+    plan: Count
+    bucket: Count
+    kind: Literal["post", "seed", "answer", "refused", "mix", "mean", "told"]
+    home: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
+    rank: Rank
+    clock: Count
+    version: Count
+    nbytes: Count
+    start: Count = 0
+    rates: Rates = ()
+    samples: Count = 1
+    weight: float = 1.0
+    notes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)] = ()

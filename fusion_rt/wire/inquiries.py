@@ -1,0 +1,116 @@
+"""What is told about what is under way, who waits for whom, and where workers are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from fusion_rt.wire.basics import MAX_FRAMES, MAX_LOCATED, MAX_WAITING, Count, Line, Rank
+from fusion_rt.wire.operations import OpKey
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """A call in a stack. `source`: the line, if it could be read; `inner`: how many calls inside it are left out."""
+
+    file: Line
+    line: Count
+    function: Line
+    source: Line = ""
+    inner: Count = 0
+
+
+class Stack(msgspec.Struct, frozen=True, array_like=True):
+    """The Python stack of a main thread, the most recent call first; `more`: how many calls at its end are left out."""
+
+    frames: Annotated[tuple[Frame, ...], msgspec.Meta(max_length=MAX_FRAMES)] = ()
+    more: Count = 0
+
+
+class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker is.
+
+    Attributes:
+        pid: 0 if there is none.
+        state: of its process, in words.
+        why_not: why there is no stack; empty when there is one.
+        stack: of its main thread.
+    """
+
+    rank: Rank
+    pid: Count
+    state: Line
+    why_not: Line = ""
+    stack: Stack = Stack()
+
+
+class Traffic(msgspec.Struct, frozen=True, array_like=True):
+    """What has gone between a node and its peer `node` in one operation, as the former sees it.
+
+    Attributes:
+        sent, received: chunks.
+        unsent: chunks that wait for the peer's credit.
+        silent: seconds since a chunk came from there, or since the operation began here.
+    """
+
+    node: Rank
+    sent: Count
+    received: Count
+    unsent: Count
+    silent: float
+
+
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """Something under way on a node.
+
+    Attributes:
+        kind: an operation (also a planned bucket's), a proposal of a plan, or a contribution to a bucket's home.
+        key: which; of a proposal, its group and clock; of a home, the plan and the bucket, and the clock is the rank of
+            the home plus 1.
+        what: for people.
+        seconds: since it began here, or last made progress.
+        submitted: local ranks that have submitted it, and wait.
+        awaits: ranks, of any node, without which it cannot be done; of a home, those that it lacks.
+        traffic: with the peers, once data is exchanged.
+        note: what else is known here.
+    """
+
+    kind: Literal["operation", "plan", "home"]
+    key: OpKey
+    what: Line
+    seconds: float
+    submitted: tuple[Rank, ...] = ()
+    awaits: tuple[Rank, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+    note: Line = ""
+
+
+class Locate(msgspec.Struct, tag="locate", array_like=True):
+    """Where are these ranks of yours? And which of these operations are over on your node? Answered with `Located`."""
+
+    serial: Count
+    ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_LOCATED)]
+    keys: Annotated[tuple[OpKey, ...], msgspec.Meta(max_length=MAX_WAITING)] = ()
+
+
+class Located(msgspec.Struct, tag="located", array_like=True):
+    """Where they are, and which operations are over there."""
+
+    serial: Count
+    found: Annotated[tuple[Whereabouts, ...], msgspec.Meta(max_length=MAX_LOCATED)]
+    over: Annotated[tuple[OpKey, ...], msgspec.Meta(max_length=MAX_WAITING)] = ()
+
+
+class WaitingRequest(msgspec.Struct, tag="waiting?", array_like=True):
+    """What is under way on your node? Answered with `WaitingHere`."""
+
+    serial: Count
+
+
+class WaitingHere(msgspec.Struct, tag="waiting", array_like=True):
+    """What is under way on the sender's node, and its daemon's process; `more`: how much has no room here."""
+
+    serial: Count
+    pid: Count
+    waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=MAX_WAITING)]
+    more: Count = 0

@@ -1,0 +1,253 @@
+"""The local channel: between a worker, or a tool, and its node's daemon."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from fusion_rt.topology import Topology
+from fusion_rt.wire.basics import MAX_INLINE, MAX_PATH, Count, Line, Name, Rank, Rates, Text
+from fusion_rt.wire.operations import Place, Signature
+from fusion_rt.wire.plans import Plan, Proposal
+from fusion_rt.wire.rings import MAX_RING_PIECE
+
+# --- worker to daemon -------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """First message of a worker. A memfd may be attached, into which it writes its stack (`stacks.py`).
+
+    Attributes:
+        stack_signal: the signal on which it does so; 0: it does not.
+    """
+
+    version: int
+    job: Name
+    rank: Rank
+    pid: Count
+    stack_signal: Annotated[int, msgspec.Meta(ge=0, lt=65)] = 0
+
+
+class AddSegment(msgspec.Struct, tag="segment", array_like=True):
+    """Offers a sealed memfd (attached) as a segment of the worker's arena; `plan` when it holds a plan's buckets."""
+
+    segment: Count
+    nbytes: Count
+    plan: Count = 0
+
+
+class DropSegment(msgspec.Struct, tag="drop", array_like=True):
+    """The daemon may unmap a segment; the worker has no operation in it."""
+
+    segment: Count
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True):
+    """One operation on one tensor, which lies in the arena (`place`) or in the message (`inline`).
+
+    `splits`: for alltoall, rows for each rank of the process set.
+    """
+
+    handle: Count
+    name: Name
+    clock: Count
+    signature: Signature
+    place: Place | None = None
+    inline: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] | None = None
+    splits: tuple[Count, ...] = ()
+
+
+class Propose(msgspec.Struct, tag="propose", array_like=True):
+    """Asks for a plan; answered with `Planned`."""
+
+    handle: Count
+    proposal: Proposal
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """This worker's part of a planned bucket is in the arena: the only message a bucket costs in a step.
+
+    Attributes:
+        rescale: what the residual of each of its tensors is multiplied by first, when learning rates have changed.
+        rates: learning rate of each parameter group, for a home that applies gradients.
+        samples: how many samples it comes from; 0: it is nothing, and the home is only asked for what it has.
+        seed: it is no contribution, but what the bucket's home begins with.
+        urgency: the less, the sooner this worker needs it; 0: as soon as an operation that it waits for.
+    """
+
+    handle: Count
+    plan: Count
+    bucket: Count
+    clock: Count
+    rescale: tuple[float, ...] = ()
+    rates: Rates = ()
+    samples: Count = 1
+    seed: bool = False
+    urgency: Count = 0
+
+
+class SaveState(msgspec.Struct, tag="save", array_like=True):
+    """Asks for what the codecs of a group's plan remember on this node; the result is `named_arrays`.
+
+    `common`: only for what is the same on all nodes, without residuals.
+    """
+
+    handle: Count
+    process_set: Count
+    group: Name
+    common: bool = False
+
+
+class LoadState(msgspec.Struct, tag="load", array_like=True):
+    """Gives that back (`nbytes` bytes in the arena), for the plan in force, or else for the next one of the group.
+
+    `common`: it has no residuals, which start at zero; nothing happens where as many steps have been taken already.
+    """
+
+    handle: Count
+    process_set: Count
+    group: Name
+    place: Place
+    nbytes: Count
+    common: bool = False
+
+
+class CompressionRequest(msgspec.Struct, tag="compression", array_like=True):
+    """Asks what compression has saved and cost on this node; the result is JSON."""
+
+    handle: Count
+
+
+class StalenessRequest(msgspec.Struct, tag="staleness", array_like=True):
+    """Asks how stale this node's contributions have been; the result is JSON."""
+
+    handle: Count
+
+
+class StartTimeline(msgspec.Struct, tag="timeline", array_like=True):
+    """Asks for a timeline in the file `path` (absolute), on the daemon's host; the result says why there is none, or
+    nothing. From ranks other than 0, does nothing unless each rank has one."""
+
+    handle: Count
+    path: Annotated[str, msgspec.Meta(max_length=MAX_PATH)]
+    mark_cycles: bool = False
+
+
+class StopTimeline(msgspec.Struct, tag="no_timeline", array_like=True):
+    """Asks for the end of the timeline; answered when its file is complete."""
+
+    handle: Count
+
+
+class Bye(msgspec.Struct, tag="bye", array_like=True):
+    """The worker leaves. It may come back with another `Hello` on the same connection.
+
+    `error` is its unhandled exception, with traceback, if that is why.
+    """
+
+    error: Text = ""
+
+
+class StatusRequest(msgspec.Struct, tag="status", array_like=True):
+    """Asks for the daemon's statistics (also before, and instead of, a `Hello`)."""
+
+
+class StopRequest(msgspec.Struct, tag="stop", array_like=True):
+    """Asks the daemon to end the job (also before, and instead of, a `Hello`)."""
+
+    reason: Text = ""
+
+
+class HangRequest(msgspec.Struct, tag="hang", array_like=True):
+    """Asks what waits for whom in the job, and where these are; answered with `Status`. From tools, as `StatusRequest`.
+
+    `everyone`: also where all other ranks are.
+    """
+
+    everyone: bool = False
+
+
+class JobRequest(msgspec.Struct, tag="job", array_like=True):
+    """Asks what all nodes of the job do right now; answered with `Status`. From tools, as `StatusRequest`."""
+
+
+class JobRingsRequest(msgspec.Struct, tag="job_rings", array_like=True):
+    """Asks which rings all nodes of the job have; answered with `Status`. From tools, as `StatusRequest`."""
+
+
+class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
+    """Asks for so many bytes of one of these rings, from `offset` on; answered with `Status`. From tools."""
+
+    node: Rank
+    name: Line
+    offset: Count
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_RING_PIECE)]
+
+
+ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
+WorkerMessage: TypeAlias = (
+    Hello | AddSegment | DropSegment | Submit | Propose | Ready | SaveState | LoadState | CompressionRequest
+    | StalenessRequest | StartTimeline | StopTimeline | Bye | StatusRequest | StopRequest | HangRequest | JobRequest
+    | JobRingsRequest | JobRingRequest
+)  # fmt: skip
+
+# --- daemon to worker -------------------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, tag="welcome", array_like=True):
+    """Every process of the job is up; answers `Hello`. `epoch`: how often all of them have left and come back.
+    `latency` (s) and `seconds_per_byte`: of the worst link between nodes; 0 where there is none."""
+
+    topology: Topology
+    node: Count
+    fusion_threshold: Count
+    algorithm: Name
+    compression: Name
+    epoch: Count = 0
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+
+
+class Done(msgspec.Struct, tag="done", array_like=True):
+    """An operation is complete. The result lies where the input lay, in `inline`, or in an attached memfd.
+
+    `sizes`: for allgather, rows that came from each rank; for alltoall likewise (the received splits); for a join, the
+    last rank that joined; for a new process set, its id; from a bucket's home, 1 where the result is to be added to
+    what the worker has, 0 where it replaces it.
+    `nbytes`: length of the attached memfd, 0 when there is none.
+    """
+
+    handle: Count
+    inline: bytes | None = None
+    sizes: tuple[Count, ...] = ()
+    nbytes: Count = 0
+
+
+class Planned(msgspec.Struct, tag="planned", array_like=True):
+    """The plan that a proposal led to."""
+
+    handle: Count
+    plan: Plan
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """One operation failed, on all ranks; the job goes on."""
+
+    handle: Count
+    message: Text
+
+
+class JobFailed(msgspec.Struct, tag="job_failed", array_like=True):
+    """The job cannot go on; every operation under way and every later one fails with this text."""
+
+    message: Text
+
+
+class Status(msgspec.Struct, tag="statistics", array_like=True):
+    """The daemon's statistics, as JSON."""
+
+    json: Text
+
+
+DaemonMessage: TypeAlias = Welcome | Done | Planned | Failed | JobFailed | Status

@@ -1,0 +1,77 @@
+"""What an operation is: its signature, the key of one run of it, and where its tensor lies."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from fusion_rt.wire.basics import Count, Kind, Name, Op, Rank, Shape
+
+
+class Signature(msgspec.Struct, frozen=True, array_like=True):
+    """What ranks have to agree on before an operation runs, apart from its name.
+
+    Attributes:
+        kind: the collective; `join` and those that add and remove a process set are barriers with an effect.
+        dtype: name of an entry of `dtypes.DTYPES`; empty for an operation without data.
+        shape: dimensions of this rank's tensor. Ranks may differ in the first one in an allgather and an alltoall.
+        op: how the elements of different ranks are combined, for allreduce and reducescatter.
+        prescale, postscale: factors applied to each rank's elements before and to the result after combining.
+        root: the rank whose tensor is broadcast; 0 otherwise.
+        process_set: id of the set of ranks that take part.
+        codec: spec of the codec between nodes.
+        parts: shapes of the tensors that were fused into this one, which then is flat; empty when it is a single one.
+            A first dimension in which ranks may differ is 0 there.
+        ranks: members of the process set that is added or removed.
+    """
+
+    kind: Kind
+    dtype: Name = ""
+    shape: Shape = ()
+    op: Op = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: Rank = 0
+    process_set: Count = 0
+    codec: Name = "dense"
+    parts: tuple[Shape, ...] = ()
+    ranks: tuple[Rank, ...] = ()
+
+    def common(self) -> Signature:
+        """The part that must be equal on all ranks: without the first dimension where ranks may differ in it."""
+        if self.kind in ("allgather", "alltoall") and self.shape:
+            return msgspec.structs.replace(self, shape=(0, *self.shape[1:]))
+        return self
+
+
+@lru_cache(maxsize=4096)
+def digest(signature: Signature) -> int:
+    """64 bits that stand for a signature in data messages, so that a mismatch cannot be reduced unnoticed."""
+    packed = msgspec.msgpack.encode(signature.common())
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "big") >> 1
+
+
+class OpKey(NamedTuple):
+    """Identifies one run of one operation, the same on all nodes.
+
+    Attributes:
+        process_set: id of the process set.
+        plan: id of the plan for a planned bucket, 0 for any other operation.
+        name: the tensor's name, or the bucket's index in its plan.
+        clock: how many operations of this name the worker had submitted before.
+    """
+
+    process_set: int
+    plan: int
+    name: str
+    clock: int
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where in a worker's arena a tensor lies: segment id and offset in bytes."""
+
+    segment: Count
+    offset: Count

@@ -1,0 +1,275 @@
+"""Python processes that begin with modules imported: a test's daemons and workers start in milliseconds.
+
+Importing torch, and what its optimizers import besides, takes each worker three seconds of a core; a daemon takes half
+a second. So a *nursery*, a process that has imported it all and has a single thread, forks for every `popen` here. What
+is forked has the arguments, environment, directory and descriptors that it is given, and ends as any interpreter does.
+It differs from a fresh process in that modules were imported with the environment of the nursery, and that all of them
+hash alike; tests of the command line, of starting, and of launchers have real processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fusion_rt import elastic
+
+ROOT = Path(__file__).resolve().parent.parent
+DAEMON = (
+    "fusiond.cli",
+    "fusiond.daemon",
+    "fusiond.engine",
+    "fusiond.workers",
+    "fusiond.kernel_pool",
+    "fusion_rt.client",
+)
+WORKER = (*DAEMON, "fusion_rt.torch", "fusion_rt.torch.elastic", "torch._dynamo", "tests.harness")
+_LARGEST = 128 * 1024  # bytes of a request
+_HIGH = 512  # descriptors from here on are nobody's yet
+_nurseries: dict[tuple[str, ...], Nursery] = {}
+
+
+def popen(command: Sequence[str], modules: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
+    """As `subprocess.Popen`: forked if the command begins with `sys.executable` and `-m` or `-c`, and looks for modules
+    where the tests do.
+
+    Args:
+        modules: what is to be imported already: `DAEMON` or `WORKER`.
+        options: `stdin`, `stdout`, `stderr`, `env`, `cwd` and `pass_fds`.
+    """
+    environment = options.get("env") or os.environ
+    paths = set(environment.get("PYTHONPATH", "").split(os.pathsep))
+    same = command[0] == sys.executable and command[1] in ("-m", "-c") and paths <= set(_paths())
+    if not same or os.path.exists("/dev/nvidiactl"):  # CUDA does not outlive a fork
+        return subprocess.Popen(command, **options)
+    return _Forked(command, modules, **options)
+
+
+def _paths() -> list[str]:
+    """Where modules are found."""
+    return [str(ROOT), str(ROOT / "daemon"), str(ROOT / "tools"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+
+
+class _Forked(subprocess.Popen[bytes]):
+    def __init__(self, command: Sequence[str], modules: tuple[str, ...], **options: Any) -> None:
+        self._modules = modules
+        self._status = -1
+        super().__init__(list(command), **options)
+
+    def _execute_child(self, args: list[str], *options: Any) -> None:
+        _, _, _, pass_fds, cwd, env = options[:6]
+        pipes = options[9:15]
+        streams = [pipes[0], pipes[3], pipes[5]]
+        kept = {number: number if fd < 0 else fd for number, fd in enumerate(streams)} | {fd: fd for fd in pass_fds}
+        self.pid, self._status = nursery(self._modules).fork(
+            args[1:], dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd()), kept
+        )
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._wait(0)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._status, select.POLLIN)
+            if not poll.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            data = os.read(self._status, 16)
+            os.close(self._status)
+            assert data, "the nursery has ended"
+            self.returncode = int(data)
+        return self.returncode
+
+
+class Nursery:
+    """A process that forks, as this one sees it. It ends with this one.
+
+    Attributes:
+        process: it.
+    """
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._lock = threading.Lock()
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.forks", str(theirs.fileno()), *modules],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, _paths())), "OMP_NUM_THREADS": "1"},
+            )
+
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        self._sock.close()
+        self.process.wait()
+
+    @property
+    def descriptors(self) -> set[int]:
+        return {self._sock.fileno()}
+
+    def fork(
+        self, arguments: Sequence[str], environment: Mapping[str, str], directory: str, kept: Mapping[int, int]
+    ) -> tuple[int, int]:
+        """A new process.
+
+        Args:
+            arguments: of the interpreter.
+            kept: its descriptors, and what they are here.
+
+        Returns:
+            Its number, and where its exit status, or minus a signal, comes.
+        """
+        status, theirs = os.pipe()
+        request = pickle.dumps((list(arguments), dict(environment), directory, list(kept)))
+        try:
+            with self._lock:
+                socket.send_fds(self._sock, [request], [theirs, *kept.values()])
+                answer = self._sock.recv(16)
+        finally:
+            os.close(theirs)
+        if not answer:
+            os.close(status)
+            raise RuntimeError(f"the process that forks has ended with status {self.process.wait()}")
+        return int(answer), status
+
+
+def nursery(modules: tuple[str, ...]) -> Nursery:
+    """The one that has these modules; the first call starts it."""
+    if modules not in _nurseries:
+        _nurseries[modules] = Nursery(modules)
+    return _nurseries[modules]
+
+
+def pids() -> set[int]:
+    """Of the processes here that fork: no test has to end them."""
+    return {each.process.pid for each in _nurseries.values()}
+
+
+def descriptors() -> set[int]:
+    """Of this process, by which it talks with them."""
+    return {fd for each in _nurseries.values() for fd in each.descriptors}
+
+
+# --- the process that forks -------------------------------------------------------------------------------------------
+
+
+def _serve(sock: socket.socket) -> list[str]:
+    """Forks on demand until the other side is gone; in each child, returns the arguments of its interpreter."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    running: dict[int, tuple[int, int]] = {}  # by pidfd: the process, and where its status goes
+    while True:
+        for ready, _ in poll.poll():
+            if ready != sock.fileno():
+                poll.unregister(ready)
+                _tell_end(ready, *running.pop(ready))
+                continue
+            request, fds, _, _ = socket.recv_fds(sock, _LARGEST, 64)
+            if not request:
+                raise SystemExit
+            pid = os.fork()
+            if pid == 0:
+                return _become(request, fds)
+            for fd in fds[1:]:
+                os.close(fd)
+            pidfd = os.pidfd_open(pid)
+            running[pidfd] = pid, fds[0]
+            poll.register(pidfd, select.POLLIN)
+            sock.send(str(pid).encode())
+
+
+def _tell_end(pidfd: int, pid: int, status: int) -> None:
+    os.close(pidfd)
+    with contextlib.suppress(BrokenPipeError):  # nobody wants to know
+        os.write(status, str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+    os.close(status)
+
+
+def _become(request: bytes, fds: list[int]) -> list[str]:
+    """Makes this process the one that was asked for, as far as the system is concerned."""
+    arguments: list[str]
+    arguments, environment, directory, kept = pickle.loads(request)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in fds[1:]]
+    os.closerange(3, _HIGH)
+    for number, fd in zip(kept, high, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    elastic._forked = False  # it is no child of a worker
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    return arguments
+
+
+def _run(arguments: list[str]) -> int:
+    """What an interpreter does with its arguments; the exit status."""
+    try:
+        _execute(arguments)
+        status = 0
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def _execute(arguments: list[str]) -> None:
+    how, what, *rest = arguments
+    sys.argv = [how, *rest]
+    sys.path[0] = os.getcwd() if how == "-m" else ""
+    if how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(what, "<string>", "exec"), main.__dict__)
+
+
+def _main() -> NoReturn:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    if threading.active_count() > 1:
+        raise RuntimeError(f"a thread runs, which no fork would have: {threading.enumerate()}")
+    gc.collect()
+    gc.freeze()  # what is there is shared with all children, as long as they do not look for garbage in it
+    arguments = _serve(sock)
+    sock.detach()
+    os._exit(_run(arguments))  # to take down all modules would take as long as to import them
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _main()

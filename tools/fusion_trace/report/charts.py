@@ -1,0 +1,267 @@
+"""Figures as plotly's charts: dicts of `data` and `layout`, as plotly.js takes them.
+
+Times in ms. Texts of a trace go through `plain`, since plotly takes a part of HTML in its texts.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from fusion_trace.critical_path import Segment
+from fusion_trace.overlap import PARTS
+from fusion_trace.report.analysis import Column, RankTimes, Report
+from fusion_trace.report.curves import BANDWIDTHS, Curves
+from fusion_trace.report.links import LinkFigures
+
+Chart = dict[str, Any]
+
+MOST_RANKS = 64  # rows of a chart
+MOST_TO_CHOOSE = 16  # ranks whose single steps are drawn
+MOST_BUCKETS = 40
+MOST_WITH_TEXT = 12  # nodes, up to which a matrix has figures in it
+COLOURS = {
+    "compute": "#3f8f5f",
+    "overlapped": "#67a9cf",
+    "exposed": "#d6453d",
+    "waiting": "#f0b429",
+    "idle": "#c3c7cf",
+}
+_ACTIVITIES = {
+    "forward": "#2f7d4f", "backward": "#5aa877", "step": "#8cc7a1", "copy": "#b7dcc4", "apply": "#14532d",
+    "wake-up": "#8a93a3", "other": "#c3c7cf", "hand-over": "#5b6474", "daemon": "#3d4451", "reduce": "#2b6ca3",
+    "encode": "#5b9bd0", "decode": "#9cc4e4", "negotiation": "#8e5bb5", "queue": "#f0b429", "wire": "#d6453d",
+    "unrecorded": "#e7e9ed",
+}  # fmt: skip
+_LINES = (("#2b6ca3", "solid"), ("#3f8f5f", "dot"), ("#f0b429", "solid"), ("#d6453d", "solid"))
+_SEQUENTIAL = [[0, "#f4f8fc"], [1, "#1c5a92"]]
+_DIVERGING = [[0, "#2b6ca3"], [0.5, "#ffffff"], [1, "#c2281f"]]
+
+
+def plain(text: str) -> str:
+    """A text of which plotly makes nothing else."""
+    return html.escape(text, quote=False)
+
+
+def ms(ns: float) -> float:
+    return round(ns / 1e6, 5)
+
+
+def _layout(height: int, **more: object) -> Chart:
+    return {
+        "height": height,
+        "margin": {"l": 70, "r": 20, "t": 30, "b": 50},
+        "paper_bgcolor": "#ffffff",
+        "plot_bgcolor": "#ffffff",
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#1f2430"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        **more,
+    }
+
+
+def _axis(title: str, **more: object) -> Chart:
+    return {"title": {"text": title}, "gridcolor": "#e7e9ed", "zerolinecolor": "#c3c7cf", "automargin": True, **more}
+
+
+def rank_bars(ranks: Sequence[RankTimes]) -> Chart:
+    """Of each rank, its mean step in parts."""
+    shown = ranks[:MOST_RANKS]
+    rows = [f"rank {rank.rank}" for rank in shown]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "y": rows,
+            "x": [ms(rank.mean[part]) for rank in shown],
+            "marker": {"color": COLOURS[part]},
+            "hovertemplate": f"%{{y}}: {part} %{{x:.3f}} ms<extra></extra>",
+        }
+        for part in PARTS
+    ]
+    axes = {"xaxis": _axis("mean of a step, ms"), "yaxis": _axis("", autorange="reversed", type="category")}
+    return {"data": data, "layout": _layout(150 + 30 * len(shown), barmode="stack", **axes)}
+
+
+def step_bars(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
+    """Each step in parts, of the rank that is chosen in a menu."""
+    shown = list(ranks)[:MOST_TO_CHOOSE]
+    data, buttons = [], []
+    for place, rank in enumerate(shown):
+        its = [column for column in columns if rank in column.parts]
+        data += [
+            {
+                "type": "bar",
+                "name": part,
+                "visible": not place,
+                "x": [column.first for column in its],
+                "y": [ms(column.parts[rank][part]) for column in its],
+                "marker": {"color": COLOURS[part], "line": {"width": 0}},
+                "hovertemplate": f"step %{{x}}: {part} %{{y:.3f}} ms<extra>rank {rank}</extra>",
+            }
+            for part in PARTS
+        ]
+        visible = [index // len(PARTS) == place for index in range(len(shown) * len(PARTS))]
+        buttons.append({"label": f"rank {rank}", "method": "update", "args": [{"visible": visible}]})
+    layout = _layout(
+        380,
+        barmode="stack",
+        bargap=0,
+        xaxis=_axis("step"),
+        yaxis=_axis("ms"),
+        updatemenus=[{"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}],
+    )
+    return {"data": data, "layout": layout}
+
+
+def hidden_line(columns: Sequence[Column]) -> Chart:
+    """How much of communication is overlapped, by step."""
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "hidden",
+            "x": [column.first for column in columns],
+            "y": [None if column.hidden is None else round(100 * column.hidden, 2) for column in columns],
+            "line": {"color": COLOURS["overlapped"], "width": 2},
+            "hovertemplate": "step %{x}: %{y:.1f} %<extra></extra>",
+        }
+    ]
+    axes = {"xaxis": _axis("step"), "yaxis": _axis("hidden, %", range=[0, 103])}
+    return {"data": data, "layout": _layout(260, showlegend=False, **axes)}
+
+
+def bucket_bars(report: Report) -> Chart:
+    """Of each bucket, how long its exchange takes, and how long scripts wait for it."""
+    exchanged = [bucket for bucket in report.buckets if "run" in bucket.phases]
+    shown = exchanged[:MOST_BUCKETS]
+    rows = [plain(bucket.name) for bucket in shown]
+    colours = {"run": COLOURS["overlapped"], "wait": COLOURS["exposed"]}
+    titles = {"run": "exchange, from the daemon's start to its end", "wait": "scripts wait for it"}
+    data = [
+        {
+            "type": "bar",
+            "name": titles[phase],
+            "x": rows,
+            "y": [ms(bucket.phases[phase]) if phase in bucket.phases else None for bucket in shown],
+            "marker": {"color": colours[phase]},
+            "hovertemplate": "%{x}: %{y:.3f} ms<extra></extra>",
+        }
+        for phase in titles
+    ]
+    axes = {"xaxis": _axis("", type="category"), "yaxis": _axis("median, ms")}
+    return {"data": data, "layout": _layout(320, barmode="group", **axes)}
+
+
+def slower_map(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
+    """By how much each rank's own work takes longer than the median rank's, by step."""
+    shown = list(ranks)[:MOST_RANKS]
+    rows = [[ms(column.slower[rank]) if rank in column.slower else None for column in columns] for rank in shown]
+    most = max((abs(value) for row in rows for value in row if value is not None), default=0.0)
+    data = [
+        {
+            "type": "heatmap",
+            "x": [column.first for column in columns],
+            "y": [f"rank {rank}" for rank in shown],
+            "z": rows,
+            "zmin": -max(most, 1e-3),
+            "zmax": max(most, 1e-3),
+            "colorscale": _DIVERGING,
+            "colorbar": {"title": {"text": "ms longer"}},
+            "hovertemplate": "%{y}, step %{x}: %{z:.3f} ms<extra></extra>",
+        }
+    ]
+    axes = {"xaxis": _axis("step"), "yaxis": _axis("", autorange="reversed", type="category")}
+    return {"data": data, "layout": _layout(150 + 30 * len(shown), **axes)}
+
+
+def link_matrix(links: Sequence[LinkFigures], values: Sequence[float | None], title: str) -> Chart:
+    """One figure of each link: rows send, columns receive."""
+    nodes = sorted({node for link in links for node in (link.source, link.target)})
+    of_link = {(link.source, link.target): value for link, value in zip(links, values, strict=True)}
+    names = [str(node) for node in nodes]
+    most = max((value for value in values if value is not None), default=1.0)
+    trace: Chart = {
+        "type": "heatmap",
+        "x": names,
+        "y": names,
+        "z": [[of_link.get((source, target)) for target in nodes] for source in nodes],
+        "zmin": 0,
+        "zmax": most or 1.0,
+        "colorscale": _SEQUENTIAL,
+        "colorbar": {"thickness": 12},
+        "xgap": 1,
+        "ygap": 1,
+        "hovertemplate": "from node %{y} to node %{x}: %{z:,.4~r}<extra></extra>",
+    }
+    if len(nodes) <= MOST_WITH_TEXT:
+        trace["texttemplate"] = "%{z:,.3~r}"
+    axes = {
+        "xaxis": _axis("to node", type="category"),
+        "yaxis": _axis("from node", autorange="reversed", type="category"),
+        "title": {"text": title, "font": {"size": 14}},
+    }
+    return {"data": [trace], "layout": _layout(340, **{**axes, "margin": {"l": 70, "r": 10, "t": 50, "b": 50}})}
+
+
+def path_chart(segments: Sequence[Segment], begin: int) -> Chart:
+    """The path through one step: a row for each rank, daemon and link, in the order in which it comes to them."""
+    rows = list(dict.fromkeys(str(segment.place) for segment in segments))
+    data = []
+    for activity in dict.fromkeys(segment.activity for segment in segments):
+        its = [segment for segment in segments if segment.activity == activity]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": activity,
+                "y": [str(segment.place) for segment in its],
+                "base": [ms(segment.begin - begin) for segment in its],
+                "x": [ms(segment.ns) for segment in its],
+                "width": 0.7,
+                "marker": {"color": _ACTIVITIES[activity], "line": {"width": 0}},
+                "text": [plain(segment.what) for segment in its],
+                "textposition": "none",
+                "hovertemplate": f"%{{y}}: {activity} %{{text}}, %{{x:.4f}} ms from %{{base:.3f}} ms on<extra></extra>",
+            }
+        )
+    axes = {
+        "xaxis": _axis("ms since the step began"),
+        "yaxis": _axis("", type="category", categoryorder="array", categoryarray=rows, autorange="reversed"),
+    }
+    return {"data": data, "layout": _layout(190 + 30 * len(rows), barmode="overlay", **axes)}
+
+
+def curve_chart(curves: Curves) -> Chart:
+    """A step's length by the bandwidth of links, with the recorded one marked."""
+    rates = [rate / 1e6 for rate in BANDWIDTHS]
+    data: list[Chart] = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": curve.title,
+            "x": rates,
+            "y": [ms(seconds * 1e9) for seconds in curve.seconds],
+            "line": {"color": colour, "dash": dash, "width": 2},
+            "hovertemplate": "%{x:,.0f} Mbit/s: %{y:.2f} ms<extra>" + curve.title + "</extra>",
+        }
+        for curve, (colour, dash) in zip(curves.curves, _LINES, strict=False)
+    ]
+    data.append(
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "recorded",
+            "x": [round(curves.bandwidth / 1e6, 3)],
+            "y": [ms(curves.step * 1e9)],
+            "marker": {"color": "#1f2430", "size": 12, "symbol": "x"},
+            "hovertemplate": "recorded: %{x:,.0f} Mbit/s, %{y:.2f} ms<extra></extra>",
+        }
+    )
+    ticks = [f"{rate / 1e3:g} Gbit/s" if rate >= 1e3 else f"{rate:g} Mbit/s" for rate in rates]
+    axes = {
+        "xaxis": _axis("bandwidth of every link", type="log", tickvals=rates, ticktext=ticks),
+        "yaxis": _axis("a step, ms", rangemode="tozero"),
+    }
+    return {"data": data, "layout": _layout(400, **axes)}

@@ -1,0 +1,102 @@
+"""What a step would take on links of other bandwidths: the curves of a report, by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from fusion_rt.errors import FusionError
+from fusion_trace.choice import StepRange
+from fusion_trace.job import JobTrace
+from fusion_trace.simulation.changes import Change, answer
+from fusion_trace.simulation.changes import replay as simulated
+from fusion_trace.simulation.model import FRAMED, CodecCosts
+from fusion_trace.simulation.recorded import Recorded, understand
+
+BANDWIDTHS = (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2.5e10)  # bits a second, as links are sold
+STEPS = 12  # that are replayed for each point
+MOST_NODES = 32  # a replay simulates every message, and there are dozens of them
+MOST_WRONG = 0.25  # of a replay of what was recorded; beyond that its predictions say nothing
+CHANGES = (
+    ("as recorded", Change()),
+    ("without stragglers", Change(no_straggler=True)),
+    ("fp16", Change(codec="fp16")),
+    ("topk, density 0.01", Change(codec="topk(density=0.01)")),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a step at each of `BANDWIDTHS`."""
+
+    title: str
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What-if curves.
+
+    Attributes:
+        curves: none where `why_not` says why there are none.
+        bandwidth: of the recorded links, bits a second of Ethernet frames, the mean.
+        step: what the replayed steps took, seconds; `error`: by which share their replay is too long.
+        steps: the first and the last that were replayed.
+        codec: with which it was recorded.
+        problems: what had to be assumed.
+    """
+
+    curves: tuple[Curve, ...] = ()
+    why_not: str = ""
+    bandwidth: float = 0.0
+    step: float = 0.0
+    error: float = 0.0
+    steps: tuple[int, int] = (0, 0)
+    codec: str = ""
+    problems: tuple[str, ...] = ()
+
+
+def sweep(trace: JobTrace, middle: StepRange, measure: Callable[[str], CodecCosts] | None = None) -> Curves:
+    """Replays some steps at each bandwidth, each with a few changes.
+
+    Args:
+        middle: the steps; see `STEPS`.
+        measure: what a codec costs that the job did not use; by default it is measured here.
+    """
+    if len(trace.hosts) < 2:
+        return Curves(why_not="all ranks are on one node, so that nothing depends on links")
+    if len(trace.hosts) > MOST_NODES:
+        return Curves(
+            why_not=f"a replay of {len(trace.hosts)} nodes takes too long for curves (at most {MOST_NODES}); "
+            "`fusion-trace whatif` replays one change"
+        )
+    try:
+        recorded = understand(trace, middle)
+        found = answer(recorded, Change(), measure)
+    except FusionError as error:
+        return Curves(why_not=str(error))
+    known = Curves(
+        bandwidth=fmean(link.bandwidth for link in recorded.links) * 8 * FRAMED,
+        step=found.recorded.step,
+        error=found.error,
+        steps=(recorded.numbers[0], recorded.numbers[-1]),
+        codec=recorded.codec,
+        problems=recorded.problems,
+    )
+    if abs(found.error) > MOST_WRONG:
+        return replace(
+            known,
+            why_not=f"the replay of what was recorded is {abs(found.error):.0%} too "
+            f"{'long' if found.error > 0 else 'short'}, so that it predicts nothing",
+        )
+    changes = [(title, change) for title, change in CHANGES if not (change.codec and recorded.codec != "dense")]
+    try:
+        curves = tuple(Curve(title, _seconds(recorded, change, measure)) for title, change in changes)
+    except FusionError as error:
+        return replace(known, why_not=str(error))
+    return replace(known, curves=curves)
+
+
+def _seconds(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts] | None) -> tuple[float, ...]:
+    return tuple(simulated(recorded, replace(change, bandwidth=rate), measure).step for rate in BANDWIDTHS)

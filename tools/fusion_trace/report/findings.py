@@ -1,0 +1,87 @@
+"""What a report found, in sentences, and what may help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from fusion_trace import stragglers_page
+from fusion_trace.report.analysis import Report
+from fusion_trace.report.curves import BANDWIDTHS
+from fusion_trace.stragglers import Finding
+from fusion_trace.wording import duration, share
+
+EXPOSED = IDLE = 0.1  # of a step, from which on it is told
+_MOST = 3  # stragglers; the section about them has all
+
+_OF_CAUSE = {
+    "compute": "Its own work is slow: give it less to do, or a faster or less busy host; or use an algorithm that "
+    "waits for nobody (docs/algorithms.md).",
+    "negotiation": "Tensors outside of the plan are asked for one by one: reduce them less often, or together.",
+    "queue": "Something is ready and does not go on: the host of the daemon is busy with something else (fusiond top).",
+    "wire": "The link is slower than the others: look at the network between these two, or send less over it "
+    "(docs/compression.md).",
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """A sentence on what is, and one on what may help. `bad`: it costs time."""
+
+    what: str
+    advice: str
+    bad: bool
+
+
+def findings(report: Report) -> tuple[Told, ...]:
+    """The most expensive first; at least one."""
+    found: list[tuple[float, Told]] = []
+    if not report.ranks:
+        return (
+            Told("No rank has a whole training step in this trace, so that there is nothing to explain.", "", True),
+        )
+    for straggler in report.summary.stragglers[:_MOST]:
+        found.append((straggler.share, Told(_straggler(report, straggler), _OF_CAUSE[straggler.cause], True)))
+    step = fmean(rank.ns for rank in report.ranks)
+    exposed = fmean(rank.mean["exposed"] for rank in report.ranks)
+    idle = fmean(rank.mean["idle"] for rank in report.ranks)
+    if exposed >= EXPOSED * step:
+        what = (
+            f"Communication is exposed for {duration(exposed)} of a step of {duration(step)} ({share(exposed / step)}):"
+            " scripts wait while data is under way."
+        )
+        advice = (
+            "Send less (docs/compression.md), hide more (docs/overlap.md), or less often (docs/algorithms.md)."
+            + _faster_links(report)
+        )
+        found.append((exposed / step, Told(what, advice, True)))
+    if idle >= IDLE * step:
+        what = (
+            f"Scripts are outside of forward, backward and step() for {duration(idle)} of a step of {duration(step)} "
+            f"({share(idle / step)})."
+        )
+        found.append((idle / step, Told(what, "Most often that is the loading of data, or evaluation.", True)))
+    if not found:
+        what = (
+            f"Nothing stands out: no rank, node or link is slower than the others, and {share(exposed / step)} of a "
+            "step is communication that is not hidden."
+        )
+        return (Told(what, "", False),)
+    return tuple(told for _, told in sorted(found, key=lambda each: -each[0]))
+
+
+def _straggler(report: Report, straggler: Finding) -> str:
+    """As `fusion-trace stragglers` says it, with who is to blame in front."""
+    what, _, rest = stragglers_page.sentence(report.trace, straggler).partition(": ")
+    who = what[0].upper() + what[1:]
+    return f"{who} keeps the others waiting: {rest}." if straggler.rank is not None else f"{who} is slow: {rest}."
+
+
+def _faster_links(report: Report) -> str:
+    """What the first curve says of links with ten times the bandwidth, if it does."""
+    curves = report.curves
+    if not curves.curves or not BANDWIDTHS[0] <= curves.bandwidth * 10 <= BANDWIDTHS[-1]:
+        return ""
+    rate = min(BANDWIDTHS, key=lambda each: abs(each - curves.bandwidth * 10))
+    seconds = curves.curves[0].seconds[BANDWIDTHS.index(rate)]
+    return f" With links of {rate / 1e9:g} Gbit/s a step would take {duration(seconds * 1e9)}, by the simulator."

@@ -1,0 +1,306 @@
+"""The sections of a report: sentences, charts and tables. Texts are plain here; `page` escapes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion_trace import stragglers_page
+from fusion_trace.overlap import PARTS
+from fusion_trace.report import charts
+from fusion_trace.report.analysis import Report
+from fusion_trace.report.charts import Chart
+from fusion_trace.report.curves import BANDWIDTHS
+from fusion_trace.report.findings import Told, findings
+from fusion_trace.wording import count, duration, numbers, share, size
+
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts, of which the first `left` columns are words and the others figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        id: of the element, and before the names of its charts.
+        title: above it.
+        told: what was found.
+        about: how to read it; a paragraph each.
+        charts: beside each other, if there is room.
+        tables: below them.
+    """
+
+    id: str
+    title: str
+    told: tuple[Told, ...] = ()
+    about: tuple[str, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+def sections(report: Report) -> tuple[Section, ...]:
+    """All of them, in order."""
+    if not report.ranks:
+        return (_overview(report),)
+    return (
+        _overview(report),
+        _ranks(report),
+        _overlap(report),
+        _stragglers(report),
+        _links(report),
+        _path(report),
+        _whatif(report),
+    )
+
+
+def _overview(report: Report) -> Section:
+    found, trace = report.summary, report.trace
+    facts = [
+        ("job", found.job),
+        ("ranks", f"{len(trace.workers)} on {count(len(trace.hosts), 'node')}"),
+        ("recorded", f"{found.seconds:.1f} s, {found.records} records, {found.overwritten} of them overwritten"),
+    ]
+    if found.overlap is not None:
+        steps = f"{found.overlap.steps} of all ranks together, numbers {min(rank.first for rank in found.ranks)} to "
+        facts += [
+            ("steps", steps + f"{max(rank.last for rank in found.ranks)}"),
+            ("a step, median", duration(found.overlap.ns)),
+            ("steps a second", f"{found.steps_per_second:.2f}"),
+            ("handed over by a rank in a step", size(found.handed_over)),
+            ("between nodes", f"{size(found.link_rate)} a second"),
+            ("of communication hidden", share(found.overlap.hidden) or "there was none"),
+        ]
+    tables = [Table("", ("", ""), tuple(facts), left=2)]
+    if found.ranks:
+        rows = tuple(
+            (
+                f"rank {rank.rank}", f"{rank.host} (node {rank.node})", str(rank.pid), f"{rank.first}-{rank.last}",
+                duration(rank.median), duration(rank.p5), duration(rank.p95),
+            )
+            for rank in found.ranks[:MOST_ROWS]
+        )  # fmt: skip
+        tables.append(
+            _rows("Step times", ("", "host", "pid", "steps", "median", "5 %", "95 %"), rows, len(found.ranks), left=3)
+        )
+    if found.odd:
+        tables.append(_rows("What is odd", ("",), tuple((each,) for each in found.odd[:MOST_ROWS]), len(found.odd)))
+    return Section("overview", "Overview", told=findings(report), tables=tuple(tables))
+
+
+def _ranks(report: Report) -> Section:
+    rows = tuple(
+        (f"rank {rank.rank}", str(rank.steps), duration(rank.ns), *(duration(rank.mean[part]) for part in PARTS),
+         share(rank.hidden))
+        for rank in report.ranks[:MOST_ROWS]
+    )  # fmt: skip
+    slowest = tuple(
+        (f"rank {part.rank}", str(part.number), duration(part.ns), *(duration(getattr(part, name)) for name in PARTS))
+        for part in report.slowest
+    )
+    about = [
+        "Compute: the script runs, and nothing is communicated for it. Overlapped: it runs, and communication is under "
+        "way, which costs nothing. Exposed: it waits for communication. Waiting: it waits for other ranks. Idle: it is "
+        "outside of forward, backward and step(). The five add up to the step.",
+    ]
+    per = max((column.last - column.first + 1 for column in report.columns), default=1)
+    if per > 1:
+        about.append(f"Of single steps, each column is the mean of up to {per} that follow each other.")
+    if len(report.ranks) > charts.MOST_TO_CHOOSE:
+        about.append(f"Single steps are drawn of the first {charts.MOST_TO_CHOOSE} ranks.")
+    return Section(
+        "ranks",
+        "Where the time of a step goes",
+        about=tuple(about),
+        charts=(
+            charts.rank_bars(report.ranks),
+            charts.step_bars(report.columns, [rank.rank for rank in report.ranks]),
+        ),
+        tables=(
+            _rows("Means over steps", ("", "steps", "step", *PARTS, "hidden"), rows, len(report.ranks)),
+            Table("The slowest steps", ("", "step", "takes", *PARTS), slowest),
+        ),
+    )
+
+
+def _overlap(report: Report) -> Section:
+    overlapped = sum(rank.mean["overlapped"] for rank in report.ranks)
+    exposed = sum(rank.mean["exposed"] for rank in report.ranks)
+    told = Told("There was no communication in these steps.", "", False)
+    if overlapped + exposed:
+        hidden = overlapped / (overlapped + exposed)
+        told = Told(f"{share(hidden)} of all communication is hidden behind computation.", "", False)
+    shown = report.buckets[: charts.MOST_BUCKETS]
+    phases = ("fill", "run", "queue", "wire", "wait", "apply")
+    rows = tuple(
+        (
+            bucket.name, str(bucket.plan or ""), size(bucket.nbytes), str(bucket.tensors), str(bucket.times),
+            ", ".join(f"{reason} {times}" for reason, times in bucket.flushes.items()),
+            *(duration(bucket.phases.get(phase)) for phase in phases),
+        )
+        for bucket in shown
+    )  # fmt: skip
+    head = ("bucket", "plan", "size", "tensors", "times", "handed over because", *phases)
+    return Section(
+        "overlap",
+        "Overlap, step by step and bucket by bucket",
+        told=(told,),
+        about=("A bucket whose exchange takes long and for which nobody waits is hidden; the last ones seldom are.",),
+        charts=(charts.hidden_line(report.columns), charts.bucket_bars(report)),
+        tables=(_rows("Buckets (medians)", head, rows, len(report.buckets)),),
+    )
+
+
+def _stragglers(report: Report) -> Section:
+    found = report.summary.stragglers
+    steps = len({number for column in report.columns for number in range(column.first, column.last + 1)})
+    told = tuple(Told(stragglers_page.sentence(report.trace, each) + ".", "", True) for each in found[:MOST_ROWS])
+    nobody = Told(f"Nobody: in {steps} steps no rank, node or link stands out.", "", False)
+    rows = tuple(
+        (
+            stragglers_page.place(report.trace, each),
+            each.cause + (f" ({each.detail})" if each.detail else ""),
+            duration(each.lost),
+            share(each.share),
+            duration(each.typical),
+            duration(each.usual),
+            numbers(each.steps),
+        )
+        for each in found[:MOST_ROWS]
+    )
+    table = _rows("Stragglers", ("where", "cause", "lost", "of all", "takes", "usual", "steps"), rows, len(found), 2)
+    return Section(
+        "stragglers",
+        "Who is slower than the others",
+        told=told or (nobody,),
+        about=("Red: in this step the rank's own work took longer than that of the median rank; blue: less long.",),
+        charts=(charts.slower_map(report.columns, [rank.rank for rank in report.ranks]),),
+        tables=(table,) if found else (),
+    )
+
+
+def _links(report: Report) -> Section:
+    links = report.links
+    title = "Links between nodes"
+    if not links:
+        what = "no chunk was recorded" if len(report.trace.hosts) > 1 else "all ranks are on one node"
+        return Section("links", title, told=(Told(f"There is nothing to show: {what}.", "", False),))
+    busiest = max(links, key=lambda link: link.busy)
+    told = Told(
+        f"The link from node {busiest.source} to node {busiest.target} is the busiest: something is on it in "
+        f"{share(busiest.busy)} of the time.",
+        "",
+        False,
+    )
+    rows = tuple(
+        (
+            f"node {link.source}", f"node {link.target}", size(link.nbytes), str(link.chunks), share(link.busy),
+            "" if link.bandwidth is None else f"{link.bandwidth * 8e-6:,.0f} Mbit/s",
+            "" if link.latency is None else duration(link.latency * 1e9),
+            "not known" if link.clock_error < 0 else duration(link.clock_error),
+        )
+        for link in sorted(links, key=lambda link: -link.nbytes)[:MOST_ROWS]
+    )  # fmt: skip
+    head = ("from", "to", "payload", "chunks", "busy", "bandwidth", "latency", "clocks' error")
+    return Section(
+        "links",
+        title,
+        told=(told,),
+        about=(
+            "Bandwidth is that of payload while chunks follow each other without a gap, latency what else a chunk "
+            "takes; neither is known of links that carried small chunks only. Links that share a network card share "
+            "its bandwidth. Latencies are not known better than the clocks.",
+        ),
+        charts=(
+            charts.link_matrix(links, [link.nbytes / 2**20 for link in links], "payload, MiB"),
+            charts.link_matrix(
+                links,
+                [None if b is None else b * 8e-6 for b in (link.bandwidth for link in links)],
+                "bandwidth, Mbit/s",
+            ),
+            charts.link_matrix(
+                links, [None if s is None else s * 1e6 for s in (link.latency for link in links)], "latency, us"
+            ),
+        ),
+        tables=(_rows("Links", head, rows, len(links), 2),),
+    )
+
+
+def _path(report: Report) -> Section:
+    path = report.path
+    assert path is not None  # there are whole steps
+    sums: Counter[tuple[str, str]] = Counter()
+    for segment in path.segments:
+        sums[segment.activity, str(segment.place)] += segment.ns
+    (activity, place), most = sums.most_common(1)[0]
+    told = Told(
+        f"Step {path.step.number} takes {duration(path.step.ns)}, of which {activity} at {place} is {duration(most)} "
+        f"({share(most / path.step.ns)}), more than anything else.",
+        "",
+        False,
+    )
+    rows = [
+        (activity, place, duration(ns), share(ns / path.step.ns))
+        for (activity, place), ns in sums.most_common(MOST_ROWS)
+    ]
+    table = _rows("On the path", ("activity", "where", "takes", "share"), tuple(rows), len(sums), 2)
+    whole = ("all of it", "", duration(path.ns), share(1.0))
+    return Section(
+        "critical-path",
+        f"Critical path of step {path.step.number}, which is of median length",
+        told=(told,),
+        about=(
+            "Back from the moment when the last rank ends the step: whoever was busy then, what it had waited for, who "
+            "was busy with that, and so on. What is on the path is what would have to be faster.",
+        ),
+        charts=(charts.path_chart(path.segments, path.step.begin),),
+        tables=(Table(table.title, table.columns, (*table.rows, whole), table.left),),
+    )
+
+
+def _whatif(report: Report) -> Section:
+    curves = report.curves
+    title = "What if links were faster, or slower"
+    if not curves.curves:
+        return Section("whatif", title, told=(Told(f"Left out: {curves.why_not}.", "", False),))
+    told = Told(
+        f"The replay of what was recorded is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}: "
+        "by so much, at least, predictions may be wrong.",
+        "",
+        False,
+    )
+    about = (
+        f"Steps {curves.steps[0]} to {curves.steps[1]}, replayed by the simulator (fusion-trace whatif) with every "
+        f"link of that bandwidth; latencies as recorded, codec {curves.codec}. The cross is what was recorded. What "
+        "other codecs cost was measured on the machine that wrote this page.",
+        *(f"Note: {problem}." for problem in curves.problems),
+    )
+    rows = tuple(
+        (f"{rate / 1e6:,.0f} Mbit/s", *(duration(curve.seconds[place] * 1e9) for curve in curves.curves))
+        for place, rate in enumerate(BANDWIDTHS)
+    )
+    head = ("every link", *(curve.title for curve in curves.curves))
+    return Section(
+        "whatif",
+        title,
+        told=(told,),
+        about=about,
+        charts=(charts.curve_chart(curves),),
+        tables=(Table("A step", head, rows),),
+    )
+
+
+def _rows(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], of: int, left: int = 1) -> Table:
+    """A table that says how many rows it has not."""
+    more = [(f"and {of - len(rows)} more", *[""] * (len(columns) - 1))] if of > len(rows) else []
+    return Table(title, columns, (*rows, *more), left)

@@ -1,0 +1,263 @@
+"""Reads a ring: what one process recorded. The format is that of `fusion_rt.trace_format`.
+
+A ring may be written while it is read, its writer may have been killed in the middle of a record, and the file may be
+cut off or be no ring at all. What can be read is read; what could not be is said in `Ring.problems`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusion_rt.errors import FusionError
+from fusion_rt.trace_format import (
+    HEADER,
+    HEADER_NBYTES,
+    MAGIC,
+    NAMES_NBYTES,
+    RECORD,
+    VERSION,
+    Kind,
+    Role,
+)
+
+RECORD_DTYPE = np.dtype(
+    [
+        ("time", "<i8"),
+        ("value", "<i8"),
+        ("clock", "<u8"),
+        ("name", "<u4"),
+        ("plan", "<u4"),
+        ("extra", "<u4"),
+        ("kind", "<u2"),
+        ("peer", "<u2"),
+    ]
+)
+"""`trace_format.RECORD`, for numpy. Times are signed, because clocks of other hosts can be behind node 0's."""
+
+RECORDS_AT = HEADER_NBYTES + NAMES_NBYTES
+MOST_RECORDS = 1 << 23  # of a ring that are read: 320 MiB
+_KINDS = np.array(sorted(Kind), "<u2")
+WRITERS = 16  # threads of a process that may be writing a record at the same time
+_SLACK = 10**9  # ns that a record may be older than its ring
+
+assert RECORD_DTYPE.itemsize == RECORD.size
+
+Records = NDArray[Any]  # of RECORD_DTYPE
+
+
+class TraceError(FusionError):
+    """A file, directory or job has no trace that could be read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """What one process recorded.
+
+    Attributes:
+        path: the file.
+        role, rank, node, nodes, host, job, pid: whose it is; the rank of a daemon is its node.
+        created: CLOCK_MONOTONIC of its host when the ring was made, ns.
+        created_wall: wall-clock time then, ns since 1970.
+        names: by number; number 0 is "".
+        records: of RECORD_DTYPE, by time; times are of its host's CLOCK_MONOTONIC, ns.
+        written: records ever written.
+        overwritten: of these, how many were overwritten by later ones.
+        lost_names: names that found no room.
+        problems: sentences about what could not be read.
+    """
+
+    path: str
+    role: Role
+    rank: int
+    node: int
+    nodes: int
+    host: str
+    job: str
+    pid: int
+    created: int
+    created_wall: int
+    names: tuple[str, ...]
+    records: Records
+    written: int
+    overwritten: int
+    lost_names: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first bytes of a ring; attributes as of `Ring`. `written`, `names_nbytes` and `lost_names` change."""
+
+    capacity: int
+    created: int
+    created_wall: int
+    pid: int
+    rank: int
+    node: int
+    nodes: int
+    role: Role
+    host: str
+    job: str
+    written: int
+    names_nbytes: int
+    lost_names: int
+
+
+def read_header(path: str) -> Header:
+    """The header of a ring.
+
+    Raises:
+        TraceError: it is not a ring, or cannot be read.
+    """
+    with _opened(path) as file:
+        return header_of(file.read(HEADER_NBYTES), path)
+
+
+def is_ring(path: str) -> bool:
+    """Whether a file begins as a ring does."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read(path: str) -> Ring:
+    """A ring, as far as it can be read.
+
+    Raises:
+        TraceError: it is not a ring, or cannot be read at all.
+    """
+    with _opened(path) as file:
+        try:
+            header = header_of(file.read(HEADER_NBYTES), path)
+            nbytes = os.fstat(file.fileno()).st_size
+            problems: list[str] = []
+            records, overwritten = _records(file, header, nbytes, path, problems)
+            # After the records: a name that one of them has is in the file by now.
+            file.seek(0)
+            names_nbytes = header_of(file.read(HEADER_NBYTES), path).names_nbytes
+            file.seek(HEADER_NBYTES)
+            names = _names(file.read(NAMES_NBYTES), names_nbytes, path, problems)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+    if len(records) and int(records["name"].max()) >= len(names):
+        unknown = records["name"] >= len(names)
+        records["name"][unknown] = 0
+        problems.append(f"{path}: the names of {int(unknown.sum())} records are not in the file")
+    if header.lost_names:
+        problems.append(f"{path}: {header.lost_names} names found no room, and are shown without one")
+    return Ring(
+        path=path,
+        role=header.role,
+        rank=header.rank,
+        node=header.node,
+        nodes=header.nodes,
+        host=header.host,
+        job=header.job,
+        pid=header.pid,
+        created=header.created,
+        created_wall=header.created_wall,
+        names=tuple(names),
+        records=records,
+        written=header.written,
+        overwritten=overwritten,
+        lost_names=header.lost_names,
+        problems=tuple(problems),
+    )
+
+
+def _opened(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def header_of(data: bytes, path: str) -> Header:
+    """The header in the first bytes of a file, which is called `path`. Raises as `read_header` does."""
+    if not data.startswith(MAGIC):
+        raise TraceError(f"{path} is not a trace of fusion_rt" + ("" if data else ": it is empty"))
+    if len(data) < HEADER.size:
+        raise TraceError(f"{path} ends within its header ({len(data)} bytes)")
+    fields = HEADER.unpack_from(data)
+    _, version, record_nbytes, capacity, created, created_wall, pid, rank, node, nodes = fields[:10]
+    host_nbytes, job_nbytes, role, written, names_nbytes, lost_names = fields[10:]
+    if version != VERSION or record_nbytes != RECORD.size:
+        raise TraceError(
+            f"{path} is of version {version} with records of {record_nbytes} bytes; this fusion-trace reads version "
+            f"{VERSION} with {RECORD.size}"
+        )
+    if role not in tuple(Role) or not capacity or host_nbytes + job_nbytes > HEADER_NBYTES - HEADER.size:
+        raise TraceError(f"{path} has a damaged header (role {role}, room for {capacity} records)")
+    host, job = data[HEADER.size :][:host_nbytes], data[HEADER.size + host_nbytes :][:job_nbytes]
+    return Header(
+        capacity=capacity,
+        created=created,
+        created_wall=created_wall,
+        pid=pid,
+        rank=rank,
+        node=node,
+        nodes=nodes,
+        role=Role(role),
+        host=host.decode(errors="replace"),
+        job=job.decode(errors="replace"),
+        written=written,
+        names_nbytes=names_nbytes,
+        lost_names=lost_names,
+    )
+
+
+def _names(data: bytes, nbytes: int, path: str, problems: list[str]) -> list[str]:
+    names = [""]
+    end = min(nbytes, len(data))
+    at = 0
+    while at + 2 <= end:
+        length = int.from_bytes(data[at : at + 2], "little")
+        if at + 2 + length > end:
+            break
+        names.append(data[at + 2 : at + 2 + length].decode(errors="replace"))
+        at += 2 + length
+    if at != nbytes:
+        problems.append(f"{path}: its names end after {at} of {nbytes} bytes")
+    return names
+
+
+def _records(file: BinaryIO, header: Header, nbytes: int, path: str, problems: list[str]) -> tuple[Records, int]:
+    """The records, by time, and how many were overwritten."""
+    room = min(header.capacity, max(0, nbytes - RECORDS_AT) // RECORD.size)  # truncated files have less
+    first = max(0, header.written - header.capacity)
+    wanted = range(max(first, header.written - MOST_RECORDS), header.written)
+    if len(wanted) < header.written - first:
+        problems.append(f"{path}: only the newest {MOST_RECORDS} records were read")
+    pieces = []
+    start = wanted.start
+    while start < wanted.stop:  # at most two runs of places, the older one first
+        place = start % header.capacity
+        stop = min(wanted.stop, start + header.capacity - place)
+        count = max(0, min(place + stop - start, room) - place)
+        file.seek(RECORDS_AT + place * RECORD.size)
+        data = file.read(count * RECORD.size)
+        pieces.append(np.frombuffer(data[: len(data) // RECORD.size * RECORD.size], RECORD_DTYPE))
+        start = stop
+    records = np.concatenate(pieces) if pieces else np.zeros(0, RECORD_DTYPE)
+    if missing := len(wanted) - len(records):
+        problems.append(f"{path} is cut off: {missing} of {len(wanted)} records are not there")
+    overwritten = first
+    if len(records) == len(wanted):
+        # Written meanwhile, into the places of the oldest; and some threads of the writer may be at it just now.
+        file.seek(0)
+        passed = header_of(file.read(HEADER_NBYTES), path).written + WRITERS - header.capacity
+        meanwhile = min(len(records), max(0, passed - wanted.start))
+        records = records[meanwhile:]
+        overwritten += meanwhile
+    sound = np.isin(records["kind"], _KINDS) & (records["time"] >= header.created - _SLACK)
+    if damaged := len(records) - int(sound.sum()):
+        problems.append(f"{path}: {damaged} records are damaged, and were left out")
+    records = records[sound]
+    return records[np.argsort(records["time"], kind="stable")], overwritten

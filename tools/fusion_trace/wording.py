@@ -1,0 +1,73 @@
+"""How pages about traces say times, sizes, places and problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def duration(ns: float | None) -> str:
+    """Three digits and a unit; "" for None."""
+    if ns is None:
+        return ""
+    for limit, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
+        if abs(ns) >= limit * 0.9995:
+            return f"{_three(ns / limit)} {unit}"
+    return f"{ns:.0f} ns"
+
+
+def size(nbytes: float) -> str:
+    """Three digits and a unit."""
+    for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= limit:
+            return f"{_three(nbytes / limit)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _three(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
+
+
+def share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}" if value < 0.9995 else "100%"
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def numbers(values: Sequence[int]) -> str:
+    """Increasing numbers, as ranges: `1-4, 7`."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if shown[6:] else "")
+
+
+def console() -> Console:
+    """Names have [brackets] and numbers, and are shown as they are."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def table(*columns: str, left: int = 1) -> Table:
+    """A table without lines, of which the first `left` columns are text and the others numbers."""
+    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for place, column in enumerate(columns):
+        made.add_column(column, justify="left" if place < left else "right", overflow="fold")
+    return made
+
+
+def problems(on: Console, found: Iterable[str]) -> None:
+    """Sentences about what is missing, below everything else."""
+    told = list(found)
+    if told:
+        on.print()
+    for problem in told:
+        on.print(Text(f"! {problem}", "yellow"), soft_wrap=True)
