@@ -1,8 +1,8 @@
 """What training algorithms do to the loss, everything else being equal: samples, batches, initial parameters.
 
-    python -m benchmarks.algorithms --out benchmarks/results/algorithms.jsonl
-    python -m benchmarks.algorithms --out results.jsonl --models digits --algorithms bsp,asp --seeds 1 --rates 0.5,1
-    python -m benchmarks.algorithms --table benchmarks/results/algorithms.jsonl
+    python -m benchmarks.algorithms
+    python -m benchmarks.algorithms --out results.json --models digits --algorithms bsp,asp --seeds 1 --rates 0.5,1
+    python -m benchmarks.algorithms --table benchmarks/results/algorithms.json
 
 The digits' ConvNet and a GPT of 475 thousand parameters learn on four ranks of one host, by SGD. Each rank takes as
 many steps with every algorithm. Synchronous algorithms, and those in which ranks have models of their own, have a
@@ -10,13 +10,12 @@ momentum of 0.9 and the model's learning rate; asynchronous ones that post gradi
 stands beside them in `ALGORITHMS`, as a multiple of the synchronous one, chosen by `--rates` on one seed. The test loss
 is that of the common model: after `hvd.consensus()`.
 
-Each run appends a line of JSON to the file, and a run that is in it is not made again.
+Each run is kept in the file as soon as it has ended; one that is there is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -25,11 +24,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import arguments as shared
+from benchmarks import results, runs
+from benchmarks.runs import Result
+from benchmarks.tables import Table
+
+NAME = "algorithms"
 RANKS = 4
 MODELS = {"digits": (440, 0.12), "char-gpt": (400, 0.15)}  # steps and learning rate
 # Its text, its momentum, and the multiple of the learning rate.
@@ -51,7 +54,8 @@ ALGORITHMS = {
     "local-sgd-8": ("local_sgd(steps=8)", 0.9, 1.0),
     "diloco-8": ("diloco(steps=8, outer_rate=0.5, outer_momentum=0.5)", 0.9, 1.0),
 }
-Result = dict[str, Any]
+KNOWN_BY = ("model", "algorithm", "seed", "steps", "factor")
+RESULTS = results.RESULTS / "algorithms.json"
 
 
 def train(model: str, name: str, seed: int, steps: int, factor: float) -> Result:
@@ -87,7 +91,7 @@ def train(model: str, name: str, seed: int, steps: int, factor: float) -> Result
     }  # fmt: skip
 
 
-def worker(out: Path, model: str, runs: Iterable[tuple[str, float]], seed: int, steps: int) -> None:
+def worker(out: Path, model: str, made: Iterable[tuple[str, float]], seed: int, steps: int) -> None:
     """Makes runs one after the other; rank 0 writes them down."""
     import torch
 
@@ -95,25 +99,27 @@ def worker(out: Path, model: str, runs: Iterable[tuple[str, float]], seed: int, 
 
     hvd.init()
     torch.set_num_threads(1)
-    for name, factor in runs:
+    for name, factor in made:
         result = train(model, name, seed, steps, factor)
         hvd.barrier()
         if hvd.rank() == 0:
-            with out.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+            keep(out, result)
             print(f"{model} {name} x{factor:g} seed {seed}: {result['seconds']:.0f} s, {result['test_loss']:.4f}")
             sys.stdout.flush()
     hvd.shutdown()
 
 
-def run(out: Path, model: str, runs: Iterable[tuple[str, float]], seed: int, steps: int) -> None:
+def run(out: Path, model: str, made: Iterable[tuple[str, float]], seed: int, steps: int) -> None:
     """One job with the runs that the file does not have yet.
 
     Raises:
         subprocess.CalledProcessError: the job failed; why is on standard error.
     """
-    done = {(r["model"], r["algorithm"], r["factor"], r["seed"], r["steps"]) for r in load(out)}
-    missing = [f"{name}:{factor:g}" for name, factor in runs if (model, name, factor, seed, steps) not in done]
+    wanted = {
+        f"{name}:{factor:g}": {"model": model, "algorithm": name, "factor": factor, "seed": seed, "steps": steps}
+        for name, factor in made
+    }
+    missing = runs.missing(out, wanted)
     if not missing:
         return
     command = [sys.executable, "-m", "fusion_rt.runner", "-np", str(RANKS)]
@@ -122,41 +128,52 @@ def run(out: Path, model: str, runs: Iterable[tuple[str, float]], seed: int, ste
     subprocess.run(command, check=True)
 
 
-def load(path: Path) -> list[Result]:
-    """The runs in a file; none if there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def keep(out: Path, result: Result) -> None:
+    """Adds a run to a file."""
+    numbers = {name: (result[name], "less", True) for name in ("train_loss", "test_loss")}
+    results.keep(out, NAME, runs.record(KNOWN_BY, result, {**numbers, "accuracy": (result["accuracy"], "more", True)}))
 
 
-def show(results: Iterable[Result], console: Console) -> None:
+Groups = dict[tuple[str, int], dict[tuple[str, float], list[Result]]]
+
+
+def groups(found: Iterable[Result]) -> Groups:
+    """The runs, by model and number of steps, and by algorithm and rate, in the order of `ALGORITHMS`."""
+    made: Groups = defaultdict(lambda: defaultdict(list))
+    for result in found:
+        made[result["model"], result["steps"]][result["algorithm"], result["factor"]].append(result)
+    order = list(ALGORITHMS)
+    return {
+        key: dict(sorted(each.items(), key=lambda item: order.index(item[0][0]))) for key, each in sorted(made.items())
+    }
+
+
+def show(found: Iterable[Result], console: Console) -> None:
     """A table for each model: means over seeds, and the loss relative to the all-reduce's."""
-    groups: dict[tuple[str, int], dict[tuple[str, float], list[Result]]] = defaultdict(lambda: defaultdict(list))
-    for result in results:
-        groups[result["model"], result["steps"]][result["algorithm"], result["factor"]].append(result)
-    for (model, steps), runs in sorted(groups.items()):
-        table = Table(title=f"{model}, {RANKS} ranks, {steps} steps each")
-        for title in ("algorithm", "rate", "momentum", "seeds", "test loss", "/ allreduce", "spread", "right"):
-            table.add_column(title, justify="left" if title == "algorithm" else "right")
-        reference = _mean(runs.get(("allreduce", 1.0), []), "test_loss")
-        for (name, factor), found in sorted(runs.items(), key=lambda item: list(ALGORITHMS).index(item[0][0])):
-            losses = [each["test_loss"] for each in found]
-            table.add_row(
-                name, f"{factor:g}", f"{found[0]['momentum']:g}", str(len(found)), f"{statistics.fmean(losses):.4f}",
+    for (model, steps), made in groups(found).items():
+        columns = ["algorithm", "rate", "momentum", "seeds", "test loss", "/ allreduce", "spread", "right"]
+        table = Table(columns, title=f"{model}, {RANKS} ranks, {steps} steps each")
+        reference = mean(made.get(("allreduce", 1.0), []), "test_loss")
+        for (name, factor), each in made.items():
+            losses = [run["test_loss"] for run in each]
+            table.add(
+                name, f"{factor:g}", f"{each[0]['momentum']:g}", str(len(each)), f"{statistics.fmean(losses):.4f}",
                 f"{statistics.fmean(losses) / reference:.3f}", f"{max(losses) - min(losses):.4f}",
-                f"{_mean(found, 'accuracy'):.1%}",
+                f"{mean(each, 'accuracy'):.1%}",
             )  # fmt: skip
-        console.print(table)
+        table.show(console)
 
 
-def _mean(results: list[Result], key: str) -> float:
-    return statistics.fmean(each[key] for each in results) if results else math.nan
+def mean(found: list[Result], key: str) -> float:
+    """Over runs; NaN if there are none."""
+    return statistics.fmean(each[key] for each in found) if found else math.nan
 
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, metavar="FILE", help="train, and append results to this file")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="show what is in this file")
+    parser = shared.parser(NAME, __doc__)
+    shared.add_out(parser, RESULTS)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only show what is in this file")
     parser.add_argument("--models", default=",".join(MODELS), help="of %(default)s")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="of %(default)s")
     parser.add_argument("--seeds", default="1,2,3", help="(%(default)s)")
@@ -164,25 +181,20 @@ def main() -> None:
     parser.add_argument("--rates", help="multiples of the learning rate, instead of those of the algorithms")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    models, names = arguments.models.split(","), arguments.algorithms.split(",")
-    for kind, asked, known in (("model", models, MODELS), ("algorithm", names, ALGORITHMS)):
-        unknown = [name for name in asked if name not in known]
-        if unknown:
-            parser.error(f"there is no {kind} {unknown[0]!r}; there are {', '.join(known)}")
-    if arguments.out is None and arguments.table is None:
-        parser.error("say --out FILE to train, or --table FILE to see what has come of it")
+    models = shared.chosen(parser, "model", arguments.models.split(","), MODELS)
+    names = shared.chosen(parser, "algorithm", arguments.algorithms.split(","), ALGORITHMS)
     if arguments.worker:
         pairs = [each.rpartition(":") for each in arguments.worker.split(",")]
-        runs = [(name, float(factor)) for name, _, factor in pairs]
-        worker(arguments.out, models[0], runs, int(arguments.seeds), arguments.steps)
+        made = [(name, float(factor)) for name, _, factor in pairs]
+        worker(arguments.out, models[0], made, int(arguments.seeds), arguments.steps)
         return
-    if arguments.out is not None:
+    if arguments.table is None:
         rates = [float(rate) for rate in arguments.rates.split(",")] if arguments.rates else None
-        for seed in map(int, arguments.seeds.split(",")):
+        for seed in shared.numbers(arguments.seeds):
             for model in models:
-                runs = [(name, rate) for name in names for rate in rates or [ALGORITHMS[name][2]]]
-                run(arguments.out, model, runs, seed, arguments.steps or MODELS[model][0])
-    show(load(arguments.table or arguments.out), Console())
+                made = [(name, rate) for name in names for rate in rates or [ALGORITHMS[name][2]]]
+                run(arguments.out, model, made, seed, arguments.steps or MODELS[model][0])
+    show(runs.load(arguments.table or arguments.out), Console(width=160))
 
 
 if __name__ == "__main__":

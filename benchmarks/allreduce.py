@@ -3,41 +3,46 @@
     python -m benchmarks.allreduce --ranks 2,4
     python -m benchmarks.allreduce --hosts 2
     python -m benchmarks.allreduce --hosts 4 --rate 1gbit
+    python -m benchmarks.allreduce --hosts 1,2,4 --ranks 2,4 --out benchmarks/results/allreduce.json
 
-Every rank is one process that has all runtimes up at the same time; rounds of one alternate with rounds of the others,
-so that whatever else the machine does meets all of them. Printed are medians over all operations of the slowest rank,
-and ratios. Two columns are fusion_rt's: *arena* reduces a tensor that lies in the arena, as a gradient does in training
-(and as `fusion_rt.torch.empty` gives it); *copy* reduces an ordinary tensor, which is copied into the arena and back.
+Every rank is one process that has all runtimes up at the same time; turns of one alternate with turns of the others, so
+that whatever else the machine does meets all of them. A sample is the median time of an operation in a turn, on the
+slowest rank. Two contenders are fusion_rt's: *arena* reduces a tensor that lies in the arena, as a gradient does in
+training (and as `fusion_rt.torch.empty` gives it); *copy* reduces an ordinary tensor, which is copied into the arena
+and back. Printed are medians, and the median of the turns' ratios with the interval that it lies in.
 
-With `--hosts N` each rank runs in a network namespace of its own (root needed), joined by links of `--rate`; *limit* is
-then the time that the ring's bytes need on that link, in full Ethernet frames with their TCP, IP and Ethernet headers.
+With `--hosts N` ranks run in network namespaces (root needed), joined by links of `--rate`, and share them evenly;
+without `--ranks` there is one on each. *Limit* is then the time that the ring's bytes need on that link, in full
+Ethernet frames with their TCP, IP and Ethernet headers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks import arguments as shared
+from benchmarks import launch, peers, results, sampling, tables
+from benchmarks.results import Measure, Record, Setting
+from benchmarks.tables import Table
 
-SIZES = (4, 65_536, 1_048_576, 25_600_000, 102_400_000)  # bytes
-_MARK = "RESULT "
+NAME = "allreduce"
+GLOO, ARENA, COPY = "gloo", "arena", "copy"
+SIZES = (
+    4, 1_024, 16_384, 65_536, 262_144, 1_048_576, 8_388_608, 25_600_000, 102_400_000, 268_435_456, 1_073_741_824
+)  # fmt: skip
 _FRAMED = 1514 / 1448  # bytes on the wire for each byte of payload, at an MTU of 1500 and with TCP timestamps
-_BUDGET = 1.5  # seconds of one round of one runtime, at most; small sizes do more operations in less
+_BUDGET = 0.5  # seconds of one turn, at most; small sizes do more operations in less
+_MOST = 200  # operations in a turn
+_ROOM = 8  # bytes of memory that are needed for each that is reduced, on each rank: tensors, arena, what gloo sends
 
 
-def worker(sizes: list[int], rounds: int) -> None:
-    """What each rank runs; rank 0 prints the result."""
+def worker(sizes: list[int], rounds: int, with_horovod: bool) -> None:
+    """What each rank runs; rank 0 tells the samples (s) by size and runtime."""
     import torch
     import torch.distributed as dist
 
@@ -46,144 +51,155 @@ def worker(sizes: list[int], rounds: int) -> None:
     hvd.init()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
-    horovod = _horovod()
-    result: dict[str, dict[str, float]] = {}
+    horovod = peers.horovod() if with_horovod else None
+    result: dict[str, dict[str, list[float]]] = {}
     for nbytes in sizes:
         arena = hvd.empty(nbytes // 4, dtype=torch.float32)
         plain = torch.empty(nbytes // 4, dtype=torch.float32)
         arena.fill_(1.0)
         plain.fill_(1.0)
         calls: dict[str, Callable[[], Any]] = {
-            "arena": lambda t=arena: hvd.allreduce_(t, op=hvd.Average, name="arena"),  # type: ignore[misc]
-            "copy": lambda t=plain: hvd.allreduce_(t, op=hvd.Average, name="copy"),  # type: ignore[misc]
-            "gloo": lambda t=plain: dist.all_reduce(t),  # type: ignore[misc]
+            ARENA: lambda t=arena: hvd.allreduce_(t, op=hvd.Average, name="arena"),  # type: ignore[misc]
+            COPY: lambda t=plain: hvd.allreduce_(t, op=hvd.Average, name="copy"),  # type: ignore[misc]
+            GLOO: lambda t=plain: dist.all_reduce(t),  # type: ignore[misc]
         }
         if horovod is not None:
-            calls["horovod"] = lambda t=plain: horovod.allreduce_(t, op=horovod.Average, name="x")  # type: ignore[misc]
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        counts = {name: _repeats(call, dist, torch) for name, call in calls.items()}
-        for _ in range(rounds):
-            for name, call in calls.items():
-                dist.barrier()
-                for _ in range(counts[name]):
-                    begin = time.perf_counter()
-                    call()
-                    times[name].append(time.perf_counter() - begin)
-        slowest = torch.tensor([statistics.median(times[name]) for name in calls])
+            calls[peers.HOROVOD] = lambda t=plain: horovod.allreduce_(t, op=horovod.Average, name="x")  # type: ignore[misc]
+        turns = {name: _turn(call, _repeats(call, dist, torch)) for name, call in calls.items()}
+        samples = sampling.alternate(turns, rounds, warm_up=0, first=dist.barrier)
+        slowest = torch.tensor(list(samples.values()), dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        result[str(nbytes)] = dict(zip(calls, slowest.tolist(), strict=True))
-        plain.fill_(1.0)
+        result[str(nbytes)] = {name: results.rounded(row) for name, row in zip(samples, slowest.tolist(), strict=True)}
     if hvd.rank() == 0:
-        print(_MARK + json.dumps(result), flush=True)
+        launch.tell(result)
     dist.destroy_process_group()
     hvd.shutdown()
 
 
+def _turn(call: Callable[[], Any], count: int) -> Callable[[], float]:
+    def turn() -> float:
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    return turn
+
+
 def _repeats(call: Callable[[], Any], dist: Any, torch: Any) -> int:
-    """Warms up, and says how many operations fit into a round's budget, the same on all ranks."""
+    """Warms up, and says how many operations fit into a turn's budget, the same on all ranks."""
     for _ in range(2):
         call()
     begin = time.perf_counter()
     call()
     seconds = torch.tensor([time.perf_counter() - begin])
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return int(max(2, min(200, _BUDGET / float(seconds))))
+    return int(max(1, min(_MOST, _BUDGET / float(seconds))))
 
 
-def _horovod() -> Any:
-    try:
-        import horovod.torch as horovod
-    except Exception:  # whatever an import of a package built for another torch raises
-        return None
-    if not horovod.is_initialized():
-        horovod.init()
-    return horovod
-
-
-def measure(ranks: int, hosts: int, rate: str | None, sizes: list[int], rounds: int, encryption: str) -> dict[str, Any]:
-    """Runs the workers of one configuration; returns seconds by size and runtime."""
-    from benchmarks.netlab import Netlab
-
-    command = [sys.executable, "-m", "benchmarks.allreduce", "--worker", "--rounds", str(rounds)]
-    command += ["--sizes", ",".join(map(str, sizes))]
-    environment = dict(os.environ, FUSION_ENCRYPTION=encryption, OMP_NUM_THREADS="1")
-    with Netlab(hosts=hosts, rate=rate) if hosts > 1 else nullcontext() as lab:
-        launch = [sys.executable, "-m", "fusion_rt.runner", "-np", str(ranks)]
-        if lab is None:
-            environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-        else:
-            per_host = ranks // hosts
-            launch += ["-H", ",".join(f"{host.name}:{per_host}" for host in lab.hosts), "--rsh-agent", lab.agent]
-            environment.update(MASTER_ADDR=lab.hosts[0].address, MASTER_PORT="29511")
-        run = subprocess.run(launch + command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    line = next(line for line in run.stdout.splitlines() if _MARK in line)
-    found: dict[str, Any] = json.loads(line.split(_MARK, 1)[1])
+def settings(ranks: str | None, hosts: str, rate: str | None, encryption: str) -> list[Setting]:
+    """One for each number of hosts and of ranks that can be on them."""
+    found: list[Setting] = []
+    for count in shared.numbers(hosts):
+        for all_ranks in shared.numbers(ranks) if ranks else [2 if count == 1 else count]:
+            if all_ranks % count == 0 and all_ranks > 1:
+                network = {"rate": rate or "unshaped", "encryption": encryption} if count > 1 else {}
+                found.append({"hosts": count, "ranks": all_ranks, **network})
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+def measure(setting: Setting, sizes: list[int], rounds: int, with_horovod: bool = True) -> Record:
+    """Runs the workers of one setting."""
+    hosts, ranks = int(setting["hosts"]), int(setting["ranks"])
+    here, date = results.begin()
+    command = ["-m", "benchmarks.allreduce", "--worker", "--rounds", str(rounds)]
+    command += ["--sizes", ",".join(map(str, sizes)), *([] if with_horovod else ["--no-horovod"])]
+    if hosts > 1:
+        rate, variables = setting["rate"], {"FUSION_ENCRYPTION": str(setting["encryption"])}
+        limit = None if rate == "unshaped" else str(rate)
+        found = launch.on_hosts(hosts, limit, command, per_host=ranks // hosts, variables=variables)
+    else:
+        found = launch.fusionrun(ranks, command)
+    measures = [Measure(name=size, unit="s", samples=samples, peer=GLOO) for size, samples in found.items()]
+    return Record(setting, measures, here, date, results.command_line())
 
 
-def show(title: str, result: dict[str, Any], limit: Callable[[int], float] | None) -> None:
+def limit(setting: Setting, nbytes: int) -> float | None:
+    """Seconds that a ring's bytes need on the links; None where they have no limit, or ranks share hosts."""
+    from benchmarks.netlab.iproute import bits_per_second
+
+    hosts, rate = int(setting["hosts"]), str(setting.get("rate", "unshaped"))
+    if rate == "unshaped" or hosts != setting["ranks"]:
+        return None
+    return 2 * nbytes * (hosts - 1) / hosts * _FRAMED / (bits_per_second(rate) / 8)
+
+
+def title(setting: Setting) -> str:
+    """A setting in words."""
+    if setting["hosts"] == 1:
+        return f"{setting['ranks']} ranks on one host"
+    each = "" if setting["ranks"] == setting["hosts"] else f" with {setting['ranks']} ranks"
+    encrypted = "" if setting["encryption"] == "control" else f", encryption {setting['encryption']}"
+    return f"{setting['hosts']} hosts{each}, {setting['rate']}{encrypted}"
+
+
+def show(record: Record) -> None:
     """One table: milliseconds, and how many times faster than gloo."""
-    names = list(next(iter(result.values())))
-    table = Table(title=title)
-    table.add_column("bytes", justify="right")
-    for name in names:
-        table.add_column(f"{name} ms", justify="right")
-    for name in names:
-        if name != "gloo":
-            table.add_column(f"gloo / {name}", justify="right")
-    if limit is not None:
-        table.add_column("limit ms", justify="right")
-        table.add_column("arena / limit", justify="right")
-    for nbytes, times in result.items():
-        row = [f"{int(nbytes):,}"] + [f"{times[name] * 1e3:.3f}" for name in names]
-        row += [f"{times['gloo'] / times[name]:.2f}" for name in names if name != "gloo"]
-        if limit is not None:
-            seconds = limit(int(nbytes))
-            row += [f"{seconds * 1e3:.3f}", f"{times['arena'] / seconds:.3f}"]
-        table.add_row(*row)
-    Console(width=140).print(table)
+    names = list(record.measures[0].samples)
+    limited = limit(record.setting, 1) is not None
+    ours = [name for name in names if name != GLOO]
+    columns = ["size", *(f"{name} ms" for name in names), *(f"gloo / {name}" for name in ours)]
+    table = Table(columns + (["limit ms", "arena / limit"] if limited else []), title=title(record.setting))
+    for each in record.measures:
+        row = [tables.ms(sampling.median(each.samples[name])) for name in names]
+        row += [tables.ratio(sampling.ratio(each.samples[GLOO], each.samples[name])) for name in ours]
+        if seconds := limit(record.setting, int(each.name)):
+            row += [tables.ms(seconds), tables.number(sampling.median(each.samples[ARENA]) / seconds)]
+        table.add(tables.nbytes(int(each.name)), *row)
+    table.show()
+
+
+def fitting(sizes: list[int], ranks: int) -> list[int]:
+    """The sizes for which this machine has memory; says what is left out."""
+    import psutil
+
+    room = psutil.virtual_memory().available / (_ROOM * ranks)
+    for size in (size for size in sizes if size > room):
+        print(f"{tables.nbytes(size)} are left out: {ranks} ranks need {_ROOM} times that each.", file=sys.stderr)
+    return [size for size in sizes if size <= room]
 
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.allreduce", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ranks", default="2", help="numbers of ranks on one host, such as 2,4")
-    parser.add_argument("--hosts", type=int, default=1, help="netlab hosts, one rank on each")
+    parser = shared.parser(NAME, __doc__)
+    parser.add_argument("--ranks", help="numbers of ranks, such as 2,4 (2 on one host, else one on each)")
+    parser.add_argument("--hosts", default="1", help="numbers of netlab hosts, such as 1,2,4 (%(default)s)")
     parser.add_argument("--rate", help="rate of each host's link, such as 1gbit")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of each runtime")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each runtime (%(default)s)")
+    parser.add_argument("--no-horovod", action="store_true", help="also where there is one")
     parser.add_argument(
         "--encryption", default="control", choices=["all", "control"],
         help="between hosts; gloo encrypts nothing, so control is the comparison of like with like",
     )  # fmt: skip
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    sizes = [int(size) for size in arguments.sizes.split(",")]
+    shared.add_out(parser)
+    shared.add_worker(parser)
+    arguments: argparse.Namespace = parser.parse_args()
+    sizes = shared.numbers(arguments.sizes)
     if arguments.worker:
-        worker(sizes, arguments.rounds)
+        worker(sizes, arguments.rounds, not arguments.no_horovod)
         return
-    if arguments.hosts > 1:
-        hosts = arguments.hosts
-        result = measure(hosts, hosts, arguments.rate, sizes, arguments.rounds, arguments.encryption)
-        limit = None
-        if arguments.rate is not None:
-            from benchmarks.netlab.iproute import bits_per_second
-
-            bytes_per_second = bits_per_second(arguments.rate) / 8
-            limit = lambda nbytes: 2 * nbytes * (hosts - 1) / hosts * _FRAMED / bytes_per_second  # noqa: E731
-        title = f"{hosts} hosts, {arguments.rate or 'unshaped'}, encryption {arguments.encryption}"
-        show(title, result, limit)
-        return
-    for ranks in (int(ranks) for ranks in arguments.ranks.split(",")):
-        show(f"{ranks} ranks on one host", measure(ranks, 1, None, sizes, arguments.rounds, "control"), None)
+    chosen = settings(arguments.ranks, arguments.hosts, arguments.rate, arguments.encryption)
+    if not chosen:
+        parser.error(f"{arguments.ranks} ranks cannot be shared evenly by {arguments.hosts} hosts")
+    for setting in chosen:
+        possible = fitting(sizes, int(setting["ranks"]))
+        record = measure(setting, possible, arguments.rounds, not arguments.no_horovod)
+        if arguments.out:
+            results.keep(arguments.out, NAME, record)
+        show(record)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What codecs do to training: loss against steps, and against the bytes that a node sends.
 
-    python -m benchmarks.convergence --out results.jsonl
-    python -m benchmarks.convergence --out results.jsonl --models char-gpt --codecs dense,topk-1%-momentum --steps 1600
-    python -m benchmarks.convergence --table results.jsonl
+    python -m benchmarks.convergence --out results.json
+    python -m benchmarks.convergence --out results.json --models char-gpt --codecs dense,topk-1%-momentum --steps 1600
+    python -m benchmarks.convergence --table results.json
 
 Two models of the examples learn on four ranks, each on a node of its own (daemons at 127.0.0.2 to .5, since codecs act
 between nodes only): the digits' ConvNet and a GPT of 475 thousand parameters. Everything but the codec is the same: SGD
@@ -10,15 +10,13 @@ with a momentum of 0.9, or with none where the codec has it (momentum correction
 chosen for dense gradients; batches and initial parameters by the seed. Tensors with at least 1024 elements are
 compressed, not only those with 16384 as the codecs have it, because the models are small: that leaves 3 % at most.
 
-Each run appends a line of JSON to the file, and a run that is in it is not made again, so that a stopped one goes on
-where it was. Bytes are those of payloads that a node sends, on average over nodes: for codecs that count them, from
+Each run is kept in the file as soon as it has ended, and one that is there is not made again: a stopped benchmark goes
+on where it was. Bytes are those of payloads that a node sends, on average over nodes: for codecs that count them, from
 `hvd.compression_stats()`; for dense and fp16, those of a ring, 2 (N - 1) / N of the gradients.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -27,11 +25,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import arguments as shared
+from benchmarks import results, runs, tables
+from benchmarks.runs import Result
+from benchmarks.tables import Table
+
+NAME = "convergence"
 NODES = 4
 MODELS = {"digits": (440, 0.12), "char-gpt": (800, 0.15)}  # steps and learning rate
 EVALUATIONS = 10  # in a run
@@ -61,10 +63,11 @@ CODECS = {
     "int8-no-feedback": "int8(feedback=False)",
     "powersgd-4-no-feedback": "powersgd(rank=4, feedback=False)",
 }
-Result = dict[str, Any]
-"""A run: what it was (`model`, `codec`, `seed`, `steps`, `lr`, `parameters`), what came of it (`accuracy`, `asked`,
-`selected`, `seconds`), and `curve`, rows of step, bytes sent by a node, mean training loss since the last row, and test
-loss. It ends early where the loss is no number any more."""
+KNOWN_BY = ("model", "codec", "seed", "steps")
+RESULTS = results.RESULTS / "convergence.json"
+# A run is: what it was (`model`, `codec`, `seed`, `steps`, `lr`, `parameters`), what came of it (`accuracy`, `asked`,
+# `selected`, `seconds`), and `curve`, rows of step, bytes sent by a node, mean training loss since the last row, and
+# test loss. It ends early where the loss is no number any more.
 
 
 def train(model: str, codec: str, seed: int, steps: int, number: int) -> Result:
@@ -123,8 +126,7 @@ def worker(out: Path, model: str, codecs: Iterable[str], seed: int, steps: int) 
     for number, codec in enumerate(codecs):
         result = train(model, codec, seed, steps, number)
         if hvd.rank() == 0:
-            with out.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+            keep(out, result)
             print(f"{model} {codec} seed {seed}: {result['seconds']:.0f} s, {result['curve'][-1]}", flush=True)
     hvd.shutdown()
 
@@ -135,8 +137,8 @@ def run(out: Path, model: str, codecs: Iterable[str], seed: int, steps: int) -> 
     Raises:
         subprocess.CalledProcessError: the job failed; why is on standard error.
     """
-    done = {(each["model"], each["codec"], each["seed"], each["steps"]) for each in load(out)}
-    missing = [codec for codec in codecs if (model, codec, seed, steps) not in done]
+    wanted = {codec: {"model": model, "codec": codec, "seed": seed, "steps": steps} for codec in codecs}
+    missing = runs.missing(out, wanted)
     if not missing:
         return
     hosts = ",".join(f"127.0.0.{2 + node}:1" for node in range(NODES))
@@ -146,9 +148,15 @@ def run(out: Path, model: str, codecs: Iterable[str], seed: int, steps: int) -> 
     subprocess.run(command, check=True)
 
 
-def load(path: Path) -> list[Result]:
-    """The runs in a file; none if there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def keep(out: Path, result: Result) -> None:
+    """Adds a run to a file."""
+    last = result["curve"][-1]
+    numbers = {
+        "test loss": (last[3], "less", True),
+        "bytes sent by a node": (last[1], "less", True),
+        "accuracy": (result["accuracy"], "more", True),
+    }
+    results.keep(out, NAME, runs.record(KNOWN_BY, result, numbers))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -161,9 +169,9 @@ class Runs:
         codecs: by name, the runs with different seeds, in the order of `CODECS`.
     """
 
-    def __init__(self, results: Iterable[Result]) -> None:
+    def __init__(self, made: Iterable[Result]) -> None:
         found: dict[str, list[Result]] = defaultdict(list)
-        for result in results:
+        for result in made:
             found[result["codec"]].append(result)
         self.codecs = {codec: found[codec] for codec in CODECS if codec in found}
 
@@ -202,40 +210,37 @@ def _at(result: Result, share: float) -> list[float]:
     return next(iter(rows), [math.nan] * 4)
 
 
-def show(results: Iterable[Result], console: Console) -> None:
+def groups(found: Iterable[Result]) -> dict[tuple[str, int], Runs]:
+    """The runs, by model and number of steps."""
+    made: dict[tuple[str, int], list[Result]] = defaultdict(list)
+    for result in found:
+        made[result["model"], result["steps"]].append(result)
+    return {key: Runs(each) for key, each in sorted(made.items())}
+
+
+def show(found: Iterable[Result], console: Console) -> None:
     """A table for each model and number of steps, and one of the goals."""
-    groups: dict[tuple[str, int], list[Result]] = defaultdict(list)
-    for result in results:
-        groups[result["model"], result["steps"]].append(result)
-    runs = {key: Runs(found) for key, found in sorted(groups.items())}
-    for (model, steps), found in runs.items():
-        console.print(_table(model, steps, found))
-    table = Table(title="goals")
-    for column in ("goal", "measured", "holds"):
-        table.add_column(column)
-    for goal, measured, holds in goals(runs):
-        table.add_row(goal, measured, "yes" if holds else "no")
-    console.print(table)
+    made = groups(found)
+    for (model, steps), each in made.items():
+        _table(model, steps, each).show(console)
+    tables.goals(goals(made)).show(console)
 
 
 def _table(model: str, steps: int, runs: Runs) -> Table:
+    """Means over seeds: test loss after parts of the run; loss in training in the last of it; test accuracy; what a
+    node has sent; and how much was selected of what was asked for."""
     first = next(iter(runs.codecs.values()))[0]
     target = runs.loss("dense", 0.5) if "dense" in runs.codecs else math.nan
-    table = Table(
-        title=f"{model}, {first['parameters']:,} parameters, {NODES} nodes, {steps} steps, learning rate {first['lr']}",
-        caption="means over seeds; test loss after parts of the run; training: loss in the last of it; right: test "
-        "accuracy; sent: by a node; selected: of what was asked for",
-    )
+    what = f"{model}, {first['parameters']:,} parameters"
     titles = ["codec", "seeds", "test loss, 1/4", "1/2", "all steps", "/ dense", "training", "right"]
     titles += ["MB sent", "of dense", "selected", f"steps to {target:.3f}", "MB to it"]
-    for title in titles:
-        table.add_column(title, justify="left" if title == "codec" else "right")
+    table = Table(titles, title=f"{what}, {NODES} nodes, {steps} steps, learning rate {first['lr']}")
     for codec, each in runs.codecs.items():
         relative = runs.loss(codec) / runs.loss("dense") if "dense" in runs.codecs else math.nan
         share = runs.nbytes(codec) / runs.nbytes("dense") if "dense" in runs.codecs else math.nan
         until = runs.until(codec, target)
         test_losses = [f"{runs.loss(codec, part):.3f}" for part in (0.25, 0.5, 1.0)]
-        table.add_row(
+        table.add(
             codec, str(len(each)), *test_losses, f"{relative:.3f}", f"{runs.train_loss(codec):.4g}",
             f"{runs.accuracy(codec):.1%}", f"{runs.nbytes(codec) / 1e6:.2f}", f"{share:.2%}",
             "" if math.isnan(runs.selected(codec)) else f"{runs.selected(codec):.3f}",
@@ -244,12 +249,12 @@ def _table(model: str, steps: int, runs: Runs) -> Table:
     return table
 
 
-def goals(runs: Mapping[tuple[str, int], Runs]) -> list[tuple[str, str, bool]]:
+def goals(made: Mapping[tuple[str, int], Runs]) -> list[tuple[str, str, bool]]:
     """Goal, what was measured, and whether it holds; of those for which there are runs."""
     found: list[tuple[str, str, bool]] = []
     ratios: list[tuple[int, float]] = []
     shares: dict[bool, list[float]] = {True: [], False: []}
-    for (model, steps), each in runs.items():
+    for (model, steps), each in made.items():
         what = f"{model}, {steps} steps"
         if {"dense", "topk-1%"} <= each.codecs.keys() and model == "digits":
             lost = 100 * (each.accuracy("dense") - each.accuracy("topk-1%"))
@@ -287,30 +292,26 @@ def _between(shares: list[float]) -> str:
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, metavar="FILE", help="train, and append results to this file")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="show what is in this file")
+    parser = shared.parser(NAME, __doc__)
+    shared.add_out(parser, RESULTS)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="only show what is in this file")
     parser.add_argument("--models", default=",".join(MODELS), help="of %(default)s")
     parser.add_argument("--codecs", default=",".join(CODECS), help="of %(default)s")
     parser.add_argument("--seeds", default="1,2,3", help="(%(default)s)")
     parser.add_argument("--steps", type=int, help="(digits 440, char-gpt 800)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    shared.add_worker(parser)
     arguments = parser.parse_args()
-    models, codecs = arguments.models.split(","), arguments.codecs.split(",")
-    for kind, asked, known in (("model", models, MODELS), ("codec", codecs, CODECS)):
-        for name in asked:
-            if name not in known:
-                parser.error(f"there is no {kind} {name!r}; there are {', '.join(known)}")
-    if (arguments.out is None) == (arguments.table is None):
-        parser.error("give either --out FILE, to train, or --table FILE")
+    models = shared.chosen(parser, "model", arguments.models.split(","), MODELS)
+    codecs = shared.chosen(parser, "codec", arguments.codecs.split(","), CODECS)
     if arguments.table is not None:
-        show(load(arguments.table), Console(width=180))
+        show(runs.load(arguments.table), Console(width=180))
         return
     action = worker if arguments.worker else run
-    for seed in map(int, arguments.seeds.split(",")):
+    for seed in shared.numbers(arguments.seeds):
         for model in models:
             action(arguments.out, model, codecs, seed, arguments.steps or MODELS[model][0])
+    if not arguments.worker:
+        show(runs.load(arguments.out), Console(width=180))
 
 
 if __name__ == "__main__":

@@ -16,11 +16,9 @@ hosts have come, in between; and a worker that comes has to import torch, for wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,14 +27,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks import arguments as shared
+from benchmarks import results
+from benchmarks.machine import Machine
 from benchmarks.netlab import Netlab
+from benchmarks.results import Measure, Record
+from benchmarks.tables import Table
 
+NAME = "elastic"
 HOSTS = 4
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "char_gpt_elastic.py"
-RESULTS = Path(__file__).parent / "results" / "elastic.json"
+RESULTS = results.RESULTS / "elastic.json"
+PAUSE, LOSS = "pause", "loss in the end"
+RUNS = {"undisturbed": "undisturbed, two hosts", "disturbed": "with these changes"}
 SIZES = ["--width", "64", "--layers", "2", "--context", "32"]
 TIMEOUT_S = 900.0
 KILLED, CAME = "killed", "came"
@@ -195,57 +198,66 @@ def outcome(notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"loss": last[0]["held_out"], "steps": last[0]["steps"], "samples": last[0]["done"], "seconds": seconds}
 
 
-def show(found: dict[str, Any]) -> None:
-    """A table of what was measured."""
-    table = Table("change", "workers", "pause", "lost samples", "between two commits")
-    for change in found["disturbed"]["changes"]:
+def record(found: dict[str, Any], machine: Machine | None, date: str) -> Record:
+    """What is kept of it."""
+    changes = found["disturbed"]["changes"]
+    pauses = {
+        what: results.rounded(c["pause_seconds"] for c in changes if c["what"] == what) for what in (KILLED, CAME)
+    }
+    losses = {name: [found[name]["loss"]] for name in RUNS}
+    measures = [Measure(PAUSE, "s", pauses), Measure(LOSS, "", losses, portable=True)]
+    return Record({"hosts": HOSTS}, measures, machine, date, results.command_line(), found)
+
+
+def changes_table(record: Record) -> Table:
+    """A row for each change."""
+    table = Table(["change", "workers", "pause", "lost samples", "between two commits"])
+    for change in record.details["disturbed"]["changes"]:
         what, workers = f"{change['hosts']} {change['what']}", f"{change['workers_before']} to {change['workers']}"
         pause, lost = f"{change['pause_seconds']:.1f} s", str(change["lost_samples"])
-        table.add_row(what, workers, pause, lost, str(change["commit_interval_samples"]))
-    Console().print(table)
-    for name in ("undisturbed", "disturbed"):
-        run = found[name]
-        print(f"{name:12} loss {run['loss']:.4f}, {run['samples']} samples in {run['steps']} steps")
-    killed, came = found["median_pause_killed"], found["median_pause_came"]
-    print(f"loss {found['difference']:+.2%}; median pause {found['median_pause_seconds']:.1f} s")
-    print(f"({killed:.1f} s where a host was killed, {came:.1f} s where hosts came)")
+        table.add(what, workers, pause, lost, str(change["commit_interval_samples"]))
+    return table
+
+
+def runs_table(record: Record) -> Table:
+    """A row for each run."""
+    table = Table(["", "held-out loss", "samples", "steps"])
+    for name, what in RUNS.items():
+        run = record.details[name]
+        table.add(what, f"{run['loss']:.4f}", str(run["samples"]), str(run["steps"]))
+    return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=7200)
+    """Runs what the command line asks for."""
+    parser = shared.parser(NAME, __doc__)
+    parser.add_argument("--samples", type=int, default=7200, help="of each run (%(default)s)")
     parser.add_argument("--global-batch", type=int, default=24, help="samples in a step; 0: 8 on each rank")
-    parser.add_argument("--commit-every", type=int, default=10, help="steps")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--commit-every", type=int, default=10, help="steps (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (%(default)s)")
+    shared.add_out(parser, RESULTS)
     options = parser.parse_args()
+    here, date = results.begin()
     arguments = ["--samples", str(options.samples), "--global-batch", str(options.global_batch), "--batch-size", "8",
                  "--commit-every", str(options.commit_every), "--lr", str(options.lr)]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, Netlab(hosts=HOSTS) as lab:
         runs = Path(folder)
-        for name in ("undisturbed", "disturbed"):
+        for name in RUNS:
             (runs / name).mkdir()
         plain = Job(lab, runs / "undisturbed", [0, 1], False, arguments)
         plain.end()
-        undisturbed = outcome(plain.notes())
         found: dict[str, Any] = {
             "arguments": arguments,
-            "undisturbed": undisturbed,
+            "undisturbed": outcome(plain.notes()),
             "disturbed": disturbed(lab, runs / "disturbed", options.samples, arguments),
         }
     for change in found["disturbed"]["changes"]:
         step = options.global_batch or 8 * change["workers_before"]
         change["commit_interval_samples"] = options.commit_every * step
-    pauses = {
-        what: [c["pause_seconds"] for c in found["disturbed"]["changes"] if c["what"] == what]
-        for what in (KILLED, CAME)
-    }
-    found["difference"] = found["disturbed"]["loss"] / undisturbed["loss"] - 1
-    found["median_pause_seconds"] = statistics.median([*pauses[KILLED], *pauses[CAME]])
-    found["median_pause_killed"] = statistics.median(pauses[KILLED])
-    found["median_pause_came"] = statistics.median(pauses[CAME])
-    show(found)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    made = record(found, here, date)
+    results.keep(options.out, NAME, made)
+    for table in (changes_table(made), runs_table(made)):
+        table.show()
 
 
 if __name__ == "__main__":

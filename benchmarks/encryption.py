@@ -18,28 +18,32 @@ therefore more here than on hosts of their own.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.launch import MARK
+from benchmarks import arguments as shared
+from benchmarks import launch, results, tables
+from benchmarks.results import Measure, Record
+from benchmarks.tables import Table
+
+NAME = "encryption"
 
 HOSTS = 2
 BYTES = 25_600_000
-RESULTS = Path(__file__).parent / "results" / "encryption.json"
+RESULTS = results.RESULTS / "encryption.json"
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit")
 SECONDS = {UNSHAPED: 1.0, "1gbit": 2.0}  # of one turn, about
 MODES = ("all", "control")
+CONTROL = "control"
 Measured = dict[str, Any]
 """`bytes`; `cores` of the machine; `load`: by rate, how many processes wanted to run before that; `times`: by rate and
 variant, the turns' seconds of an all-reduce."""
@@ -99,18 +103,14 @@ def worker(nbytes: int, seconds: float) -> None:
     median = slower(statistics.median(reduce() for _ in range(count)), 0.0)[0]
     assert (values == 1.0).all()
     if where.rank == 0:
-        print(MARK + json.dumps(median), flush=True)
+        launch.tell(median)
     client.leave()
 
 
 def turn(lab: Any, variant: Variant, seconds: float) -> float:
     """One job on the lab's hosts: seconds of an all-reduce."""
-    command = [sys.executable, "-m", "fusion_rt.runner", "-np", str(HOSTS)]
-    command += ["-H", ",".join(host.name for host in lab.hosts), "--rsh-agent", lab.agent]
-    command += [sys.executable, "-m", "benchmarks.encryption", "--worker", "--seconds", str(seconds)]
-    environment = {**os.environ, **variant.environment()}
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return float(next(line for line in run.stdout.splitlines() if MARK in line).split(MARK, 1)[1])
+    command = ["-m", "benchmarks.encryption", "--worker", "--seconds", str(seconds)]
+    return float(launch.on_lab(lab, command, variables=variant.environment()))
 
 
 def measure(rates: Sequence[str], rounds: int) -> Measured:
@@ -131,6 +131,41 @@ def measure(rates: Sequence[str], rounds: int) -> Measured:
     return measured
 
 
+def keep(path: Path, measured: Measured) -> None:
+    """Writes it down: a record for each rate."""
+    here, date = results.begin()
+    records = []
+    for rate, times in measured["times"].items():
+        measures = [
+            Measure(way_name(*way), "s", {mode: times[str(Variant(mode, *way))] for mode in MODES}, CONTROL)
+            for way in WAYS
+        ]
+        machine = msgspec.structs.replace(here, load=measured["load"][rate])
+        details = {"bytes": measured["bytes"]}
+        records.append(Record({"rate": rate}, measures, machine, date, results.command_line(), details))
+    results.keep(path, NAME, *records)
+
+
+def load(path: Path) -> Measured:
+    """What is in a file."""
+    found = results.load(path, NAME).records
+    times = {
+        str(record.setting["rate"]): {
+            str(Variant(mode, *way)): record.measure(way_name(*way)).samples[mode] for way in WAYS for mode in MODES
+        }
+        for record in found
+    }
+    machines = {str(record.setting["rate"]): record.machine for record in found}
+    load = {rate: machine.load if machine else 0.0 for rate, machine in machines.items()}
+    cores = max(machine.cores if machine else 0 for machine in machines.values())
+    return {"bytes": found[0].details["bytes"], "cores": cores, "load": load, "times": times}
+
+
+def way_name(connections: int, io_threads: int) -> str:
+    """In words."""
+    return f"connections {connections}, I/O threads {io_threads}"
+
+
 def ratio(times: dict[str, list[float]], connections: int, io_threads: int) -> float:
     """How many times as fast `all` is as `control`: the median over rounds, in which both had their turns."""
     both = zip(*(times[str(Variant(mode, connections, io_threads))] for mode in MODES), strict=True)
@@ -142,24 +177,16 @@ def show(measured: Measured, console: Console) -> None:
     for rate, times in measured["times"].items():
         busy = f", load {measured['load'][rate]:g} before" if measured["load"][rate] > 1 else ""
         title = f"{measured['bytes'] / 1e6:g} MB, {HOSTS} hosts on {measured['cores']} cores, {rate}{busy}"
-        table = Table(title=title)
-        for title in ("connections", "I/O threads", *(f"{mode} ms (range)" for mode in MODES)):
-            table.add_column(title, justify="right")
-        for title in ("all MB/s", "control MB/s", "all / control"):
-            table.add_column(title, justify="right")
+        columns = ["connections", "I/O threads", *(f"{mode} ms (range)" for mode in MODES)]
+        table = Table([*columns, "all MB/s", "control MB/s", "all / control"], title=title, left=0)
         for way in WAYS:
             turns = [times[str(Variant(mode, *way))] for mode in MODES]
             row = [str(number) for number in way]
             row += [f"{statistics.median(t) * 1e3:.1f} ({min(t) * 1e3:.1f}-{max(t) * 1e3:.1f})" for t in turns]
             row += [f"{measured['bytes'] / statistics.median(t) / 1e6:.0f}" for t in turns]
-            table.add_row(*row, f"{ratio(times, *way):.3f}")
-        console.print(table)
-    table = Table(title="goals")
-    for title in ("goal", "measured", "holds"):
-        table.add_column(title)
-    for goal, found, holds in goals(measured):
-        table.add_row(goal, found, "yes" if holds else "no")
-    console.print(table)
+            table.add(*row, f"{ratio(times, *way):.3f}")
+        table.show(console)
+    tables.goals(goals(measured)).show(console)
 
 
 def goals(measured: Measured) -> list[tuple[str, str, bool]]:
@@ -181,23 +208,20 @@ def goals(measured: Measured) -> list[tuple[str, str, bool]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.encryption", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = shared.parser(NAME, __doc__)
     parser.add_argument("--rates", default=",".join(RATES), help="of the links (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each variant (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="of results (%(default)s)")
-    parser.add_argument("--table", action="store_true", help="only show what is in the file")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    shared.add_out(parser, RESULTS)
+    shared.add_table(parser)
+    shared.add_worker(parser)
     parser.add_argument("--seconds", type=float, default=1.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
         worker(BYTES, arguments.seconds)
         return
     if not arguments.table:
-        measured = measure(arguments.rates.split(","), arguments.rounds)
-        arguments.out.parent.mkdir(exist_ok=True)
-        arguments.out.write_text(json.dumps(measured) + "\n")
-    show(json.loads(arguments.out.read_text()), Console(width=140))
+        keep(arguments.out, measure(arguments.rates.split(","), arguments.rounds))
+    show(load(arguments.out), Console(width=140))
 
 
 if __name__ == "__main__":

@@ -10,20 +10,17 @@ does: what lies in the arenas, which the workers have mapped, too, is shared; th
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks import arguments as shared
+from benchmarks import launch, results
+from benchmarks.results import Measure, Record
+from benchmarks.tables import Table
 
-from benchmarks.launch import MARK, fusionrun
-
+NAME = "footprint"
+OURS, CPU, OWN = "fusion_rt", "CPU", "resident memory beyond the arenas"
 ELEMENTS = 25_000_000  # float32
 STEPS = 5
 SETTLE_S = 1.0  # between the last operation and the watch
@@ -47,25 +44,18 @@ def worker(seconds: float) -> None:
     hvd.barrier()
     if hvd.rank() == 0:
         time.sleep(SETTLE_S)
-        before = _daemon()
+        before = launch.daemon()
         began = time.perf_counter()
-        cpu = cpu_seconds(before["pid"])
+        cpu = launch.cpu_seconds(before["pid"])
         time.sleep(seconds)
-        share = (cpu_seconds(before["pid"]) - cpu) / (time.perf_counter() - began)
+        share = (launch.cpu_seconds(before["pid"]) - cpu) / (time.perf_counter() - began)
         memory = resident(before["pid"])
         result = {"share": share, "arenas": before["workers"]["arenas"], "memory": memory, "shm": _shm()}
-        print(MARK + json.dumps(result), flush=True)
+        launch.tell(result)
     else:
         time.sleep(SETTLE_S + seconds)
     hvd.barrier()
     hvd.shutdown()
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process so far. From the scheduler's statistics, which count nanoseconds: the usual
-    counters advance in ticks of 10 ms, and an idle daemon needs less than that in a second."""
-    found = (path.read_text().split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-    return sum(map(int, found)) / 1e9
 
 
 def resident(pid: int) -> dict[str, int]:
@@ -75,48 +65,55 @@ def resident(pid: int) -> dict[str, int]:
     return {name.removeprefix("Rss"): int(size.split()[0]) * 1024 for name, size in found.items()}
 
 
-def _daemon() -> Any:
-    """What the daemon of this job says about itself."""
-    command = [sys.executable, "-m", "fusiond", "status", "--json", "--job", os.environ["FUSION_JOB_ID"]]
-    (found,) = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return found
-
-
 def _shm() -> int:
     """Number of files in /dev/shm."""
     return len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0
 
 
-def show(result: dict[str, Any], ranks: int, before: int, after: int) -> None:
+def collect(ranks: int, seconds: float) -> Record:
+    """Runs the job, and watches its daemon."""
+    here, date = results.begin()
+    before = _shm()
+    command = ["-m", "benchmarks.footprint", "--worker", "--seconds", str(seconds)]
+    found = launch.fusionrun(ranks, command)
+    memory = found["memory"]
+    measures = [
+        Measure(CPU, "of a core", {OURS: [found["share"]]}),
+        Measure(OWN, "B", {OURS: [memory["Anon"] + memory["File"]]}, portable=True),
+    ]
+    details = {"memory": memory, "arenas": found["arenas"], "shm": [before, found["shm"], _shm()], "seconds": seconds}
+    return Record({"ranks": ranks}, measures, here, date, results.command_line(), details)
+
+
+def show(record: Record) -> None:
     """A table."""
-    memory = result["memory"]
-    table = Table(title=f"an idle daemon, {ranks} ranks on this host")
-    table.add_column("what")
-    table.add_column("how much", justify="right")
-    table.add_row("CPU", f"{result['share']:.3%} of a core")
-    table.add_row("resident memory beyond the arenas", f"{(memory['Anon'] + memory['File']) / 1e6:.1f} MB")
-    table.add_row("  anonymous", f"{memory['Anon'] / 1e6:.1f} MB")
-    table.add_row("  of files (libraries)", f"{memory['File'] / 1e6:.1f} MB")
-    table.add_row("resident memory in arenas", f"{memory['Shmem'] / 1e6:.1f} MB")
-    table.add_row("size of the arenas", f"{result['arenas'] / 1e6:.1f} MB")
-    table.add_row("files in /dev/shm before, during, after", f"{before}, {result['shm']}, {after}")
-    Console(width=100).print(table)
+    memory = record.details["memory"]
+    table = Table(["what", "how much"], title=f"an idle daemon, {record.setting['ranks']} ranks on this host")
+    table.add("CPU", f"{record.measure(CPU).samples[OURS][0]:.3%} of a core")
+    table.add(OWN, f"{record.measure(OWN).samples[OURS][0] / 1e6:.1f} MB")
+    table.add("  anonymous", f"{memory['Anon'] / 1e6:.1f} MB")
+    table.add("  of files (libraries)", f"{memory['File'] / 1e6:.1f} MB")
+    table.add("resident memory in arenas", f"{memory['Shmem'] / 1e6:.1f} MB")
+    table.add("size of the arenas", f"{record.details['arenas'] / 1e6:.1f} MB")
+    table.add("files in /dev/shm before, during, after", ", ".join(map(str, record.details["shm"])))
+    table.show()
 
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.footprint", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = shared.parser(NAME, __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="ranks, on one host (%(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="for which the daemon is watched (%(default)s)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    shared.add_out(parser)
+    shared.add_worker(parser)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments.seconds)
         return
-    before = _shm()
-    result = fusionrun(arguments.ranks, ["-m", "benchmarks.footprint", "--worker", "--seconds", str(arguments.seconds)])
-    show(result, arguments.ranks, before, _shm())
+    record = collect(arguments.ranks, arguments.seconds)
+    if arguments.out:
+        results.keep(arguments.out, NAME, record)
+    show(record)
 
 
 if __name__ == "__main__":

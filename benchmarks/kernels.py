@@ -6,8 +6,6 @@ users would write: a reduction into the first array, then copies to the others. 
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,66 +15,93 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import arguments as shared
+from benchmarks import results, sampling, tables
+from benchmarks.results import Measure, Record
+from benchmarks.tables import Table
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
 
 Array = npt.NDArray[Any]
 Work = Callable[[], object]
+NAME = "kernels"
+OURS, NUMPY = "kernels", "numpy"
+CALL = "one call, sum of 2 float32 of 1 element"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=25_600_000, help="of each array (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=11, help="timings of each row (default: %(default)s)")
-    parser.add_argument("--threads", default="1,2", help="numbers of threads to try (default: %(default)s)")
-    parser.add_argument("--dtypes", default="float32,float16,bfloat16", help="element types (default: %(default)s)")
+    """Runs what the command line asks for."""
+    parser = shared.parser(NAME, __doc__)
+    parser.add_argument("--elements", type=int, default=25_600_000, help="of each array (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=11, help="timings of each row (%(default)s)")
+    parser.add_argument("--threads", default="1,2", help="numbers of threads to try (%(default)s)")
+    parser.add_argument("--dtypes", default="float32,float16,bfloat16", help="element types (%(default)s)")
+    shared.add_out(parser)
     arguments = parser.parse_args()
-    threads = [int(count) for count in arguments.threads.split(",")]
+    record = collect(
+        arguments.elements, arguments.rounds, shared.numbers(arguments.threads), arguments.dtypes.split(",")
+    )
+    if arguments.out:
+        results.keep(arguments.out, NAME, record)
+    show(record)
 
-    print(f"{'':42} {'threads':>7} {'ms':>8} {'GB/s':>6} {'numpy ms':>9} {'ratio':>6}")
-    for dtype in (DTYPES[name] for name in arguments.dtypes.split(",")):
+
+def collect(elements: int, rounds: int, threads: Sequence[int], dtypes: Sequence[str]) -> Record:
+    """Times everything, in turns with numpy where numpy can do it."""
+    here, date = results.begin()
+    made: list[Measure] = []
+    sizes: dict[str, int] = {}
+
+    def row(
+        name: str, threads: int, nbytes: int, ours: Callable[[ThreadPoolExecutor], object], numpys: Work | None
+    ) -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            turns = {OURS: lambda: _seconds(lambda: ours(pool))}
+            if numpys is not None:
+                turns[NUMPY] = lambda: _seconds(numpys)
+            samples = {who: results.rounded(each) for who, each in sampling.alternate(turns, rounds).items()}
+        label = f"{name}, threads {threads}"
+        sizes[label] = nbytes
+        made.append(Measure(label, "s", samples, NUMPY if NUMPY in samples else ""))
+
+    for dtype in (DTYPES[name] for name in dtypes):
         for k in (2, 4):
-            arrays = [_ones(dtype, arguments.elements) for _ in range(k)]
+            arrays = [_ones(dtype, elements) for _ in range(k)]
             numpy_work = _numpy_reduction(dtype, arrays)
             for count in threads:
-                row(
-                    f"sum of {k} {dtype} in place", count, 2 * k * arrays[0].nbytes,
-                    partial(_reduce, count, dtype, arrays),
-                    numpy_work, arguments.rounds,
-                )  # fmt: skip
-    wide, wide_array = DTYPES["float32"], np.ones(arguments.elements, np.float32)
+                work = partial(_reduce, count, dtype, arrays)
+                row(f"sum of {k} {dtype} in place", count, 2 * k * arrays[0].nbytes, work, numpy_work)
+    wide, wide_array = DTYPES["float32"], np.ones(elements, np.float32)
     for half in (DTYPES["float16"], DTYPES["bfloat16"]):
-        half_array = _ones(half, arguments.elements)
-        nbytes = wide_array.nbytes + half_array.nbytes
+        half_array = _ones(half, elements)
         for source, source_dtype, target, target_dtype in (
             (wide_array, wide, half_array, half),
             (half_array, half, wide_array, wide),
         ):
+            conversion = source, source_dtype, target, target_dtype
+            nbytes = wide_array.nbytes + half_array.nbytes
             row(
-                f"{source_dtype} to {target_dtype}", 1, nbytes,
-                partial(_convert, source, source_dtype, target, target_dtype),
-                _numpy_conversion(source, source_dtype, target, target_dtype), arguments.rounds,
-            )  # fmt: skip
-    _latency()
+                f"{source_dtype} to {target_dtype}",
+                1,
+                nbytes,
+                partial(_convert, *conversion),
+                _numpy_conversion(*conversion),
+            )
+    made.append(Measure(CALL, "s", _latency(rounds), NUMPY))
+    return Record({"elements": elements}, made, here, date, results.command_line(), {"bytes": sizes})
 
 
-def row(
-    name: str, threads: int, nbytes: int, ours: Callable[[ThreadPoolExecutor], object], numpys: Work | None, rounds: int
-) -> None:
-    """Times both in turn, after one round that does not count, and prints a line."""
-    our_s: list[float] = []
-    numpy_s: list[float] = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(rounds + 1):
-            our_s.append(_seconds(lambda: ours(pool)))
-            if numpys is not None:
-                numpy_s.append(_seconds(numpys))
-    our_median = statistics.median(our_s[1:])
-    line = f"{name:42} {threads:7} {our_median * 1e3:8.2f} {nbytes / our_median / 1e9:6.1f}"
-    if numpy_s:
-        numpy_median = statistics.median(numpy_s[1:])
-        line += f" {numpy_median * 1e3:9.2f} {numpy_median / our_median:6.2f}"
-    print(line, flush=True)
+def show(record: Record) -> None:
+    """A row for each reduction and conversion, and one for what a call costs."""
+    table = Table(["what", "ms", "GB/s", "numpy ms", "numpy / ours"], title=f"{record.setting['elements']:,} elements")
+    for each in record.measures:
+        seconds, nbytes = sampling.median(each.samples[OURS]), record.details["bytes"].get(each.name)
+        row = [tables.ms(seconds), f"{nbytes / seconds / 1e9:.1f}" if nbytes else ""]
+        if each.peer:
+            theirs = each.samples[NUMPY]
+            row += [tables.ms(sampling.median(theirs)), tables.ratio(sampling.ratio(theirs, each.samples[OURS]))]
+        table.add(each.name, *row, *([""] * (4 - len(row))))
+    table.show()
 
 
 def _reduce(threads: int, dtype: DType, arrays: Sequence[Array], pool: ThreadPoolExecutor) -> None:
@@ -119,7 +144,7 @@ def _numpy_conversion(source: Array, source_dtype: DType, target: Array, target_
     return lambda: np.copyto(target, source)
 
 
-def _latency() -> None:
+def _latency(rounds: int) -> dict[str, list[float]]:
     """What one call costs beside the work, which is what matters for small tensors."""
     dtype, calls = DTYPES["float32"], 20_000
     arrays = [np.ones(1, np.float32) for _ in range(2)]
@@ -135,10 +160,8 @@ def _latency() -> None:
             np.divide(first, 2, out=first)
             np.copyto(second, first)
 
-    ours_s, numpys_s = (
-        min(seconds) / calls for seconds in zip(*((_seconds(ours), _seconds(numpys)) for _ in range(5)), strict=True)
-    )
-    print(f"one call, sum of 2 float32 of 1 element: {ours_s * 1e6:.2f} µs, numpy {numpys_s * 1e6:.2f} µs")
+    turns = {OURS: lambda: _seconds(ours) / calls, NUMPY: lambda: _seconds(numpys) / calls}
+    return {who: results.rounded(each) for who, each in sampling.alternate(turns, rounds).items()}
 
 
 def _ones(dtype: DType, elements: int) -> Array:

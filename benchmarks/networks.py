@@ -30,9 +30,7 @@ peer. So gossip without compression cannot beat a ring by much where only bytes 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -44,9 +42,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.launch import MARK
+from benchmarks import arguments as shared
+from benchmarks import launch, results, tables
+from benchmarks.results import Measure, Record
+from benchmarks.tables import Table
+
+NAME = "networks"
 
 HOSTS = 4
 SIZES = {"width": 208, "layers": 2, "batch": 4, "context": 32}
@@ -54,7 +56,7 @@ LR = 0.05
 EVERY = 8  # steps between two looks at the loss
 PERIOD = 16  # of local SGD
 QUIET_BYTES = 50_000  # in .2 s
-RESULTS = Path(__file__).parent / "results" / "networks.json"
+RESULTS = results.RESULTS / "networks.json"
 TOPK = "topk(density=0.01)"
 
 
@@ -153,7 +155,7 @@ def time_steps(names: Sequence[str], steps: int, rounds: int) -> Measured:
     import torch
 
     import fusion_rt.torch as hvd
-    from benchmarks.slow_network import link_bytes
+    from benchmarks.launch import link_bytes
 
     runs = {name: Contestant(name, tests=1) for name in names}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -178,7 +180,7 @@ def time_steps(names: Sequence[str], steps: int, rounds: int) -> Measured:
 
 def _settle() -> None:
     """Waits until this host's link is quiet: homes of AD-PSGD still average when no worker waits for them."""
-    from benchmarks.slow_network import link_bytes
+    from benchmarks.launch import link_bytes
 
     before = -QUIET_BYTES
     while (now := link_bytes()) >= before + QUIET_BYTES:
@@ -254,7 +256,7 @@ def worker(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     else:
         result = train_freely(names, arguments.loss, arguments.seconds, arguments.folder)
     if hvd.rank() == 0:
-        print(MARK + json.dumps(result), flush=True)
+        launch.tell(result)
     hvd.shutdown()
 
 
@@ -268,21 +270,15 @@ def on_hosts(network: Network, central: bool, arguments: Sequence[str]) -> Measu
 
     rate, rates = network
     with Netlab(hosts=HOSTS, rate=rate, rates=rates) as lab:
-        command = [sys.executable, "-m", "fusion_rt.runner", "-H", ",".join(f"{host.name}:1" for host in lab.hosts)]
-        command += ["--rsh-agent", lab.agent, sys.executable, "-m", "benchmarks.networks", *arguments]
-        environment = dict(os.environ, FUSION_ENCRYPTION="control", OMP_NUM_THREADS="1")
-        if central:
-            environment["FUSION_SHARD_HOSTS"] = lab.hosts[0].name
-        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    line = next(line for line in run.stdout.splitlines() if MARK in line)
-    found: Measured = json.loads(line.split(MARK, 1)[1])
+        variables = {"FUSION_SHARD_HOSTS": lab.hosts[0].name} if central else {}
+        found: Measured = launch.on_lab(lab, ["-m", "benchmarks.networks", *arguments], variables=variables)
     return found
 
 
 def measure(arguments: argparse.Namespace, names: Sequence[str], networks: Sequence[str]) -> None:
     """Measures, and writes the file after each job."""
     began = time.perf_counter()
-    measured: Measured = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    measured = load(arguments.out)
     if measured.get("loss") != arguments.loss:
         for part in ("counts", "curves", "free"):
             measured.pop(part, None)
@@ -321,18 +317,27 @@ def measure(arguments: argparse.Namespace, names: Sequence[str], networks: Seque
             with tempfile.TemporaryDirectory() as folder:
                 found = job("free", network, free, ["--folder", folder])
             measured.setdefault("free", {}).setdefault(network, {}).update(found.get("free", {}))
-        _write(arguments.out, measured)
+        keep(arguments.out, measured)
     wanted = {METHODS[name].like or name for name in names if METHODS[name].algorithm and not METHODS[name].free}
     if not arguments.only_times:
         found = job("counts", "unshaped", [name for name in METHODS if name in wanted])
         for part in ("counts", "curves"):
             measured.setdefault(part, {}).update(found.get(part, {}))
-        _write(arguments.out, measured)
+        keep(arguments.out, measured)
 
 
-def _write(out: Path, measured: Measured) -> None:
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(measured) + "\n")
+def load(path: Path) -> Measured:
+    """What was measured until now; nothing if there is no such file."""
+    return dict(results.load(path, NAME).records[0].details) if path.exists() else {}
+
+
+def keep(out: Path, measured: Measured) -> None:
+    """Writes it down."""
+    samples = [
+        Measure(network, "s", times, NONE if NONE in times and len({len(row) for row in times.values()}) == 1 else "")
+        for network, times in measured.get("times", {}).items()
+    ]
+    results.keep(out, NAME, Record({"hosts": HOSTS}, samples, *results.begin(), results.command_line(), measured))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -359,11 +364,9 @@ def show(measured: Measured, console: Console) -> None:
         times, sent = measured["times"][network], measured["sent"][network]
         middles = {name: statistics.median(turns) for name, turns in times.items()}
         until = {name: seconds_to_loss(measured, network, name) for name in METHODS}
-        table = Table(title=f"{measured['parameters'] / 1e6:.1f} M parameters, {HOSTS} hosts, {network}")
         titles = ["method", "s a step (range)", "/ none", "central PS / this", "ring / this", "MB sent a step"]
         titles += [f"steps to loss {measured['loss']}", "s to it", "central PS / this", "ring / this"]
-        for title in titles:
-            table.add_column(title, justify="left" if title == "method" else "right")
+        table = Table(titles, title=f"{measured['parameters'] / 1e6:.1f} M parameters, {HOSTS} hosts, {network}")
         for name in METHODS:
             if name not in times:
                 continue
@@ -374,14 +377,9 @@ def show(measured: Measured, console: Console) -> None:
             row.append("" if METHODS[name].free else str(steps_to_loss(measured, name) or ""))
             row.append("" if math.isnan(until[name]) else f"{until[name]:.0f}")
             row += [_ratio(until[other], until[name]) for other in (CENTRAL, RING)]
-            table.add_row(*row)
-        console.print(table)
-    table = Table(title="goals")
-    for title in ("goal", "measured", "holds"):
-        table.add_column(title)
-    for goal, found, holds in goals(measured):
-        table.add_row(goal, found, "yes" if holds else "no")
-    console.print(table)
+            table.add(*row)
+        table.show(console)
+    tables.goals(goals(measured)).show(console)
 
 
 def _ratio(one: float | None, other: float | None) -> str:
@@ -406,8 +404,7 @@ def goals(measured: Measured) -> list[tuple[str, str, bool]]:
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.networks", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = shared.parser(NAME, __doc__)
     parser.add_argument("--networks", default=";".join(NETWORKS), help="of %(default)s")
     parser.add_argument("--methods", default=";".join(METHODS), help="of %(default)s")
     parser.add_argument("--steps", type=int, default=4, help="in a turn (%(default)s)")
@@ -417,8 +414,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=45.0, help="of training of AD-PSGD (%(default)s)")
     parser.add_argument("--only-times", action="store_true", help="train nothing")
     parser.add_argument("--quick", action="store_true", help="one short turn each, unshaped and 100mbit, no training")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="of results (%(default)s)")
-    parser.add_argument("--table", action="store_true", help="only show what is in the file")
+    shared.add_out(parser, RESULTS)
+    shared.add_table(parser)
     parser.add_argument("--worker", choices=("times", "counts", "free"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser
@@ -434,9 +431,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], li
     known: Mapping[str, Mapping[str, object]] = {"method": METHODS, "network": NETWORKS}
     for kind, names in known.items():
         asked = getattr(arguments, f"{kind}s").split(";")
-        if unknown := [name for name in asked if name not in names]:
-            commands.error(f"there is no {kind} {unknown[0]!r}; there are {'; '.join(names)}")
-        chosen.append(asked)
+        chosen.append(shared.chosen(commands, kind, asked, names, "; "))
     return arguments, chosen[0], chosen[1]
 
 
@@ -448,7 +443,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if not arguments.table:
         measure(arguments, names, networks)
-    show(json.loads(arguments.out.read_text()), Console(width=180))
+    show(load(arguments.out), Console(width=180))
 
 
 if __name__ == "__main__":

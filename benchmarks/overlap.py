@@ -8,16 +8,16 @@ Exposed is by how much a step takes longer than without communication: waiting, 
 of a step is that from the end of one to the end of the next, in the mean over a turn on the slowest rank, whose first
 step does not count; updates that wait at the end of a turn are applied before the next runtime has its turn. Printed
 are medians over turns.
+
+With `--priority`, overlap with the next forward pass is compared with itself without priorities (`FUSION_PRIORITY=0`),
+in which case buckets are sent in the order in which they were filled. *To the first layer* is the time from the end of
+a backward pass to the moment when the first layer of the next forward pass may begin.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,19 +26,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch import MARK, fusionrun
+from benchmarks import launch, results
+from benchmarks.launch import fusionrun
+from benchmarks.results import Measure, Record
 from benchmarks.step import LR, shapes
 
 ALONE, DDP = "no communication", "DDP, gloo"
 OVERLAPS = ("none", "forward", "stale")
 RUNTIMES = (ALONE, *OVERLAPS, DDP)
-RESULTS = Path(__file__).parent / "results" / "overlap.json"
+PLAIN = ", no priorities"
+COMPARED = (ALONE, "none", "forward", "forward" + PLAIN)
+STEP, FIRST = "a step", "to the first layer"
+SETTING = ("hosts", "rate", "ranks", "compute", "priority")  # what a result is known by, as far as it is there
+RESULTS = results.RESULTS / "overlap.json"
+PRIORITY = "priority"  # the suite of what `--priority` measures; its results are in a file of that name
 Measured = dict[str, Any]
 """`hosts`, `rate`, `ranks`, `compute` (s a step), `steps`, `parameters`, `buckets`; `seconds`: by runtime, those of a
-step in each turn; `waited`: by overlap, the median seconds for which a step was kept waiting."""
+step in each turn; `first`: those to the first layer; `waited`: by overlap, the median seconds for which a step was kept
+waiting."""
 
 
-def worker(steps: int, rounds: int, compute: float) -> None:
+def worker(steps: int, rounds: int, compute: float, priority: bool = False) -> None:
     """What each rank runs; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
@@ -49,53 +57,67 @@ def worker(steps: int, rounds: int, compute: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
     runs: dict[str, tuple[Any, Any]] = {}
-    for name in RUNTIMES:
+    for name in COMPARED if priority else RUNTIMES:
         model = make_model(compute)
+        way = name.removesuffix(PLAIN)
+        os.environ["FUSION_PRIORITY"] = str(int(way == name))
         optimizer: Any = torch.optim.SGD(model.parameters(), LR)
-        if name in OVERLAPS:
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), overlap=name)
+        if way in OVERLAPS:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), overlap=way)
         elif name == DDP:
             model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         runs[name] = model, optimizer
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    waited: dict[str, list[float]] = {name: [] for name in OVERLAPS}
+    waited: dict[str, list[float]] = {name: [] for name in runs if name.removesuffix(PLAIN) in OVERLAPS}
+    first: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):  # the first one is for warming up
         for name, (model, optimizer) in runs.items():
             dist.barrier()
-            took, kept_waiting = _turn(model, optimizer, steps if number else 2)
+            took, kept_waiting, to_first = _turn(model, optimizer, steps if number else 2)
             hvd.synchronize_parameters()
             if number:
                 seconds[name].append(took)
-                if name in OVERLAPS:
+                first[name].append(to_first)
+                if name in waited:
                     waited[name].append(kept_waiting)
-    slowest = torch.tensor([seconds[name] for name in runs], dtype=torch.float64)
+    slowest = torch.tensor([found[name] for found in (seconds, first) for name in runs], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     if hvd.rank() == 0:
+        rows = [[round(x, 5) for x in row] for row in slowest.tolist()]
         result: Measured = {
             "ranks": hvd.size(),
             "compute": compute,
             "steps": steps,
             "parameters": sum(parameter.numel() for parameter in runs[ALONE][0].parameters()),
             "buckets": runs["none"][1].statistics().buckets,
-            "seconds": {name: [round(x, 5) for x in row] for name, row in zip(runs, slowest.tolist(), strict=True)},
+            "seconds": dict(zip(runs, rows, strict=False)),
+            "first": dict(zip(runs, rows[len(runs) :], strict=True)),
             "waited": {name: round(statistics.median(row), 5) for name, row in waited.items()},
         }
-        print(MARK + json.dumps(result), flush=True)
+        launch.tell(result)
     dist.destroy_process_group()
     hvd.shutdown()
 
 
-def _turn(model: Any, optimizer: Any, steps: int) -> tuple[float, float]:
-    """Seconds of a step, and those for which it was kept waiting."""
+def _turn(model: Any, optimizer: Any, steps: int) -> tuple[float, float, float]:
+    """Seconds of a step, those for which it was kept waiting, and the median of those to the first layer."""
     began = waited = 0.0
+    begun: list[float] = []
+    ended: list[float] = []
+    layer = getattr(model, "module", model).layers[0]
+    handle = layer.register_forward_pre_hook(lambda *_: begun.append(time.perf_counter()))
     for number in range(steps + 1):
         optimizer.zero_grad()
         model().backward()
+        ended.append(time.perf_counter())
         optimizer.step()
         if number == 0:
             began = time.perf_counter()
             waited = _waited(optimizer)
-    return (time.perf_counter() - began) / steps, (_waited(optimizer) - waited) / steps
+    took = (time.perf_counter() - began) / steps
+    handle.remove()
+    to_first = [after - before for after, before in zip(begun[1:], ended, strict=False)]
+    return took, (_waited(optimizer) - waited) / steps, statistics.median(to_first)
 
 
 def _waited(optimizer: Any) -> float:
@@ -156,30 +178,29 @@ def measure(hosts: int, rate: str, ranks: int, arguments: Sequence[str]) -> Meas
     command = ["-m", "benchmarks.step", "--overlap", "--worker", *arguments]
     if hosts == 1:
         return {"hosts": 1, "rate": "", **fusionrun(ranks, command)}
-    from benchmarks.netlab import Netlab
-
-    with Netlab(hosts=hosts, rate=rate or None) as lab:
-        start = [sys.executable, "-m", "fusion_rt.runner", "-H", ",".join(f"{host.name}:1" for host in lab.hosts)]
-        start += ["--rsh-agent", lab.agent, sys.executable, *command]
-        environment = dict(os.environ, FUSION_ENCRYPTION="control", OMP_NUM_THREADS="1")
-        environment.update(MASTER_ADDR=lab.hosts[0].address, MASTER_PORT="29514")
-        run = subprocess.run(start, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    line = next(line for line in run.stdout.splitlines() if MARK in line)
-    return {"hosts": hosts, "rate": rate, **json.loads(line.split(MARK, 1)[1])}
+    found: Measured = launch.on_hosts(hosts, rate or None, command)
+    return {"hosts": hosts, "rate": rate, **found}
 
 
 def keep(path: Path, measured: Measured) -> list[Measured]:
-    """Adds to the results in a file, in place of those of the same hosts, rate, ranks and compute. Returns all."""
-    key = ("hosts", "rate", "ranks", "compute")
-    before: list[Measured] = json.loads(path.read_text()) if path.exists() else []
-    kept = [old for old in before if any(old[name] != measured[name] for name in key)]
-    machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    kept.append(
-        {**measured, "machine": machine, "load": round(os.getloadavg()[2], 1), "date": time.strftime("%F %H:%M")}
-    )
-    kept.sort(key=lambda one: (one["hosts"], one["rate"], one["ranks"], one["compute"]))
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    return kept
+    """Adds to the results in a file, in place of those of the same setting. Returns all."""
+    found = results.keep(path, PRIORITY if "forward" + PLAIN in measured["seconds"] else "overlap", record(measured))
+    return [of(each) for each in found.records]
+
+
+def record(measured: Measured) -> Record:
+    """What is kept of it."""
+    setting = {name: measured[name] for name in SETTING if name in measured}
+    samples = [Measure(STEP, "s", measured["seconds"], DDP if DDP in measured["seconds"] else "")]
+    if "first" in measured:
+        samples.append(Measure(FIRST, "s", measured["first"]))
+    details = {name: value for name, value in measured.items() if name not in (*SETTING, "seconds", "first")}
+    return Record(setting, samples, *results.begin(), results.command_line(), details)
+
+
+def of(record: Record) -> Measured:
+    """The other way round."""
+    return {**record.setting, **record.details, "seconds": record.measure(STEP).samples}
 
 
 def exposed(measured: Measured) -> dict[str, float]:
@@ -197,6 +218,9 @@ def show(measured: Measured) -> None:
     where = f"{measured['ranks']} ranks on one host" if measured["hosts"] == 1 else (
         f"{measured['hosts']} hosts with one rank each, links of {measured['rate'] or 'any rate'}")  # fmt: skip
     title = f"{measured['parameters'] / 1e6:.1f} M parameters, {where}, {measured['compute'] * 1e3:.0f} ms of compute"
+    if "forward" + PLAIN in measured["seconds"]:
+        _show_priorities(title, measured)
+        return
     table = Table(title=title)
     for column in ("runtime", "ms a step", "exposed, ms", "kept waiting, ms", "DDP / this"):
         table.add_column(column, justify="left" if column == "runtime" else "right")
@@ -207,4 +231,22 @@ def show(measured: Measured) -> None:
         label = f"fusion_rt, overlap {name}" if name in OVERLAPS else name
         waited = f"{measured['waited'][name] * 1e3:.1f}" if name in OVERLAPS else ""
         table.add_row(label, f"{step * 1e3:.1f}", f"{beyond[name] * 1e3:.1f}", waited, f"{theirs / step:.2f}")
+    Console(width=110).print(table)
+
+
+def _show_priorities(title: str, measured: Measured) -> None:
+    table = Table(title=title)
+    for column in ("runtime", "ms a step", "exposed, ms", "to the first layer, ms", "step / without priorities"):
+        table.add_column(column, justify="left" if column == "runtime" else "right")
+    beyond = exposed(measured)
+    for name, row in measured["seconds"].items():
+        without = measured["seconds"].get(name + PLAIN)
+        ratio = statistics.median(a / b for a, b in zip(row, without, strict=True)) if without else None
+        table.add_row(
+            name,
+            f"{statistics.median(row) * 1e3:.0f}",
+            f"{beyond[name] * 1e3:.0f}",
+            f"{statistics.median(measured['first'][name]) * 1e3:.0f}",
+            f"{ratio:.2f}" if ratio else "",
+        )
     Console(width=110).print(table)

@@ -11,13 +11,11 @@ those of the host that was cut off are among them. Each round starts a new job.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -27,14 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks import arguments as shared
+from benchmarks import results, sampling
+from benchmarks.machine import Machine
 from benchmarks.netlab import Netlab
+from benchmarks.results import Measure, Record, Setting
+from benchmarks.tables import Table
 from fusion_rt import wire
 from fusion_rt.client import Client
 from fusion_rt.errors import HorovodInternalError
 
+NAME = "recovery"
+RAISED, ENDED = "until the last survivor has raised", "until fusionrun has ended"
 HOSTS, SLOTS = 3, 2
 ELEMENTS = 250_000  # float32: 1 MB
 KINDS = ("worker killed", "daemon killed", "host cut off")
@@ -148,43 +151,68 @@ def measure(lab: Netlab, kind: str, heartbeat_timeout: float) -> dict[str, Any]:
     return {"seconds": last, "launcher": launcher, "errors": sorted({said["error"] for said in raised})}
 
 
+def goal(kind: str, heartbeat_timeout: float) -> float:
+    """Seconds after which all should have raised."""
+    return heartbeat_timeout + 1 if kind == "host cut off" else 1.0
+
+
+def collect(rounds: int, heartbeat_timeout: float) -> Record:
+    """All faults, so many times each."""
+    here, date = results.begin()
+    raised, ended, errors = {}, {}, {}
+    with Netlab(hosts=HOSTS) as lab:
+        for kind in KINDS:
+            found = [measure(lab, kind, heartbeat_timeout) for _ in range(rounds)]
+            raised[kind] = results.rounded(each["seconds"] for each in found)
+            ends = results.rounded(each["launcher"] for each in found if each["launcher"] is not None)
+            if ends:
+                ended[kind] = ends
+            errors[kind] = found[-1]["errors"]
+    return record(heartbeat_timeout, raised, ended, errors, here, date)
+
+
+def record(
+    heartbeat_timeout: float,
+    raised: dict[str, list[float]],
+    ended: dict[str, list[float]],
+    errors: dict[str, list[str]],
+    machine: Machine | None,
+    date: str,
+) -> Record:
+    """What is kept of it."""
+    setting: Setting = {"hosts": HOSTS, "workers": HOSTS * SLOTS, "heartbeat_timeout": heartbeat_timeout}
+    measures = [Measure(RAISED, "s", raised), Measure(ENDED, "s", ended)]
+    return Record(setting, measures, machine, date, results.command_line(), {"errors": errors})
+
+
+def table(record: Record) -> Table:
+    """A row for each fault."""
+    raised, ended = record.measure(RAISED).samples, record.measure(ENDED).samples
+    heartbeat = float(record.setting["heartbeat_timeout"])
+    title = f"{HOSTS} hosts, {HOSTS * SLOTS} workers, heartbeat time-out {heartbeat:g} s: medians"
+    made = Table(["fault", "goal", "median", "most", "until `fusionrun` has ended"], title=title)
+    for kind, times in raised.items():
+        launcher = f"{sampling.median(ended[kind]):.2f} s" if kind in ended else ""
+        limit = f"{goal(kind, heartbeat):g} s"
+        made.add(kind, limit, f"{sampling.median(times):.3f} s", f"{max(times):.3f} s", launcher)
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--heartbeat-timeout", type=float, default=3.0, help="seconds")
-    parser.add_argument("--out", help="a file for the results, as JSON")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    """Runs what the command line asks for."""
+    parser = shared.parser(NAME, __doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="of each fault (%(default)s)")
+    parser.add_argument("--heartbeat-timeout", type=float, default=3.0, help="seconds (%(default)s)")
+    shared.add_out(parser)
+    shared.add_worker(parser)
     options = parser.parse_args()
     if options.worker:
         worker()
         return
-    found: dict[str, Any] = {}
-    goals = {kind: 1.0 for kind in KINDS} | {"host cut off": options.heartbeat_timeout + 1}
-    with Netlab(hosts=HOSTS) as lab:
-        for kind in KINDS:
-            rounds = [measure(lab, kind, options.heartbeat_timeout) for _ in range(options.rounds)]
-            times = [each["seconds"] for each in rounds]
-            ends = [each["launcher"] for each in rounds if each["launcher"] is not None]
-            found[kind] = {
-                "goal": goals[kind],
-                "median": statistics.median(times),
-                "most": max(times),
-                "launcher": statistics.median(ends) if ends else None,
-                "all": times,
-                "errors": rounds[-1]["errors"],
-            }
-    table = Table(
-        title=f"{HOSTS} hosts, {HOSTS * SLOTS} workers, heartbeat time-out {options.heartbeat_timeout:g} s: medians"
-    )
-    for column in ("fault", "goal", "last raised", "most", "fusionrun ended"):
-        table.add_column(column, justify="left" if column == "fault" else "right")
-    for kind, each in found.items():
-        launcher = f"{each['launcher']:.2f} s" if each["launcher"] is not None else ""
-        table.add_row(kind, f"{each['goal']:g} s", f"{each['median']:.3f} s", f"{each['most']:.3f} s", launcher)
-    Console().print(table)
+    found = collect(options.rounds, options.heartbeat_timeout)
     if options.out:
-        result = {"hosts": HOSTS, "workers": HOSTS * SLOTS, "heartbeat_timeout": options.heartbeat_timeout, **found}
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        results.keep(options.out, NAME, found)
+    table(found).show()
 
 
 if __name__ == "__main__":

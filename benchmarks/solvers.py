@@ -20,22 +20,26 @@ two cores have; so what is compared is how much work a step makes, and not how w
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import straggler
-from benchmarks.launch import MARK, fusionrun
-from benchmarks.straggler import RANKS, Family, Result, Setup
+from benchmarks import arguments as shared
+from benchmarks import launch, results, runs, straggler
+from benchmarks.launch import fusionrun
+from benchmarks.runs import Result
+from benchmarks.straggler import RANKS, Family, Setup
+from benchmarks.tables import Table
+
+NAME = "solvers"
+KNOWN_BY = ("family", "ratio", "seed", "seconds")
 
 SIZES = {"width": 96, "layers": 4, "batch": 1, "context": 16}
 LOW, HIGH = 0.005, 0.1  # seconds of computation in a step
@@ -53,7 +57,7 @@ FAMILIES = {
     "async EAMSGD": Family("easgd(steps=4)", LR * (1 - _OWN_MOMENTUM), momentum=_OWN_MOMENTUM),
     "EA-wild": Family("ea_wild(steps=4)", LR),
 }
-RESULTS = Path(__file__).parent / "results" / "solvers.jsonl"
+RESULTS = results.RESULTS / "solvers.json"
 
 
 def worker(name: str, ratio: str, seed: int, seconds: float) -> None:
@@ -68,51 +72,69 @@ def worker(name: str, ratio: str, seed: int, seconds: float) -> None:
     for row in result["curve"]:
         row[0] = round(row[0] * seconds / straggler.COPIES, 3)
     if hvd.rank() == 0:
-        print(MARK + json.dumps({**result, "ratio": ratio}), flush=True)
+        launch.tell({**result, "ratio": ratio})
     hvd.shutdown()
 
 
 def run(out: Path, ratio: str, seed: int, seconds: float) -> None:
     """Makes the runs that the file does not have yet."""
-    done = {(each["family"], each["ratio"], each["seed"], each["seconds"]) for each in straggler.load(out)}
-    for name in FAMILIES:
-        if (name, ratio, seed, seconds) in done:
-            continue
+    wanted = {name: {"family": name, "ratio": ratio, "seed": seed, "seconds": seconds} for name in FAMILIES}
+    for name in runs.missing(out, wanted):
         arguments = ["-m", "benchmarks.solvers", "--worker", name, "--ratio", ratio, "--seeds", str(seed)]
-        try:
-            result = fusionrun(RANKS, [*arguments, "--seconds", str(seconds)])
-        except subprocess.CalledProcessError as error:
-            print(f"{name}, seed {seed}: the job failed with status {error.returncode}", file=sys.stderr)
-            continue
-        out.parent.mkdir(exist_ok=True)
-        with out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(f"{ratio} {name}: {straggler.pace(result):.1f} steps/s, loss {result['loss']:.3f}", file=sys.stderr)
+        arguments += ["--seconds", str(seconds)]
+        result = runs.attempt(f"{name}, seed {seed}", partial(fusionrun, RANKS, arguments))
+        if result is not None:
+            keep(out, result)
+            told = f"{straggler.pace(result):.1f} steps/s, loss {result['loss']:.3f}"
+            print(f"{ratio} {name}: {told}", file=sys.stderr)
 
 
-def show(results: Iterable[Result], console: Console) -> None:
+def keep(out: Path, result: Result) -> None:
+    """Adds a run to a file."""
+    numbers = {"steps/s of all ranks": (straggler.pace(result), "more", False), "loss": (result["loss"], "less", True)}
+    results.keep(out, NAME, runs.record(KNOWN_BY, result, numbers))
+
+
+Groups = dict[tuple[str, float], dict[str, list[Result]]]
+
+
+def groups(found: Iterable[Result]) -> Groups:
+    """The runs, by ratio and duration, and by family."""
+    made: Groups = defaultdict(lambda: defaultdict(list))
+    for result in found:
+        made[result["ratio"], result["seconds"]][result["family"]].append(result)
+    return dict(sorted(made.items()))
+
+
+def target(made: Mapping[str, list[Result]]) -> float:
+    """The loss that is to be reached."""
+    reference = made.get("all-reduce, momentum", [])
+    return _middle([straggler.loss_after(each, straggler.samples(each) / 2) for each in reference])
+
+
+def cells(found: list[Result], loss: float) -> tuple[str, str, str]:
+    """Steps a second, the loss at the end, and seconds to this loss: medians over seeds."""
+    reached = [straggler.time_to(each, loss) for each in found]
+    return (
+        f"{_middle([straggler.pace(each) for each in found]):.0f}",
+        f"{_middle([each['loss'] for each in found]):.3f}",
+        "never" if any(map(math.isnan, reached)) else f"{_middle(reached):.1f}",
+    )
+
+
+def show(found: Iterable[Result], console: Console) -> None:
     """A table for each ratio and duration: medians over seeds."""
-    groups: dict[tuple[str, float], dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
-    for result in results:
-        groups[result["ratio"], result["seconds"]][result["family"]].append(result)
-    for (ratio, seconds), runs in sorted(groups.items()):
+    for (ratio, seconds), made in groups(found).items():
         what = f"{1000 * SETUPS[ratio].compute:g} ms of computation a step"
-        table = Table(title=f"{ratio} ratio: {what}, {RANKS} workers, {seconds:g} s")
-        for title in ("solver", "lr", "seeds", "steps/s", "loss at the end", "s to the loss", "version lag"):
-            table.add_column(title, justify="left" if title == "solver" else "right")
-        reference = runs.get("all-reduce, momentum", [])
-        target = _middle([straggler.loss_after(each, straggler.samples(each) / 2) for each in reference])
-        for name, found in runs.items():
-            reached = [straggler.time_to(each, target) for each in found]
-            table.add_row(
-                name, f"{FAMILIES[name].lr:g}", str(len(found)),
-                f"{_middle([straggler.pace(each) for each in found]):.0f}",
-                f"{_middle([each['loss'] for each in found]):.3f}",
-                "never" if any(map(math.isnan, reached)) else f"{_middle(reached):.1f}",
-                f"{_middle([each['staleness'][0] for each in found]):.1f}",
-            )  # fmt: skip
-        table.caption = f"the loss: {target:.3f}"
-        console.print(table)
+        loss = target(made)
+        table = Table(
+            ["solver", "lr", "seeds", "steps/s", "loss at the end", f"s to loss {loss:.3f}", "version lag"],
+            title=f"{ratio} ratio: {what}, {RANKS} workers, {seconds:g} s",
+        )
+        for name, each in made.items():
+            lag = f"{_middle([run['staleness'][0] for run in each]):.1f}"
+            table.add(name, f"{FAMILIES[name].lr:g}", str(len(each)), *cells(each, loss), lag)
+        table.show(console)
 
 
 def _middle(values: list[float]) -> float:
@@ -121,23 +143,22 @@ def _middle(values: list[float]) -> float:
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.solvers", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = shared.parser(NAME, __doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of training in each run (%(default)s)")
     parser.add_argument("--seeds", default="1", help="(%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="of results (%(default)s)")
-    parser.add_argument("--table", action="store_true", help="only show what is in the file")
+    shared.add_out(parser, RESULTS)
+    shared.add_table(parser)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--ratio", choices=SETUPS, help=argparse.SUPPRESS)
     arguments: Any = parser.parse_args()
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    seeds = shared.numbers(arguments.seeds)
     if arguments.worker:
         worker(arguments.worker, arguments.ratio, seeds[0], arguments.seconds)
         return
     for seed in () if arguments.table else seeds:
         for ratio in SETUPS:
             run(arguments.out, ratio, seed, arguments.seconds)
-    show(straggler.load(arguments.out), Console())
+    show(runs.load(arguments.out), Console())
 
 
 if __name__ == "__main__":

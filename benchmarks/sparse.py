@@ -13,20 +13,16 @@ what the daemons say beside.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks import arguments as shared
+from benchmarks import launch, results
+from benchmarks.results import Measure, Record, Setting
+from benchmarks.tables import Table
 
-from benchmarks.launch import MARK
-
+NAME = "sparse"
+PAYLOAD, WIRE = "payload", "wire"
 ELEMENTS = 4_000_000
 VALUE_BYTES = 4
 ROUTES = ("owners", "gather")
@@ -55,7 +51,7 @@ def worker(density: float, steps: int, elements: int) -> None:
 
     def counters() -> tuple[int, int]:
         hvd.barrier()
-        return int(hvd.compression_stats()["total"]["bytes_packed"]), _link_bytes()
+        return int(hvd.compression_stats()["total"]["bytes_packed"]), launch.link_bytes()
 
     for _ in range(2):  # the first step makes the plan, and after the second the ranges are adapted
         step()
@@ -66,70 +62,79 @@ def worker(density: float, steps: int, elements: int) -> None:
     mine = torch.tensor([payload_after - payload, link_after - link], dtype=torch.float64) / steps
     most = hvd.allreduce(mine, op=hvd.Max)
     if hvd.rank() == 0:
-        print(MARK + json.dumps(most.tolist()), flush=True)
+        launch.tell(most.tolist())
     hvd.shutdown()
-
-
-def _link_bytes() -> int:
-    """Bytes that this host has sent."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    fields = [line.replace(":", " ").split() for line in lines]
-    return sum(int(words[9]) for words in fields if words[0] != "lo")
 
 
 def measure(hosts: int, route: str, density: float, steps: int, elements: int = ELEMENTS) -> list[float]:
     """Bytes a step of payload and on the link, of the node that sends the most."""
-    from benchmarks.netlab import Netlab
-
-    command = [sys.executable, "-m", "benchmarks.sparse", "--worker", "--elements", str(elements)]
+    command = ["-m", "benchmarks.sparse", "--worker", "--elements", str(elements)]
     command += ["--density", str(density), "--steps", str(steps)]
-    environment = dict(os.environ, FUSION_SPARSE_ROUTE=route, OMP_NUM_THREADS="1")
-    with Netlab(hosts=hosts) as lab:
-        names = ",".join(f"{host.name}:1" for host in lab.hosts)
-        launch = [sys.executable, "-m", "fusion_rt.runner", "-H", names, "--rsh-agent", lab.agent]
-        run = subprocess.run(launch + command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    line = next(line for line in run.stdout.splitlines() if MARK in line)
-    found: list[float] = json.loads(line.split(MARK, 1)[1])
+    # As it is by default: what travels includes what encryption adds.
+    variables = {"FUSION_SPARSE_ROUTE": route, "FUSION_ENCRYPTION": os.environ.get("FUSION_ENCRYPTION", "auto")}
+    found: list[float] = launch.on_hosts(hosts, None, command, variables=variables)
     return found
 
 
-def show(found: Mapping[tuple[int, str], Sequence[float]], density: float, elements: int = ELEMENTS) -> None:
-    """A row for each number of hosts."""
-    k = round(elements * density)
-    table = Table(title=f"{elements:,} elements, k = {k:,}: bytes that a node sends in a step")
-    table.add_column("hosts", justify="right")
-    for route in ROUTES:
-        for column in (f"{route}: payload", "values / k", "wire"):
-            table.add_column(column, justify="right")
+def records(found: Mapping[tuple[int, str], Sequence[float]], density: float, elements: int) -> list[Record]:
+    """One for each number of hosts."""
+    here, date = results.begin()
+    made = []
     for hosts in sorted({hosts for hosts, _ in found}):
-        row: list[Any] = [hosts]
+        setting: Setting = {"hosts": hosts, "density": density, "elements": elements}
+        measures = [
+            Measure(
+                what, "B", {route: results.rounded([found[hosts, route][index]]) for route in ROUTES}, portable=True
+            )
+            for index, what in enumerate((PAYLOAD, WIRE))
+        ]
+        made.append(Record(setting, measures, here, date, results.command_line()))
+    return made
+
+
+def show(records: Sequence[Record]) -> None:
+    """A row for each number of hosts."""
+    setting = records[0].setting
+    k = selected(records[0])
+    columns = [title for route in ROUTES for title in (f"{route}: payload", f"values / k, {route}", f"wire, {route}")]
+    title = f"{setting['elements']:,} elements, k = {k:,}: bytes that a node sends in a step"
+    table = Table(["hosts", *columns], title=title)
+    for record in records:
+        row = []
         for route in ROUTES:
-            payload, link = found[hosts, route]
-            row += [f"{payload:,.0f}", f"{payload / VALUE_BYTES / k:.2f}", f"{link:,.0f}"]
-        table.add_row(*map(str, row))
-    Console(width=140).print(table)
+            payload, wire = (record.measure(what).samples[route][0] for what in (PAYLOAD, WIRE))
+            row += [f"{payload:,.0f}", f"{payload / VALUE_BYTES / k:.2f}", f"{wire:,.0f}"]
+        table.add(str(record.setting["hosts"]), *row)
+    table.show()
+
+
+def selected(record: Record) -> int:
+    """Elements in a step."""
+    return round(float(record.setting["elements"]) * float(record.setting["density"]))
 
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = shared.parser(NAME, __doc__)
     parser.add_argument("--hosts", default="2,3,4,6,8", help="numbers of netlab hosts, one rank on each")
     parser.add_argument("--density", type=float, default=0.01, help="share of the elements that is selected")
     parser.add_argument("--steps", type=int, default=6, help="steps that are measured")
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="of the tensor")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    shared.add_out(parser)
+    shared.add_worker(parser)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments.density, arguments.steps, arguments.elements)
         return
-    hosts = [int(number) for number in arguments.hosts.split(",")]
     found = {
         (number, route): measure(number, route, arguments.density, arguments.steps, arguments.elements)
-        for number in hosts
+        for number in shared.numbers(arguments.hosts)
         for route in ROUTES
     }
-    show(found, arguments.density, arguments.elements)
+    made = records(found, arguments.density, arguments.elements)
+    if arguments.out:
+        results.keep(arguments.out, NAME, *made)
+    show(made)
 
 
 if __name__ == "__main__":

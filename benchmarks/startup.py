@@ -12,16 +12,23 @@ Under horovodrun the workers use `horovod.torch`, or `fusion_rt.torch` where hor
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
+from benchmarks import arguments as shared
+from benchmarks import peers, results, sampling, tables
 from benchmarks.launch import environment, free_port
+from benchmarks.results import Measure, Record
+from benchmarks.tables import Table
+
+NAME = "startup"
+OURS, TORCHRUN, HOROVODRUN = "fusionrun", "torchrun", "horovodrun"
 
 _BEGAN = "BENCHMARK_BEGAN"  # environment variable: when the command was started, in seconds of the machine's clock
 _PHASES = (
@@ -95,50 +102,53 @@ def measure(runtime: str, ranks: int) -> list[float]:
     return [max(phase) for phase in zip(*(map(float, line.split()) for line in found), strict=True)] + [ended]
 
 
-def show(times: dict[str, list[list[float]]], ranks: int, verbose: bool) -> None:
-    """A table of medians, and of fusionrun's ratios to the others."""
-    from rich.console import Console
-    from rich.table import Table
+def collect(ranks: int, rounds: int) -> Record:
+    """Lets the launchers take turns."""
+    here, date = results.begin()
+    names = [OURS, TORCHRUN, *([HOROVODRUN] if peers.horovod_there() else [])]
+    phases: dict[str, list[list[float]]] = {name: [] for name in names}
 
-    medians = {
-        name: [statistics.median(phase) for phase in zip(*rounds, strict=True)] for name, rounds in times.items()
-    }
-    table = Table(title=f"hello-world on {ranks} ranks, seconds")
-    table.add_column("until")
-    for name in medians:
-        table.add_column(name, justify="right")
-    ours, *others = medians
-    for name in others:
-        table.add_column(f"{ours} / {name}", justify="right")
+    def turn(name: str) -> float:
+        phases[name].append(measure(name, ranks))
+        return phases[name][-1][-1]
+
+    sampling.alternate({name: partial(turn, name) for name in names}, rounds)
+    made = []
     for index, phase in enumerate(_PHASES):
-        if verbose or index == len(_PHASES) - 1:
-            seconds = [each[index] for each in medians.values()]
-            ratios = [seconds[0] / other for other in seconds[1:]]
-            table.add_row(phase, *(f"{number:.2f}" for number in seconds + ratios))
-    Console(width=120).print(table)
+        samples = {name: results.rounded(each[index] for each in found[-rounds:]) for name, found in phases.items()}
+        made.append(Measure(phase, "s", samples, TORCHRUN))
+    return Record({"ranks": ranks}, made, here, date, results.command_line())
+
+
+def show(record: Record, verbose: bool) -> None:
+    """A table of medians, and of the others' ratios to torchrun."""
+    names = list(record.measures[0].samples)
+    ours = [name for name in names if name != TORCHRUN]
+    title = f"hello-world on {record.setting['ranks']} ranks, seconds"
+    table = Table(["until", *names, *(f"torchrun / {name}" for name in ours)], title=title)
+    for each in record.measures if verbose else record.measures[-1:]:
+        row = [f"{sampling.median(each.samples[name]):.2f}" for name in names]
+        row += [tables.ratio(sampling.ratio(each.samples[TORCHRUN], each.samples[name])) for name in ours]
+        table.add(each.name, *row)
+    table.show()
 
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = shared.parser(NAME, __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="ranks, on one host (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each, after one for warming up (%(default)s)")
     parser.add_argument("--verbose", action="store_true", help="also when the phases of the start were reached")
+    shared.add_out(parser)
     parser.add_argument("--worker", metavar="RUNTIME", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments.worker)
         return
-    times: dict[str, list[list[float]]] = {"fusionrun": [], "torchrun": []}
-    if importlib.util.find_spec("horovod") is not None:
-        times["horovodrun"] = []
-    for number in range(arguments.rounds + 1):
-        for name in times:
-            found = measure(name, arguments.ranks)
-            if number:
-                times[name].append(found)
-    show(times, arguments.ranks, arguments.verbose)
+    record = collect(arguments.ranks, arguments.rounds)
+    if arguments.out:
+        results.keep(arguments.out, NAME, record)
+    show(record, arguments.verbose)
 
 
 if __name__ == "__main__":

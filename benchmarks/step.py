@@ -2,6 +2,7 @@
 
     python -m benchmarks.step
     python -m benchmarks.step --ranks 4 --steps 20
+    python -m benchmarks.step --hosts 2 --out benchmarks/results/step.json
     python -m benchmarks.step --overlap
     python -m benchmarks.step --overlap --hosts 4 --rate 1gbit --compute 1.5 --steps 3 --rounds 5
 
@@ -11,35 +12,43 @@ each way of overlap; what is said below does not apply then, but what `benchmark
 There is no network behind the tensors: the backward pass hands out gradients of the right shapes in the right order,
 the last layer's first, and does nothing else, so that communication has nothing to hide behind. A step is then filling
 the gradients, averaging them, and an update by SGD. The gradients' memory is used again in each step, because the
-allocator's work (new pages, and giving them back) is not what is measured here. Rounds of fusion_rt alternate with
-rounds of torch's DistributedDataParallel on gloo, in the same processes; a step takes as long as on the slowest rank.
-Printed are medians; those of the parts of a step are the largest of any rank.
+allocator's work (new pages, and giving them back) is not what is measured here. Turns of fusion_rt alternate with turns
+of torch's DistributedDataParallel on gloo, plain and with its hooks, and of Horovod where it can be imported, in the
+same processes. A sample is the median of a turn's steps, on the slowest rank; those of the parts of a step are the
+largest of any rank.
 
-Messages and the daemon's CPU time are differences of `fusiond status`. *Python in the worker* is the time inside the
-hooks on the gradients and in `step()` and `zero_grad()` of the distributed optimizer, less the script's own optimizer,
-which they call, less the copies of gradients into the arena, and less the time for which the worker does not run: it
-waits for a message, or has sent one, and the daemon that this wakes takes its core. What it computes while it sends
-and receives stays in.
+*CPU* is what all workers and all daemons use in a step. *GB reduced* are gradients that workers hand in, all ranks'
+together; *GB sent* is what the links of all hosts have counted, all headers included. *Python in a worker* is the time
+inside the hooks on the gradients and in `step()` and `zero_grad()` of the distributed optimizer, less the script's own
+optimizer, which they call, less the copies of gradients into the arena, and less the time for which the worker does not
+run: it waits for a message, or has sent one, and the daemon that this wakes takes its core. What it computes while it
+sends and receives stays in.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import json
-import os
-import subprocess
-import sys
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks import arguments as shared
+from benchmarks import launch, peers, results, sampling, tables
+from benchmarks.peers import DDP, FP16, HOROVOD, POWERSGD
+from benchmarks.results import Measure, Record, Setting
+from benchmarks.tables import Table
 
-from benchmarks.launch import MARK, fusionrun
-
+NAME = "step"
 LR = 1e-3
+OURS, ALONE = "fusion_rt", "no communication"
+RUNTIMES = (OURS, ALONE, DDP, FP16, POWERSGD, HOROVOD)
+STEP, CPU, SENT = "a step", "CPU", "sent by a host"
+PARTS = {"python": "Python in a worker", "copy": "copies into the arena", "wait": "waiting for the daemon",
+         "script": "the script's own optimizer"}  # fmt: skip
+DAEMON = "CPU of the daemons"
+PER_REDUCED, PER_SENT = f"{DAEMON} per GB reduced", f"{DAEMON} per GB sent"
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -63,54 +72,60 @@ def shapes() -> list[tuple[int, ...]]:
     return found
 
 
-class Clock:
-    """Exclusive times of functions that call each other: what a function takes less what those take that it calls.
+class Turns:
+    """The runtimes of this rank, and what is measured while one of them has its turn.
 
     Attributes:
-        seconds: by label, since the last `take`.
+        found: by name of the measure and runtime, one number a turn: of this rank (times, parts), or of this host.
     """
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inner = [0.0]  # time spent in measured functions called by the one on top of the stack
+    def __init__(self, steps: int) -> None:
+        import fusion_rt.torch as hvd
+        from benchmarks.stopwatch import measure_fusion
 
-    def measure(self, owner: Any, name: str, label: str, busy: str = "") -> None:
-        """Puts a stopwatch around the function `name` of a class or module.
+        self._steps = steps
+        self._clock = measure_fusion()
+        self._watched = launch.daemon()["pid"] if hvd.local_rank() == 0 else 0
+        self.found: dict[str, dict[str, list[float]]] = {}
 
-        With `busy`, the time for which this thread computed in it counts under that label, and only the rest under
-        `label`. (Not everywhere: reading a thread's CPU time takes as long as a hook.)
-        """
-        function = getattr(owner, name)
+    def take(self, name: str, step: Callable[[], None]) -> float:
+        """A turn: the median time of a step."""
+        import torch.distributed as dist
 
-        @functools.wraps(function)
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            self._inner.append(0.0)
-            computed = time.thread_time() if busy else 0.0
+        times, parts = [], []
+        daemon, computed, link = self._daemon(), time.process_time(), launch.link_bytes()
+        for _ in range(self._steps):
+            dist.barrier()
+            self._clock.take()
             began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                elapsed = time.perf_counter() - began
-                own = elapsed - self._inner.pop()
-                if busy:
-                    computed = min(time.thread_time() - computed, own)
-                    self._add(busy, computed)
-                self._add(label, own - computed)
-                self._inner[-1] += elapsed
+            step()
+            times.append(time.perf_counter() - began)
+            parts.append(self._clock.take())
+        dist.barrier()
+        spent = self._daemon() - daemon
+        own = time.process_time() - computed
+        sent = launch.link_bytes() - link if self._watched else 0
+        self._keep(CPU, name, (own + spent) / self._steps)
+        self._keep(SENT, name, sent / self._steps)
+        self._keep(DAEMON, name, spent / self._steps)
+        for label, what in PARTS.items():
+            self._keep(what, name, statistics.median(part.get(label, 0.0) for part in parts))
+        self._keep(STEP, name, statistics.median(times))
+        return times[-1]
 
-        setattr(owner, name, measured)
+    def forget(self) -> None:
+        """What was measured until now was for warming up."""
+        self.found.clear()
 
-    def take(self) -> dict[str, float]:
-        """Seconds by label; starts again at zero."""
-        taken, self.seconds = self.seconds, {}
-        return taken
+    def _keep(self, what: str, name: str, sample: float) -> None:
+        self.found.setdefault(what, {}).setdefault(name, []).append(sample)
 
-    def _add(self, label: str, seconds: float) -> None:
-        self.seconds[label] = self.seconds.get(label, 0.0) + seconds
+    def _daemon(self) -> float:
+        return launch.cpu_seconds(self._watched) if self._watched else 0.0
 
 
-def worker(steps: int, rounds: int) -> None:
-    """What each rank runs; rank 0 prints the result."""
+def worker(steps: int, rounds: int, names: list[str]) -> None:
+    """What each rank runs; rank 0 tells the result."""
     import torch
     import torch.distributed as dist
 
@@ -118,84 +133,49 @@ def worker(steps: int, rounds: int) -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    clock = _measure_fusion()
     dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
-    ours, theirs, alone = _model(torch), _model(torch), _model(torch)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(ours.parameters(), LR), ours.named_parameters())
-    parallel = torch.nn.parallel.DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-    runs = {
-        "fusion_rt": (ours, optimizer),
-        "gloo": (parallel, torch.optim.SGD(theirs.parameters(), LR)),
-        "no communication": (alone, torch.optim.SGD(alone.parameters(), LR)),
-    }
-
-    def step(model: Any, its_optimizer: Any) -> None:
-        its_optimizer.zero_grad()
-        model().backward()
-        its_optimizer.step()
-
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    parts: list[dict[str, float]] = []
-    spent = {"messages": 0.0, "cpu_seconds": 0.0}
-    for number in range(rounds + 1):  # the first one is for warming up: plans, caches, memory
-        for name, run in runs.items():
-            before = _daemon() if hvd.rank() == 0 and name == "fusion_rt" else None
-            for _ in range(steps):
-                dist.barrier()
-                clock.take()
-                began = time.perf_counter()
-                step(*run)
-                elapsed = time.perf_counter() - began
-                if number:
-                    times[name].append(elapsed)
-                    if name == "fusion_rt":
-                        parts.append(clock.take())
-            dist.barrier()
-            if before is not None and number:
-                after = _daemon()
-                again = _daemon()  # what asking costs
-                for key in spent:
-                    spent[key] += after[key] - before[key] - (again[key] - after[key])
-            dist.barrier()
-    slowest = torch.tensor([times[name] for name in runs])
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    labels = ("python", "copy", "wait", "script")
-    by_part = torch.tensor([[part.get(label, 0.0) for part in parts] for label in labels]).median(dim=1).values
-    dist.all_reduce(by_part, op=dist.ReduceOp.MAX)
-    count = steps * rounds
+    turns = Turns(steps)
+    horovod: Any = peers.horovod() if HOROVOD in names else None
+    runs: dict[str, Callable[[], float]] = {}
+    optimizer: Any = None
+    for name in (name for name in names if name != HOROVOD or horovod is not None):
+        model = _model(torch)
+        parameters = list(model.named_parameters())
+        local: Any = torch.optim.SGD(model.parameters(), LR)
+        if name == OURS:
+            local = optimizer = hvd.DistributedOptimizer(local, parameters)
+        elif name == HOROVOD:
+            local = horovod.DistributedOptimizer(local, named_parameters=parameters)
+        elif name != ALONE:
+            model = peers.ddp(name, model)
+        runs[name] = _turn(turns, name, model, local)
+    sampling.alternate(runs, 0)  # plans, caches, memory
+    turns.forget()
+    messages = launch.daemon()["workers"]["received"]
+    sampling.alternate(runs, rounds, warm_up=0)
+    messages = launch.daemon()["workers"]["received"] - messages
+    found: dict[str, dict[str, list[float]]] = {}
+    for what, by_name in turns.found.items():
+        rows = torch.tensor(list(by_name.values()), dtype=torch.float64)
+        together = what in (CPU, SENT, DAEMON)
+        dist.all_reduce(rows, op=dist.ReduceOp.SUM if together else dist.ReduceOp.MAX)
+        found[what] = {name: results.rounded(row) for name, row in zip(by_name, rows.tolist(), strict=True)}
     if hvd.rank() == 0:
-        result = {
-            "ranks": hvd.size(),
-            "tensors": len(list(ours.parameters())),
-            "parameters": sum(parameter.numel() for parameter in ours.parameters()),
-            "buckets": optimizer.statistics().buckets,
-            "messages": spent["messages"] / count,
-            "daemon": spent["cpu_seconds"] / count,
-            "steps": dict(zip(runs, slowest.median(dim=1).values.tolist(), strict=True)),
-            "parts": dict(zip(labels, by_part.tolist(), strict=True)),
-        }
-        print(MARK + json.dumps(result), flush=True)
+        sizes = [parameter.numel() for parameter in optimizer.param_groups[0]["params"]]
+        buckets = optimizer.statistics().buckets
+        about = {"tensors": len(sizes), "parameters": sum(sizes), "buckets": buckets, "hosts": hvd.cross_size()}
+        launch.tell({"found": found, "about": {**about, "messages": messages / (steps * rounds)}})
     dist.destroy_process_group()
     hvd.shutdown()
 
 
-def _measure_fusion() -> Clock:
-    """Has the parts of fusion_rt that run in a step measured."""
-    import torch
+def _turn(turns: Turns, name: str, model: Any, optimizer: Any) -> Callable[[], float]:
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
 
-    from fusion_rt import client, local
-    from fusion_rt.torch import slots, synchronous
-
-    clock = Clock()
-    clock.measure(slots.Slot, "arrived", "python")
-    clock.measure(synchronous.Distributed, "step", "python")
-    clock.measure(synchronous.Distributed, "zero_grad", "python")
-    clock.measure(torch, "_foreach_copy_", "copy")
-    clock.measure(local, "receive", "wait", busy="python")
-    clock.measure(client.Client, "ready", "wait", busy="python")
-    clock.measure(torch.optim.SGD, "step", "script")
-    clock.measure(torch.optim.SGD, "zero_grad", "script")
-    return clock
+    return lambda: turns.take(name, step)
 
 
 def _model(torch: Any) -> Any:
@@ -229,75 +209,124 @@ def _model(torch: Any) -> Any:
     return Model()
 
 
-def _daemon() -> dict[str, float]:
-    """Messages that the daemon has received from workers so far, and seconds of CPU time that it has used."""
-    command = [sys.executable, "-m", "fusiond", "status", "--json", "--job", os.environ["FUSION_JOB_ID"]]
-    (found,) = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return {"messages": found["workers"]["received"], "cpu_seconds": found["cpu_seconds"]}
+def measures(found: dict[str, dict[str, list[float]]], gradients: int, ranks: int, hosts: int) -> list[Measure]:
+    """From what the workers have told.
+
+    Args:
+        gradients: bytes of one rank's.
+    """
+    peer = DDP if DDP in found[STEP] else ""
+    made = [Measure(STEP, "s", found[STEP], peer), Measure(CPU, "s", found[CPU], peer)]
+    if hosts > 1:
+        sent = {name: results.rounded(each / hosts for each in row) for name, row in found[SENT].items()}
+        made.append(Measure(SENT, "B", sent, peer, portable=True))
+    for what in (*PARTS.values(), DAEMON):
+        made.append(Measure(what, "s", {OURS: found[what][OURS]}))
+    cpu = found[DAEMON][OURS]
+    reduced = [seconds / (gradients * ranks / 1e9) for seconds in cpu]
+    made.append(Measure(PER_REDUCED, "s/GB", {OURS: results.rounded(reduced)}))
+    if hosts > 1:
+        per_sent = [seconds / (nbytes / 1e9) for seconds, nbytes in zip(cpu, found[SENT][OURS], strict=True)]
+        made.append(Measure(PER_SENT, "s/GB", {OURS: results.rounded(per_sent)}))
+    return made
 
 
-def show(result: dict[str, Any]) -> None:
+def measure(hosts: int, rate: str, ranks: int, turns: list[str]) -> Record:
+    """Runs the workers: on this host if `hosts` is 1, else `ranks` of them on netlab hosts with links of this rate."""
+    here, date = results.begin()
+    command = ["-m", "benchmarks.step", "--worker", *turns]
+    setting: Setting = {"hosts": hosts, "ranks": ranks}
+    if hosts > 1:
+        setting["rate"] = rate or "unshaped"
+        told = launch.on_hosts(hosts, rate or None, command, per_host=ranks // hosts)
+    else:
+        told = launch.fusionrun(ranks, command)
+    about = told["about"]
+    made = measures(told["found"], 4 * about["parameters"], ranks, hosts)
+    return Record(setting, made, here, date, results.command_line(), about)
+
+
+def title(record: Record) -> str:
+    """A setting in words."""
+    setting, about = record.setting, record.details
+    where = "one host" if setting["hosts"] == 1 else f"{setting['hosts']} hosts, {setting['rate']}"
+    model = f"{about['parameters'] / 1e6:.1f} M parameters in {about['tensors']} tensors"
+    return f"{model}, {setting['ranks']} ranks on {where}"
+
+
+def show(record: Record) -> None:
     """Two tables: the steps, and what fusion_rt's consists of."""
-    ranks, steps, parts = result["ranks"], result["steps"], result["parts"]
-    title = f"{result['parameters'] / 1e6:.1f} M parameters in {result['tensors']} tensors, {ranks} ranks on one host"
-    table = Table(title=title)
-    table.add_column("runtime")
-    table.add_column("ms a step", justify="right")
-    table.add_column("gloo / this", justify="right")
-    for name, seconds in steps.items():
-        table.add_row(name, f"{seconds * 1e3:.1f}", f"{steps['gloo'] / seconds:.2f}")
-    Console(width=100).print(table)
-    table = Table(title="fusion_rt, each step")
-    table.add_column("what")
-    table.add_column("how much", justify="right")
-    rows: list[tuple[str, str]] = [
-        ("buckets", f"{result['buckets']}"),
-        ("messages from workers to the daemon", f"{result['messages']:.2f}"),
-        ("messages per bucket, rank and step", f"{result['messages'] / (result['buckets'] * ranks):.3f}"),
-        ("CPU time of the daemon", f"{result['daemon'] * 1e3:.1f} ms"),
-        ("Python in the worker", f"{parts['python'] * 1e3:.2f} ms"),
-        ("copies into the arena", f"{parts['copy'] * 1e3:.1f} ms"),
-        ("waiting for the daemon", f"{parts['wait'] * 1e3:.1f} ms"),
-        ("the script's own optimizer", f"{parts['script'] * 1e3:.1f} ms"),
-    ]
-    for row in rows:
-        table.add_row(*row)
-    Console(width=100).print(table)
+    steps, cpu = record.measure(STEP), record.measure(CPU)
+    table = Table(["runtime", "ms a step", "DDP / this", "CPU, ms", "DDP / this "], title=title(record))
+    for name in steps.samples:
+        row = [name]
+        for each in (steps, cpu):
+            row.append(tables.ms(sampling.median(each.samples[name])))
+            row.append(tables.ratio(sampling.ratio(each.samples[DDP], each.samples[name])) if each.peer else "")
+        table.add(*row)
+    table.show()
+    about, ranks = record.details, int(record.setting["ranks"])
+    table = Table(["what", "how much"], title="fusion_rt, each step")
+    table.add("buckets", str(about["buckets"]))
+    on_a_host = ranks // int(record.setting["hosts"])
+    table.add("messages per bucket and rank", f"{about['messages'] / (about['buckets'] * on_a_host):.3f}")
+    for each in record.measures:
+        if each.name not in (STEP, CPU):
+            table.add(each.name, told(each))
+    table.show()
+
+
+def told(measure: Measure) -> str:
+    """Our median, with its unit."""
+    value = sampling.median(measure.samples[OURS])
+    if measure.unit == "s":
+        return f"{tables.ms(value)} ms"
+    return f"{value / 1e6:.1f} MB" if measure.unit == "B" else f"{tables.number(value)} {measure.unit}"
 
 
 def main() -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--ranks", type=int, default=2, help="ranks, on one host (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="steps in a round (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of each runtime (%(default)s)")
+    parser = shared.parser(NAME, __doc__)
+    parser.add_argument("--ranks", type=int, help="in all (2 on one host, else one on each)")
+    parser.add_argument("--steps", type=int, default=10, help="steps in a turn (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each runtime (%(default)s)")
+    parser.add_argument("--runtimes", default=";".join(RUNTIMES), help="of %(default)s; the first is always there")
     parser.add_argument("--overlap", action="store_true", help="measure what is exposed, with each way of overlap")
     parser.add_argument(
         "--compute", type=float, default=0.3, metavar="S", help="of a step, to hide behind (%(default)s)"
     )
-    parser.add_argument("--hosts", type=int, default=1, help="netlab hosts with one rank each (root needed)")
+    parser.add_argument("--priority", action="store_true", help="with --overlap: compare with no priorities of buckets")
+    parser.add_argument("--hosts", type=int, default=1, help="netlab hosts (root needed)")
     parser.add_argument("--rate", default="", help="of their links, such as 1gbit")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="of results of --overlap, which are added to it")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of results, which are added to it")
+    shared.add_worker(parser)
     arguments = parser.parse_args()
+    ranks = arguments.ranks or (2 if arguments.hosts == 1 else arguments.hosts)
     turns = ["--steps", str(arguments.steps), "--rounds", str(arguments.rounds)]
     if arguments.overlap:
-        from benchmarks import overlap
-
-        if arguments.worker:
-            overlap.worker(arguments.steps, arguments.rounds, arguments.compute)
-            return
-        turns += ["--compute", str(arguments.compute)]
-        measured = overlap.measure(arguments.hosts, arguments.rate, arguments.ranks, turns)
-        if arguments.out:
-            overlap.keep(arguments.out, measured)
-        overlap.show(measured)
+        _overlap(arguments, ranks, turns)
         return
+    names = shared.chosen(parser, "runtime", arguments.runtimes.split(";"), dict.fromkeys(RUNTIMES), "; ")
     if arguments.worker:
-        worker(arguments.steps, arguments.rounds)
+        worker(arguments.steps, arguments.rounds, [OURS, *(name for name in names if name != OURS)])
         return
-    show(fusionrun(arguments.ranks, ["-m", "benchmarks.step", "--worker", *turns]))
+    record = measure(arguments.hosts, arguments.rate, ranks, [*turns, "--runtimes", ";".join(names)])
+    if arguments.out:
+        results.keep(arguments.out, NAME, record)
+    show(record)
+
+
+def _overlap(arguments: argparse.Namespace, ranks: int, turns: list[str]) -> None:
+    from benchmarks import overlap
+
+    if arguments.worker:
+        overlap.worker(arguments.steps, arguments.rounds, arguments.compute, arguments.priority)
+        return
+    turns += ["--compute", str(arguments.compute), *(["--priority"] if arguments.priority else [])]
+    measured = overlap.measure(arguments.hosts, arguments.rate, ranks, turns)
+    if arguments.out:
+        overlap.keep(arguments.out, measured)
+    overlap.show(measured)
 
 
 if __name__ == "__main__":

@@ -27,29 +27,33 @@ samples* is read off this curve where as many samples have been learned from, by
 end, and *time to bsp's loss* is when the curve comes down to bsp's there. As a single loss goes up and down with the
 last batches, both mean the average from 4/5 of these samples on.
 
-Each run appends a line of JSON to the file of results; a run that is in it is not made again.
+Each run is kept in the file of results as soon as it has ended; one that is there is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import arguments as shared
+from benchmarks import launch, results, runs, tables
 from benchmarks.launch import fusionrun
+from benchmarks.runs import Result
+from benchmarks.tables import Table
+
+NAME = "straggler"
 
 RANKS = 4
 SLOWER = 5
@@ -58,7 +62,8 @@ LR = 0.3
 SIZES = {"width": 32, "layers": 1, "batch": 4, "context": 32}
 WARM_UP = 4  # steps
 COPIES = 80  # of the parameters, over the run
-RESULTS = Path(__file__).parent / "results" / "straggler.jsonl"
+KNOWN_BY = ("family", "seed", "seconds")
+RESULTS = results.RESULTS / "straggler.json"
 
 
 @dataclass(frozen=True)
@@ -112,10 +117,9 @@ FAMILIES = {
     "diloco": Family("diloco(steps=16, outer_rate=0.5, outer_momentum=0.5)", lockstep=True),
 }
 WAIT_FREE = ("asp", "adpsgd", "partial", "easgd")  # of which the goals are
-Result = dict[str, Any]
-"""A run: what it was (`family`, `algorithm`, `lr`, `seed`, `seconds`), the `steps` of each rank and how long each took
-(`took`, s), `loss` at the end, `curve`, rows of time (s), samples and loss, and `staleness`: mean and largest
-version lag."""
+# A run is: what it was (`family`, `algorithm`, `lr`, `seed`, `seconds`), the `steps` of each rank and how long each
+# took (`took`, s), `loss` at the end, `curve`, rows of time (s), samples and loss, and `staleness`: mean and largest
+# version lag.
 
 
 def train(name: str, family: Family, setup: Setup, seed: int, seconds: float) -> Result:
@@ -205,7 +209,6 @@ def worker(name: str, seed: int, seconds: float) -> None:
     import torch
 
     import fusion_rt.torch as hvd
-    from benchmarks.launch import MARK
 
     hvd.init()
     torch.set_num_threads(1)
@@ -213,16 +216,11 @@ def worker(name: str, seed: int, seconds: float) -> None:
     for row in result["curve"]:
         row[0] = round(row[0] * seconds / COPIES, 3)
     if hvd.rank() == 0:
-        print(MARK + json.dumps(result), flush=True)
+        launch.tell(result)
     hvd.shutdown()
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
-
-
-def load(path: Path) -> list[Result]:
-    """The runs in a file; none if there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def pace(result: Result) -> float:
@@ -275,9 +273,9 @@ def time_to(result: Result, loss: float) -> float:
 class Runs:
     """Runs of one duration, by family and seed; each is compared with the run of bsp with the same seed."""
 
-    def __init__(self, results: Iterable[Result]) -> None:
+    def __init__(self, made: Iterable[Result]) -> None:
         found: dict[str, dict[int, Result]] = defaultdict(dict)
-        for result in results:
+        for result in made:
             found[result["family"]][result["seed"]] = result
         self.families = {name: found[name] for name in FAMILIES if name in found}
 
@@ -318,33 +316,29 @@ LOSSES = {
 }  # fmt: skip
 
 
-def show(results: Iterable[Result], console: Console) -> None:
+def durations(found: Iterable[Result]) -> dict[float, Runs]:
+    """The runs, by how long they took."""
+    groups: dict[float, list[Result]] = defaultdict(list)
+    for result in found:
+        groups[result["seconds"]].append(result)
+    return {seconds: Runs(each) for seconds, each in sorted(groups.items())}
+
+
+def show(found: Iterable[Result], console: Console) -> None:
     """For each duration a table of the families, and one of the goals."""
-    durations: dict[float, list[Result]] = defaultdict(list)
-    for result in results:
-        durations[result["seconds"]].append(result)
-    for seconds, found in sorted(durations.items()):
-        runs = Runs(found)
+    for seconds, made in durations(found).items():
         for what, columns in (("pace", PACES), ("loss", LOSSES)):
-            table = Table(
-                title=f"{what}: {RANKS} workers, the last {SLOWER} times slower, {seconds:g} s of training each"
-            )
-            for title in ("family", "lr", "seeds", *columns):
-                table.add_column(title, justify="left" if title == "family" else "right")
-            for name in runs.families:
-                rows = runs.compared(name)
+            title = f"{what}: {RANKS} workers, the last {SLOWER} times slower, {seconds:g} s of training each"
+            table = Table(["family", "lr", "seeds", *columns], title=title)
+            for name in made.families:
+                rows = made.compared(name)
                 cells = [middle(rows, key, digits) for key, digits in columns.values()]
-                table.add_row(name, f"{FAMILIES[name].lr:g}", str(len(rows)), *cells)
-            console.print(table)
-        table = Table(title=f"goals, {seconds:g} s")
-        for title in ("goal", "measured", "holds"):
-            table.add_column(title)
-        for goal, measured, holds in goals(runs):
-            table.add_row(goal, measured, "yes" if holds else "no")
-        console.print(table)
+                table.add(name, f"{FAMILIES[name].lr:g}", str(len(rows)), *cells)
+            table.show(console)
+        tables.goals(goals(made), f"goals, {seconds:g} s").show(console)
 
 
-def goals(runs: Runs) -> list[tuple[str, str, bool]]:
+def goals(made: Runs) -> list[tuple[str, str, bool]]:
     """Goal, what was measured (median over seeds), and whether it holds; of those for which there are runs."""
     found = []
     wanted = (
@@ -354,7 +348,7 @@ def goals(runs: Runs) -> list[tuple[str, str, bool]]:
         ("at samples/bsp", "loss after the same number of samples at most 1.02 of bsp's", 1.02, False),
     )
     for name in WAIT_FREE:
-        rows = runs.compared(name) if name in runs.families else []
+        rows = made.compared(name) if name in made.families else []
         for key, goal, bound, above in wanted if rows else ():
             value = statistics.median(row[key] for row in rows)
             holds = value >= bound if above else value <= bound
@@ -362,34 +356,33 @@ def goals(runs: Runs) -> list[tuple[str, str, bool]]:
     return found
 
 
+def keep(out: Path, result: Result) -> None:
+    """Adds a run to a file."""
+    numbers = {"steps/s of all ranks": (pace(result), "more", False), "loss": (result["loss"], "less", True)}
+    results.keep(out, NAME, runs.record(KNOWN_BY, result, numbers))
+
+
 def run(out: Path, families: Iterable[str], seed: int, seconds: float) -> None:
     """Makes the runs that the file does not have yet."""
-    done = {(each["family"], each["seed"], each["seconds"]) for each in load(out)}
-    for name in families:
-        if (name, seed, seconds) in done:
-            continue
+    wanted = {name: {"family": name, "seed": seed, "seconds": seconds} for name in families}
+    for name in runs.missing(out, wanted):
         arguments = ["-m", "benchmarks.straggler", "--worker", "--families", name, "--seeds", str(seed)]
-        try:
-            result = fusionrun(RANKS, [*arguments, "--seconds", str(seconds)])
-        except subprocess.CalledProcessError as error:
-            print(f"{name}, seed {seed}: the job failed with status {error.returncode}", file=sys.stderr)
-            continue
-        out.parent.mkdir(exist_ok=True)
-        with out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        print(f"{name}, seed {seed}: {pace(result):.1f} steps/s, loss {result['loss']:.3f}", file=sys.stderr)
+        arguments += ["--seconds", str(seconds)]
+        result = runs.attempt(f"{name}, seed {seed}", partial(fusionrun, RANKS, arguments))
+        if result is not None:
+            keep(out, result)
+            print(f"{name}, seed {seed}: {pace(result):.1f} steps/s, loss {result['loss']:.3f}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.straggler", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = shared.parser(NAME, __doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of training in each run (%(default)s)")
     parser.add_argument("--families", default=",".join(FAMILIES), help="of %(default)s")
     parser.add_argument("--seeds", default="1,2,3", help="(%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="of results (%(default)s)")
-    parser.add_argument("--table", action="store_true", help="only show what is in the file")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    shared.add_out(parser, RESULTS)
+    shared.add_table(parser)
+    shared.add_worker(parser)
     return parser
 
 
@@ -397,18 +390,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs what the command line asks for."""
     commands = parser()
     arguments = commands.parse_args(argv)
-    families = arguments.families.split(",")
-    if unknown := [name for name in families if name not in FAMILIES]:
-        commands.error(f"there is no family {unknown[0]!r}; there are {', '.join(FAMILIES)}")
+    families = shared.chosen(commands, "family", arguments.families.split(","), FAMILIES)
     if arguments.seconds < 1:
         commands.error(f"{arguments.seconds:g} s are too few; take 1 at least")
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    seeds = shared.numbers(arguments.seeds)
     if arguments.worker:
         worker(families[0], seeds[0], arguments.seconds)
         return
     for seed in () if arguments.table else seeds:
         run(arguments.out, families, seed, arguments.seconds)
-    show(load(arguments.out), Console(width=200))
+    show(runs.load(arguments.out), Console(width=200))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks import arguments as shared
+from benchmarks import results, sampling, tables
+from benchmarks.results import Measure, Record, Setting
+from benchmarks.tables import Table
 from fusion_rt.codecs import Layout, SelectingBucketCodec
 from fusion_rt.codecs.topk import TopK
 from fusion_rt.dtypes import DTYPES
@@ -32,27 +36,58 @@ from fusion_rt.kernels.team import Team
 
 Array = npt.NDArray[Any]
 
+NAME = "topk"
+CODEC, TORCH = "codec", "torch.topk"
 _WARM_UP = 3  # steps on a GPU that do not count: kernels are compiled, and a threshold is known from the third on
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=25_600_000, help="of the gradient (default: %(default)s)")
-    parser.add_argument("--densities", default="0.001,0.01", help="shares that are selected (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=11, help="timings of each (default: %(default)s)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="of both sides on the CPU (default: %(default)s)")
-    parser.add_argument("--value", default="fp16", help="how values are sent by the CPU (default: %(default)s)")
+    """Runs what the command line asks for."""
+    parser = shared.parser(NAME, __doc__)
+    parser.add_argument("--elements", type=int, default=25_600_000, help="of the gradient (%(default)s)")
+    parser.add_argument("--densities", default="0.001,0.01", help="shares that are selected (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=11, help="timings of each (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="of both sides on the CPU (%(default)s)")
+    parser.add_argument("--value", default="fp16", help="how values are sent by the CPU (%(default)s)")
+    shared.add_out(parser)
     arguments = parser.parse_args()
     densities = [float(text) for text in arguments.densities.split(",")]
     if arguments.device == "cuda":
-        on_gpu(arguments.elements, densities, arguments.rounds)
+        record = on_gpu(arguments.elements, densities, arguments.rounds)
     else:
-        on_cpu(arguments, densities)
+        record = on_cpu(arguments, densities)
+    if arguments.out:
+        results.keep(arguments.out, NAME, record)
+    show(record)
 
 
-def on_cpu(arguments: argparse.Namespace, densities: list[float]) -> None:
-    """Prints a row for each density."""
+def show(record: Record) -> None:
+    """A row for each density."""
+    names = list(record.measures[0].samples)
+    where = ", ".join(str(value) for value in record.setting.values())
+    table = Table(
+        ["density", *(f"{name}, ms" for name in names), "torch.topk / codec", "B/element"],
+        title=f"{record.details['elements']:,} float32, {where}",
+    )
+    for each in record.measures:
+        row = [tables.ms(sampling.median(each.samples[name])) for name in names]
+        size = record.details.get("bytes_per_element", {}).get(each.name)
+        faster = tables.ratio(sampling.ratio(each.samples[TORCH], each.samples[CODEC]))
+        table.add(f"{float(each.name):.3%}", *row, faster, f"{size:.2f}" if size else "")
+    table.show()
+
+
+def _measure(density: float, names: Sequence[str], rows: Sequence[Sequence[float]]) -> Measure:
+    samples = {name: results.rounded(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+    return Measure(f"{density:g}", "s", samples, TORCH)
+
+
+def on_cpu(arguments: argparse.Namespace, densities: list[float]) -> Record:
+    """Measures each density."""
+    here, date = results.begin()
+    made: list[Measure] = []
+    sizes: dict[str, float] = {}
     torch.set_num_threads(arguments.threads)
     team = Team(arguments.threads)
     gradient = np.random.default_rng(1).standard_normal(arguments.elements, dtype=np.float32)
@@ -60,9 +95,6 @@ def on_cpu(arguments: argparse.Namespace, densities: list[float]) -> None:
     magnitudes = torch.from_numpy(np.abs(gradient))
     residual = np.zeros_like(gradient)
     cpu.reduce("sum", DTYPES["float32"], [residual, gradient], [residual])  # compiles
-    print(f"{arguments.elements} float32, {arguments.threads} threads; medians of {arguments.rounds} in ms")
-    titles = ("density", "step", "of it packing", "add only", "torch.topk", "ratio", "B/element")
-    print("{:>8} {:>8} {:>14} {:>9} {:>11} {:>6} {:>10}".format(*titles))
     for density in densities:
         codec = TopK(density=density, value=arguments.value).open(Layout(DTYPES["float32"], arguments.elements), team)
         k = round(density * arguments.elements)
@@ -81,14 +113,16 @@ def on_cpu(arguments: argparse.Namespace, densities: list[float]) -> None:
             torch.topk(magnitudes, k, sorted=False)
             torched = time.perf_counter()
             rows.append((ended - began, ended - found, added - ended, torched - added))
-        step, packing, add, theirs = (statistics.median(column) * 1e3 for column in zip(*rows[1:], strict=True))
-        ours = f"{density:8.3%} {step:8.2f} {packing:14.2f}"
-        print(f"{ours} {add:9.2f} {theirs:11.1f} {theirs / step:6.1f} {nbytes / k:10.2f}", flush=True)
+        made.append(_measure(density, (CODEC, "of it packing", "add only", TORCH), rows[1:]))
+        sizes[f"{density:g}"] = round(nbytes / k, 3)
     team.close()
+    setting: Setting = {"device": "cpu", "threads": arguments.threads, "value": arguments.value}
+    details = {"elements": arguments.elements, "bytes_per_element": sizes}
+    return Record(setting, made, here, date, results.command_line(), details)
 
 
-def on_gpu(elements: int, densities: list[float], rounds: int) -> None:
-    """Prints a row for each density.
+def on_gpu(elements: int, densities: list[float], rounds: int) -> Record:
+    """Measures each density.
 
     Raises:
         SystemExit: there is no GPU, or no package for it.
@@ -107,8 +141,8 @@ def on_gpu(elements: int, densities: list[float], rounds: int) -> None:
     magnitudes = gradient.abs()
     source = torch.zeros(2 * elements, device="cuda")  # 8 bytes read and 8 written for each element
     target = torch.empty_like(source)
-    print(f"{elements} float32 on {torch.cuda.get_device_name()}; medians of {rounds} in ms")
-    print("{:>8} {:>8} {:>11} {:>6} {:>8} {:>6}".format("density", "step", "torch.topk", "ratio", "copy", "ratio"))
+    here, date = results.begin()
+    made: list[Measure] = []
     for density in densities:
         k = round(density * elements)
         selector = SideSelector(layer, elements, [(0, elements)], np.zeros(words(k), np.int32))
@@ -126,10 +160,9 @@ def on_gpu(elements: int, densities: list[float], rounds: int) -> None:
                 raise RuntimeError(f"the kernels selected {selected} elements instead of {k}")
             rows.append((ended - began, torched - ended, copied - torched))
         selector.close()
-        ours, theirs, copy = (statistics.median(column) * 1e3 for column in zip(*rows[_WARM_UP:], strict=True))
-        print(
-            f"{density:8.3%} {ours:8.3f} {theirs:11.3f} {theirs / ours:6.1f} {copy:8.3f} {ours / copy:6.1f}", flush=True
-        )
+        made.append(_measure(density, (CODEC, TORCH, "copy"), rows[_WARM_UP:]))
+    setting: Setting = {"device": torch.cuda.get_device_name()}
+    return Record(setting, made, here, date, results.command_line(), {"elements": elements})
 
 
 def _idle() -> float:

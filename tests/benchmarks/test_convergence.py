@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import convergence, training
+from benchmarks import convergence, runs, training
 
 
 def result(codec: str, losses: list[float], seed: int = 1, steps: int = 800, **other: Any) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def test_the_accuracy_of_digits_is_compared_in_points(capsys: pytest.CaptureFixt
 
 def test_a_stopped_benchmark_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "results"
-    out.write_text(json.dumps(result("dense", [1.0])) + "\n")
+    convergence.keep(out, result("dense", [1.0] * 4))
     started: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: started.append(command))
     convergence.run(out, "char-gpt", ["dense", "onebit"], seed=1, steps=800)
@@ -73,6 +72,15 @@ def test_a_stopped_benchmark_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
     convergence.run(out, "char-gpt", ["dense"], seed=2, steps=800)
     chosen = [[command[command.index(flag) + 1] for flag in ("--codecs", "--seeds")] for command in started]
     assert chosen == [["onebit", "1"], ["dense", "2"]]
+
+
+def test_a_run_that_diverged_comes_back_as_it_was(tmp_path: Path) -> None:
+    diverged = result("randomk-1%", [4.0, 5.0, math.nan], accuracy=math.nan)
+    convergence.keep(tmp_path / "results", diverged)
+    (again,) = runs.load(tmp_path / "results")
+    assert math.isnan(again.pop("accuracy"))
+    assert math.isnan(again["curve"][-1].pop())
+    assert again["curve"] == [*diverged["curve"][:2], [600, 600, pytest.approx(math.nan, nan_ok=True)]]
 
 
 @pytest.mark.parametrize("make", [training.digits_task, training.char_gpt_task])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ def test_the_table_has_a_row_for_each_way(capsys: pytest.CaptureFixture[str]) ->
     assert ["4", "2", "40.0 (40.0-40.0)", "20.0 (20.0-20.0)", "640", "1280", "0.500"] in rows
 
 
-def test_what_was_measured_can_be_shown() -> None:
-    if encryption.RESULTS.exists():
-        encryption.show(json.loads(Path(encryption.RESULTS).read_text()), Console(width=160))
+def test_what_was_kept_is_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "encryption.json"
+    made = measured(times((0.04, 0.02)), times((0.21, 0.21)))
+    encryption.keep(path, made)
+    assert encryption.load(path) == {**made, "cores": len(os.sched_getaffinity(0))}

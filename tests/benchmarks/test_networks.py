@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -86,11 +85,11 @@ def test_jobs_are_for_a_central_server_or_not_and_what_is_the_same_is_trained_on
         ("free", False, [ADPSGD]),
         ("counts", False, [RING]),
     ]
-    measured = json.loads(out.read_text())
+    measured = networks.load(out)
     assert set(measured["times"]["1gbit"]) == set(methods)
     assert networks.seconds_to_loss(measured, "1gbit", "shards") == 8
     networks.main(["--networks", "1gbit", "--methods", CENTRAL, "--only-times", "--loss", "2", "--out", str(out)])
-    assert "counts" not in json.loads(out.read_text()), "they were to another loss"
+    assert "counts" not in networks.load(out), "they were to another loss"
 
 
 def test_quick_takes_one_turn_and_trains_nothing() -> None:

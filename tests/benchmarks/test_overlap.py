@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import overlap
+from benchmarks import overlap, results
 from benchmarks.overlap import ALONE, DDP
 
 
@@ -35,9 +34,9 @@ def test_results_replace_those_of_the_same_setting(tmp_path: Path) -> None:
     overlap.keep(path, measured())
     overlap.keep(path, measured(hosts=1, rate="", ranks=2))
     kept = overlap.keep(path, measured(waited={}))
-    assert kept == json.loads(path.read_text())
+    assert [overlap.of(record) for record in results.load(path, "overlap").records] == kept
     assert [(one["hosts"], one["waited"] == {}) for one in kept] == [(1, False), (4, True)]
-    assert all(one["machine"] and one["date"] for one in kept)
+    assert kept[1] == measured(waited={})
 
 
 def test_the_table_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,3 +53,14 @@ def test_the_model_has_the_parameters_of_resnet_50_and_gradients_for_all() -> No
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
     assert len(model.layers) == 54
     assert sum(math.prod(parameter.grad.shape) for parameter in model.parameters()) == 25_557_032
+
+
+def test_priorities_are_compared_turn_by_turn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    without = "forward" + overlap.PLAIN
+    seconds = {ALONE: [1.0, 1.0, 1.0], "none": [2.0, 2.0, 2.0], "forward": [1.5, 3.0, 1.5], without: [2.0, 3.0, 3.0]}
+    found = measured(seconds=seconds, first={name: [0.25, 0.125, 0.5] for name in seconds})
+    (kept,) = overlap.keep(tmp_path / "priority.json", found)
+    assert kept["seconds"] == seconds
+    overlap.show(found)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ forward  "))
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["forward", "1500", "500", "250", "0.75"]

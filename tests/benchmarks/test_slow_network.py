@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from rich.console import Console
 
 from benchmarks import slow_network
-from benchmarks.slow_network import ALONE, DDP, FP16, OURS, POWERSGD
+from benchmarks.peers import DDP, FP16, POWERSGD
+from benchmarks.slow_network import ALONE, OURS
 
 SECONDS = {ALONE: 0.4, "fusion_rt dense": 5.0, "fusion_rt fp16": 3.0, OURS: 0.5, DDP: 6.0, FP16: 3.2, POWERSGD: 0.6}
-MEASURED = {
+MEASURED: dict[str, Any] = {
     "hosts": 4,
     "rate": "100mbit",
-    "times": {"parameters": 10_800_000, "seconds": SECONDS, "sent": dict.fromkeys(SECONDS, 1e6)},
+    "times": {
+        "parameters": 10_800_000,
+        "seconds": {name: [seconds / 2, seconds, 2 * seconds] for name, seconds in SECONDS.items()},
+        "sent": dict.fromkeys(SECONDS, [1e6] * 3),
+    },
     "training": {"loss": 2.5, "steps": {DDP: 100, OURS: 130, POWERSGD: 100, FP16: None}},
 }
 
@@ -38,3 +46,12 @@ def test_what_was_not_measured_is_left_open(trained: bool, capsys: pytest.Captur
     assert len(slow_network.goals(MEASURED)) == 3
     assert len(slow_network.goals(MEASURED | {"training": {}})) == 2
     assert slow_network.goals({"hosts": 4, "rate": "100mbit"}) == []
+
+
+def test_parts_are_kept_beside_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "slow_network.json"
+    slow_network.keep(path, {**MEASURED, "training": {}})
+    again = slow_network.load(path, 4, "100mbit")
+    slow_network.keep(path, {**again, "training": MEASURED["training"]})
+    assert slow_network.load(path, 4, "100mbit") == MEASURED
+    assert slow_network.load(path, 2, "100mbit") == {"hosts": 2, "rate": "100mbit"}

@@ -20,5 +20,6 @@ def test_what_two_hosts_send_is_counted_and_shown(capsys: pytest.CaptureFixture[
     payload, link = sparse.measure(2, "owners", 0.01, 1, 200_000)
     assert 2 * k < payload < 4 * k  # half of the selection, and half of its sum, in about three bytes each
     assert payload < link < 2 * payload  # headers
-    sparse.show({(2, "owners"): (payload, link), (2, "gather"): (payload, link)}, 0.01, 200_000)
+    found = {(2, "owners"): (payload, link), (2, "gather"): (payload, link)}
+    sparse.show(sparse.records(found, 0.01, 200_000))
     assert "k = 2,000" in capsys.readouterr().out

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.step import Clock, shapes
+from benchmarks import step
+from benchmarks.peers import DDP
+from benchmarks.step import shapes
+from benchmarks.stopwatch import Clock
 
 
 def test_the_tensors_are_those_of_resnet_50() -> None:
@@ -50,3 +53,25 @@ def test_the_time_a_waiting_function_computes_is_told_apart(monkeypatch: pytest.
     clock.measure(module, "receive", "wait", busy="python")
     module.receive()
     assert clock.take() == {"wait": 4.0, "python": 1.0}
+
+
+def found(hosts: int) -> dict[str, dict[str, list[float]]]:
+    samples = {step.STEP: {step.OURS: [0.1, 0.2], DDP: [0.4, 0.4]}, step.CPU: {step.OURS: [0.2, 0.2], DDP: [0.3, 0.3]}}
+    parts = {what: {step.OURS: [0.01, 0.01], DDP: [0.0, 0.0]} for what in step.PARTS.values()}
+    sent = {step.OURS: [hosts * 1e8] * 2, DDP: [hosts * 2e8] * 2}
+    return {**samples, **parts, step.SENT: sent, step.DAEMON: {step.OURS: [0.05, 0.1], DDP: [0.0, 0.0]}}
+
+
+def test_the_daemons_cpu_is_told_by_bytes() -> None:
+    """Two hosts with two ranks each, whose gradients have 100 MB; each host sends 100 MB in a step."""
+    made = {each.name: each for each in step.measures(found(2), 100_000_000, ranks=4, hosts=2)}
+    assert made[step.PER_REDUCED].samples == {step.OURS: pytest.approx([0.125, 0.25])}
+    assert made[step.PER_SENT].samples == {step.OURS: pytest.approx([0.25, 0.5])}
+    assert made[step.SENT].samples == {step.OURS: [1e8, 1e8], DDP: [2e8, 2e8]}
+    assert made[step.SENT].portable
+    assert (made[step.STEP].peer, made[step.PER_SENT].peer) == (DDP, "")
+
+
+def test_one_host_sends_nothing() -> None:
+    made = {each.name for each in step.measures(found(1), 100_000_000, ranks=2, hosts=1)}
+    assert made == {step.STEP, step.CPU, *step.PARTS.values(), step.DAEMON, step.PER_REDUCED}

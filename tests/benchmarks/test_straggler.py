@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import straggler
+from benchmarks import runs, straggler
 from benchmarks.straggler import FAMILIES, Runs
 from fusion_rt import algorithms
 
@@ -89,8 +88,7 @@ def test_the_table_has_medians_and_ranges_and_leaves_open_what_was_not_reached(
 
 def test_a_stopped_benchmark_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "deep" / "results"
-    out.parent.mkdir()
-    out.write_text(json.dumps(BSP) + "\n")
+    straggler.keep(out, BSP)
     started: list[str] = []
 
     def run(ranks: int, arguments: list[str]) -> dict[str, Any]:
@@ -104,7 +102,7 @@ def test_a_stopped_benchmark_goes_on_where_it_was(tmp_path: Path, monkeypatch: p
     straggler.run(out, ["bsp", "ssp", "asp"], 1, 10.0)
     straggler.run(out, ["bsp", "asp"], 1, 10.0)
     assert started == ["ssp", "asp"], "what failed does not keep the others from running"
-    assert straggler.load(out) == [BSP, ASP]
+    assert runs.load(out) == [BSP, ASP]
 
 
 def test_families_are_algorithms_and_weigh_samples_alike() -> None:
@@ -130,7 +128,7 @@ def test_a_table_is_shown_without_running_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "results"
-    out.write_text(json.dumps(BSP) + "\n")
+    straggler.keep(out, BSP)
     monkeypatch.setattr(straggler, "fusionrun", lambda *_: pytest.fail("it ran"))
     straggler.main(["--table", "--out", str(out)])
     assert "10 s of training each" in capsys.readouterr().out

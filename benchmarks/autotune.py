@@ -1,0 +1,336 @@
+"""What `--autotune` and `--auto` find, beside the default and the best of a sweep of fixed settings.
+
+    python -m benchmarks.autotune
+    python -m benchmarks.autotune --networks 100mbit --samples 30
+    python -m benchmarks.autotune --quick
+
+Four netlab hosts (root needed) with one worker each. The model has layers that *sleep* in their forward and backward
+passes, as a worker does whose accelerator computes, so that no contender's computation is in the way of another's
+communication. First `--autotune` searches, and each `--auto` decides; then all take turns in one job: the default, what
+was found, and every fixed setting of the sweep. A sample is the mean time of a step over a turn on the slowest rank.
+
+*Behind the best* compares medians with those of the best fixed setting of the sweep with the same mathematics; that
+best one is chosen after the fact, of many, so it has luck on its side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import arguments as shared
+from benchmarks import launch, results, sampling
+from benchmarks.results import Measure, Record
+from benchmarks.tables import Table, goals, number
+
+NAME = "autotune"
+RESULTS = results.RESULTS / "autotune.json"
+HOSTS = 4
+LAYERS, ELEMENTS = 16, 90_000  # of each layer: a matrix, and a bias of a hundredth
+MIB, KIB = 1 << 20, 1 << 10
+NETWORKS: dict[str, str | None] = {"unshaped": None, "1gbit": "1gbit", "200mbit": "200mbit", "100mbit": "100mbit"}
+DEFAULT, TUNED = "default", "--autotune"
+AUTOS = {"lossless": "--auto=lossless", "lossy": "--auto=lossy", "async": "--auto=async"}
+SWEEP: dict[str, dict[str, Any]] = {
+    "buckets .25 MiB": {"threshold": MIB // 4},
+    "buckets 1 MiB": {"threshold": MIB},
+    "buckets 2 MiB": {"threshold": 2 * MIB},
+    "buckets 64 MiB": {"threshold": 64 * MIB},
+    "chunks 64 KiB": {"chunk_bytes": 64 * KIB},
+    "chunks 256 KiB": {"chunk_bytes": 256 * KIB},
+    "chunks 2 MiB": {"chunk_bytes": 2 * MIB},
+    "buckets 1 MiB, doubling": {"threshold": MIB, "exchange": "doubling"},
+    "ring": {"exchange": "ring"},
+    "window 4 MiB": {"window_bytes": 4 * MIB},
+    "1 thread": {"threads": 1},
+}
+LOSSY: dict[str, dict[str, Any]] = {
+    "fp16": {"codec": "fp16"},
+    "int8": {"codec": "int8"},
+    "topk 1 %": {"codec": "topk(density=0.01)"},
+    "topk 1 %, buckets 1 MiB": {"codec": "topk(density=0.01)", "threshold": MIB},
+}
+LATE: dict[str, dict[str, Any]] = {"stale": {"late": True}}
+CLASSES = {
+    TUNED: (DEFAULT, *SWEEP),
+    AUTOS["lossless"]: (DEFAULT, *SWEEP),
+    AUTOS["lossy"]: (DEFAULT, *SWEEP, *LOSSY),
+    AUTOS["async"]: (DEFAULT, *SWEEP, *LATE),
+}
+"""By what was found, the fixed settings that it is compared with: those with the same mathematics."""
+BEHIND = 1.02
+
+
+def make_model(compute: float) -> Any:
+    """A model whose steps take `compute` seconds and nothing of a processor."""
+    import torch
+
+    share = compute / 3 / LAYERS
+
+    class Touch(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: Any, memory: Any, *parameters: Any) -> Any:
+            context.memory = memory
+            time.sleep(share)
+            return value.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Any) -> Any:
+            time.sleep(2 * share)
+            for memory in context.memory:
+                memory.normal_()
+            return gradient, None, *(memory.view_as(memory) for memory in context.memory)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
+            self.bias = torch.nn.Parameter(torch.zeros(ELEMENTS // 100))
+            self.memory = [torch.zeros_like(parameter) for parameter in (self.weight, self.bias)]
+
+        def forward(self, value: Any) -> Any:
+            return Touch.apply(value, self.memory, *self.parameters())  # type: ignore[no-untyped-call]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))
+
+        def forward(self) -> Any:
+            return self.layers(torch.zeros(()))
+
+    return Model()
+
+
+class Contender:
+    """A model, and its optimizer, made with these variables."""
+
+    def __init__(self, compute: float, variables: dict[str, str], overlap: str | None = None) -> None:
+        import torch
+
+        import fusion_rt.torch as hvd
+
+        self.model = make_model(compute)
+        os.environ.update(variables)
+        try:
+            self.optimizer: Any = hvd.DistributedOptimizer(
+                torch.optim.SGD(self.model.parameters(), 1e-3), self.model.named_parameters(), overlap=overlap
+            )
+        finally:
+            for name in variables:
+                del os.environ[name]
+
+    @property
+    def tuning(self) -> Any:
+        """Of the plan in force; None if it is not tuned."""
+        plan = self.optimizer._exchange._agreed
+        return None if plan is None else plan.tuning
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model().backward()
+            self.optimizer.step()
+        if hasattr(self.optimizer, "synchronize_parameters"):
+            self.optimizer.synchronize_parameters()
+
+    def settle(self, most: int) -> int:
+        """Trains until nothing more is tried. Returns the number of steps.
+
+        Raises:
+            RuntimeError: there is no end.
+        """
+        steps = 0
+        while steps < most:
+            self.train(1)
+            steps += 1
+            if self.tuning is not None and self.tuning.steps == 0:
+                return steps
+        raise RuntimeError(f"the search has not ended after {most} steps")
+
+    def turn(self, steps: int) -> float:
+        """Seconds of a step, in the mean, on the slowest rank."""
+        import torch
+
+        import fusion_rt.torch as hvd
+
+        hvd.barrier()
+        began = time.perf_counter()
+        self.train(steps)
+        took = torch.tensor((time.perf_counter() - began) / steps, dtype=torch.float64)
+        return float(hvd.allreduce(took, op=hvd.Max))
+
+
+def fixed(compute: float, setting: dict[str, Any]) -> Contender:
+    """One whose plans have this setting from the first to the last."""
+    from fusion_rt import wire
+    from fusion_rt.torch.autotune.director import Director, Step
+    from fusion_rt.torch.autotune.replanning import Replanning
+
+    class Fixed(Director):
+        def next(self) -> wire.Tuning:
+            return wire.Tuning(**setting)
+
+        def stepped(self, step: Step) -> None:
+            del step
+
+    made = Contender(compute, {}, "stale" if setting.get("late") else None)
+    made.optimizer._exchange._replanning = Replanning(lambda where: Fixed())
+    return made
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    """What each rank runs; rank 0 tells the result."""
+    import torch
+
+    import fusion_rt.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    compute, steps = arguments.compute, str(arguments.sample_steps)
+    found: dict[str, Any] = {"steps": {}, "chosen": {}}
+    contenders = {DEFAULT: Contender(compute, {})}
+    with tempfile.TemporaryDirectory() as folder:
+        tuned = Contender(
+            compute,
+            {
+                "HOROVOD_AUTOTUNE": "1",
+                "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": steps,
+                "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": str(arguments.samples),
+                "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
+                "HOROVOD_AUTOTUNE_LOG": str(Path(folder) / "log.csv"),
+                "FUSION_AUTOTUNE_DIRECTORY": folder,
+            },
+        )
+        searches: dict[str, Contender] = {TUNED: tuned}
+        for level, name in AUTOS.items():
+            variables = {"FUSION_AUTO": level, "FUSION_AUTO_EVERY": "0", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": steps}
+            searches[name] = Contender(compute, variables)
+        for name, search in searches.items():
+            found["steps"][name] = search.settle((arguments.samples + 10) * (arguments.sample_steps + 2) + 20)
+            found["chosen"][name] = search.tuning.why
+            contenders[name] = search
+        found["log"] = next((path.read_text() for path in Path(folder).glob("log*")), "")
+    for name, setting in {**SWEEP, **LOSSY, **LATE}.items():
+        contenders[name] = fixed(compute, setting)
+    turns: dict[str, Callable[[], float]] = {
+        name: lambda contender=one: contender.turn(arguments.steps)  # type: ignore[misc]
+        for name, one in contenders.items()
+    }
+    for one in contenders.values():
+        one.train(2)
+    samples = sampling.alternate(turns, arguments.rounds, warm_up=1)
+    parameters = sum(parameter.numel() for parameter in contenders[DEFAULT].model.parameters())
+    if hvd.rank() == 0:
+        launch.tell({**found, "samples": samples, "parameters": parameters})
+    hvd.shutdown()
+
+
+def measure(network: str, arguments: argparse.Namespace) -> Record:
+    """One network."""
+    here, date = results.begin()
+    passed = ["-m", "benchmarks.autotune", "--worker"]
+    for name in ("steps", "rounds", "samples", "sample-steps", "compute"):
+        passed += [f"--{name}", str(getattr(arguments, name.replace("-", "_")))]
+    found = launch.on_hosts(arguments.hosts, NETWORKS[network], passed)
+    setting: results.Setting = {"network": network, "hosts": arguments.hosts, "compute": arguments.compute}
+    samples = {name: results.rounded(turns) for name, turns in found["samples"].items()}
+    details = {name: found[name] for name in ("steps", "chosen", "log", "parameters")}
+    details["samples_of_autotune"] = arguments.samples
+    return Record(setting, [Measure("a step", "s", samples, DEFAULT)], here, date, results.command_line(), details)
+
+
+def show(records: Sequence[Record]) -> None:
+    """A table for each network, and the goals."""
+    for record in records:
+        samples = record.measure("a step").samples
+        setting, millions = record.setting, record.details["parameters"] / 1e6
+        title = f"{millions:.1f} M parameters, {setting['hosts']} hosts, {setting['network']}"
+        table = Table(["setting", "ms a step", "quartiles", "default / this", "steps to find it"], title=title)
+        for name, turns in samples.items():
+            middle = sampling.quartiles(turns)
+            table.add(
+                name,
+                f"{middle.value * 1e3:.1f}",
+                f"{middle.low * 1e3:.1f}-{middle.high * 1e3:.1f}",
+                number(sampling.median(samples[DEFAULT]) / middle.value),
+                str(record.details["steps"].get(name, "")),
+            )
+        table.show()
+    goals(found for record in records for found in reached(record)).show()
+
+
+def table(records: Sequence[Record]) -> Table:
+    """Milliseconds a step on each network, beside the best fixed setting with the same mathematics."""
+    found = Table(["ms a step", "default", *(f"`{name}`" for name in CLASSES), "best of the sweep", "... with a codec"])
+    for record in records:
+        middles = {name: sampling.median(turns) for name, turns in record.measure("a step").samples.items()}
+        row = [f"{middles[name] * 1e3:.0f}" for name in (DEFAULT, *CLASSES)]
+        for names in (CLASSES[TUNED], LOSSY):
+            best = min((name for name in names if name in middles), key=middles.__getitem__)
+            row.append(f"{middles[best] * 1e3:.0f} ({best})")
+        found.add(str(record.setting["network"]), *row)
+    return found
+
+
+def reached(record: Record) -> list[tuple[str, str, bool]]:
+    """Goal, what was measured, and whether it holds."""
+    samples, network = record.measure("a step").samples, record.setting["network"]
+    middles = {name: sampling.median(turns) for name, turns in samples.items()}
+    found = []
+    for name, others in CLASSES.items():
+        default = sampling.ratio(samples[DEFAULT], samples[name])
+        if name == TUNED:
+            goal = f"{network}: {name} no slower than the default"
+            found.append((goal, f"{number(default.value)} ({number(default.low)}-{number(default.high)})",
+                          default.high >= 1))  # fmt: skip
+        best = min((other for other in others if other in middles), key=middles.__getitem__)
+        behind = middles[name] / middles[best]
+        goal = f"{network}: {name} at most 2 % behind the best fixed setting"
+        found.append((goal, f"{number(behind)} of {best}", behind <= BEHIND))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what the command line asks for."""
+    commands = shared.parser(NAME, __doc__)
+    commands.add_argument("--networks", default=",".join(NETWORKS), help="of %(default)s")
+    commands.add_argument("--hosts", type=int, default=HOSTS, help="(%(default)s)")
+    commands.add_argument("--steps", type=int, default=3, help="in a turn (%(default)s)")
+    commands.add_argument("--rounds", type=int, default=5, help="turns of each (%(default)s)")
+    commands.add_argument("--samples", type=int, default=30, help="of --autotune (%(default)s)")
+    commands.add_argument("--sample-steps", type=int, default=5, help="in each (%(default)s)")
+    commands.add_argument("--compute", type=float, default=0.06, help="seconds a step (%(default)s)")
+    commands.add_argument("--quick", action="store_true", help="one short turn of each, and few samples")
+    shared.add_out(commands, RESULTS)
+    shared.add_table(commands)
+    shared.add_worker(commands)
+    arguments = commands.parse_args(argv)
+    if arguments.worker:
+        worker(arguments)
+        return
+    if arguments.quick:
+        arguments.networks, arguments.steps, arguments.rounds = "1gbit", 1, 1
+        arguments.samples, arguments.sample_steps = 3, 1
+    names = shared.chosen(commands, "network", arguments.networks.split(","), NETWORKS)
+    if arguments.table:
+        show(results.load(arguments.out, NAME).records)
+        return
+    made = []
+    for name in names:
+        began = time.perf_counter()
+        made.append(measure(name, arguments))
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        if arguments.out:
+            results.keep(arguments.out, NAME, made[-1])
+    show(made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Tables of what is measured beside peers: all-reduce, steps, start, selection, overlap, and what the daemon costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks import allreduce, autotune, elastic, encryption, recovery, startup, step, tables
+from benchmarks import overlap as overlapping
+from benchmarks.peers import DDP, HOROVOD
+from benchmarks.results import Record, Results, ResultsError
+from benchmarks.sampling import median, quartiles, ratio
+from benchmarks.tables import Table
+
+All = Mapping[str, Results]
+README_SIZES = (4, 65_536, 1_048_576, 25_600_000, 102_400_000, 268_435_456, 1_073_741_824)
+
+
+def records(found: All, suite: str) -> list[Record]:
+    """Of a suite.
+
+    Raises:
+        ResultsError: it was not measured.
+    """
+    if suite not in found:
+        raise ResultsError(f"There are no results of {suite}: `python -m benchmarks {suite}` makes them.")
+    return found[suite].records
+
+
+def machine(found: All) -> str:
+    """Whose numbers these are, in a sentence."""
+    machines = [record.machine for suite in ("allreduce", "step") for record in records(found, suite) if record.machine]
+    loads = [each.load for each in machines]
+    kinds = {(each.cores, each.cpu, each.memory_gb, each.python, each.torch.partition("+")[0]) for each in machines}
+    told = "; ".join(
+        f"{cores} cores ({cpu}), {memory} GB, Python {python}, torch {torch}"
+        for cores, cpu, memory, python, torch in sorted(kinds)
+    )
+    sentence = f"Measured on one virtual machine with {told}; load averages when measurements began: {min(loads):g} to "
+    sentence += f"{max(loads):g}."
+    if any(each.busy for each in machines):
+        sentence += (
+            " Other programs wanted the same cores: intervals are wide, and whoever needs more processes, as fusion_rt "
+            "with its daemons does, fares worse than on an idle machine."
+        )
+    return sentence
+
+
+def _times(found: Record, name: str, over: str, under: str) -> str:
+    """The ratio of two contenders, or nothing where one of them was not measured."""
+    samples = found.measure(name).samples
+    return tables.ratio(ratio(samples[over], samples[under])) if {over, under} <= samples.keys() else ""
+
+
+def in_order(found: Sequence[Record]) -> list[Record]:
+    """Of all-reduces and steps: few hosts first, then unshaped links, then few ranks."""
+    return sorted(
+        found, key=lambda each: (each.setting["hosts"], each.setting.get("rate") != "unshaped", each.setting["ranks"])
+    )
+
+
+def allreduce_overview(found: All) -> str:
+    """For the README: how many times as fast as gloo, by size, a row a setting."""
+    made = in_order(records(found, "allreduce"))
+    measured = {measure.name for record in made for measure in record.measures}
+    sizes = [size for size in README_SIZES if str(size) in measured]
+    table = Table(["gloo's time / fusion_rt's", *map(tables.nbytes, sizes)])
+    for record in made:
+        here = {measure.name: measure.samples for measure in record.measures}
+        for contender, more in ((allreduce.ARENA, ""), (allreduce.COPY, ", tensor outside the arena")):
+            cells = [here.get(str(size)) for size in sizes]
+            row = [f"{_plain(each[allreduce.GLOO], each[contender])}" if each else "" for each in cells]
+            table.add(allreduce.title(record.setting) + more, *row)
+    return table.markdown()
+
+
+def _plain(over: list[float], under: list[float]) -> str:
+    """A ratio without its interval; in bold where it is below 1 as a whole."""
+    found = ratio(over, under)
+    text = tables.number(found.value, 2)
+    return f"**{text}**" if found.high < 1 else text
+
+
+def allreduce_details(found: All) -> str:
+    """Every setting and size, with intervals."""
+    parts = []
+    for record in in_order(records(found, "allreduce")):
+        limited = allreduce.limit(record.setting, 1) is not None
+        columns = ["size", "arena, ms", "copy, ms", "gloo, ms", "Horovod, ms", "gloo / arena", "gloo / copy"]
+        table = Table([*columns, "Horovod / arena", *(["arena / limit"] if limited else [])])
+        for each in record.measures:
+            names = (allreduce.ARENA, allreduce.COPY, allreduce.GLOO, HOROVOD)
+            row = [tables.ms(median(each.samples[name])) if name in each.samples else "" for name in names]
+            row += [_times(record, each.name, allreduce.GLOO, name) for name in (allreduce.ARENA, allreduce.COPY)]
+            row.append(_times(record, each.name, HOROVOD, allreduce.ARENA))
+            if seconds := allreduce.limit(record.setting, int(each.name)):
+                row.append(tables.number(median(each.samples[allreduce.ARENA]) / seconds))
+            table.add(tables.nbytes(int(each.name)), *row)
+        parts.append(f"{_titled(allreduce.title(record.setting), record)}\n\n{table.markdown()}")
+    return "\n\n".join(parts)
+
+
+def _titled(title: str, record: Record) -> str:
+    load = f" (load {record.machine.load:g} before)" if record.machine else ""
+    return f"**{title}**{load}"
+
+
+def steps_overview(found: All) -> str:
+    """For the README: a step by runtime, a column a setting."""
+    made = in_order(records(found, "step"))
+    table = Table(["a step, ms (DDP's time / this)", *(where(record) for record in made)])
+    for name in step.RUNTIMES:
+        cells = []
+        for record in made:
+            samples = record.measure(step.STEP).samples
+            times = f"{tables.number(ratio(samples[DDP], samples[name]).value, 2)}" if name in samples else ""
+            cells.append(f"{tables.ms(median(samples[name]))} ({times})" if name in samples else "")
+        if any(cells):
+            table.add(name, *cells)
+    return table.markdown()
+
+
+def where(record: Record) -> str:
+    setting = record.setting
+    if setting["hosts"] == 1:
+        return f"one host, {setting['ranks']} ranks"
+    return f"{setting['hosts']} hosts, {setting['rate']}"
+
+
+def steps_details(found: All) -> str:
+    """Every setting, with intervals, CPU time and bytes."""
+    parts = []
+    for record in in_order(records(found, "step")):
+        table = Table(
+            ["runtime", "ms a step", "quartiles", "DDP / this", "CPU, ms", "DDP / this (CPU)", "MB sent by a host"]
+        )
+        sent = {each.name: each.samples for each in record.measures}.get(step.SENT, {})
+        for name, samples in record.measure(step.STEP).samples.items():
+            spread = quartiles(samples)
+            table.add(
+                name, tables.ms(spread.value), f"{tables.ms(spread.low)}–{tables.ms(spread.high)}",
+                _times(record, step.STEP, DDP, name), tables.ms(median(record.measure(step.CPU).samples[name])),
+                _times(record, step.CPU, DDP, name), f"{median(sent[name]) / 1e6:.1f}" if name in sent else "",
+            )  # fmt: skip
+        parts.append(f"{_titled(step.title(record), record)}\n\n{table.markdown()}")
+    return "\n\n".join(parts)
+
+
+def costs(found: All) -> str:
+    """What a step of fusion_rt consists of, and the daemon's CPU time by bytes."""
+    made = in_order(records(found, "step"))
+    table = Table(["fusion_rt, each step", *(where(record) for record in made)])
+    names = list(dict.fromkeys(each.name for record in made for each in record.measures))
+    for name in (name for name in names if name not in (step.STEP, step.CPU)):
+        there = [{each.name: each for each in record.measures}.get(name) for record in made]
+        table.add(name, *(step.told(each) if each else "" for each in there))
+    about = [record.details for record in made]
+    table.add("buckets", *(str(each["buckets"]) for each in about))
+    on_a_host = [int(record.setting["ranks"]) // int(record.setting["hosts"]) for record in made]
+    per_bucket = [each["messages"] / each["buckets"] / ranks for each, ranks in zip(about, on_a_host, strict=True)]
+    table.add("messages from a worker per bucket", *(f"{number:.2f}" for number in per_bucket))
+    return table.markdown()
+
+
+def starts(found: All) -> str:
+    """Until the last worker had got how far."""
+    (record,) = records(found, "startup")
+    names = list(record.measures[0].samples)
+    table = Table(["seconds until", *names, "torchrun / fusionrun"])
+    for each in record.measures:
+        row = [f"{median(each.samples[name]):.2f}" for name in names]
+        table.add(each.name, *row, _times(record, each.name, startup.TORCHRUN, startup.OURS))
+    return table.markdown()
+
+
+def selection(found: All) -> str:
+    """The codec's whole step beside torch.topk."""
+    from benchmarks import topk
+
+    table = Table(["", "the codec's step, ms", "of it packing", "torch.topk, ms", "torch.topk / codec"], left=1)
+    for record in records(found, "topk"):
+        where = f"{record.details['elements'] / 1e6:.1f} M elements, " + (
+            f"{record.setting['threads']} threads"
+            if record.setting["device"] == "cpu"
+            else str(record.setting["device"])
+        )
+        for each in record.measures:
+            packing = each.samples.get("of it packing")
+            table.add(
+                f"{float(each.name):.1%} of {where}", tables.ms(median(each.samples[topk.CODEC])),
+                tables.ms(median(packing)) if packing else "", tables.ms(median(each.samples[topk.TORCH])),
+                _times(record, each.name, topk.TORCH, topk.CODEC),
+            )  # fmt: skip
+    return table.markdown()
+
+
+def kernels(found: All) -> str:
+    """Beside numpy."""
+    from benchmarks import kernels as measuring
+
+    (record,) = records(found, "kernels")
+    table = Table([f"{record.setting['elements']:,} elements", "ms", "GB/s", "numpy / ours"])
+    for each in record.measures:
+        seconds, nbytes = median(each.samples[measuring.OURS]), record.details["bytes"].get(each.name)
+        times = _times(record, each.name, measuring.NUMPY, measuring.OURS)
+        table.add(each.name, tables.ms(seconds), f"{nbytes / seconds / 1e9:.1f}" if nbytes else "", times)
+    return table.markdown()
+
+
+def idle(found: All) -> str:
+    """What a daemon takes that has nothing to do."""
+    from benchmarks import footprint
+
+    table = Table(["an idle daemon", "CPU", footprint.OWN])
+    for record in records(found, "footprint"):
+        share, own = (record.measure(name).samples[footprint.OURS][0] for name in (footprint.CPU, footprint.OWN))
+        table.add(f"{record.setting['ranks']} ranks", f"{share:.3%} of a core", f"{own / 1e6:.0f} MB")
+    return table.markdown()
+
+
+def sparse(found: All) -> str:
+    """Bytes that a host sends in a step of top-k."""
+    from benchmarks import sparse as measuring
+
+    table = Table(
+        ["hosts", *(f"{route}: {what}" for route in measuring.ROUTES for what in ("values / k", "MB on the wire"))]
+    )
+    for record in records(found, "sparse"):
+        row = []
+        for route in measuring.ROUTES:
+            payload, wire = (record.measure(what).samples[route][0] for what in (measuring.PAYLOAD, measuring.WIRE))
+            values = payload / measuring.VALUE_BYTES / measuring.selected(record)
+            row += [f"{values:.2f}", f"{wire / 1e6:.3f}"]
+        table.add(str(record.setting["hosts"]), *row)
+    return table.markdown()
+
+
+def slow_network(found: All) -> str:
+    """A step on slow links, and what a host sends in it."""
+    from benchmarks import slow_network as measuring
+
+    parts = []
+    for record in records(found, "slow_network"):
+        measured = measuring.of(record)
+        where = (
+            f"{measured['hosts']} hosts at {measured['rate']}, {measured['times']['parameters'] / 1e6:.1f} M parameters"
+        )
+        table = Table([where, "s a step", "DDP's time / this", "MB sent by a host"])
+        for name, samples in measured["times"]["seconds"].items():
+            times = _times(record, measuring.STEP, DDP, name)
+            table.add(name, f"{median(samples):.2f}", times, f"{median(measured['times']['sent'][name]) / 1e6:.2f}")
+        parts.append(table.markdown())
+    return "\n\n".join(parts)
+
+
+def overlap(found: All) -> str:
+    """What is exposed with each way of overlap."""
+    made = [overlapping.of(record) for record in records(found, "overlap")]
+    columns = []
+    for each in made:
+        where = f"{each['ranks']} ranks on one host" if each["hosts"] == 1 else f"{each['hosts']} hosts, {each['rate']}"
+        columns += [f"{where}, {each['compute'] * 1e3:.0f} ms of compute: step", "exposed", "waited", "DDP / this"]
+    table = Table(["ms", *columns])
+    for name in dict.fromkeys(name for each in made for name in each["seconds"]):
+        row = []
+        for each in made:
+            if name not in each["seconds"]:
+                row += ["", "", "", ""]
+                continue
+            waited = each["waited"].get(name)
+            row += [tables.ms(median(each["seconds"][name])), f"{overlapping.exposed(each)[name] * 1e3:.0f}"]
+            row.append("" if waited is None else f"{waited * 1e3:.0f}")
+            row.append(f"{ratio(each['seconds'][overlapping.DDP], each['seconds'][name]).value:.2f}")
+        table.add(f"`{name}`" if name in overlapping.OVERLAPS else name, *row)
+    return table.markdown()
+
+
+def faults(found: All) -> str:
+    """From the fault to the last exception."""
+    return "\n\n".join(recovery.table(record).markdown() for record in records(found, "recovery"))
+
+
+def encrypted(found: All) -> str:
+    """All-reduce with and without encryption of payloads."""
+    records(found, "encryption")
+    table = Table(
+        ["link", "connections, I/O threads", "`all` ms", "`control` ms", "`all` as fast as `control`"], left=2
+    )
+    for record in records(found, "encryption"):
+        for measure, way in zip(record.measures, encryption.WAYS, strict=True):
+            both = [measure.samples[mode] for mode in encryption.MODES]
+            times = tables.ratio(ratio(both[1], both[0]))
+            table.add(
+                str(record.setting["rate"]),
+                ", ".join(map(str, way)),
+                *(tables.ms(median(each)) for each in both),
+                times,
+            )
+    return table.markdown()
+
+
+def tuned(found: All) -> str:
+    """What `--autotune` and `--auto` find."""
+    return autotune.table(records(found, "autotune")).markdown()
+
+
+def elastic_changes(found: All) -> str:
+    """What changes of membership cost."""
+    return "\n\n".join(elastic.changes_table(record).markdown() for record in records(found, "elastic"))
+
+
+def elastic_runs(found: All) -> str:
+    """The loss in the end with and without changes."""
+    return "\n\n".join(elastic.runs_table(record).markdown() for record in records(found, "elastic"))
+
+
+TABLES: dict[str, Callable[[All], str]] = {
+    "machine": machine,
+    "allreduce": allreduce_overview,
+    "allreduce-details": allreduce_details,
+    "step": steps_overview,
+    "step-details": steps_details,
+    "costs": costs,
+    "startup": starts,
+    "topk": selection,
+    "kernels": kernels,
+    "footprint": idle,
+    "sparse": sparse,
+    "slow-network": slow_network,
+    "overlap": overlap,
+    "recovery": faults,
+    "encryption": encrypted,
+    "autotune": tuned,
+    "elastic-changes": elastic_changes,
+    "elastic-runs": elastic_runs,
+}

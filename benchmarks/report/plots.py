@@ -1,0 +1,106 @@
+"""Plots, as SVG that is the same bytes for the same results and the same matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import allreduce, overlap, step
+from benchmarks.peers import DDP
+from benchmarks.report.measured import All, in_order, records, where
+from benchmarks.sampling import median, quartiles, ratio
+
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "fusion_rt",  # ids in the file are otherwise random
+    "svg.fonttype": "none",  # text stays text
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.use": True,
+}
+
+
+def allreduce_ratios(axes: Any, found: All) -> None:
+    """How many times as fast as gloo, by size."""
+    for record in in_order(records(found, "allreduce")):
+        ratios = [ratio(each.samples[allreduce.GLOO], each.samples[allreduce.ARENA]) for each in record.measures]
+        sizes = [int(each.name) for each in record.measures]
+        (line,) = axes.plot(sizes, [each.value for each in ratios], marker="o", markersize=3)
+        line.set_label(allreduce.title(record.setting))
+        axes.fill_between(
+            sizes, *zip(*((each.low, each.high) for each in ratios), strict=True), alpha=0.15, linewidth=0
+        )
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="bytes of float32", ylabel="gloo's time / fusion_rt's")
+    axes.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+    axes.minorticks_off()
+    axes.legend(fontsize=7)
+
+
+def step_times(axes: Any, found: All) -> None:
+    """A step by runtime, as a share of DDP's."""
+    made = in_order(records(found, "step"))
+    names = [name for name in step.RUNTIMES if any(name in record.measure(step.STEP).samples for record in made)]
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        places, heights, spread = [], [], []
+        for place, record in enumerate(made):
+            samples = record.measure(step.STEP).samples
+            if name in samples:
+                found_ratio = ratio(samples[name], samples[DDP])
+                places.append(place + (index - (len(names) - 1) / 2) * width)
+                heights.append(found_ratio.value)
+                spread.append((found_ratio.value - found_ratio.low, found_ratio.high - found_ratio.value))
+        axes.bar(places, heights, width, yerr=list(zip(*spread, strict=True)), label=name, error_kw={"elinewidth": 0.8})
+    axes.set_xticks(range(len(made)), [where(record) for record in made])
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    axes.set(ylabel="a step / DDP's")
+    axes.legend(fontsize=7)
+
+
+def exposed(axes: Any, found: All) -> None:
+    """What of communication is exposed with each way of overlap."""
+    made = [overlap.of(record) for record in records(found, "overlap")]
+    names = [name for name in made[0]["seconds"] if name != overlap.ALONE]
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        for place, each in enumerate(made):
+            alone = each["seconds"][overlap.ALONE]
+            if name in each["seconds"]:
+                beyond = [1e3 * (a - b) for a, b in zip(each["seconds"][name], alone, strict=True)]
+                middle = quartiles(beyond)
+                bars = [[max(0.0, middle.value - middle.low)], [max(0.0, middle.high - middle.value)]]
+                at = place + (index - (len(names) - 1) / 2) * width
+                axes.bar([at], [median(beyond)], width, yerr=bars, color=f"C{index}", error_kw={"elinewidth": 0.8},
+                         label=name if place == 0 else None)  # fmt: skip
+    axes.set_xticks(
+        range(len(made)),
+        [f"{each['hosts']} hosts, {each['rate']}" if each["hosts"] > 1 else "one host" for each in made],
+    )
+    axes.set(ylabel="exposed, ms a step")
+    axes.legend(fontsize=7)
+
+
+PLOTS: dict[str, Callable[[Any, All], None]] = {
+    "allreduce": allreduce_ratios,
+    "step": step_times,
+    "overlap": exposed,
+}
+
+
+def draw(name: str, found: All) -> str:
+    """A plot as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(7, 3.6))
+        PLOTS[name](axes, found)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        pyplot.close(figure)
+    # Trailing blanks would be the only ones in the repository.
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

@@ -1,0 +1,108 @@
+"""Tables of training runs: algorithms, slow workers, slow networks, classical solvers, codecs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+from benchmarks import algorithms, convergence, networks, runs, solvers, straggler
+from benchmarks.report.measured import All, records
+from benchmarks.tables import Table
+
+SLOW = ("1gbit", "100mbit", "1gbit, one link 100mbit")
+SECONDS = 20.0  # of the runs beside a slow worker that are shown
+
+
+def slow_worker(found: All) -> str:
+    """Pace and loss of each algorithm beside a slow worker, by bsp's."""
+    made = straggler.durations(runs.of(record) for record in records(found, "straggler"))[SECONDS]
+    columns = {"pace of all ranks / bsp": ("pace/bsp", 2), "of a fast rank / bsp": ("fast/bsp", 2),
+               "loss, same time": ("loss/bsp", 3), "loss, same samples": ("at samples/bsp", 3)}  # fmt: skip
+    table = Table(["", *columns])
+    for name in made.families:
+        rows = made.compared(name)
+        cells = [straggler.middle(rows, key, digits).partition(" ")[0] for key, digits in columns.values()]
+        table.add(f"`{straggler.FAMILIES[name].algorithm}`", *cells)
+    return table.markdown()
+
+
+def slow_networks(found: All) -> str:
+    """Seconds until the loss, and how many times as soon as the central server."""
+    (record,) = records(found, "networks")
+    measured = record.details
+    table = Table([f"seconds until a loss of {measured['loss']} (central server's / this)", *SLOW])
+    for name in networks.METHODS:
+        cells = []
+        for network in SLOW:
+            mine, central = (networks.seconds_to_loss(measured, network, each) for each in (name, networks.CENTRAL))
+            cells.append("" if math.isnan(mine) else f"{mine:.0f} ({central / mine:.1f})")
+        if any(cells):
+            table.add(name, *cells)
+    return table.markdown()
+
+
+def losses(found: All) -> str:
+    """The loss in the end with each algorithm."""
+    made = algorithms.groups(runs.of(record) for record in records(found, "algorithms"))
+    digits, gpt = (made[model, algorithms.MODELS[model][0]] for model in ("digits", "char-gpt"))
+    table = Table(["", "rate", "digits, right", "char-GPT, test loss", "/ all-reduce"])
+    reference = algorithms.mean(gpt["allreduce", 1.0], "test_loss")
+    for name, (_, _, factor) in algorithms.ALGORITHMS.items():
+        if (name, factor) in gpt and (name, factor) in digits:
+            right = f"{algorithms.mean(digits[name, factor], 'accuracy'):.1%}"
+            loss = algorithms.mean(gpt[name, factor], "test_loss")
+            table.add(f"`{name}`", f"{factor:g}", right, f"{loss:.3f}", f"{loss / reference:.3f}")
+    return table.markdown()
+
+
+def classical(found: All) -> str:
+    """The classical solvers, at both ratios of computation and communication."""
+    made = solvers.groups(runs.of(record) for record in records(found, "solvers"))
+    shown = {ratio: each for (ratio, _), each in made.items()}
+    columns = []
+    for ratio in ("high", "low"):
+        what = f"{1000 * solvers.SETUPS[ratio].compute:g} ms of computation a step"
+        columns += [f"{what}: steps/s", "loss at the end", f"s to loss {solvers.target(shown[ratio]):.2f}"]
+    table = Table(["", *columns])
+    for name in solvers.FAMILIES:
+        row = [
+            cell
+            for ratio in ("high", "low")
+            for cell in solvers.cells(shown[ratio][name], solvers.target(shown[ratio]))
+        ]
+        table.add(name, *row)
+    return table.markdown()
+
+
+def codecs(found: All) -> str:
+    """Loss and bytes with each codec, by those of dense gradients."""
+    made = convergence.groups(runs.of(record) for record in records(found, "convergence"))
+    shown = {model: made[model, steps] for model, (steps, _) in convergence.MODELS.items() if (model, steps) in made}
+    table = Table(
+        ["", *(f"{model}: {what}" for model in shown for what in ("test loss / dense", "right", "bytes / dense"))]
+    )
+    for codec in convergence.CODECS:
+        row: list[str] = []
+        for each in shown.values():
+            if codec not in each.codecs:
+                row += ["", "", ""]
+                continue
+            loss, accuracy = each.loss(codec) / each.loss("dense"), statistics.fmean([each.accuracy(codec)])
+            row += [
+                "diverges" if math.isnan(loss) else f"{loss:.3f}",
+                "" if math.isnan(accuracy) else f"{accuracy:.1%}",
+            ]
+            row.append(f"{each.nbytes(codec) / each.nbytes('dense'):.1%}")
+        if any(row):
+            table.add(codec, *row)
+    return table.markdown()
+
+
+TABLES: dict[str, Callable[[All], str]] = {
+    "straggler": slow_worker,
+    "networks": slow_networks,
+    "algorithms": losses,
+    "solvers": classical,
+    "convergence": codecs,
+}

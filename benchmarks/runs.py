@@ -1,0 +1,75 @@
+"""Results of suites that make training runs: each run is a record, and one that is there is not made again."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.results import Measure, Record
+
+Result = dict[str, Any]
+
+
+def load(path: Path) -> list[Result]:
+    """The runs in a file; none if there is no such file.
+
+    Raises:
+        results.ResultsError: it is no file of results.
+    """
+    return [of(record) for record in results.load(path).records] if path.exists() else []
+
+
+def of(record: Record) -> Result:
+    """What a run is and what came of it. Losses that are no numbers any more, for which JSON has no word, are NaN."""
+    found: Result = _with_nan({**record.setting, **record.details})
+    return found
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(each) for each in value]
+    return math.nan if value is None else value
+
+
+def record(known_by: Sequence[str], result: Result, numbers: Mapping[str, tuple[float, str, bool]]) -> Record:
+    """What is kept of a run.
+
+    Args:
+        known_by: the keys that tell it from others.
+        numbers: by measure, what came of it, whether less or more is better, and whether it is the same on any machine.
+    """
+    measures = [
+        Measure(name, "", {"fusion_rt": [value]}, better="more" if better == "more" else "less", portable=portable)
+        for name, (value, better, portable) in numbers.items()
+        if math.isfinite(value)
+    ]
+    setting = {name: result[name] for name in known_by}
+    details = {name: value for name, value in result.items() if name not in known_by}
+    return Record(setting, measures, *results.begin(), results.command_line(), details)
+
+
+def missing(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of those that a file does not have yet; `runs`: what each is known by."""
+    done = load(path)
+    return [name for name, known in runs.items() if not any(known.items() <= each.items() for each in map(_flat, done))]
+
+
+def _flat(result: Result) -> dict[str, Any]:
+    """Without what cannot be compared as a whole."""
+    return {name: value for name, value in result.items() if not isinstance(value, (list, dict))}
+
+
+def attempt(name: str, job: Callable[[], Result]) -> Result | None:
+    """Makes a run; None, and a sentence, if the job has failed, so that others go on."""
+    try:
+        return job()
+    except subprocess.CalledProcessError as error:
+        print(f"{name}: the job failed with status {error.returncode}", file=sys.stderr)
+        return None

@@ -1,0 +1,159 @@
+"""What `python -m benchmarks` can measure, and with which commands. Nothing is imported before it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of a suite: arguments of its module, all but `--out FILE`.
+
+    Attributes:
+        lab: it makes network namespaces, which root may only.
+    """
+
+    arguments: tuple[str, ...] = ()
+    lab: bool = False
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A benchmark.
+
+    Attributes:
+        about: what it measures, in a few words.
+        minutes: that all of it takes on two cores, about.
+        full, quick: its parts. Quick ones show that it runs, and not how fast anything is.
+        module: of `benchmarks`, where it is not called like the suite.
+        common: its raw results are in the common form; those of simulations, which have no samples, are not.
+    """
+
+    about: str
+    minutes: int
+    full: tuple[Part, ...]
+    quick: tuple[Part, ...]
+    module: str = ""
+    common: bool = True
+
+
+def _part(text: str, lab: bool = False) -> Part:
+    """From its arguments as they would be typed, with `_` for a space within one."""
+    return Part(tuple(word.replace("_", " ") for word in text.split()), lab)
+
+
+def _lab(text: str) -> Part:
+    return _part(text, lab=True)
+
+
+SUITES = {
+    "allreduce": Suite(
+        "all-reduce by size, ranks and hosts, beside gloo and Horovod", 15,
+        (_part("--ranks 2,4"), _lab("--hosts 2,4 --ranks 2,4"), _lab("--hosts 4 --rate 1gbit --rounds 5")),
+        (_part("--ranks 2 --sizes 4,65536,1048576 --rounds 3"),),
+    ),
+    "startup": Suite(
+        "a hello-world, beside torchrun and horovodrun", 2, (_part("--rounds 7"),), (_part("--rounds 1"),)
+    ),
+    "step": Suite(
+        "a training step of 25 M parameters, beside DDP, its hooks and Horovod; CPU; Python in workers", 15,
+        (
+            _part("--ranks 2"), _part("--ranks 4 --steps 5"), _lab("--hosts 2 --steps 5"),
+            _lab("--hosts 4 --rate 1gbit --steps 2 --rounds 5"),
+        ),
+        (_part("--steps 2 --rounds 2 --runtimes fusion_rt;no_communication;DDP"),),
+    ),
+    "overlap": Suite(
+        "what of communication is exposed, with each way of overlap, beside DDP", 8,
+        (_part("--overlap --rounds 7 --steps 5"),
+         _lab("--overlap --hosts 4 --rate 1gbit --compute 1.5 --steps 3 --rounds 5")),
+        (_part("--overlap --compute 0.1 --steps 2 --rounds 2"),),
+        "step",
+    ),
+    "priority": Suite(
+        "each way of overlap with the priorities of buckets and without", 10,
+        (_part("--overlap --priority --rounds 7 --steps 5"),
+         _lab("--overlap --priority --hosts 4 --rate 1gbit --compute 1.5 --steps 3 --rounds 5")),
+        (_part("--overlap --priority --compute 0.1 --steps 2 --rounds 2"),),
+        "step",
+    ),
+    "topk": Suite(
+        "selection of the largest elements, beside torch.topk", 2,
+        (_part(""),), (_part("--elements 1000000 --rounds 3"),),
+    ),
+    "kernels": Suite(
+        "reductions and conversions in memory, beside numpy", 3,
+        (_part(""),), (_part("--elements 200000 --rounds 3 --threads 1 --dtypes float32"),),
+    ),
+    "footprint": Suite(
+        "what an idle daemon takes", 1, (_part("--seconds 20"),), (_part("--seconds 2"),)
+    ),
+    "sparse": Suite(
+        "bytes that a host sends with top-k, on 2 to 8 hosts", 3,
+        (_lab(""),), (_lab("--hosts 2 --steps 2 --elements 200000"),),
+    ),
+    "convergence": Suite(
+        "loss with every codec, by steps and by bytes", 90,
+        (_part(""),), (_part("--models digits --codecs dense,topk-1% --seeds 1 --steps 20"),),
+    ),
+    "slow_network": Suite(
+        "4 hosts at 100 Mbit/s, beside DDP and its hooks", 30,
+        (_lab(""),),
+        (_lab("--parts times --steps 1 --rounds 2 --width 64 --layers 1 --rate 1gbit"),),
+    ),
+    "straggler": Suite(
+        "every algorithm, with one slow worker", 35,
+        (_part(""),), (_part("--seconds 2 --families bsp,asp --seeds 1"),),
+    ),
+    "networks": Suite(
+        "central server, shards, all-reduce, gossip on four networks", 25,
+        (_lab(""),), (_lab("--quick"),),
+    ),
+    "algorithms": Suite(
+        "the loss in the end with every algorithm", 60,
+        (_part(""),), (_part("--models digits --algorithms allreduce,bsp --seeds 1 --steps 20"),),
+    ),
+    "solvers": Suite(
+        "the classical solvers, bound by computation and by communication", 10,
+        (_part(""),), (_part("--seconds 1"),),
+    ),
+    "encryption": Suite(
+        "what encryption costs between hosts", 10,
+        (_lab(""),), (_lab("--rates unshaped --rounds 1"),),
+    ),
+    "recovery": Suite(
+        "how soon all know that a worker, a daemon or a host is lost", 5,
+        (_lab(""),), (_lab("--rounds 1"),),
+    ),
+    "elastic": Suite(
+        "what changes of membership cost", 15, (_lab(""),), (_lab("--samples 1200"),),
+    ),
+    "autotune": Suite(
+        "settings found by --autotune and --auto, beside the best of a sweep", 30, (_lab(""),), (_lab("--quick"),),
+    ),
+    "scale": Suite(
+        "steps of 2 to 4,096 nodes, simulated from costs that are measured here", 5,
+        (_part(""),), (_part("--quick"),), common=False,
+    ),
+    "tracing": Suite(
+        "what recording costs: a step with it and without", 5,
+        (_part(""),), (_part("--steps 2 --rounds 3"),),
+    ),
+    "whatif": Suite(
+        "what fusion-trace predicts, beside jobs that were run", 10,
+        (_lab(""),), (_lab("--quick"),), common=False,
+    ),
+}  # fmt: skip
+
+
+def module(name: str) -> str:
+    """What `python -m` runs for a suite."""
+    return f"benchmarks.{SUITES[name].module or name}"
+
+
+def missing(name: str) -> str:
+    """Why a suite cannot run here, in a sentence; empty if its module is there."""
+    if importlib.util.find_spec(module(name)) is None:
+        return f"There is no {module(name).replace('.', '/')}.py in this version, so {name} cannot be measured."
+    return ""

@@ -1,0 +1,195 @@
+"""What `fusion-trace whatif` predicts, against jobs that were run for real.
+
+    python -m benchmarks.whatif
+    python -m benchmarks.whatif --quick
+
+Four netlab hosts (root needed) with one worker each train layers of 3.1 million parameters, dense and with topk 10 %,
+at 1 Gbit/s, 200 and 100 Mbit/s. Layers *sleep* in their passes, as with an accelerator. The jobs at 1 Gbit/s are the
+recordings: from each of them every other job is predicted, and printed is by how much the prediction is off. The first
+two steps, in which plans are made, do not count; the time of a step is the mean over the others and over ranks. Buckets
+leave in order (FUSION_LINK_CREDIT=0), since the simulation knows no order of urgency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import launch
+
+RESULTS = Path(__file__).parent / "results" / "whatif.json"
+RATES = ("1gbit", "200mbit", "100mbit")
+DENSITIES = (1.0, 0.1)
+RECORDED = "1gbit"
+LAYERS, WIDTH = 12, 512
+SKIPPED = 2  # steps
+GOAL = 0.10
+
+
+def worker(density: float, steps: int, compute: float) -> None:
+    """What each rank runs; rank 0 tells the mean seconds of a step."""
+    import torch
+
+    import fusion_rt.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    codec = "dense" if density == 1 else f"topk(density={density:g})"
+    model = make_model(compute)
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.01), model.named_parameters(), codec
+    )
+    ends = []
+    for _ in range(steps + SKIPPED):
+        optimizer.zero_grad()
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        ends.append(time.perf_counter())
+    mean = torch.tensor((ends[-1] - ends[SKIPPED - 1]) / steps, dtype=torch.float64)
+    mean = hvd.allreduce(mean, op=hvd.Average)
+    if hvd.rank() == 0:
+        launch.tell(float(mean))
+    hvd.shutdown()
+
+
+def make_model(compute: float) -> Any:
+    """Layers that take `compute` seconds a step together, a third of it forward, and little of a processor."""
+    import torch
+
+    share = compute / 3 / LAYERS
+
+    class Pause(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: Any) -> Any:
+            time.sleep(share)
+            return value.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Any) -> Any:
+            time.sleep(2 * share)
+            return gradient
+
+    class Layer(torch.nn.Linear):
+        def forward(self, value: Any) -> Any:
+            return Pause.apply(super().forward(value)) * 0.01  # type: ignore[no-untyped-call]
+
+    return torch.nn.Sequential(*(Layer(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def measure(hosts: int, rates: Sequence[str], densities: Sequence[float], steps: int, traces: Path) -> dict[str, Any]:
+    """Runs every job; returns seconds a step by rate and density. Those at 1 Gbit/s leave their rings in `traces`."""
+    found: dict[str, Any] = {}
+    for rate in rates:
+        for density in densities:
+            keep = traces / f"{rate}-{density:g}"
+            arguments = ["-m", "benchmarks.whatif", "--worker", str(density), "--steps", str(steps)]
+            variables = {"FUSION_TRACE_DIR": str(keep), "HOROVOD_FUSION_THRESHOLD": str(2 << 20)}
+            variables["FUSION_LINK_CREDIT"] = "0"  # the simulation has no order of urgency
+            found[f"{rate}/{density:g}"] = launch.on_hosts(hosts, rate, arguments, variables=variables)
+            print(f"{rate}, density {density:g}: {found[f'{rate}/{density:g}']:.4f} s a step", file=sys.stderr)
+    return found
+
+
+def predict(traces: Path, rates: Sequence[str], densities: Sequence[float], steps: int) -> dict[str, Any]:
+    """From each recording: what was recorded, and its prediction of every job."""
+    from benchmarks.netlab.iproute import bits_per_second
+    from fusion_trace.choice import StepRange
+    from fusion_trace.job import load
+    from fusion_trace.simulation.changes import Change, answer, replay
+    from fusion_trace.simulation.recorded import understand
+
+    found: dict[str, Any] = {}
+    for source in densities:
+        recorded = understand(load([str(traces / f"{RECORDED}-{source:g}")], str(traces)), StepRange(SKIPPED, None))
+        as_it_was = answer(recorded, Change())
+        row: dict[str, Any] = {
+            "recorded": as_it_was.recorded.step,
+            "replayed": as_it_was.replayed.step,
+            "error": as_it_was.error,
+            "codec": recorded.codec,
+            "links": [[link.bandwidth, link.latency] for link in recorded.links],
+            "predicted": {},
+        }
+        for rate in rates:
+            for density in densities:
+                change = Change(
+                    bandwidth=None if rate == RECORDED else float(bits_per_second(rate)),
+                    density=None if density == source else density,
+                )
+                row["predicted"][f"{rate}/{density:g}"] = replay(recorded, change).step
+        found[f"{source:g}"] = row
+    return found
+
+
+def errors(document: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """By recording and job, by which share the prediction is too long."""
+    measured = document["measured"]
+    return {
+        (source, job): predicted / measured[job] - 1
+        for source, row in document["from"].items()
+        for job, predicted in row["predicted"].items()
+    }
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """A table for each recording."""
+    off = errors(document)
+    for source, row in document["from"].items():
+        rate = statistics.median(bandwidth for bandwidth, _ in row["links"]) * 8e-6
+        table = Table(title=f"recorded at {RECORDED}, density {source}: {row['recorded']:.4f} s a step, replayed "
+                      f"{row['error']:+.1%}; links of {rate:,.0f} Mbit/s found")  # fmt: skip
+        for column in ("job", "predicted, s a step", "measured", "error", f"at most {GOAL:.0%}"):
+            table.add_column(column, justify="left" if column == "job" else "right")
+        for job, predicted in row["predicted"].items():
+            error = off[source, job]
+            within = "yes" if abs(error) <= GOAL else "no"
+            table.add_row(job, f"{predicted:.4f}", f"{document['measured'][job]:.4f}", f"{error:+.1%}", within)
+        console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.whatif", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--hosts", type=int, default=4, help="%(default)s")
+    parser.add_argument("--steps", type=int, default=10, help="of each job (%(default)s)")
+    parser.add_argument("--compute", type=float, default=0.06, help="seconds a step (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="two hosts, five steps, 1 Gbit/s and 200 Mbit/s")
+    parser.add_argument("--table", action="store_true", help="only show the results that there are")
+    parser.add_argument("--traces", type=Path, help="where recordings stay; by default they are removed")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="of results (%(default)s)")
+    parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.worker is not None:
+        worker(arguments.worker, arguments.steps, arguments.compute)
+        return
+    if not arguments.table:
+        from fusion_trace.simulation import measuring
+
+        hosts, steps = arguments.hosts, arguments.steps
+        rates: Sequence[str] = RATES
+        if arguments.quick:
+            hosts, steps, rates = 2, 5, RATES[:2]
+        with tempfile.TemporaryDirectory() as folder:
+            traces = (arguments.traces or Path(folder)).resolve()
+            measured = measure(hosts, rates, DENSITIES, steps, traces)
+            predicted = predict(traces, rates, DENSITIES, steps)
+        document = {"machine": measuring.machine(), "hosts": hosts, "steps": steps,
+                    "parameters": LAYERS * (WIDTH + 1) * WIDTH, "measured": measured, "from": predicted}  # fmt: skip
+        os.makedirs(arguments.out.parent, exist_ok=True)
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    show(json.loads(arguments.out.read_text()), Console())
+
+
+if __name__ == "__main__":
+    main()
