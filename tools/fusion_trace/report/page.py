@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 
-from fusion_trace.report.sections import Section, Table
+from fusion_trace.report.parts import Section, Table
 from fusion_trace.rings import TraceError
 
 _LEVEL = 9  # of gzip: a second, for 40 kB less than at 6

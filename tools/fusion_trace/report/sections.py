@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fusion_trace import stragglers_page
 from fusion_trace.overlap import PARTS
 from fusion_trace.report import charts
 from fusion_trace.report.analysis import Report
-from fusion_trace.report.charts import Chart
 from fusion_trace.report.curves import BANDWIDTHS
 from fusion_trace.report.findings import Told, findings
+from fusion_trace.report.parts import Section, Table, rows_of
 from fusion_trace.wording import count, duration, numbers, share, size
 
 MOST_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of texts, of which the first `left` columns are words and the others figures."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left: int = 1
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page.
-
-    Attributes:
-        id: of the element, and before the names of its charts.
-        title: above it.
-        told: what was found.
-        about: how to read it; a paragraph each.
-        charts: beside each other, if there is room.
-        tables: below them.
-    """
-
-    id: str
-    title: str
-    told: tuple[Told, ...] = ()
-    about: tuple[str, ...] = ()
-    charts: tuple[Chart, ...] = ()
-    tables: tuple[Table, ...] = ()
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -91,10 +58,10 @@ def _overview(report: Report) -> Section:
             for rank in found.ranks[:MOST_ROWS]
         )  # fmt: skip
         tables.append(
-            _rows("Step times", ("", "host", "pid", "steps", "median", "5 %", "95 %"), rows, len(found.ranks), left=3)
+            rows_of("Step times", ("", "host", "pid", "steps", "median", "5 %", "95 %"), rows, len(found.ranks), left=3)
         )
     if found.odd:
-        tables.append(_rows("What is odd", ("",), tuple((each,) for each in found.odd[:MOST_ROWS]), len(found.odd)))
+        tables.append(rows_of("What is odd", ("",), tuple((each,) for each in found.odd[:MOST_ROWS]), len(found.odd)))
     return Section("overview", "Overview", told=findings(report), tables=tuple(tables))
 
 
@@ -127,7 +94,7 @@ def _ranks(report: Report) -> Section:
             charts.step_bars(report.columns, [rank.rank for rank in report.ranks]),
         ),
         tables=(
-            _rows("Means over steps", ("", "steps", "step", *PARTS, "hidden"), rows, len(report.ranks)),
+            rows_of("Means over steps", ("", "steps", "step", *PARTS, "hidden"), rows, len(report.ranks)),
             Table("The slowest steps", ("", "step", "takes", *PARTS), slowest),
         ),
     )
@@ -157,7 +124,7 @@ def _overlap(report: Report) -> Section:
         told=(told,),
         about=("A bucket whose exchange takes long and for which nobody waits is hidden; the last ones seldom are.",),
         charts=(charts.hidden_line(report.columns), charts.bucket_bars(report)),
-        tables=(_rows("Buckets (medians)", head, rows, len(report.buckets)),),
+        tables=(rows_of("Buckets (medians)", head, rows, len(report.buckets)),),
     )
 
 
@@ -178,7 +145,7 @@ def _stragglers(report: Report) -> Section:
         )
         for each in found[:MOST_ROWS]
     )
-    table = _rows("Stragglers", ("where", "cause", "lost", "of all", "takes", "usual", "steps"), rows, len(found), 2)
+    table = rows_of("Stragglers", ("where", "cause", "lost", "of all", "takes", "usual", "steps"), rows, len(found), 2)
     return Section(
         "stragglers",
         "Who is slower than the others",
@@ -232,7 +199,7 @@ def _links(report: Report) -> Section:
                 links, [None if s is None else s * 1e6 for s in (link.latency for link in links)], "latency, us"
             ),
         ),
-        tables=(_rows("Links", head, rows, len(links), 2),),
+        tables=(rows_of("Links", head, rows, len(links), 2),),
     )
 
 
@@ -253,7 +220,7 @@ def _path(report: Report) -> Section:
         (activity, place, duration(ns), share(ns / path.step.ns))
         for (activity, place), ns in sums.most_common(MOST_ROWS)
     ]
-    table = _rows("On the path", ("activity", "where", "takes", "share"), tuple(rows), len(sums), 2)
+    table = rows_of("On the path", ("activity", "where", "takes", "share"), tuple(rows), len(sums), 2)
     whole = ("all of it", "", duration(path.ns), share(1.0))
     return Section(
         "critical-path",
@@ -298,9 +265,3 @@ def _whatif(report: Report) -> Section:
         charts=(charts.curve_chart(curves),),
         tables=(Table("A step", head, rows),),
     )
-
-
-def _rows(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], of: int, left: int = 1) -> Table:
-    """A table that says how many rows it has not."""
-    more = [(f"and {of - len(rows)} more", *[""] * (len(columns) - 1))] if of > len(rows) else []
-    return Table(title, columns, (*rows, *more), left)
