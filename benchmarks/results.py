@@ -96,10 +96,14 @@ def begin() -> tuple[Machine, str]:
 
 
 def command_line() -> str:
-    """The command that runs, as a person would have written it."""
+    """The command that runs, as a person would have written it, without where its results go."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     name = f"python -m {module.name}" if module is not None else "python"
-    return " ".join([name.removesuffix(".__main__"), *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    return " ".join([name.removesuffix(".__main__"), *arguments])
 
 
 def rounded(samples: Iterable[float]) -> list[float]:

@@ -1,8 +1,9 @@
 """The few calls that depend on where a tensor lies: in this process's memory (the *host*'s), or on a GPU.
 
 Tensors of a GPU are communicated through the arena. Its pages are pinned for that, so that the GPU copies from and to
-them by itself, on the current stream. Whoever submits waits until the copy has been made; whoever gets a result does
-not, since what the script does with it comes later on that stream.
+them by itself. What is submitted is copied on a stream of its own, beside the backward pass that goes on meanwhile, and
+whoever submits waits until that has been done. What comes back is copied on the current stream, and nobody waits, since
+what the script does with it comes later on that stream.
 
 All of it is in one object, `layer`, which a test replaces on machines without a GPU.
 """
@@ -45,6 +46,7 @@ class Layer:
 
     def __init__(self) -> None:
         self._warned = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which is copied to the host
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Whether it lies in this process's memory."""
@@ -76,18 +78,36 @@ class Layer:
             )
 
     def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Copying:
-        """Starts copying tensors, between host and devices either way, on the current stream of each device."""
-        devices = set()
+        """Starts copying tensors, between host and devices either way, as they are when the current stream has come as
+        far as now. What is copied to the host must not be written to before that has been done."""
+        streams: dict[torch.device, torch.cuda.Stream] = {}
         for destination, tensor in zip(to, source, strict=True):
             device = destination.device if tensor.is_cpu else tensor.device
-            destination.copy_(tensor, non_blocking=device.type == "cuda")
-            devices.add(device)
+            if device.type != "cuda":
+                destination.copy_(tensor)
+            elif tensor.is_cpu:
+                streams.setdefault(device, torch.cuda.current_stream(device))
+                destination.copy_(tensor, non_blocking=True)
+            else:
+                stream = streams.get(device)
+                if stream is None:
+                    stream = streams[device] = self._beside(device)
+                with torch.cuda.stream(stream):
+                    destination.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # its memory is not given to others before
         events = []
-        for device in devices:
-            if device.type == "cuda":
-                events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-                events[-1].record(torch.cuda.current_stream(device))
+        for stream in streams.values():
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events[-1].record(stream)
         return Copying(events, [*to, *source])
+
+    def _beside(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream for copies to the host, which goes on when the current one has come as far as now."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
 
 
 layer = Layer()

@@ -104,3 +104,10 @@ def test_machines_are_described_without_their_name() -> None:
     assert here.same(machine.describe())
     assert not here.same(MACHINE)
     assert f"{here.cores} cores" in here.sentence()
+
+
+def test_the_command_is_kept_without_where_results_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["x", "--ranks", "2", "--out", "/somewhere/step.json", "--quick"])
+    assert results.command_line().endswith(" --ranks 2 --quick")
+    monkeypatch.setattr("sys.argv", ["x", "--ranks", "2"])
+    assert results.command_line().endswith(" --ranks 2")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt.torch import device
 from fusion_rt.torch.runtime import runtime
 from tests.harness import on_ranks
 from tests.torch.test_device import results_on
@@ -22,6 +23,21 @@ def test_every_operation_on_a_gpu() -> None:
         assert result.is_cuda, number
         assert torch.equal(result.cpu(), expected), number
     assert any(segment.on_close for segment in runtime().client.arena._segments.values()), "nothing was pinned"
+
+
+def test_copies_to_the_host_have_what_was_computed_before_and_go_on_beside_what_comes_after() -> None:
+    x = torch.ones(2048, 2048, device="cuda")
+    place = torch.zeros(2048, 2048).pin_memory()
+    y = (x @ x) / 2048
+    copying = device.Layer().copy([place], [y])
+    with torch.cuda.device(y.device):
+        later = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        for _ in range(200):
+            x = (x @ x) / 2048
+        later.record()
+    copying.wait()
+    assert not later.query(), "the copy waited for what was computed after it"  # type: ignore[no-untyped-call]
+    assert place.eq(1).all()
 
 
 @on_ranks
