@@ -10,7 +10,7 @@ import pytest
 from benchmarks.netlab import preflight
 
 CONFTEST = Path(__file__).with_name("conftest.py")
-CONFIG = "[pytest]\nmarkers = multiprocess: watched\n"
+CONFIG = f"[pytest]\nmarkers = multiprocess: watched\npythonpath = {CONFTEST.parents[1]}\n"
 
 
 def run_watched(pytester: pytest.Pytester, body: str) -> pytest.RunResult:

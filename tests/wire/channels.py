@@ -24,7 +24,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
     match info:
         case msgspec.inspect.IntType():
-            above = info.lt - 1 if info.lt is not None else 2**63 - 1
+            above = info.lt - 1 if info.lt is not None else info.le if info.le is not None else 2**63 - 1
             return st.integers(info.ge if info.ge is not None else -(2**63), above)
         case msgspec.inspect.BoolType():
             return st.booleans()
