@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -75,22 +75,26 @@ def hang(
         float,
         typer.Option(help="Seconds for a daemon to answer, which itself waits up to 6 s for the others.", min=0.1),
     ] = 10.0,
+    trace: Annotated[
+        list[str] | None, typer.Option(help="Directory or file with rings of a job that has ended; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
 ) -> None:
     """Shows what waits for whom in a job that hangs: operations, missing ranks, and their Python stacks.
 
-    Run it on any host of the job, as the user whose job it is. Workers need not cooperate, and go on as before.
+    Run it on any host of the job, as the user whose job it is. Workers need not cooperate, and go on as before. Of a
+    job whose daemons are gone it tells what was not finished when its records end (without stacks).
     """
     from fusion_rt.settings import Settings
     from fusion_trace import hang as finder
 
     root = Settings.from_env().runtime_root()
-    found = list(finder.look(root, job, everyone, timeout))
+    found = [] if trace else list(finder.look(root, job, everyone, timeout))
+    if not found:
+        _show_ending(finder.not_there(root, job), job, trace, as_json)
+        return
     if as_json:
         typer.echo(json.dumps(found, indent=2))
-    if not found:
-        _fail(finder.not_there(root, job))
-    if as_json:
         return
     from fusion_trace import hang_page  # rich is imported only where a page is shown
 
@@ -98,6 +102,22 @@ def hang(
         if number:
             typer.echo("")
         hang_page.show(document)
+
+
+def _show_ending(not_there: FusionError, job: str, trace: list[str] | None, as_json: bool) -> None:
+    """What a job that is gone has left in its records; `not_there`: why there is nobody to ask."""
+    from fusion_rt.settings import Settings
+    from fusion_trace import hang_page, unfinished
+    from fusion_trace.job import load
+
+    try:
+        found = unfinished.ending(load(trace or ([job] if job else []), Settings.from_env().trace_root()))
+    except FusionError as error:
+        _fail(error if trace else FusionError(f"{not_there}, and {error}"))
+    if as_json:
+        typer.echo(json.dumps([found.document()], indent=2))
+    else:
+        hang_page.print_lines(unfinished.lines(found))
 
 
 @app.command()
@@ -140,7 +160,7 @@ def whatif(
         _fail(error)
 
 
-def _fail(error: FusionError) -> None:
+def _fail(error: FusionError) -> NoReturn:
     typer.echo(f"fusion-trace: {error}", err=True)
     raise typer.Exit(1)
 

@@ -19,8 +19,13 @@ _Line = tuple[str, str]  # and its style
 
 def show(document: _Document) -> None:
     """Prints it."""
+    print_lines(lines(document))
+
+
+def print_lines(shown: Iterable[_Line]) -> None:
+    """Prints lines, each in its style."""
     console = Console(highlight=False, markup=False, soft_wrap=True)  # paths have [brackets], and are to be copied
-    for line, style in lines(document):
+    for line, style in shown:
         console.print(Text(line, style))
 
 
