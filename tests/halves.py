@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 FIRST = (
-    *("benchmarks", "codecs", "examples", "faults", "fuzz", "kernels", "launchers", "runner"),
+    *("benchmarks", "examples", "faults", "launchers", "runner"),
     os.path.join("fusiond", "test_recording.py"),
 )
 NO_TESTS = 5  # pytest's exit status when nothing was selected
