@@ -21,7 +21,12 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 @pytest.fixture(scope="session", autouse=SIMULATED)
 def _sound_simulator() -> Iterator[None]:
     """Makes the simulator give all threads of a block the same shared array, which it does not when two of them ask for
-    it at once; and lets its threads, which wait for each other all the time, take turns more often."""
+    it at once; and lets its threads, which wait for each other all the time, take turns more often.
+
+    The simulator walks through a kernel's globals while other threads run the kernel. The first warning of numpy in a
+    module adds a name to its globals, which ends such a walk with an error: so the name is there from the start.
+    """
+    vars(importlib.import_module("fusion_rt.kernels.cuda._kernels")).setdefault("__warningregistry__", {})
     lock = threading.Lock()
 
     def array(self: Any, shape: Any, dtype: Any, **_: Any) -> Any:
