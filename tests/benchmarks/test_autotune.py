@@ -37,6 +37,16 @@ def test_two_percent_behind_is_still_good() -> None:
     assert all(holds(record(ring=0.981)).values())
 
 
+def test_luck_in_one_turn_makes_nobody_the_best_in_it() -> None:
+    samples = {name: [1.0] * 5 for name in (autotune.TUNED, "steady", *"abcde")}
+    for turn, lucky in enumerate("abcde"):
+        samples[lucky] = [2.0] * 5
+        samples[lucky][turn] = 0.5
+    assert autotune.behind(samples, autotune.TUNED, ["steady", *"abcde"]) == (1.0, 1.0, 1.0)
+    samples["better"] = [0.8, 0.9, 0.8, 0.9, 0.8]
+    assert autotune.behind(samples, autotune.TUNED, ["steady", "better"]).value == 1.25
+
+
 def test_the_table_names_the_best() -> None:
     text = autotune.table([record(ring=0.25, fp16=0.125)]).markdown()
     assert "250 (ring)" in text
