@@ -112,7 +112,9 @@ class MachineCode:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         machine = llvm.Target.from_default_triple().create_target_machine()
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        # Sections refer to each other by 32 bits, and LLVM aborts the process when it has put them further apart: it
+        # maps them one by one, which large arenas may leave only small holes for. llvmlite's memory manager maps once.
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine, use_lmm=True)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         self._engines[kernel] = engine

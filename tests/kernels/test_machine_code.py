@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.kernels import machine_code
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.kernels import cpu, machine_code
 from fusion_rt.kernels.machine_code import KernelError, MachineCode, cache_folders
 
 KERNEL = "convert-float32-float64"
@@ -60,6 +61,49 @@ def test_a_process_that_uses_kernels_does_not_import_numba() -> None:
 def test_importing_the_package_loads_neither_numba_nor_llvm() -> None:
     code = "import sys, fusion_rt.kernels.cpu; sys.exit(bool({'numba', 'llvmlite'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# Leaves the only hole for a section of a kernel between 4 GiB that are taken: others have to go elsewhere.
+FILL_THE_ADDRESS_SPACE = """
+import ctypes, mmap, sys
+import numpy as np
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.kernels import cpu
+
+PRIVATE_ANONYMOUS_WITHOUT_RESERVE, PAGE = 0x4022, 4096
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_size_t
+libc.mmap.argtypes = ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+libc.munmap.argtypes = ctypes.c_size_t, ctypes.c_size_t
+
+
+def take(size):
+    return libc.mmap(0, size, 0, PRIVATE_ANONYMOUS_WITHOUT_RESERVE, -1, 0)
+
+
+cpu.prepare([DTYPES["float64"]])  # so that LLVM is there
+far = take(5 << 30)
+assert far != ctypes.c_size_t(-1).value, "no address space"
+size = 1 << 30
+while size >= PAGE:  # all holes above, the largest first
+    while (address := take(size)) > far:
+        pass
+    libc.munmap(address, size)
+    size //= 2
+libc.munmap(far + (5 << 29), int(sys.argv[1]) * PAGE)
+a = np.ones(3, np.float32)
+cpu.reduce("sum", DTYPES["float32"], [a, a], [a])
+assert a.tolist() == [2.0] * 3
+"""
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+def test_kernels_are_loaded_although_much_memory_is_mapped(pages: int) -> None:
+    cpu.prepare([DTYPES["float64"], DTYPES["float32"]])
+    done = subprocess.run(
+        [sys.executable, "-c", FILL_THE_ADDRESS_SPACE, str(pages)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_kernel_is_found_in_a_folder_that_cannot_be_written(tmp_path: Path, compiled: list[str]) -> None:
