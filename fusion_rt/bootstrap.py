@@ -26,6 +26,8 @@ from fusion_rt.topology import Topology
 MAX_LINE = 16 * 1024 * 1024  # bytes of one line of JSON
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"  # ZeroMQ RFC 32
 Job: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
+RANKS_DIRECTORY = "ranks"
+"""In a daemon's directory: of the files by which its workers find each other."""
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_CHUNK_SECONDS = 1.5e-3
+_CHUNK_SECONDS = 4.5e-3
 _CHUNK_STEP = 64 * 1024  # bytes
 _CREDIT_SECONDS = 10e-3
 
@@ -24,8 +24,7 @@ class CostModel:
         """Payload of a chunk on such links: what they carry in `_CHUNK_SECONDS`, but at most `largest` bytes.
 
         A chunk costs every node some Python, so fast links want large ones; but the last one passes through all nodes
-        alone, so slow links want small ones. Between two hosts without a limit, 2 MiB were 1.3 times as fast as
-        512 KiB; at 1 Gbit/s they would add 17 ms for every node.
+        alone, so slow links want small ones. Measured: docs/design.md, "The data path".
         """
         wanted = int(_CHUNK_SECONDS / self.seconds_per_byte) // _CHUNK_STEP * _CHUNK_STEP
         return min(largest, max(wanted, 4 * _CHUNK_STEP))

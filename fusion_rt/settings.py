@@ -166,6 +166,11 @@ class Settings:
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything to "
         "everybody), or auto: the one that is expected to be faster.",
         variable="FUSION_SPARSE_ROUTE", choices=("auto", "owners", "gather"))
+    gpu_selection: str = _row(
+        "off", FUSION, "Whether gradients on a GPU are selected from there, by a worker that contributes alone for its "
+        "node, so that what is selected is copied to the host and not the whole gradient: auto (where it is possible, "
+        "with fusion_rt[cuda]) or off. It has never run on a GPU.",
+        variable="FUSION_GPU_SELECTION", choices=("auto", "off"))
     dense_route: str = _row(
         "auto", FUSION, "All-reduce between nodes of what is not compressed by selecting: ring, doubling (recursive; "
         "of buckets up to FUSION_CHUNK_BYTES, larger ones go round the ring), or auto: the one that is expected to be "
@@ -258,7 +263,7 @@ class Settings:
         "", DAEMON, "Directory (mode 0700) for the daemons' sockets and logs.",
         variable="FUSION_RUNTIME_DIR", absent="one for this user in XDG_RUNTIME_DIR or /tmp")
     chunk_bytes: int = _row(
-        2 * MIB, DAEMON, "Largest payload of a message between daemons; a bucket travels as a pipeline of them, "
+        MIB, DAEMON, "Largest payload of a message between daemons; a bucket travels as a pipeline of them, "
         "smaller on slow links.",
         unit=BYTES, variable="FUSION_CHUNK_BYTES", least=4 * KIB)
     window_bytes: int = _row(
@@ -272,6 +277,11 @@ class Settings:
     priority: bool = _row(
         True, FUSION, "Send those buckets first that the next forward pass needs first.",
         unit=SWITCH, variable="FUSION_PRIORITY")
+    node_reduction: str = _row(
+        "daemon", FUSION, "What combines the gradients of a host's ranks: daemon, in the host's memory; nccl, on its "
+        "GPUs, before the daemon has them; auto, nccl where each rank has a GPU of its own; or gloo, for tests of "
+        "nccl's way without GPUs. nccl has never run on a GPU.",
+        variable="FUSION_NODE_REDUCTION", choices=("auto", "nccl", "gloo", "daemon"))
     metrics_port: int = _row(
         0, DAEMON, "Port of each host's loopback address on which its daemon serves metrics for Prometheus (0: none).",
         unit=COUNT, flags=("--metrics-port",), variable="FUSION_METRICS_PORT", yaml="params.metrics_port", least=0,

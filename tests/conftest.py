@@ -30,8 +30,15 @@ from tests import forks
 
 pytest_plugins = ["pytester"]
 
-# Seeded, as all tests are: what one run finds, every run finds. `--hypothesis-profile default` looks further.
-hypothesis.settings.register_profile("seeded", derandomize=True, database=None)
+# Seeded, as all tests are: what one run finds, every run finds. `--hypothesis-profile default` looks further. No limit:
+# the time that an example takes tells how busy the machine is.
+hypothesis.settings.register_profile(
+    "seeded",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("seeded")
 
 LEAK_MARK = "FUSION_TEST_LEAK_MARK"
@@ -43,7 +50,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 
 os.close(stacks.offer().fd)  # the first client in this process makes it and keeps it: not that test's leak
 
-GRACE_S = 3.0  # for what is on its way out: init has to reap an orphan, a killed process to unmap its memory
+GRACE_S = 10.0  # for what is on its way out: init has to reap an orphan, a killed process to unmap its memory
 
 
 @pytest.fixture

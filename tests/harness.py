@@ -6,11 +6,14 @@ Importing torch takes seconds, so a `Job` keeps its workers and runs many functi
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import inspect
+import io
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import socket
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -211,6 +215,28 @@ def run_workers(
     shares = [ranks // nodes + (node < ranks % nodes) for node in range(nodes)]
     with Job(shares, environment) as job:
         return job.run(function, *args)
+
+
+def run_scripts(directory: Path, script: Path, *arguments: str, ranks: int = 2) -> list[str]:
+    """Runs a script on the ranks of a new job of one node, in a directory: what each prints, in order of ranks.
+
+    Raises:
+        WorkerError: it failed.
+    """
+    with Job((ranks,), {"HOROVOD_START_TIMEOUT": "120"}, init=False) as job:
+        return job.run(_run_script, str(directory), str(script), arguments)
+
+
+def _run_script(directory: str, script: str, arguments: Sequence[str]) -> str:
+    """As `python SCRIPT ARGUMENTS` does, in this process. A warning is an error."""
+    os.chdir(directory)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
 
 
 def on_ranks(body: Callable[..., None]) -> Callable[..., None]:

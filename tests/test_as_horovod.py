@@ -85,7 +85,7 @@ if __name__ == "__main__":
     queue = context.Queue()
     process = context.Process(target=child, args=(queue,))
     process.start()
-    found = queue.get(timeout=30)
+    found = queue.get(timeout=120)
     process.join()
     print(json.dumps([sys.argv, main.__name__, main.__spec__ and main.__spec__.name, horovod.__file__ == found,
                       sys.path[0], sys.flags.optimize, sys.flags.dev_mode]))

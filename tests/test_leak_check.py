@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -11,59 +15,66 @@ from benchmarks.netlab import preflight
 
 CONFTEST = Path(__file__).with_name("conftest.py")
 CONFIG = f"[pytest]\nmarkers = multiprocess: watched\npythonpath = {CONFTEST.parents[1]}\n"
+BODIES = {  # of tests that are watched, which run one after the other
+    "clean": "subprocess.run(['true'], check=True)",
+    "orphan": "subprocess.run('setsid sleep 987.125 &', shell=True, check=True)",
+    "file": "os.open('/dev/shm/leak-check-example', os.O_CREAT | os.O_RDWR)",
+    "thread": "threading.Thread(target=time.sleep, args=(4,), name='x').start()",
+    "descriptors": "socket.socket(socket.AF_UNIX).detach(); os.memfd_create('arena-example')",
+    "lab": "from benchmarks.netlab import Netlab; Netlab(1).__enter__()",  # which goes with its process
+}
+LABS = preflight() is None
 
 
-def run_watched(pytester: pytest.Pytester, body: str) -> pytest.RunResult:
-    pytester.makeini(CONFIG)
-    pytester.makeconftest(CONFTEST.read_text().replace("GRACE_S = 3.0", "GRACE_S = 0.5"))
-    pytester.makepyfile(f"import os, subprocess, pytest\n\n@pytest.mark.multiprocess\ndef test_it():\n    {body}\n")
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider")
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the check says of each of these tests; empty if it is content."""
+    directory = tmp_path_factory.mktemp("watched")
+    (directory / "pytest.ini").write_text(CONFIG)
+    (directory / "conftest.py").write_text(CONFTEST.read_text().replace("GRACE_S = 10.0", "GRACE_S = 0.5"))
+    tests = [
+        f"@pytest.mark.multiprocess\ndef test_{name}():\n    {body}\n"
+        for name, body in BODIES.items()
+        if name != "lab" or LABS
+    ]
+    imports = "import os, socket, subprocess, threading, time\nimport pytest\n"
+    (directory / "test_watched.py").write_text("\n\n".join([imports, *tests]))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA"]
+    wide = {**os.environ, "COLUMNS": "1000"}  # so that nothing is cut off
+    done = subprocess.run(command, cwd=directory, env=wide, capture_output=True, text=True, timeout=180)
+    assert len(re.findall(r"^PASSED ", done.stdout, re.MULTILINE)) == len(tests), done.stdout + done.stderr
+    complaints = re.findall(r"^ERROR .*::test_(\w+) - Failed: (.*)$", done.stdout, re.MULTILINE)
+    return dict.fromkeys(BODIES, "") | dict(complaints)
 
 
-def test_a_test_that_cleans_up_passes(pytester: pytest.Pytester) -> None:
-    run_watched(pytester, "subprocess.run(['true'], check=True)").assert_outcomes(passed=1)
+def test_a_test_that_cleans_up_passes(said: dict[str, str]) -> None:
+    assert said["clean"] == ""
 
 
-def test_an_orphan_in_a_session_of_its_own_is_named_and_killed(pytester: pytest.Pytester) -> None:
-    result = run_watched(pytester, "subprocess.run('setsid sleep 987.125 &', shell=True, check=True)")
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*test_it left behind: process *sleep 987.125*"])
+def test_an_orphan_in_a_session_of_its_own_is_named_and_killed(said: dict[str, str]) -> None:
+    assert re.fullmatch(r"test_orphan left behind: process \d+ \(\w+\): sleep 987\.125", said["orphan"])
     assert not [p for p in psutil.process_iter() if "987.125" in p.name() + " ".join(safe_cmdline(p))]
 
 
-def test_a_leftover_descriptor_and_shared_memory_file_are_named(pytester: pytest.Pytester) -> None:
-    body = "os.open('/dev/shm/leak-check-example', os.O_CREAT | os.O_RDWR)"
-    result = run_watched(pytester, body)
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*shared memory /dev/shm/leak-check-example; descriptor * (*leak-check-example*)*"])
+def test_a_leftover_descriptor_and_shared_memory_file_are_named(said: dict[str, str]) -> None:
+    found = r"shared memory /dev/shm/leak-check-example; descriptor \d+ \(.*leak-check-example.*\)"
+    assert re.search(found, said["file"])
     assert not Path("/dev/shm/leak-check-example").exists()
 
 
-def test_a_leftover_thread_is_named(pytester: pytest.Pytester) -> None:
-    result = run_watched(
-        pytester, "import threading, time; threading.Thread(target=time.sleep, args=(4,), name='x').start()"
-    )
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*test_it left behind: thread x (*)*"])
+def test_a_leftover_thread_is_named(said: dict[str, str]) -> None:
+    assert re.fullmatch(r"test_thread left behind: thread x \(\d+\)", said["thread"])
 
 
-def test_a_leftover_socket_and_an_arena_are_descriptors(pytester: pytest.Pytester) -> None:
-    body = "import socket; socket.socket(socket.AF_UNIX).detach(); os.memfd_create('arena-example')"
-    result = run_watched(pytester, body)
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(
-        ["*test_it left behind: descriptor * (socket:*); descriptor * (/memfd:arena-example*)*"]
-    )
+def test_a_leftover_socket_and_an_arena_are_descriptors(said: dict[str, str]) -> None:
+    found = r"test_descriptors left behind: descriptor \d+ \(socket:.*\); descriptor \d+ \(/memfd:arena-example.*\)"
+    assert re.fullmatch(found, said["descriptors"])
 
 
-@pytest.mark.skipif(preflight() is not None, reason=preflight() or "")
+@pytest.mark.skipif(not LABS, reason=preflight() or "")
 @pytest.mark.root
-def test_a_leftover_lab_is_named(pytester: pytest.Pytester) -> None:
-    root = str(CONFTEST.parent.parent)
-    body = f"import sys; sys.path.insert(0, {root!r}); from benchmarks.netlab import Netlab; Netlab(1).__enter__()"
-    result = run_watched(pytester, body)  # the lab goes with its process
-    result.assert_outcomes(passed=1, errors=1)
-    result.stdout.fnmatch_lines(["*test_it left behind: network namespaces of lab *"])
+def test_a_leftover_lab_is_named(said: dict[str, str]) -> None:
+    assert "test_lab left behind: network namespaces of lab " in said["lab"]
 
 
 def safe_cmdline(process: psutil.Process) -> list[str]:

@@ -255,7 +255,10 @@ class Agreeing:
         assert found is not None
         if self._participants.joined:
             self.tell_who_joined(run)
-        self._runner.start_bucket(run, *found)
+        try:
+            self._runner.start_bucket(run, *found)
+        except RequestError as error:
+            self._failing.everywhere(run.key, f"{run.what}: {error}")
 
     def _take_effect(self, run: Run, signature: wire.Signature, rows: Sequence[int]) -> None:
         """What an operation without data does on this node. All nodes do it before any of them completes it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import os
+import shutil
 import socket
 import time
 from contextlib import suppress
@@ -77,6 +78,7 @@ class Directory:
             os.unlink(log)
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self._path, OWN_STACKS))
+        shutil.rmtree(os.path.join(self._path, bootstrap.RANKS_DIRECTORY), ignore_errors=True)
         os.unlink(self._lock_path)
         os.close(self._lock)
         if not os.listdir(self._path):

@@ -192,6 +192,8 @@ class Engine:
             return
         key = OpKey(state.plan.process_set, ready.plan, bucket.name, ready.clock)
         if why := self._failing.why(key):
+            if part.selected is not None:
+                part.selected.disown()
             self._failing.refuse(rank, ready.handle, why)
             return
         run = self._agreeing.run(key, state.members)
@@ -211,7 +213,13 @@ class Engine:
         self.homes.gone(ranks)
 
     def why_not_without(self, losses: Sequence[wire.Loss]) -> str:
-        """Why this job cannot go on without these nodes and workers; empty if it can."""
+        """Why this job cannot go on without these nodes and workers, as far as this node knows; empty if it can.
+
+        A node that has no part in any plan leaves that to those that have, unless it coordinates and there is no plan
+        yet: then nothing says that the job can.
+        """
+        if self.coordinator is not None and not (self.coordinator.has_plans or any(self._plans)):
+            return "what is under way needs every rank"
         nodes = {loss.node for loss in losses if loss.rank < 0}
         lost = {loss.rank for loss in losses if loss.rank >= 0}.union(*(self.topology.ranks[node] for node in nodes))
         return self._plans.why_not_without(nodes, lost)

@@ -89,6 +89,8 @@ class Failing:
         if run is not None and run.exchange is not None and run.started:
             run.exchange.abandon()
         for rank, part in (run.parts if run is not None else {}).items():
+            if part.selected is not None and run is not None and run.exchange is None:
+                part.selected.disown()
             self.refuse(rank, part.handle, error)
         self._one_less()
 

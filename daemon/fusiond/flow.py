@@ -33,6 +33,9 @@ class FlowPort:
         grant: sends credit (node, chunks).
         finished: called when the exchange has finished and nothing of it is borrowed any more.
         trace: what waits is recorded there.
+
+    Attributes:
+        lends: whether large payloads are memory that changes when the exchange is over (`Exchange.lends`).
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class FlowPort:
         self._sent = dict.fromkeys(range(len(nodes)), 0)  # chunks sent to a position in all
         self._taken = dict.fromkeys(range(len(nodes)), 0)  # chunks of a position consumed here in all
         self._consumed: dict[int, int] = {}  # chunks of a position consumed here and not yet granted
+        self.lends = True
         self._owed: set[int] = set()  # positions that wait for our last credit, because they sent borrowed payloads
         self._done = False
         self._told = False
@@ -92,7 +96,7 @@ class FlowPort:
         self._taken[position] += 1
         count = self._consumed.get(position, 0) + 1
         self._consumed[position] = count
-        if nbytes >= BORROW_FROM:
+        if nbytes >= BORROW_FROM and self.lends:
             self._owed.add(position)
         if 4 * count >= self._window or (self._done and position in self._owed):
             self._consumed[position] = 0
@@ -118,7 +122,7 @@ class FlowPort:
     def _send_now(self, position: int, chunk: wire.Chunk, payload: bytes | memoryview) -> None:
         self._sent[position] += 1
         self._under_way[position] = self._under_way.get(position, 0) + 1
-        if self._send_chunk(self._node_of[position], chunk, payload):
+        if self._send_chunk(self._node_of[position], chunk, payload) and self.lends:
             self._borrowed.add(position)
 
     def _record(self, kind: Kind, position: int, nbytes: int = 0) -> None:

@@ -1,4 +1,5 @@
-"""What daemons that were killed have left behind, found by their locks: the kernel frees a lock with its process.
+"""What daemons, and agents of elastic jobs, that were killed have left behind, found by their locks: the kernel frees a
+lock with its process.
 
 A directory whose lock is free is nobody's. Its socket and lock are removed, and its log as well when it is empty or
 old, or when somebody asks for it. A daemon looks when it starts, so that nothing piles up; `fusiond clean` does too.
@@ -10,12 +11,15 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import stat
 import time
 
+from fusion_rt import bootstrap
 from fusion_rt.local_daemons import OWN_STACKS
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}\.[0-9]{1,9}")  # of a daemon's directory, as `bootstrap.job_directory` has it
+# Of a daemon's directory, as `bootstrap.job_directory` has it, or of an agent's (`fusion_rt.runner.elastic.agent`).
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}\.(agent)?[0-9]{1,9}")
 _OLD = 7 * 24 * 3600.0  # seconds after which nobody asks for the log of a daemon that is gone
 _STARTING = 600.0  # seconds in which a daemon takes its lock after its directory was made
 _log = logging.getLogger("fusiond")
@@ -62,7 +66,10 @@ def _remove(path: str, logs: bool) -> bool:
         except FileNotFoundError:
             if _age(path) < _STARTING:
                 return False  # its daemon may be about to make the lock
-        removed = _unlink(path, "sock") | _unlink(path, OWN_STACKS)
+        removed = _unlink(path, "sock") | _unlink(path, "workers") | _unlink(path, OWN_STACKS)
+        if os.path.lexists(ranks := os.path.join(path, bootstrap.RANKS_DIRECTORY)):
+            shutil.rmtree(ranks)
+            removed = True
         log = os.path.join(path, "log")
         if os.path.lexists(log) and (logs or os.lstat(log).st_size == 0 or _age(log) > _OLD):
             removed |= _unlink(path, "log")

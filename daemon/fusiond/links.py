@@ -17,10 +17,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fusion_rt.bootstrap import Endpoint
 from fusiond.delivery import Outgoing
-from fusiond.flow import BORROW_FROM
 from fusiond.loop import EventLoop
 from fusiond.sockets import LINGER, MORE, NOW, Socket, Sockets, bracketed
 
+COPY_BELOW = 512 * 1024  # bytes; libzmq gets a copy of a smaller payload, which costs less than not to copy it
 _AGAIN = 0.05  # seconds between attempts
 _REFUSED_FOR = 0.1  # seconds in which a connection is refused again and again: then nobody is there any more
 
@@ -118,7 +118,7 @@ class Link:
                 self._socket.send(frame, NOW)
             else:
                 self._socket.send(frame, MORE)
-                self._socket.send(payload, NOW, copy=len(payload) < BORROW_FROM)
+                self._socket.send(payload, NOW, copy=len(payload) < COPY_BELOW)
         except zmq.Again:  # libzmq has seen the end of it before its monitor has told us
             self.stands = False
             self._loop.call_soon(self._broke)

@@ -43,6 +43,9 @@ class Outside(Protocol):
     def peers_gone(self, nodes: Sequence[int], why: str) -> None:
         """The daemon need not hear these nodes any more."""
 
+    def begin_epoch(self) -> None:
+        """All workers of this node that are not lost have left and come back."""
+
 
 class Losses:
     """Of one daemon.
@@ -67,15 +70,16 @@ class Losses:
         self._membership = membership
         self._outside = outside
         self._handovers: dict[int, wire.Handover] = {}  # the latest of each node
+        self._ended: dict[int, str] = {}  # nodes that are not missed, and why they are gone
 
     def peer_lost(self, node: int, why: str) -> None:
         """A peer cannot be heard any more."""
         if node not in self.views.view.nodes:
             return
         if self._outside.is_over() or (self._has_left(node) and node != self.views.coordinator):
-            self._outside.peers_gone([node], why)  # nobody needs it any more
+            self._let_go(node, why)  # nobody needs it any more
             return
-        self.views.suspect(Loss(node, f"node {node} (host {self._topology.hosts[node]}) is lost: {why}"))
+        self._suspect(node, why)
 
     def departed(self) -> None:
         """Workers have left in good order. Where they were the last, that is why connections seemed to be lost."""
@@ -83,7 +87,7 @@ class Losses:
         for node in self.views.view.nodes:
             nobody_needs_it = over or (self._has_left(node) and node != self.views.coordinator)
             if nobody_needs_it and self.views.forgive(node):
-                self._outside.peers_gone([node], "its workers have left")
+                self._let_go(node, "its workers have left")
 
     def worker_lost(self, rank: int, error: str) -> None:
         """A worker of this node has failed."""
@@ -113,7 +117,9 @@ class Losses:
 
     def epoch_begins(self, epoch: int, engine: Engine) -> None:
         """A membership epoch begins here, with a new engine, in the view that there is. The others hear of it first:
-        what an engine says before is to them of the epoch before, and dropped, and nobody says it again."""
+        what an engine says before is to them of the epoch before, and dropped, and nobody says it again.
+
+        Nodes that were not needed any more when they went are missed now."""
         for node in range(len(self._topology.hosts)):
             if node != self._node:
                 self._outside.to_node(node, wire.NewEpoch(epoch))
@@ -121,6 +127,8 @@ class Losses:
             engine.view_begins(self.views.view, self.views.coordinator)
             for node, handover in self._handovers.items():
                 engine.peer_message(node, handover, None)
+        for node, why in self._ended.items():
+            self._suspect(node, why)
 
     def statistics(self) -> dict[str, object]:
         """The `view` in force, and messages `fenced` because their sender is not in it."""
@@ -158,17 +166,27 @@ class Losses:
         for loss in news:
             self._outside.warn(f"{loss.why}; the job goes on without it")
         self.coordinated.add(self._membership.coordinator)
+        epoch = self._membership.epoch
         self._membership.view_begins(view, self.views.coordinator)
         for loss in news:
             if loss.rank < 0:
                 self._outside.peers_gone([loss.node], loss.why)
         if error:  # this node has plans that whoever decided has no part in
             self._outside.fail(error, True)
+        elif self._membership.epoch > epoch:
+            self._outside.begin_epoch()  # in this view
         else:
             self._outside.current_engine().view_begins(view, self.views.coordinator)
 
     def job_ends(self, error: str, tell: bool) -> None:
         self._outside.fail(error, tell or not self._tolerate)
+
+    def _suspect(self, node: int, why: str) -> None:
+        self.views.suspect(Loss(node, f"node {node} (host {self._topology.hosts[node]}) is lost: {why}"))
+
+    def _let_go(self, node: int, why: str) -> None:
+        self._ended[node] = why
+        self._outside.peers_gone([node], why)
 
     @property
     def _may_tolerate(self) -> bool:

@@ -9,7 +9,9 @@ the next *membership epoch*; this one starts when every node is.
 A node without workers, or whose workers are all lost, is up as soon as its connections stand, and follows the others
 into the next epoch.
 
-Workers and nodes that are lost (`views`) are not waited for.
+Workers and nodes that are lost (`views`) are not waited for. If a local worker is lost while others of its node have
+come back already, the next epoch begins with the view that goes on without it, since before an epoch has started no
+loss is tolerated.
 """
 
 from __future__ import annotations
@@ -53,11 +55,14 @@ class Membership:
         """A local rank will not come back."""
         self.lost.add(rank)
         self.left.add(rank)
+        self._returned.discard(rank)
 
     def view_begins(self, view: View, coordinator: int) -> None:
-        """These nodes go on, and one of them coordinates."""
+        """These nodes go on, and one of them coordinates. When all workers of this node have come back that are not
+        lost, a new epoch begins."""
         self.nodes, self.coordinator = view.nodes, coordinator
         self._lost = {loss.rank for loss in view.lost}
+        self._begin_if_all_are_back()
 
     def has_workers(self, node: int) -> bool:
         """Whether a node has workers that are not lost."""
@@ -77,7 +82,11 @@ class Membership:
         if rank in self.joined:
             self._returned.add(rank)
         self.joined.add(rank)
-        if self._returned.issuperset(self.awaited):
+        self._begin_if_all_are_back()
+
+    def _begin_if_all_are_back(self) -> None:
+        awaited = self.awaited
+        if awaited and self._returned.issuperset(awaited) and self._lost.issuperset(self.lost):
             self.epoch += 1
             self.left = set(self.lost)
             self._returned.clear()

@@ -84,6 +84,11 @@ class Coordinator:
         self._verdicts: dict[OpKey, wire.Verdict] = {}  # of the view before, which some nodes may not have heard
         self.seconds_per_byte: dict[int, float] = {}
 
+    @property
+    def has_plans(self) -> bool:
+        """Whether any plan is in force."""
+        return bool(self._made)
+
     def take_over(self, inherited: Inherited) -> Outgoing:
         """Goes on where the coordinator of the view before stopped."""
         self._next_plan = inherited.next_plan

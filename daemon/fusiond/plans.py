@@ -13,6 +13,7 @@ import msgspec
 from fusion_rt import codecs, wire
 from fusion_rt.algorithms import parse
 from fusion_rt.codecs import CodecError
+from fusion_rt.codecs.trays import layout_of as layout_of
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond import algorithms, remembered
@@ -21,6 +22,7 @@ from fusiond.collectives.base import Array, Reducer
 from fusiond.participants import Members
 from fusiond.remembered import State
 from fusiond.requests import Part, RequestError, reducer_of
+from fusiond.selected import selected
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,7 @@ class Plans:
         return why
 
     def why_not_without(self, nodes: Collection[int], ranks: Collection[int]) -> str:
-        """Why what is planned cannot go on without these nodes and ranks; empty if it can."""
-        if not self._plans:
-            return "what is under way needs every rank"
+        """Why what is planned here cannot go on without these nodes and ranks; empty if it can."""
         for state in self:
             algorithm = state.plan.reduction.algorithm
             if parse(algorithm).synchronous and not set(ranks).isdisjoint(state.members.set.ranks):
@@ -195,7 +195,8 @@ class Plans:
         """What a worker's `Ready` is about.
 
         Raises:
-            RequestError: there is no such bucket, or the worker gave no memory for it, or `rescale` makes no sense.
+            RequestError: there is no such bucket, or the worker gave no memory for it, or `rescale` or `tray` makes no
+                sense.
         """
         state = self._plans.get(ready.plan)
         memory = self._memory.get((ready.plan, rank))
@@ -214,7 +215,18 @@ class Plans:
         storage = found.reducer.dtype.storage
         offset = found.bucket.offset
         values = memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage)
-        return state, found, Part(ready.handle, values, values, rescale=ready.rescale, urgency=ready.urgency)
+        part = Part(ready.handle, values, values, rescale=ready.rescale, urgency=ready.urgency, share=ready.share)
+        if ready.share != wire.OWN and (isinstance(state.algorithm, HomeAlgorithm) or found.reducer.op == "adasum"):
+            raise RequestError(
+                f"rank {rank} shares a contribution with its node in bucket {ready.bucket} of plan {ready.plan}, which "
+                f"needs each rank's own"
+            )
+        if ready.tray:
+            whose = f"bucket {ready.bucket} of plan {ready.plan} on rank {rank}"
+            if len(state.members.local) > 1 and ready.share != wire.OF_NODE:
+                raise RequestError(f"{whose} was selected by its worker, which is not the only one of its node")
+            part.selected = selected(whose, found.codec, memory, ready.tray, state.plan.nbytes)
+        return state, found, part
 
     def statistics(self) -> list[Mapping[str, object]]:
         """Id, group, number of buckets, bytes and codec of each; and `tuning`, what of it was tuned, and why."""
@@ -285,9 +297,3 @@ def _told(sums: Counter[str]) -> dict[str, float]:
         "seconds": float(sums["seconds"]),
         "residual_norm": math.sqrt(sums["squared_norm"]),
     }
-
-
-def layout_of(bucket: wire.Bucket) -> codecs.Layout:
-    """Where its tensors lie."""
-    spans = tuple(codecs.Span(tensor.name, tensor.start, tensor.numel, tensor.shape) for tensor in bucket.tensors)
-    return codecs.Layout(DTYPES[bucket.dtype], bucket.numel, spans)

@@ -5,17 +5,30 @@ The names are those that workers use: `bucket 3` for the bucket "3" of a plan.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from fusion_rt import wire
+from fusion_rt import bootstrap, trace_files, wire
 from fusion_rt.dtypes import DTYPES
-from fusion_rt.trace import Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.settings import Settings
+from fusion_rt.trace import Instrument, Owner, open_recorder
+from fusion_rt.trace_format import Kind, Role
 from fusion_rt.wire import OpKey
 
 Job: TypeAlias = Callable[[], None]
+_log = logging.getLogger("fusiond")
+
+
+def open_ring(config: bootstrap.DaemonConfig, settings: Settings) -> Instrument:
+    """A daemon's ring, in the place of those of jobs that were too long ago."""
+    try:
+        trace_files.begin_job(settings.trace_root(), config.job, settings.trace_jobs)
+    except OSError as error:
+        _log.warning("records of earlier jobs in %s cannot be removed: %s", settings.trace_root(), error.strerror)
+    owner = Owner(config.job, Role.DAEMON, config.node, config.node, len(config.topology.hosts))
+    return open_recorder(settings, owner, _log.warning)
 
 
 class About(NamedTuple):

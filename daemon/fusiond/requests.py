@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.scatter import ReduceScatter, rows_of_members
 from fusiond.participants import EMPTY_KINDS, Members
+
+if TYPE_CHECKING:
+    from fusiond.selected import Selected
 
 _BYTE = DTYPES["uint8"]
 NOTHING = wire.Signature("barrier")
@@ -43,6 +47,8 @@ class Part:
         signature, splits: as submitted; of no meaning for a planned bucket.
         rescale: of a planned bucket: what the residual of each tensor is multiplied by first.
         urgency: the less, the sooner the worker needs it.
+        selected: of a planned bucket: what the worker has selected of it, instead of the elements in `source`.
+        share: of a planned bucket: whose contributions `source` has; see `wire.Ready`.
     """
 
     handle: int
@@ -52,6 +58,25 @@ class Part:
     splits: tuple[int, ...] = ()
     rescale: tuple[float, ...] = ()
     urgency: int = 0
+    selected: Selected | None = None
+    share: int = wire.OWN
+
+
+def contributions_of(local: Sequence[Part]) -> tuple[list[Part], bool]:
+    """The local parts that have anything in them, and whether that is the node's contribution already.
+
+    Raises:
+        RequestError: ranks do not agree about who submits their contributions.
+    """
+    shares = [part.share for part in local]
+    if not any(shares):
+        return list(local), False
+    if shares.count(wire.OF_NODE) != 1 or wire.OWN in shares:
+        raise RequestError(
+            f"of {len(local)} ranks of a node, {shares.count(wire.OWN)} submit their own contribution, "
+            f"{shares.count(wire.OF_NODE)} those of all, and {shares.count(wire.ELSEWHERE)} rely on another rank"
+        )
+    return [part for part in local if part.share == wire.OF_NODE], True
 
 
 def outputs_of(local: Sequence[Part]) -> tuple[list[Array], Array | None]:

@@ -27,7 +27,7 @@ from fusiond.plans import BucketState, PlanState
 from fusiond.recorded_codecs import record_codec
 from fusiond.recording import about_key, recorded_jobs
 from fusiond.remembered import open_bucket
-from fusiond.requests import Part, Recipe, collective_exchange, outputs_of
+from fusiond.requests import Part, Recipe, collective_exchange, contributions_of, outputs_of
 
 INLINE_WORK = 128 * 1024  # bytes; a smaller local part is done at once, where a thread's hand-over would cost more
 
@@ -190,7 +190,11 @@ class Runner:
         self._start(run, lambda port: collective_exchange(port, recipe, topology, local, outputs, rows, splits))
 
     def start_bucket(self, run: Run, state: PlanState, bucket: BucketState) -> None:
-        """Starts the run of a planned bucket."""
+        """Starts the run of a planned bucket.
+
+        Raises:
+            RequestError: the local members do not agree about who submits what.
+        """
         assert isinstance(state.algorithm, Algorithm)  # one with homes has no runs
         tuning = state.plan.tuning or wire.Tuning()
         self._reduce(run, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts, tuning)
@@ -218,7 +222,11 @@ class Runner:
             reducer = replace(reducer, prescale=1.0)  # nothing, scaled, would not be nothing in a product
             local = [nothing(reducer, elements)]
         outputs, run.shared = outputs_of(local)
-        sources = [part.source for part in local]
+        contributions, prescaled = contributions_of(local)
+        if prescaled:
+            reducer = replace(reducer, prescale=1.0)
+        sources = [part.source for part in contributions]
+        selected = contributions[0].selected if len(contributions) == 1 else None
         factors = run.parts[min(run.parts)].rescale if run.parts else ()
         record_codec(codec, self._trace, about_key(run.key))
         first = None
@@ -229,7 +237,7 @@ class Runner:
         whole = most if dense == "doubling" else self.cost.chunk_bytes(most)
 
         def exchange(port: Port) -> Exchange:
-            work = Work(port, reducer, codec, self.cost, sources, outputs, parts, sparse, dense, whole)
+            work = Work(port, reducer, codec, self.cost, sources, outputs, parts, sparse, dense, whole, selected)
             return algorithm.exchange(work)
 
         self._start(run, exchange, first, tuning)
@@ -261,6 +269,7 @@ class Runner:
         nbytes = next((part.source.nbytes for part in run.parts.values()), 0)
         self._trace.record(Kind.RUN_BEGIN, what.name, nbytes, what.clock, what.plan)
         run.exchange = make(run.port)
+        run.port.lends = run.exchange.lends
         small = run.exchange.local_nbytes <= INLINE_WORK
         jobs = run.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
         jobs = recorded_jobs(jobs, self._trace, what, run.exchange.local_nbytes)

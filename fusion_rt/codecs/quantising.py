@@ -184,7 +184,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
 
     @np.errstate(over="ignore", invalid="ignore")
     def conclude(self, total: Portion, nodes: int) -> Quantised:
-        """Rounds a sum, which is used up."""
+        """Rounds a sum, of which the rest is left."""
         if isinstance(total, Quantised):
             return total
         low, high, values = total.low, total.high, total.values
@@ -194,6 +194,12 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
             for a, b in self.quantised.within(low, high):
                 self._residual[a:b] += values[a - low : b - low]
         return Quantised(low, high, records, dense)
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def revoke(self, total: Portion, sent: Portion) -> None:
+        if self._codec.feedback and isinstance(total, Total):
+            for a, b in self.quantised.within(total.low, total.high):
+                self._residual[a:b] -= total.values[a - total.low : b - total.low]
 
     def write(self, portion: Portion, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         low, high, values = portion.low, portion.high, self._values(portion)

@@ -21,16 +21,18 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
+from fusion_rt.codecs.adopting import AdoptingBucketCodec, left
 from fusion_rt.codecs.base import Array, Codec, CodecError, Layout
-from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec
+from fusion_rt.codecs.feedback import F32
 from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans, merged, strongest
 from fusion_rt.codecs.rules import Rules, joined
 from fusion_rt.codecs.summing import SummingBucketCodec
+from fusion_rt.codecs.trays import Shape, Tray
 from fusion_rt.codecs.values import FORMATS
 from fusion_rt.dtypes import DType
 from fusion_rt.kernels import coding, cpu, selection
@@ -99,6 +101,10 @@ class Selecting(Codec):
         if self.index != "auto" and not self.sends_indices:
             raise CodecError(f"the codec {self.name} sends no indices, so it has no choice how; leave out index")
 
+    def masks(self, k: int, size: int) -> bool:
+        """Whether the velocity starts again where k of so many elements are taken."""
+        return self.masking and k <= max(1, _MASKED_DENSITY * size)
+
     @property
     def rules(self) -> Rules:
         return Rules(self.density, self.scope, self.minimum, self.exclude, self.densities)
@@ -111,7 +117,7 @@ class Selecting(Codec):
         """See `Codec.open`. `team`: the threads that a bucket may use."""
 
 
-class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
+class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
     """One bucket's codec on one node: the residual of the whole bucket, and what is selected from it.
 
     Portions are selections. `accumulate_and_select` is what contributes; of a sum of selections, an owner keeps its
@@ -163,6 +169,7 @@ class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         began = time.perf_counter()
         if values.shape != (self.layout.elements,) or values.dtype != self.layout.dtype.storage:
             raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
+        self.take_back()
         gradient = self._as_float32(values)
         memory = Memory(self._residual, gradient, self._velocity, self._codec.momentum, self._codec.nesterov)
         memory.factor = self._clip_factor(gradient)
@@ -172,20 +179,46 @@ class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         indices, wanted = parts[0] if len(parts) == 1 else _one_after_the_other(parts)
         sent = self._format.rounded(wanted)
         if sent is not wanted:
-            selection.put(indices, _left(wanted, sent), self._residual, team=self._team)
+            selection.put(indices, left(wanted, sent), self._residual, team=self._team)
         always = self.dense.gather(self._residual, 0, self.layout.elements)
         sent_always = self._format.rounded(always)
-        self.dense.scatter(_left(always, sent_always), 0, self._residual)
+        self.dense.scatter(left(always, sent_always), 0, self._residual)
         selected = Selection(0, self.layout.elements, indices, sent, sent_always, self.step)
         if not self._codec.feedback:
             self._residual[:] = 0
+        self._count_step(selected, ks, began)
+        return selected
+
+    def adopt(self, tray: Tray) -> Selection:
+        """What a worker has selected, in place of `accumulate_and_select`.
+
+        Raises:
+            CodecError: it is no selection of this bucket; nothing has changed.
+        """
+        began, ks = time.perf_counter(), self._ks()
+        given = self._given(tray)
+        sent, rest = self.rounded(given)
+        self.reclaim(rest)
+        self._count_step(sent, ks, began)
+        return sent
+
+    def disown(self, tray: Tray) -> None:
+        """Gives back what a worker has selected, for a step that did not begin. Raises as `adopt`."""
+        self.reclaim(self._given(tray))
+
+    def tray(self) -> Shape:
+        """What a worker has to provide in order to select; raises `CodecError` where it cannot."""
+        if not self._codec.sends_indices or self.layout.dtype != F32:
+            raise CodecError(f"workers cannot select for the codec {self.text} in a bucket of {self.layout.dtype}")
+        return Shape.of(self._codec, self.layout)
+
+    def _count_step(self, selected: Selection, ks: Sequence[int], began: float) -> None:
         self.step += 1
         self._wanted = sum(ks)
         self._asked += self._wanted
-        self._selected += len(indices)
-        self._always += len(sent_always)
+        self._selected += len(selected.indices)
+        self._always += len(selected.dense)
         self._seconds += time.perf_counter() - began
-        return selected
 
     def pack(self, selected: Selection, low: int, high: int) -> memoryview:
         """What a selection has in the range [low, high), as at most `max_encoded_nbytes(high - low)` bytes.
@@ -206,8 +239,8 @@ class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         """A selection whose values are sums, as receivers will have it, and what is then left of it."""
         low, high, indices, step = selected.low, selected.high, selected.indices, selected.step
         values, dense = self._format.rounded(selected.values), self._format.rounded(selected.dense)
-        left = _left(selected.values, values), _left(selected.dense, dense)
-        return Selection(low, high, indices, values, dense, step), Selection(low, high, indices, *left, step)
+        rest = left(selected.values, values), left(selected.dense, dense)
+        return Selection(low, high, indices, values, dense, step), Selection(low, high, indices, *rest, step)
 
     def expand(self, selected: Selection, out: Array) -> None:
         """Writes a selection as an array of all elements of its range, of the bucket's storage dtype."""
@@ -232,10 +265,14 @@ class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
     def conclude(self, total: Selection, nodes: int) -> Selection:
         """Keeps the largest, as many as this node's share of what is asked for."""
         kept, rest = strongest(total, -(-self._wanted // nodes))
-        sent, left = self.rounded(kept)
+        sent, cut = self.rounded(kept)
         self.reclaim(rest)
-        self.reclaim(left)
+        self.reclaim(cut)
         return sent
+
+    def revoke(self, total: Selection, sent: Selection) -> None:
+        self.reclaim(replace(total, values=-total.values, dense=-total.dense))
+        self.reclaim(sent)
 
     def write(self, selected: Selection, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         values, dense = selected.values, selected.dense
@@ -276,6 +313,11 @@ class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
     @np.errstate(over="ignore", invalid="ignore")
     def give_back_selection(self, selected: Selection) -> None:
         """Adds a selection, or what is left of one, to the residual."""
+        if self.corrections is not None:
+            self.corrections.add(selected.indices, selected.values)
+            if selected.dense.any():
+                self.corrections.add(self.dense.all_indices(selected.low, selected.high), selected.dense)
+            return
         selection.put(selected.indices, selected.values, self._residual, add=True)
         done = 0
         for low, high in self.dense.within(selected.low, selected.high):
@@ -326,8 +368,7 @@ class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
 
     def _cleared_velocity(self, group: int, k: int) -> Array | None:
         """The velocity, when that of selected elements is to start again."""
-        few = k <= max(1, _MASKED_DENSITY * self._groups[group].size)
-        return self._velocity if self._codec.masking and few else None
+        return self._velocity if self._codec.masks(k, self._groups[group].size) else None
 
     def _select_groups(self, memory: Memory, ks: Sequence[int]) -> list[tuple[Array, Array]]:
         """One after the other. Small ones take microseconds in kernels, and threads would wait for the GIL between them
@@ -348,11 +389,3 @@ class SelectingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
 def _one_after_the_other(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     indices = np.concatenate([np.empty(0, np.int32), *(part[0] for part in parts)])
     return indices, np.concatenate([np.empty(0, np.float32), *(part[1] for part in parts)])
-
-
-def _left(wanted: Array, sent: Array) -> Array:
-    """What is not sent of some values; nothing of what is not finite."""
-    with np.errstate(invalid="ignore"):
-        left: Array = wanted - sent
-    left[~np.isfinite(wanted)] = 0
-    return left

@@ -81,6 +81,15 @@ class SummingBucketCodec(BucketCodec):
         """
 
     @abstractmethod
+    def revoke(self, total: Portion, sent: Portion) -> None:
+        """The opposite of `conclude`, because what it gave did not become a result: its rest leaves the residual again.
+
+        Args:
+            total: what was concluded, as `conclude` has left it.
+            sent: what that gave.
+        """
+
+    @abstractmethod
     def write(self, portion: Portion, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         """Writes a portion, times `scale` and divided by `divisor`, into arrays of the whole bucket; see `blank`."""
 

@@ -233,7 +233,7 @@ class Agent:
         except asyncio.TimeoutError:
             return  # nobody reads: the launcher is gone, or as good as
         if survivors:
-            await self._refuse(f"processes {survivors} did not end when they were killed")
+            await self._refuse(f"processes {survivors} do not end although they were killed; the kernel lets them wait")
 
 
 def _make_agent(job: Job, channel: Channel) -> Agent:

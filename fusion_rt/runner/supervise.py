@@ -30,6 +30,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _KILL_S = 1.0  # seconds in which the kernel has to carry out SIGKILL
+_PF_EXITING = 0x4  # in the flags of /proc/PID/stat; as in <linux/sched.h>
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,22 @@ class Children:
         self._running[process.pid] = (process, exit_status)  # before the first await, after which SIGCHLD is handled
         assert process.stdout is not None
         assert process.stderr is not None
-        stdin = None if process.stdin is None else await Channel.open(process.stdin)
-        stdout = await Reader.open(process.stdout, line_limit)
-        stderr = await Reader.open(process.stderr, line_limit)
+        stdin: Channel | None = None
+        stdout: Reader | None = None
+        try:
+            if process.stdin is not None:
+                stdin = await Channel.open(process.stdin)
+            stdout = await Reader.open(process.stdout, line_limit)
+            stderr = await Reader.open(process.stderr, line_limit)
+        except BaseException:  # cancelled: nobody will ever hear of this child
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for opened, pipe in ((stdin, process.stdin), (stdout, process.stdout), (None, process.stderr)):
+                if opened is not None:
+                    opened.abort()
+                elif pipe is not None:
+                    pipe.close()
+            raise
         return Child(process.pid, stdin, stdout, stderr, exit_status)
 
     def _reap(self) -> None:
@@ -152,7 +166,8 @@ async def end_descendants(keep: Collection[int], grace: float, hurry: asyncio.Ev
         hurry: set it to end the grace early.
 
     Returns:
-        Ids of the processes that not even KILL ended within a second (stuck in the kernel, or another user's).
+        Ids of the processes that not even KILL ended within a second (stuck in the kernel, or another user's). Not of
+        those that are about to end, while the kernel frees their memory: several GiB on a busy host take seconds.
     """
     started = time.monotonic()
     if grace > 0:
@@ -161,7 +176,7 @@ async def end_descendants(keep: Collection[int], grace: float, hurry: asyncio.Ev
     while running := _descendants(keep):
         now = time.monotonic()
         if killed is not None and now >= killed + _KILL_S:
-            return running
+            return [pid for pid in running if not _is_exiting(pid)]
         if now >= started + grace or hurry.is_set():
             killed = killed or now
             _signal(running, signal.SIGKILL)
@@ -195,13 +210,24 @@ def _processes() -> Iterator[tuple[int, int, bytes]]:
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                # The command's name stands in parentheses and may itself hold spaces and parentheses.
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # ended meanwhile
-        yield int(name), int(parent), state
+        if stat := _stat(int(name)):
+            yield int(name), int(stat[1]), stat[0]
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether a process will run no more and only the kernel has something left to do for it."""
+    stat = _stat(pid)
+    return not stat or bool(int(stat[6]) & _PF_EXITING)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What /proc says of a process, from its state on; nothing if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command's name stands in parentheses and may itself hold spaces and parentheses.
+            return file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def _signal(pids: Sequence[int], number: int) -> None:

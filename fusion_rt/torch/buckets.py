@@ -8,16 +8,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation, Terms
+from fusion_rt.errors import HorovodInternalError
 from fusion_rt.torch import device, ops
 from fusion_rt.torch.process_sets import ProcessSet
 from fusion_rt.torch.runtime import Runtime
 from fusion_rt.torch.slots import Slot
 from fusion_rt.trace_format import Flush, Kind
+
+if TYPE_CHECKING:
+    from fusion_rt.torch.node.reduction import NodeReduction, Staging
+
+# As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
+_FULL, _COPY_BEGIN, _COPY_END = int(Kind.FULL), int(Kind.COPY_BEGIN), int(Kind.COPY_END)
+_APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
+_NOTHING = nullcontext()
 
 
 class Bucket(ABC):
@@ -80,6 +91,8 @@ class DenseBucket(Bucket):
         added: the result is to be added to what the worker has; known when it has come.
         urgency: the less, the sooner its result is needed.
         nbytes: its size, for the recorder.
+        flat: its place in the arena (1-D).
+        node: what combines it with those of other ranks of the node, in steps in which that is done.
         owed: places in the bucket, and what is to be added there (both 1-D) to what is sent next.
     """
 
@@ -95,7 +108,10 @@ class DenseBucket(Bucket):
         super().__init__(slots)
         self.added = False
         self.urgency = self.nbytes = 0
+        self.flat: torch.Tensor | None = None
+        self.node: NodeReduction | None = None
         self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._share = wire.OWN
         self._here = here
         self._terms = terms
         self._identity = (name, plan, index)
@@ -108,7 +124,7 @@ class DenseBucket(Bucket):
         self._operation = self._copying = None
 
     def fill(self) -> None:
-        self._record(Kind.FULL)
+        self._record(_FULL)
 
     def submit(self) -> None:
         """Submits what is in the arena already."""
@@ -117,29 +133,83 @@ class DenseBucket(Bucket):
     def _send(self) -> None:
         client = self._here.client
         ready = client.ready  # asked for first of all, because a forked child has none
+        if self.node is not None and self.node.reduces:
+            self._send_in_node(self.node, gradients=True)
+            return
+        self._share = wire.OWN
         host: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         remote: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for slot in self.slots:
-            value, view = slot.outgoing(), slot.view
+            view = slot.view
+            assert view is not None
+            if slot.direct and (value := slot.parameter.grad) is not None and not value.is_sparse:
+                if value is not view:  # as `outgoing` does; but a call for each of so many would take twice as long
+                    slot.sparse = 0
+                    slot.parameter.grad = view
+                    host[0].append(view)
+                    host[1].append(value)
+                continue
+            value = slot.outgoing()
             if value is view:
                 continue
-            assert view is not None
             if value is None:
                 view.zero_()
                 continue
             places, values = host if slot.direct or device.layer.is_host(value) else remote
             places.append(view)
             values.append(value)
-        with torch.no_grad():
+        with _without_graph():
             if host[0]:
-                self._record(Kind.COPY_BEGIN)
+                self._record(_COPY_BEGIN)
                 torch._foreach_copy_(*host)
-                self._record(Kind.COPY_END)
+                self._record(_COPY_END)
             if remote[0]:
                 self._copying = device.layer.copy(*remote)
                 return
         self._pay()
         self._operation = ready(*self._identity, self._said(), self.nbytes, self.flush)
+
+    def send_nothing(self) -> None:
+        """Takes part in a reduction in the node without changing its result."""
+        assert self.node is not None
+        self._send_in_node(self.node, gradients=False)
+        self.sent = True
+
+    def _send_in_node(self, node: NodeReduction, gradients: bool) -> None:
+        assert self.flat is not None
+        staging = node.staging(self._identity[2], self.flat, self.slots)
+        with torch.no_grad():
+            if gradients:
+                self._stage(staging)
+            else:
+                node.fill_with_nothing(staging)
+            while self.owed:
+                place, value = self.owed.pop()
+                start = (place.data_ptr() - self.flat.data_ptr()) // place.element_size()
+                staging.values[start : start + place.numel()].add_(value.to(staging.values.device))
+            self._copying = node.reduce(staging, self._follow)
+        self._share = wire.OF_NODE if node.is_leader else wire.ELSEWHERE
+        if self._copying is None:
+            self.submit()
+
+    def _follow(self, values: torch.Tensor) -> device.Copying:
+        """Starts to bring what the node contributes, on its device (1-D), to the arena."""
+        assert self.flat is not None
+        return device.layer.copy([self.flat], [values.to(self.flat.dtype)])
+
+    def _stage(self, staging: Staging) -> None:
+        places, values = [], []
+        for slot, place in zip(self.slots, staging.places, strict=True):
+            value = slot.outgoing()
+            if value is None:
+                place.zero_()
+            else:
+                places.append(place)
+                values.append(value)
+        if places:
+            self._record(_COPY_BEGIN)
+            torch._foreach_copy_(places, values)
+            self._record(_COPY_END)
 
     def post(self, wait: bool) -> bool:
         if self._copying is not None:
@@ -152,12 +222,13 @@ class DenseBucket(Bucket):
             self.submit()
         return True
 
-    def _record(self, kind: Kind) -> None:
+    def _record(self, kind: int) -> None:
         _, plan, index = self._identity
         self._here.trace.record(kind, self._label, 0, self._here.client.next_clock(plan, index), plan)
 
     def _said(self) -> Terms:
-        return self._terms()._replace(urgency=self.urgency)
+        terms = self._terms()
+        return Terms(terms.rescale, terms.rates, terms.samples, terms.seed, self.urgency, terms.tray, self._share)
 
     def _pay(self) -> None:
         while self.owed:
@@ -175,25 +246,37 @@ class DenseBucket(Bucket):
 
     def land(self, operation: Operation) -> None:
         """Waits for a reduction, and puts its results where they belong. Raises `HorovodInternalError`."""
-        self.added = self._here.client.wait(operation).sizes == (1,)
+        self.added = self._wait(operation).sizes == (1,)
         _, clock, plan = operation.about
-        self._here.trace.record(Kind.APPLY_BEGIN, self._label, 0, clock, plan)
+        self._here.trace.record(_APPLY_BEGIN, self._label, 0, clock, plan)
         landings = [(slot, slot.landing()) for slot in self.slots if slot.sparse or not slot.direct]
+        if landings:
+            self._take(landings)
+        self._here.trace.record(_APPLY_END, self._label, 0, clock, plan)
+
+    def _take(self, landings: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         elsewhere = [(landing, slot.view) for slot, landing in landings if landing is not slot.view]
         with torch.no_grad():
             if elsewhere:
                 self._here.copying.append(device.layer.copy(*zip(*elsewhere, strict=True)))
             for slot, landing in landings:
                 slot.take(landing)
-        self._here.trace.record(Kind.APPLY_END, self._label, 0, clock, plan)
 
     def await_end(self, operation: Operation) -> None:
         """Waits until a reduction has ended; raises `HorovodInternalError` if it failed."""
-        self._here.client.wait(operation)
+        self._wait(operation)
 
     def abandon(self) -> None:
         if self._operation is not None and not self._operation.done:
-            self._here.client.wait(self._operation)
+            self._wait(self._operation)
+
+    def _wait(self, operation: Operation) -> Operation:
+        try:
+            return self._here.client.wait(operation)
+        except HorovodInternalError as error:
+            if self.node is not None and self._share != wire.OWN:
+                self.node.give_up(str(error))  # whoever waits for this rank in the node is told
+            raise
 
 
 class SparseBucket(Bucket):
@@ -238,3 +321,8 @@ class SparseBucket(Bucket):
     def abandon(self) -> None:
         if self._handle is not None:
             self._handle()
+
+
+def _without_graph() -> AbstractContextManager[Any]:
+    """A context without autograd, which a backward pass is already: `torch.no_grad` takes 20 us with cold caches."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

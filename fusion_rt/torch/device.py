@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusion_rt.arena import Segment
+
+if TYPE_CHECKING:
+    from fusion_rt.torch.gpu_selection import Side
 
 
 class Copying:
@@ -47,6 +50,7 @@ class Layer:
     def __init__(self) -> None:
         self._warned = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which is copied to the host
+        self._sides: dict[torch.device, Side | None] = {}
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Whether it lies in this process's memory."""
@@ -100,6 +104,28 @@ class Layer:
             events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
             events[-1].record(stream)
         return Copying(events, [*to, *source])
+
+    def side(self, tensor: torch.Tensor) -> Side | None:
+        """What selects on the device of a tensor; None, with a warning, where nothing can."""
+        where = tensor.device
+        if where not in self._sides:
+            self._sides[where] = self._find_side(where)
+        return self._sides[where]
+
+    def _find_side(self, where: torch.device) -> Side | None:
+        if where.type != "cuda":
+            return None
+        try:
+            from fusion_rt.torch.cuda_side import CudaSide  # numba.cuda takes long to import, and may not be there
+
+            return CudaSide(where.index)
+        except (ImportError, RuntimeError) as error:
+            warnings.warn(
+                f"gradients on {where} are copied to the host as a whole, since FUSION_GPU_SELECTION needs "
+                f"fusion_rt[cuda]: {error}",
+                stacklevel=2,
+            )
+            return None
 
     def _beside(self, device: torch.device) -> torch.cuda.Stream:
         """The stream for copies to the host, which goes on when the current one has come as far as now."""

@@ -29,10 +29,13 @@ from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
 from fusion_rt.torch.compression import NoneCompressor
 from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.memory import Memory, Place
+from fusion_rt.torch.node.joining import stand_in
+from fusion_rt.torch.node.reduction import NodeReduction, reduction_in_node
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.parameters import Trained
 from fusion_rt.torch.recording import Steps
 from fusion_rt.torch.runtime import Runtime, is_initialized, runtime
+from fusion_rt.torch.selected_buckets import Selections
 from fusion_rt.torch.slots import Named, Slot, in_order
 from fusion_rt.torch.tensors import TORCH_DTYPES
 from fusion_rt.trace_format import Flush
@@ -74,9 +77,11 @@ class GradientExchange:
         idle: no gradient has arrived since the last reduction.
         arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
         copying: buckets whose gradients are on their way from a device to the arena.
+        node: what combines its gradients in this node, if anything but the daemon does.
         serial: in the order in which exchanges were made.
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
         memory: what daemons remember of its gradients.
+        selections: what of that is with this worker instead.
         steps: the steps that it is part of, as they are recorded.
     """
 
@@ -93,6 +98,7 @@ class GradientExchange:
         self.arrivals: list[Slot] = []
         self.copying: deque[Bucket] = deque()
         self.lost = ""
+        self.node: NodeReduction | None = None
         self._manner = manner
         self._trained = trained
         self.memory = self.memory_type(self, manner, trained)
@@ -108,7 +114,9 @@ class GradientExchange:
         self._agreed: wire.Plan | None = None
         self._eager = manner.eager
         self._replanning = None if manner.replanning is None else manner.replanning()
-        self._prioritises = Settings.from_env().priority
+        settings = Settings.from_env()
+        self._prioritises = settings.priority
+        self.selections = Selections(manner.compressor, settings.gpu_selection == "auto")
         self.serial = next(_serial)
         _all.add(self)
         self._watch(trained.named())
@@ -132,12 +140,15 @@ class GradientExchange:
             raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
                              "was made; a parameter can be reduced by one of them only")  # fmt: skip
         here = runtime()
-        if self._runtime is not here or [id(p) for p in self._trained.tensors()] != list(self._slots):
+        if self._runtime is not here or list(map(id, self._trained.tensors())) != list(self._slots):
             self._give_up_plan(here)
             self._watch(self._trained.named())
         elif self._replanning is not None and self._replanning.due(here):
             self._give_up_plan(here)
         self.memory.begin()
+        if self.node is not None and self._buckets is not None:
+            self.node.begin()
+        self._move_selections(here)
         self.idle = False
         self.steps.first_gradient()
 
@@ -146,8 +157,9 @@ class GradientExchange:
         if not bucket.missing:
             bucket.fill()
             if self._eager:
-                bucket.flush = Flush.FULL
-                self._send(bucket)
+                for full in self._full(bucket):
+                    full.flush = Flush.FULL
+                    self._send(full)
         while self.copying and self.copying[0].post(wait=False):
             self.copying.popleft()
 
@@ -214,11 +226,25 @@ class GradientExchange:
         if self._segment is not None:
             self._runtime.retired.append(self._segment)
             self._segment = None
+        if self.node is not None:
+            self.node.close()
+            self.node = None
 
     def statistics(self) -> OptimizerStatistics:
         """What it has cost so far."""
         buckets = len(self._buckets or [])
         return OptimizerStatistics(self._steps, self._plans, buckets, self._nbytes, self._waited, self._last_waited)
+
+    def is_of(self, here: Runtime) -> bool:
+        """Whether it has a plan in this membership."""
+        return self._runtime is here and self._buckets is not None
+
+    def finish(self) -> None:
+        """Applies what waits for the next forward pass; nothing does."""
+
+    def end_standing_in(self) -> None:
+        """What was sent without gradients of this rank has been reduced, and is nothing to it."""
+        self._end_step()
 
     def enter(self, here: Runtime) -> None:
         """Belongs to another membership from now on."""
@@ -238,6 +264,9 @@ class GradientExchange:
                              "and the next backward()")  # fmt: skip
         here = runtime()
         self.enter(here)
+        return self._place(here)
+
+    def _place(self, here: Runtime) -> Place:
         return Place(here, self._manner.process_set, self._group, self._agreed)
 
     def _process_set(self, here: Runtime) -> int:
@@ -249,6 +278,17 @@ class GradientExchange:
         bucket.send()
         if not bucket.post(wait=False):
             self.copying.append(bucket)
+
+    def _full(self, bucket: Bucket) -> Iterable[Bucket]:
+        """What can be sent now that this bucket is full. What is combined in the node goes in the plan's order."""
+        if self.node is None or not self.node.reduces or not isinstance(bucket, DenseBucket):
+            return (bucket,)
+        return list(itertools.takewhile(lambda one: not one.missing, (one for one in self.dense if not one.sent)))
+
+    @property
+    def dense(self) -> list[DenseBucket]:
+        """The plan's buckets; none while there is no plan."""
+        return [bucket for bucket in self._buckets or [] if isinstance(bucket, DenseBucket)]
 
     def _end_step(self) -> None:
         for bucket in self._buckets or []:
@@ -285,7 +325,13 @@ class GradientExchange:
         for slot in self.slots:
             slot.bucket = slot.view = None
         self._buckets = None
+        if here is self._runtime:
+            self.selections.lay_down(self._place(here))
+        self.selections.forget()
         if here is not self._runtime:
+            if self.node is not None:
+                self.node.close()
+                self.node = None
             self._runtime, self._segment, self._plan, self._agreed = here, None, 0, None
             self._group = self._name()
             self.steps.trace = here.trace
@@ -313,11 +359,13 @@ class GradientExchange:
             self.memory.use(plan.reduction.codec)
             self._tuned(plan.tuning)
         self._agreed = plan
-        self.memory.planned(Place(here, self._manner.process_set, self._group, plan), plan, order)
+        self.memory.planned(self._place(here), plan, order)
+        self.node = reduction_in_node(here, plan, [order[t.name] for b in plan.buckets for t in b.tensors], self.node)
+        nbytes = self.selections.choose(self._place(here), plan, order, self.node)
         self._buckets = [self._sparse_bucket(order[tensor.name], tensor.sparse) for tensor in plan.sparse]
         with here.allocating:
             here.collect()
-            self._segment, segment = client.plan_segment(plan)
+            self._segment, segment = client.plan_segment(plan, nbytes)
         self._plan, self._nbytes = plan.id, 0
         self._plans += 1
         for bucket in plan.buckets:
@@ -326,8 +374,9 @@ class GradientExchange:
             self._nbytes += flat.nbytes
             slots = [order[tensor.name] for tensor in bucket.tensors]
             name = f"{self._group}, bucket {bucket.index}"
-            dense = DenseBucket(here, plan.id, bucket.index, name, slots, partial(self._terms, slots))
-            dense.nbytes = flat.nbytes
+            kind = self.selections.open(bucket, segment, slots)
+            dense = kind(here, plan.id, bucket.index, name, slots, partial(self._terms, slots))
+            dense.nbytes, dense.flat = flat.nbytes, flat
             for slot, tensor in zip(slots, bucket.tensors, strict=True):
                 place = flat[tensor.start : tensor.start + tensor.numel]
                 slot.place(dense, place)
@@ -337,7 +386,20 @@ class GradientExchange:
             self._buckets.append(dense)
         if not all(slot.direct for slot in self.slots):
             device.layer.pin(segment)
+        for dense in self.dense:
+            dense.node = self.node
         self._prioritise()
+        self._move_selections(here)
+
+    def _move_selections(self, here: Runtime) -> None:
+        """Has this worker select in this step, or its daemon, if others of its node contribute to it too."""
+        mine = self._buckets is not None and (self.node is None or self.node.reduces)
+        if self.selections.buckets and self.selections.here != mine:
+            self.await_flights()
+            self.selections.move(self._place(here), mine)
+
+    def await_flights(self) -> None:
+        """Waits until nothing of earlier steps is being reduced; nothing is."""
 
     def _tuned(self, tuning: wire.Tuning | None) -> None:
         """The plan that has been made is tuned, or not: does what of it is for workers to do."""
@@ -367,6 +429,16 @@ class GradientExchange:
         bucket = SparseBucket(slot, sparse, f"{self._group}.{slot.name}", op, self._manner.process_set)
         slot.bucket = bucket
         return bucket
+
+
+def stand_in_before_join(here: Runtime) -> None:
+    """This worker is about to join: takes part, without gradients of its own, in the steps that other ranks of its node
+    have begun and cannot take without it (`node.ledger`).
+
+    Raises:
+        HorovodInternalError: one of them failed, on all ranks.
+    """
+    stand_in([exchange for exchange in sorted(_all, key=lambda exchange: exchange.serial) if exchange.is_of(here)])
 
 
 def enter_all(here: Runtime) -> None:

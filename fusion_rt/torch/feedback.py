@@ -65,9 +65,12 @@ class Feedback:
         factors = tuple(self._factors.pop(name, 1.0) for name in names)
         return factors if any(factor != 1.0 for factor in factors) else ()
 
-    def save(self, here: Runtime, process_set: int, group: str) -> dict[str, Any]:
-        """What a checkpoint of this node has to have: tensors, numbers and texts. Raises `HorovodInternalError`."""
-        state = here.client.save_state(process_set, group)
+    def save(self, here: Runtime, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What a checkpoint of this node has to have: tensors, numbers and texts.
+
+        Args:
+            state: what codecs remember, by name; arrays.
+        """
         return {
             "codec": self._codec,
             "node": here.client.welcome.node,
@@ -75,8 +78,11 @@ class Feedback:
             "state": {key: torch.from_numpy(value) for key, value in state.items()},
         }
 
-    def load(self, here: Runtime, process_set: int, group: str, saved: Mapping[str, Any]) -> None:
+    def load(self, here: Runtime, process_set: int, group: str, saved: Mapping[str, Any], led: bool = False) -> None:
         """Gives that back. Another node's residuals are left out, with a warning.
+
+        Args:
+            led: the daemon gets it from another worker of this node, which may have what it remembers already.
 
         Raises:
             ValueError: it is nothing that `save` returned, or of other parameters.
@@ -96,8 +102,9 @@ class Feedback:
                 f"each node (where hvd.local_rank() == 0) to a file of its own, and load on each node its own",
                 stacklevel=5,
             )
-        with here.allocating:
-            here.client.load_state(process_set, group, state, common=node != own)
+        if not led:
+            with here.allocating:
+                here.client.load_state(process_set, group, state, common=node != own)
         self.resume(rates)
 
     def _check(self, state: Mapping[str, Any]) -> None:

@@ -123,13 +123,14 @@ class Memory:
         place = self._exchange.place()
         if place is None or self._feedback is None:
             return None
-        return self._feedback.save(place.here, place.process_set, place.group)
+        return self._feedback.save(place.here, self._exchange.selections.saved(place))
 
     def load_codec_state(self, saved: Any) -> None:
         """Gives that back; does nothing without such a codec. Raises as `Feedback.load` and `codec_state` do."""
         place = self._exchange.place()
         if place is not None and self._feedback is not None:
-            self._feedback.load(place.here, place.process_set, place.group, saved)
+            self._exchange.selections.lay_down(place)
+            self._feedback.load(place.here, place.process_set, place.group, saved, self._exchange.selections.led)
 
     def common_codec_state(self) -> dict[str, Any]:
         """What the codec remembers alike on all nodes, such as the number of steps."""
@@ -141,7 +142,8 @@ class Memory:
     def load_common_codec_state(self, state: dict[str, Any]) -> None:
         """Lets this node go on where another one is. Residuals stay if it is there already; else there are none."""
         place = self._exchange.place()
-        if place is not None:
+        if place is not None and not self._exchange.selections.led:
+            self._exchange.selections.lay_down(place)
             with place.here.allocating:
                 place.here.client.load_state(place.process_set, place.group, state, common=True)
 
@@ -169,7 +171,7 @@ class Memory:
             return None
         waiting, here = self._still_carried(), place.here
         if waiting is None and here.rank == place.nodes()[here.client.welcome.node][0]:
-            state = here.client.save_state(place.process_set, place.group)
+            state = self._exchange.selections.saved(place)
             waiting = carried.collect(state, place.plan, self._feedback.rates)
         if waiting is None and not self._owed:
             return None
@@ -193,6 +195,7 @@ class Memory:
         self._feedback.resume(common.rates)
         sizes = self.sizes()
         if loads and len(place.nodes()) > 1 and common.buckets:
+            self._exchange.selections.lay_down(place)
             state = carried.codec_state(common, mine.residuals, mine.velocities, sizes)
             with place.here.allocating:
                 place.here.client.load_state(place.process_set, place.group, state)

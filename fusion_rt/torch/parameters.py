@@ -85,7 +85,10 @@ class Trained:
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters."""
-        return [parameter for _, _, parameter in self._places()]
+        if not takes_part(self._process_set):
+            return []
+        groups = self._optimizer().__dict__["param_groups"]  # not by `_places`, which takes twice as long, in each step
+        return [p for group in groups for p in group["params"] if p.requires_grad and p.numel()]
 
     def named(self) -> list[Named]:
         """The same, with what else has to be known about them."""

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections import Counter, deque
 from types import TracebackType
 from typing import Any, NoReturn
@@ -40,6 +41,7 @@ class Runtime:
         where: this worker's place, from its environment.
         daemon: the one that this worker started, if it did.
         copying: copies of results from the arena to a device that may be under way.
+        in_node: what combines gradients with other ranks of this node, and so has to tell them when this one leaves.
         trace: what this worker does is recorded there.
     """
 
@@ -62,6 +64,7 @@ class Runtime:
         self.pending: dict[int, Any] = {}
         self.retired: deque[int] = deque()
         self.copying: deque[Copying] = deque()
+        self.in_node: weakref.WeakSet[Any] = weakref.WeakSet()
         self.allocating = threading.Lock()
         self._groups: Counter[int | None] = Counter()  # by process set
         self.where = where
@@ -91,7 +94,10 @@ class Runtime:
             sys.excepthook = self._previous_hook
         for copying in self.copying:
             copying.wait()
-        return self.client.leave(error)
+        returnable = self.client.leave(error)
+        for reduction in list(self.in_node):
+            reduction.leave()
+        return returnable
 
     def close(self, error: str = "") -> None:
         """Leaves the job, if it has not yet, for good."""
@@ -114,6 +120,7 @@ class Runtime:
     def after_fork(self) -> None:
         """In a forked child: leaves the connection to the parent."""
         self.client.abandon()
+        self.in_node.clear()
         self.daemon = None
         sentence = (
             f"this process (pid {os.getpid()}) was forked from rank {self.rank} and has no connection to the daemon; "

@@ -94,7 +94,8 @@ class Slot:
             return
         if left < 0:
             raise AssertionError(_TOO_MANY)
-        exchange.steps.trace.record(_GRADIENT, self.name, self.nbytes, exchange.steps.number)
+        steps = exchange.steps
+        steps.trace.record(_GRADIENT, self.name, self.nbytes, steps.number)
         bucket = self.bucket
         if bucket is None:
             exchange.arrivals.append(self)
@@ -134,9 +135,7 @@ class Slot:
         if self.compressed is not None:
             self.view = flat.view(self.compressed.shape)
             return
-        order = memory_order(self.parameter)
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        self.view = flat.view([self.parameter.shape[dim] for dim in order]).permute(inverse)
+        self.view = shaped(flat, self.parameter)
 
     def outgoing(self) -> torch.Tensor | None:
         """What is to be copied into the view; the view itself if it is there already, None for zeros."""
@@ -210,6 +209,13 @@ def memory_order(parameter: torch.Tensor) -> list[int]:
     strides = parameter.stride()
     order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
     return order if parameter.permute(order).is_contiguous() else list(range(parameter.dim()))
+
+
+def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Elements of a bucket (1-D) in the parameter's shape and memory order; the same memory."""
+    order = memory_order(parameter)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([parameter.shape[dim] for dim in order]).permute(inverse)
 
 
 def in_order(arrived: Iterable[Slot]) -> list[Slot]:

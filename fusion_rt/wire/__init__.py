@@ -52,6 +52,9 @@ from fusion_rt.wire.inquiries import (
     Whereabouts,
 )
 from fusion_rt.wire.local import (
+    ELSEWHERE,
+    OF_NODE,
+    OWN,
     AddSegment,
     Bye,
     CompressionRequest,
@@ -128,6 +131,7 @@ from fusion_rt.wire.views import (
 
 __all__ = [
     "CLOCKS_OF_AN_EPOCH",
+    "ELSEWHERE",
     "MAX_DIMS",
     "MAX_FRAMES",
     "MAX_GROUPS",
@@ -141,6 +145,8 @@ __all__ = [
     "MAX_RING_PIECE",
     "MAX_TEXT",
     "MAX_WAITING",
+    "OF_NODE",
+    "OWN",
     "PROTOCOL_VERSION",
     "Abort",
     "Ack",

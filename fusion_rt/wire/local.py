@@ -65,6 +65,10 @@ class Propose(msgspec.Struct, tag="propose", array_like=True):
     proposal: Proposal
 
 
+OWN, OF_NODE, ELSEWHERE = range(3)
+Share: TypeAlias = Annotated[int, msgspec.Meta(ge=OWN, le=ELSEWHERE)]
+
+
 class Ready(msgspec.Struct, tag="ready", array_like=True):
     """This worker's part of a planned bucket is in the arena: the only message a bucket costs in a step.
 
@@ -74,6 +78,11 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
         samples: how many samples it comes from; 0: it is nothing, and the home is only asked for what it has.
         seed: it is no contribution, but what the bucket's home begins with.
         urgency: the less, the sooner this worker needs it; 0: as soon as an operation that it waits for.
+        tray: what it has selected itself lies from this byte of the plan's segment on (`codecs.trays`); 0: its gradient
+            lies in its place as usual.
+        share: whose contributions are in the arena: `OWN`; `OF_NODE`, those of all ranks of its node, combined and with
+            the prescale applied; `ELSEWHERE`, nobody's, since this worker's are in what another rank of its node
+            submits. The result is written into each worker's arena whatever its share.
     """
 
     handle: Count
@@ -85,6 +94,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     samples: Count = 1
     seed: bool = False
     urgency: Count = 0
+    tray: Count = 0
+    share: Share = OWN
 
 
 class SaveState(msgspec.Struct, tag="save", array_like=True):

@@ -81,7 +81,7 @@ def without_padding(where: Layout, values: Array) -> Array:
 
 def gradient(n: int, seed: int, special: float = 0.0) -> Array:
     rng = np.random.default_rng(seed)
-    values = rng.standard_normal(n, dtype=np.float32) * np.float32(10.0 ** rng.integers(-5, 5))
+    values: Array = rng.standard_normal(n, dtype=np.float32) * np.float32(10.0 ** rng.integers(-5, 5))
     chosen = rng.random(n) < special
     values[chosen] = rng.choice(SPECIALS, int(chosen.sum()))
     return values
@@ -288,7 +288,7 @@ def test_owners_sum_and_nothing_is_lost(name: str, nodes: int) -> None:
     ]
     for step in range(3):
         gradients = [gradient(elements, 10 * step + i) for i in range(nodes)]
-        before = sum(residual(codec).astype(np.float64) for codec in codecs)
+        before: Array = np.stack([residual(codec) for codec in codecs]).sum(axis=0, dtype=np.float64)
         portions = [codec.contribute(values) for codec, values in zip(codecs, gradients, strict=True)]
         results = [np.full(elements, 7, np.float32) for _ in range(nodes)]
         for owner, (low, high) in enumerate(itertools.pairwise(bounds)):
@@ -306,6 +306,40 @@ def test_owners_sum_and_nothing_is_lost(name: str, nodes: int) -> None:
         given_values = without_padding(where, before + sum(g.astype(np.float64) for g in gradients))
         size = max(float(np.abs(g).max()) for g in gradients) + float(np.abs(before).max())
         assert results[0] + after == pytest.approx(given_values, rel=1e-5, abs=1e-5 * size)
+
+
+def signs(values: Array, block: int) -> Array:
+    """EF-signSGD's compressor by blocks (Karimireddy et al. 2019, algorithm 1): mean magnitude times sign; float32."""
+    parts = [values[at : at + block] for at in range(0, len(values), block)]
+    means = [np.float32(np.abs(part).mean(dtype=np.float64)) for part in parts]
+    return np.concatenate([np.where(np.signbit(part), -mean, mean) for part, mean in zip(parts, means, strict=True)])
+
+
+def test_onebit_is_sign_compression_with_error_feedback_as_it_was_published() -> None:
+    """Of contributions and of sums, as in DoubleSqueeze (Tang et al. 2019), in plain numpy."""
+    block, elements, cut, nodes = 1024, 9000, 4096, 2
+    codecs = [opened("onebit(minimum=0)", Layout(F32, elements)) for _ in range(nodes)]
+    errors = [np.zeros(elements, np.float32) for _ in range(nodes)]
+    for step in range(5):
+        gradients = [gradient(elements, 10 * step + i) for i in range(nodes)]
+        portions = [codec.contribute(values) for codec, values in zip(codecs, gradients, strict=True)]
+        corrected = [error + values for error, values in zip(errors, gradients, strict=True)]
+        sent = [signs(values, block) for values in corrected]
+        errors = [values - mine for values, mine in zip(corrected, sent, strict=True)]
+        for owner, (low, high) in enumerate([(0, cut), (cut, elements)]):
+            parts = [
+                codecs[owner].unpack(codec.pack(portion, low, high), low, high)
+                for codec, portion in zip(codecs, portions, strict=True)
+            ]
+            result = np.zeros(elements, np.float32)
+            total = codecs[owner].add(*parts)
+            codecs[owner].write(codecs[owner].conclude(total, nodes), [result], 1.0, 1)
+            added = sent[0][low:high] + sent[1][low:high]
+            expected = signs(added, block)
+            errors[owner][low:high] += added - expected
+            assert result[low:high] == pytest.approx(expected, rel=1e-5)
+        for codec, error in zip(codecs, errors, strict=True):
+            assert residual(codec) == pytest.approx(error, rel=1e-4, abs=1e-5 * float(np.abs(error).max()))
 
 
 @BY_NAME

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from tests.harness import run_scripts
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "char_gpt.py"
-TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +66,9 @@ def test_the_learning_rate_rises_and_falls(char_gpt: ModuleType) -> None:
 @pytest.mark.multiprocess
 def test_two_workers_learn_something_and_write_something() -> None:
     options = ["--steps", "60", "--width", "32", "--layers", "1", "--context", "32", "--lr", "1e-2"]
-    process = subprocess.run(
-        [sys.executable, "-m", "fusion_rt.runner", "-np", "2", sys.executable, str(SCRIPT), *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert process.returncode == 0, process.stderr
-    lines = re.findall(r"^\[0\]<stdout>:(.*)$", process.stdout, re.MULTILINE)
-    assert len(lines) == len(process.stdout.splitlines()), "only rank 0 prints"
+    printed, nothing = run_scripts(ROOT, SCRIPT, *options)
+    assert nothing == "", "only rank 0 prints"
+    lines = printed.splitlines()
     losses = [float(found[1]) for line in lines if (found := re.search(r"step +\d+ of 60 ━+ +loss ([\d.]+)", line))]
     assert len(losses) == 3
     assert math.log(128) > losses[0] > losses[1] > losses[2]

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "char_gpt_elastic.py"
-SAMPLES, BATCH, COMMIT_EVERY = 720, 8, 4
+SAMPLES, BATCH, COMMIT_EVERY = 960, 8, 4
 TIMEOUT_S = 240.0
 Notes = list[dict[str, Any]]
 
@@ -63,7 +63,9 @@ def test_it_goes_on_when_a_worker_is_killed_and_when_one_comes(tmp_path: Path) -
         wait_until(process, record, lambda found: len(steps(found, 2)) > 10)
         victim = next(note["pid"] for note in notes(record) if note["rank"] == 1)
         os.kill(victim, signal.SIGKILL)
+        hosts.write_text("localhost:1\n")  # until the first one has gone on alone, however long that takes
         wait_until(process, record, lambda found: bool(steps(found, 1)))
+        hosts.write_text("localhost:1\n127.0.0.1:1\n")
         output, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()

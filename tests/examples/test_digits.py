@@ -9,16 +9,19 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.netlab import Netlab, preflight
+from tests.examples import digits_job
+from tests.harness import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("digits_job.py")
 UNAVAILABLE = preflight()
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 RANKS = 4
 BATCH, LR = 16, 0.01  # of each of the four ranks
 EPOCHS, STEPS = 5, 50  # 110 steps, of which the first 50 are compared
@@ -57,11 +60,18 @@ def fusionrun(ranks: int, *arguments: str | Path) -> dict[int, str]:
     return {rank: "\n".join(line for of, line in lines if int(of) == rank) for rank in range(ranks)}
 
 
-def train(ranks: int, batch_size: int, lr: float, *flags: str) -> Run:
-    """Trains on `ranks` workers; `flags` are those of fusionrun."""
-    options = ["--epochs", str(EPOCHS), "--batch-size", str(batch_size), "--lr", str(lr)]
-    printed = fusionrun(ranks, *flags, sys.executable, JOB, *options)
-    found = [json.loads(printed[rank].rpartition("RESULT ")[2]) for rank in range(ranks)]
+def options_of(batch_size: int, lr: float) -> list[str]:
+    return ["--epochs", str(EPOCHS), "--batch-size", str(batch_size), "--lr", str(lr)]
+
+
+def train(ranks: int, batch_size: int, lr: float) -> Run:
+    """Trains on workers of one node."""
+    with Job((ranks,), {"HOROVOD_START_TIMEOUT": "120"}) as job:
+        return run_of(job.run(digits_job.trained, options_of(batch_size, lr)))
+
+
+def run_of(found: list[dict[str, Any]]) -> Run:
+    """What the ranks told."""
     return Run(
         np.array([each["losses"] for each in found]),
         [each["digests"] for each in found],
@@ -114,5 +124,7 @@ def test_four_ranks_train_as_one_process_does_with_their_batches_put_together(al
 def test_four_hosts_train_as_one_process_does_with_their_batches_put_together(alone: Run) -> None:
     with Netlab(hosts=RANKS) as lab:
         hosts = ",".join(f"{host.name}:1" for host in lab.hosts)
-        run = train(RANKS, BATCH, LR, "-H", hosts, "--rsh-agent", lab.agent)
-    assert_same_training(run, alone)
+        flags = ["-H", hosts, "--rsh-agent", lab.agent]
+        printed = fusionrun(RANKS, *flags, sys.executable, JOB, *options_of(BATCH, LR))
+    found = [json.loads(printed[rank].rpartition("RESULT ")[2]) for rank in range(RANKS)]
+    assert_same_training(run_of(found), alone)

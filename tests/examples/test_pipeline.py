@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +16,10 @@ import torch
 import torch.nn.functional as F
 
 import fusion_rt.torch as hvd
-from tests.harness import Job
+from tests.harness import Job, run_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 120
 JOINT = 64  # images in a step, of all replicas together
 SHORT, LONG = 1, 4  # epochs of 22 steps
 
@@ -237,28 +234,10 @@ def refusal(options: argparse.Namespace) -> str:
 @pytest.mark.multiprocess
 def test_the_script_says_how_well_it_reads() -> None:
     arguments = ["--stages", "2", "--epochs", "2"]
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "fusion_rt.runner",
-            "-np",
-            "2",
-            sys.executable,
-            str(EXAMPLES / "pipeline.py"),
-            *arguments,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert process.returncode == 0, process.stderr
-    lines = [line for line in process.stdout.splitlines() if line != "[0]<stdout>:"]
-    assert all(line.startswith("[0]<stdout>:") for line in lines), "only rank 0 prints"
-    found = re.fullmatch(r"\[0\]<stdout>:accuracy +([\d.]+)% of the test images", lines[-3])
+    printed, nothing = run_scripts(ROOT, EXAMPLES / "pipeline.py", *arguments)
+    assert nothing == "", "only rank 0 prints"
+    lines = [line for line in printed.splitlines() if line]
+    found = re.fullmatch(r"accuracy +([\d.]+)% of the test images", lines[-3])
     assert found is not None, lines
     assert float(found[1]) > 85
     assert re.search(r"samples/s on 2 x 1 x 1 ranks .*, rank 0 with 70,592 parameters", lines[-2])

@@ -22,7 +22,7 @@ from fusion_rt.errors import HorovodInternalError
 from tests.faults.proxy import Proxy
 from tests.fusiond.processes import COMMAND, Daemons, read_line
 
-FAST = {"FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "1s"}  # silence is noticed soon
+FAST = {"FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "2s"}  # silence is noticed soon
 HANGABLE = [COMMAND[0], "-m", "tests.faults.hangable", *COMMAND[3:]]
 WAIT_S = 90.0  # for what has to happen, on however slow a machine
 _MODULUS = 1009

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.netlab import Netlab
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def kill(process: subprocess.Popen[bytes]) -> float:

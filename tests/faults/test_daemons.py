@@ -16,7 +16,7 @@ from tests.fusiond.processes import COMMAND, Daemons
 pytestmark = pytest.mark.multiprocess
 MakeDaemons = Callable[..., Daemons]
 LARGE = 500_000  # elements: 4 MB
-SOON_S = 10.0  # generous: what is measured is in docs/faults.md
+SOON_S = 30.0  # generous: what is measured is in docs/faults.md
 
 
 def check_blame(errors: dict[int, str], node: int, job: Daemons) -> None:
@@ -84,7 +84,7 @@ def test_a_daemon_whose_interpreter_hangs_is_noticed_and_writes_where_it_is(
     job.start()
     workers = Workers(job.join(), LARGE, range(2))
     workers.go_on()
-    nemesis.hang(tmp_path / "hang.1", 4.0)
+    nemesis.hang(tmp_path / "hang.1", 5.0)
     failure = job.wait_until(lambda status: status["state"] == "failed")["failure"]
     assert re.match(r"node 1 \(host host1\) is lost: .*silent", failure)
     assert "Stack (most recent call first)" in job.log(1)  # written while it hangs, which needs no GIL

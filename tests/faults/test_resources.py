@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from fusion_rt import local, wire
 from fusion_rt.arena import Segment
-from fusion_rt.bootstrap import DaemonConfig
+from fusion_rt.bootstrap import RANKS_DIRECTORY, DaemonConfig
 from fusion_rt.errors import ArenaError, FusionError, HorovodInternalError
 from fusion_rt.topology import Topology
 from fusiond import leftovers
@@ -405,6 +405,8 @@ def left_by_a_dead_daemon(root: Path, name: str, log: str = "") -> Path:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.bind(str(path / "sock"))
     (path / "log").write_text(log)
+    (path / RANKS_DIRECTORY).mkdir(mode=0o700)
+    (path / RANKS_DIRECTORY / "0-1-0").write_text("")  # of its workers, which were killed as well
     return path
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from fusion_rt.errors import HorovodInternalError
 from tests.faults import nemesis
-from tests.faults.jobs import Workers, add, adding_process, total, wait
+from tests.faults.jobs import WAIT_S, Workers, add, adding_process, total, wait
 from tests.fusiond.processes import Daemons, kill, read_line
 
 pytestmark = pytest.mark.multiprocess
 MakeDaemons = Callable[..., Daemons]
 LARGE = 500_000  # elements: 4 MB, which take some milliseconds, so that a fault falls into the middle of them
-SOON_S = 10.0  # generous: what is measured is in docs/faults.md
+SOON_S = 30.0  # generous: what is measured is in docs/faults.md
 
 
 def test_a_worker_killed_amid_large_tensors_is_named_on_every_node_and_its_memory_is_freed(
@@ -68,7 +68,7 @@ def wait_for_stillness(workers: Workers, rank: int) -> int:
 
 @pytest.mark.parametrize("how", ["stopped", "holds its GIL"])
 def test_a_worker_that_does_not_come_is_warned_of_and_then_given_up_by_all(daemons: MakeDaemons, how: str) -> None:
-    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "500ms", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2s"}
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "500ms", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3s"}
     job = daemons(1, 2, **limits).start()
     hang = "from tests.faults.hanging import hold_gil\nhold_gil(60)"
     code = f"print('joined', flush=True)\nsys.stdin.readline()\n{hang}"
@@ -104,13 +104,13 @@ def both_fail(job: Daemons) -> set[str]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_S)
         assert not thread.is_alive()
     return errors
 
 
 def test_a_worker_that_comes_back_too_late_gets_the_same_sentence_and_the_job_goes_on(daemons: MakeDaemons) -> None:
-    job = daemons(1, 1, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="1s").start()
+    job = daemons(1, 1, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3s").start()
     code = """
 from fusion_rt.errors import HorovodInternalError
 from tests.faults.jobs import add

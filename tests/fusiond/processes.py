@@ -277,6 +277,12 @@ def read_line(process: subprocess.Popen[bytes]) -> str:
     return line.decode().strip()
 
 
+def quiet(log: str) -> str:
+    """What a daemon wrote, but for the warnings by which it tells that the machine is busy."""
+    busy = " is slow: ", "the event loop stood still"
+    return "".join(line for line in log.splitlines(keepends=True) if not any(words in line for words in busy))
+
+
 def kill(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL, and waits for the end."""
     process.send_signal(signal.SIGKILL)

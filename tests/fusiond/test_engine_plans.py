@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -138,6 +140,67 @@ def test_a_sum_with_a_codec_and_scales() -> None:
     job.settle()
     for rank in job.ranks:
         np.testing.assert_array_equal(training.elements(rank, bucket), 6)
+
+
+def share(rank: int, job: SimulatedJob, training: Training, shares: dict[int, int]) -> int:
+    handle = 700 + rank
+    job.engine(rank).ready(rank, wire.Ready(handle, training.plan.id, 0, 0, share=shares.get(rank, wire.OWN)))
+    return handle
+
+
+@pytest.mark.parametrize("layout", [[3], [2, 3], [1, 2, 2]], ids=str)
+@pytest.mark.parametrize("op", ["sum", "average", "product", "min"])
+def test_one_rank_submits_what_all_of_its_node_have_contributed(layout: list[int], op: wire.Op) -> None:
+    job = SimulatedJob(layout, 1)
+    how = wire.Reduction(op, prescale=0.5, postscale=2.0)
+    training = Training(job, replace(PROPOSAL, reduction=how))
+    bucket = training.plan.buckets[0]
+    nodes = [[rank for rank in job.ranks if job.topology.node_of(rank) == node] for node in range(len(layout))]
+    combinations: dict[str, Callable[..., Array]] = {"product": np.prod, "min": np.min}
+    combine = combinations.get(op, np.sum)
+    shares: dict[int, int] = {}
+    for ranks in nodes[-1:] if len(nodes) > 2 else nodes:  # nodes need not do alike
+        shares |= {rank: wire.ELSEWHERE for rank in ranks} | {ranks[0]: wire.OF_NODE}
+    values = {rank: training.gradient(rank, bucket, 0) for rank in job.ranks}
+    for ranks in nodes:
+        for rank in ranks:
+            mine = values[rank]
+            if rank in shares:
+                own = 0.5 * np.stack([values[one] for one in ranks])
+                mine = combine(own, axis=0) if shares[rank] == wire.OF_NODE else np.full_like(mine, np.nan)
+            training.elements(rank, bucket)[:] = mine
+    handles = {rank: share(rank, job, training, shares) for rank in reversed(job.ranks)}
+    job.settle()
+    expected = 2.0 * combine(0.5 * np.stack(list(values.values())), axis=0) / (job.size if op == "average" else 1)
+    for rank, handle in handles.items():
+        assert isinstance(job.answer(rank, handle)[0], wire.Done)
+        np.testing.assert_allclose(training.elements(rank, bucket), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        {0: wire.OF_NODE},
+        {1: wire.ELSEWHERE},
+        {0: wire.ELSEWHERE, 1: wire.ELSEWHERE},
+        {0: wire.OF_NODE, 1: wire.OF_NODE},
+    ],
+)
+def test_ranks_that_do_not_agree_who_submits_are_told_so(shares: dict[int, int]) -> None:
+    job = SimulatedJob([2, 1])
+    training = Training(job)
+    handles = [share(rank, job, training, shares) for rank in job.ranks]
+    job.settle()
+    for rank in job.ranks:
+        assert "of 2 ranks of a node" in job.error(rank, handles[rank])
+    job.nothing_is_left()
+
+
+def test_adasum_needs_each_ranks_own() -> None:
+    job = SimulatedJob([2])
+    training = Training(job, replace(PROPOSAL, reduction=wire.Reduction("adasum")))
+    with pytest.raises(RequestError, match="needs each rank's own"):
+        share(0, job, training, {0: wire.OF_NODE})
 
 
 def test_two_groups_have_plans_of_their_own() -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -156,7 +157,7 @@ def test_who_is_left_may_leave_and_come_back_without_the_first(daemons: MakeDaem
             kill(job.processes[0])
         else:
             trainers[0].stop()
-            job.clients[0]._socket.close()
+            job.clients[0].channel.socket.close()
         for node in (1, 2):
             job.wait_until(lambda status: status["views"]["view"] == 1, node)
         go_on_and_stop(trainers, (1, 2))
@@ -184,6 +185,19 @@ def test_who_is_left_may_leave_and_come_back_without_the_first(daemons: MakeDaem
             client.close()
 
 
+def test_who_has_come_back_does_not_wait_for_a_worker_that_is_lost(daemons: MakeDaemons) -> None:
+    job = daemons(2, **TOLERANT, HOROVOD_LOG_LEVEL="info").start()
+    with training(job) as trainers:
+        go_on_and_stop(trainers, (0, 1))
+        job.clients[0].leave()
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(Client, job.path(0), JOB, 0, TIMEOUT_S, job.clients[0])
+            job.wait_until(lambda _: job.log(0).count("has joined") == 3)
+            job.clients[1].channel.socket.close()
+            job.clients[0] = again.result(TIMEOUT_S)
+        assert job.status()["epoch"] == 1
+
+
 def test_a_daemon_that_was_stopped_and_given_up_says_so_when_it_goes_on(daemons: MakeDaemons) -> None:
     job = daemons(1, 1, 1, **TOLERANT).start()
     with training(job) as trainers:
@@ -209,7 +223,7 @@ def test_a_lost_worker_is_agreed_upon_and_its_daemon_stays(daemons: MakeDaemons)
         for trainer in trainers.values():
             trainer.go_on()
         trainers[1].stop()
-        job.clients[1]._socket.close()
+        job.clients[1].channel.socket.close()
         for node in (0, 1):
             views = job.wait_until(lambda status: status["views"]["view"] == 1, node)["views"]
             assert views["nodes"] == [0, 1]

@@ -92,6 +92,16 @@ def test_a_borrowed_payload_has_to_be_consumed_first() -> None:
     assert line.finished == 1
 
 
+def test_nobody_waits_for_payloads_that_cannot_change() -> None:
+    line = Wire(nodes=2, window_chunks=8)
+    line.port.lends = False
+    line.port.send(1, 0, 0, 0, LARGE)
+    line.port.consumed(1, BORROW_FROM)
+    line.port.finish()
+    assert line.finished == 1
+    assert line.granted == []
+
+
 def test_what_still_waits_for_credit_has_to_be_sent_first() -> None:
     line = Wire(window_chunks=2)
     for start in range(3):

@@ -48,7 +48,7 @@ def script_of(directory: Path, body: str) -> str:
 
 def hang(job: Daemons, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fusion_trace", "hang", *options]
-    return subprocess.run(command, env=job.environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=job.environment, capture_output=True, text=True, timeout=180)
 
 
 def hang_until(job: Daemons, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

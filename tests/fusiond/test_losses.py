@@ -44,6 +44,7 @@ class Shell:
         self.failed: list[tuple[str, bool]] = []
         self.gone: list[int] = []
         self.over = False
+        self.epochs = 0
         self.losses = Losses(topology, node, tolerate, self.membership, self)
 
     def to_node(self, node: int, message: wire.PeerMessage) -> None:
@@ -68,6 +69,9 @@ class Shell:
 
     def peers_gone(self, nodes: Sequence[int], why: str) -> None:
         self.gone += nodes
+
+    def begin_epoch(self) -> None:
+        self.epochs += 1
 
     def time_passes(self) -> None:
         due, self.timers = self.timers, []
@@ -153,6 +157,31 @@ def test_a_view_reaches_the_engine_and_the_peers_that_are_not_in_it_are_let_go()
     assert shell.losses.takes(1, wire.Abort("I was cut off"))  # and that is all that comes of it
     assert shell.losses.statistics()["fenced"] == 1
     assert shell.failed == []
+
+
+def test_a_peer_that_was_not_missed_is_when_the_next_epoch_begins() -> None:
+    shell = Shell(0, tolerate=False)
+    shell.engine.departed = {0, 1}
+    shell.over = True
+    shell.losses.peer_lost(2, "closed")
+    shell.time_passes()
+    assert (shell.gone, shell.failed) == ([2], [])
+    shell.over, shell.engine, shell.membership.started = False, FakeEngine(), False
+    shell.losses.epoch_begins(1, shell.current_engine())
+    shell.time_passes()
+    assert shell.failed == [("node 2 (host c) is lost: closed", True)]
+
+
+def test_an_epoch_that_waited_for_a_worker_begins_with_the_view_without_it() -> None:
+    shell = Shell(0, tolerate=True, topology=Topology(("a",), ((0, 1),)))
+    for rank in (0, 1):
+        shell.membership.join(rank)
+    shell.membership.left.add(0)
+    shell.membership.join(0)  # and waits for the other one
+    shell.losses.worker_lost(1, "rank 1 died")
+    assert shell.epochs == 0
+    shell.time_passes()
+    assert (shell.epochs, shell.engine.views, shell.failed) == (1, [], [])
 
 
 def test_a_node_that_ends_asks_the_others_to_go_on() -> None:

@@ -122,12 +122,38 @@ def test_workers_that_are_lost_are_not_waited_for_when_the_others_come_back() ->
     for rank in (0, 1, 2):
         membership.join(rank)
     membership.lose(1)
+    membership.view_begins(View(1, (0,), (Loss(0, "rank 1 died", 1),)), 0)
     assert membership.awaited == [0, 2]
     for rank in (0, 2):
         membership.left.add(rank)
         membership.join(rank)
     assert (membership.epoch, membership.left) == (1, {1})
     assert membership.became_up()
+
+
+def test_a_worker_that_is_lost_when_the_others_are_back_is_waited_for_until_the_view_is_without_it() -> None:
+    membership = Membership(Topology(("a",), ((0, 1, 2),)), 0)
+    for rank in (0, 1, 2):
+        membership.join(rank)
+    for rank in (0, 2):
+        membership.left.add(rank)
+        membership.join(rank)
+    membership.lose(1)
+    assert membership.epoch == 0
+    membership.view_begins(View(1, (0,), (Loss(0, "rank 1 died", 1),)), 0)
+    assert (membership.epoch, membership.left, membership.started) == (1, {1}, False)
+
+
+def test_workers_that_came_back_and_were_lost_begin_no_epoch() -> None:
+    membership = Membership(ONE, 0)
+    for rank in (0, 1):
+        membership.join(rank)
+        membership.left.add(rank)
+    membership.join(0)
+    for rank in (0, 1):
+        membership.lose(rank)
+    membership.view_begins(View(1, (0,), (Loss(0, "rank 0 died", 0), Loss(0, "rank 1 died", 1))), 0)
+    assert (membership.epoch, membership.everyone_left) == (0, True)
 
 
 def test_a_node_whose_workers_are_lost_follows_the_others_and_is_not_waited_for() -> None:

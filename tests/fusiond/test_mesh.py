@@ -136,8 +136,8 @@ def test_the_links_are_measured_when_the_job_starts(running: Daemons) -> None:
         for status in (running.status(0), running.status(1))
     ]
     assert models[0] == models[1]
-    assert 1e-6 < models[0][0] < 0.1
-    assert 1e-12 <= models[0][1] < 1e-6
+    assert 1e-6 < models[0][0] < 10  # s; loopback's, on a machine that is busy with other things
+    assert 1e-12 <= models[0][1] < 1e-4
 
 
 # --- strangers --------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_a_table_of_peers_that_makes_no_sense_ends_the_daemon(daemons: MakeDaemo
 
 
 def test_a_killed_daemon_is_named_on_the_other_nodes(daemons: MakeDaemons) -> None:
-    job = daemons(1, 1).start()
+    job = daemons(1, 1, FUSION_HEARTBEAT_TIMEOUT="120s").start()
     job.join()
     assert job.on_clients(add) == {0: [1, 2], 1: [1, 2]}
     operation = job.clients[0].submit("y", SUM, inline=bytes(8))
@@ -272,14 +272,14 @@ def test_a_killed_daemon_is_named_on_the_other_nodes(daemons: MakeDaemons) -> No
     began = time.monotonic()
     with pytest.raises(HorovodInternalError, match=r"^node 1 \(host host1\) is lost: its connection was closed$"):
         job.clients[0].wait(operation)
-    assert time.monotonic() - began < 5  # and not the time-out of heartbeats
+    assert time.monotonic() - began < 25  # and not the time-outs of heartbeats and of operations
     assert job.status(0)["state"] == "failed"
     assert "the daemon of rank 1's node" in error_of(job.clients[1], "y")
     assert job.end(0) == 1
 
 
 def test_a_killed_worker_is_named_on_the_other_nodes(daemons: MakeDaemons) -> None:
-    job = daemons(1, 1).start()
+    job = daemons(1, 1, FUSION_HEARTBEAT_TIMEOUT="120s").start()
     victim = job.worker_process(1, WAITING)
     job.join([0])
     assert read_line(victim) == "joined"
@@ -288,19 +288,21 @@ def test_a_killed_worker_is_named_on_the_other_nodes(daemons: MakeDaemons) -> No
     began = time.monotonic()
     with pytest.raises(HorovodInternalError) as raised:
         job.clients[0].wait(operation)
-    assert time.monotonic() - began < 5  # and not the time-out of heartbeats
+    assert time.monotonic() - began < 25  # and not the time-outs of heartbeats and of operations
     assert str(raised.value) == (
         f"rank 1 (host host1, pid {victim.pid}) died (killed, or crashed) without leaving the job"
     )
 
 
 def test_a_daemon_that_stands_still_is_given_up(daemons: MakeDaemons) -> None:
-    times = {"FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "400ms"}
+    times = {"FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "2s"}
     job = daemons(1, 1, **times).start()
     job.join()
     operation = job.clients[0].submit("x", SUM, inline=bytes(8))
     job.processes[1].send_signal(signal.SIGSTOP)
-    with pytest.raises(HorovodInternalError, match=r"node 1 \(host host1\) is lost: its daemon has been silent for 0"):
+    with pytest.raises(
+        HorovodInternalError, match=r"node 1 \(host host1\) is lost: its daemon has been silent for [\d.]+ s"
+    ):
         job.clients[0].wait(operation)
     job.processes[1].send_signal(signal.SIGCONT)
     with pytest.raises(HorovodInternalError, match=r"node [01] \(host host[01]\) is lost"):
@@ -325,8 +327,8 @@ def test_a_disagreement_between_nodes_is_told_on_both(running: Daemons) -> None:
 
 
 def test_a_node_whose_peers_never_come_up_says_which(daemons: MakeDaemons) -> None:
-    job = daemons(1, 1, HOROVOD_START_TIMEOUT="500ms").start(tell_peers=False)
-    with pytest.raises(FusionError, match=r"the job did not come up within 0.5 s: .*node.*1 \(host host1\)"):
+    job = daemons(1, 1, HOROVOD_START_TIMEOUT="2s").start(tell_peers=False)
+    with pytest.raises(FusionError, match=r"the job did not come up within 2 s: .*node.*1 \(host host1\)"):
         job.join([0])
     assert "Traceback" not in job.log(0)
     assert job.end(0) == 1

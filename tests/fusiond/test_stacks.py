@@ -98,7 +98,8 @@ class Daemon:
 
 
 @pytest.fixture
-def daemon() -> Iterator[Daemon]:
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    monkeypatch.setattr("fusiond.stacks.PATIENCE", TIMEOUT_S)  # workers may be slow to answer on a busy machine
     daemon = Daemon()
     yield daemon
     daemon.close()
@@ -200,7 +201,10 @@ def test_a_worker_with_a_handler_of_its_own_is_left_alone(daemon: Daemon, tmp_pa
     source.close()
 
 
-def test_a_worker_that_blocks_the_signal_is_sent_one_only(daemon: Daemon, worker: Worker) -> None:
+def test_a_worker_that_blocks_the_signal_is_sent_one_only(
+    daemon: Daemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fusiond.stacks.PATIENCE", 1.0)
     block = "signal.pthread_sigmask(signal.SIG_BLOCK, [stacks.STACK_SIGNAL])"
     unblock = "signal.pthread_sigmask(signal.SIG_UNBLOCK, [stacks.STACK_SIGNAL])"
     asked = worker(f"{block}; ready(); os.read(0, 1); {unblock}; ready(); time.sleep(300)")
@@ -213,6 +217,7 @@ def test_a_worker_that_blocks_the_signal_is_sent_one_only(daemon: Daemon, worker
     asked.process.stdin.write(b"x")
     asked.process.stdin.flush()
     asked.ready()
+    monkeypatch.setattr("fusiond.stacks.PATIENCE", TIMEOUT_S)
     text = os.pread(asked.source.memfd, asked.source.written, 0).decode()
     assert text.count("Stack (") == 1
     daemon.turn_until(lambda: sleeps(asked.process))

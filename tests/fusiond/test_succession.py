@@ -168,6 +168,30 @@ def test_gossip_among_all_ranks_goes_on_and_so_does_a_new_plan_of_it(victim: int
         scenario(seed)
 
 
+@pytest.mark.parametrize("victim", range(4))
+def test_nodes_that_have_no_part_in_any_plan_do_not_end_the_job(victim: int) -> None:
+    for seed in range(20):
+        job = ViewJob([1, 1, 1, 1, 0], seed)  # the first has the coordinator, the last no workers
+        members = (1, 2, 3)
+        process_set = set_of(job, members)
+        handles = {rank: job.propose(rank, proposal("model", process_set)) for rank in members}
+        job.go_on()
+        assert all(isinstance(job.outcome(rank, handle), wire.Planned) for rank, handle in handles.items())
+        job.kill(victim)
+        job.go_on()
+        all_agree(job)
+        assert len(job.left) == 4
+
+
+def test_a_job_without_any_plan_ends_with_its_first_loss() -> None:
+    job = ViewJob([1, 1, 1])
+    job.kill(1)
+    job.go_on()
+    assert job.left == []
+    (why,) = {node.failure for node in job.members if not node.dead}
+    assert why.endswith("the job cannot go on without it: what is under way needs every rank")
+
+
 def test_ranks_that_do_not_agree_are_told_so_by_the_next_coordinator() -> None:
     def scenario(seed: int) -> None:
         job = gossiping(seed)
@@ -330,6 +354,58 @@ def test_so_may_the_others_of_a_lost_worker(seed: int, layout: list[int], victim
     assert {node.view.number for node in job.left} == {1}
     for epoch in (1, 2):
         come_back_and_work(job, epoch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), layout=st.sampled_from([[2], [2, 1], [3, 1, 2], [1, 2, 1]]), quickly=st.booleans())
+def test_others_that_are_back_do_not_wait_for_one_that_is_lost_meanwhile(
+    seed: int, layout: list[int], quickly: bool
+) -> None:
+    """Of the first node with several ranks, the last one dies when the others have come back for the next epoch."""
+    job = gossiping(seed, layout)
+    ranks = next(ranks for ranks in job.topology.ranks if len(ranks) > 1)
+    welcomed: list[int] = []
+
+    def again(rank: int) -> None:
+        job.leave(rank)
+        job.come_back(rank, partial(welcomed.append, rank))
+
+    for rank in ranks[:-1]:
+        again(rank)
+    job.go_on()
+    assert not welcomed
+    job.kill_worker(ranks[-1])
+    if not quickly:  # else the other nodes' come back before the loss is known everywhere
+        job.go_on()
+    for rank in job.ranks_left:
+        if rank not in ranks:
+            job.later(rank, partial(again, rank))
+    job.go_on(10)
+    if any(node.failure for node in job.members):  # it may be lost while the next epoch comes up on other nodes
+        assert quickly
+        assert {node.failure for node in job.members} == {f"rank {ranks[-1]} died"}
+    else:
+        assert sorted(welcomed) == job.ranks_left
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_node_that_dies_when_all_have_left_is_missed_when_the_others_come_back(victim: int, tolerant: bool) -> None:
+    for seed in range(10):
+        job = ViewJob([1, 1, 1], seed, tolerate_losses=tolerant)
+        for rank in job.ranks:
+            job.leave(rank)
+        job.go_on()
+        job.kill(victim)
+        job.go_on()
+        assert {node.failure for node in job.members} == {""}
+        welcomed: list[int] = []
+        for rank in job.ranks_left:
+            job.later(rank, partial(job.come_back, rank, partial(welcomed.append, rank)))
+        job.go_on()
+        assert welcomed == []
+        failures = {node.failure for node in job.members if not node.dead}
+        assert failures == {f"node {victim} (host host{victim}) is lost: its connection was closed"}
 
 
 # --- several faults ---------------------------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ class ViewNode(Node):
             self.membership.epoch,
         )
         self.losses.epoch_begins(self.membership.epoch, self.engine)
+        self._starting.check_up()
 
     def departed(self) -> None:
         self.losses.departed()

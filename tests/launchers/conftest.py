@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fusiond.processes import quiet
+
 HERE = Path(__file__).parent
 TIMEOUT_S = 180.0  # for a whole job, on however slow a machine
 HOSTS = {"nodeA": "127.0.0.2", "nodeB": "127.0.0.3"}  # names that only ssh knows: all others would be taken for local
@@ -57,6 +59,13 @@ def mpirun() -> list[str]:
     return ["mpirun", "--allow-run-as-root", "--oversubscribe"]
 
 
+def logs(directory: Path) -> dict[str, str]:
+    """What daemons that have ended had to say, and which of them have left something else."""
+    found = {path.name: sorted(os.listdir(path)) for path in directory.iterdir()}
+    texts = {name: quiet((directory / name / "log").read_text()) for name, files in found.items() if "log" in files}
+    return {name: texts.get(name, "") for name, files in found.items() if files != ["log"] or texts[name]}
+
+
 @dataclass(frozen=True)
 class Sshd:
     """A running OpenSSH server, and what is needed to reach it.
@@ -90,10 +99,43 @@ def sshd(tmp_path: Path) -> Iterator[Sshd]:
     directory.mkdir(mode=0o700)
     for name in ("host", "user", "other"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)], check=True)
-    reserved = [socket.create_server(("127.0.0.2", 0)) for _ in range(3)]
-    ports = tuple(server.getsockname()[1] for server in reserved)
-    for server in reserved:
-        server.close()
+    (directory / "config").write_text(
+        f"UserKnownHostsFile {directory}/known_hosts\n"
+        + "".join(f"Host {name}\n  HostName {address}\n" for name, address in HOSTS.items())
+    )
+    wrapper = directory / "ssh"
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {directory}/config "$@"\n')
+    wrapper.chmod(0o700)
+    if os.getuid() == 0:
+        os.makedirs("/run/sshd", exist_ok=True)  # where it goes for privilege separation; its service makes it at boot
+    server, ports = _serve(program, directory)
+    with server:
+        try:
+            yield Sshd(directory, ports)
+        finally:
+            server.terminate()
+            server.communicate()
+
+
+def _serve(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], tuple[int, int, int]]:
+    """An OpenSSH server, and the ports on which it listens. Others on this machine may take one before it does."""
+    for _ in range(20):
+        reserved = [socket.create_server(("127.0.0.2", 0)) for _ in range(3)]
+        first, second, third = (each.getsockname()[1] for each in reserved)
+        for each in reserved:
+            each.close()
+        _configure(directory, (first, second, third))
+        server = subprocess.Popen([program, "-D", "-e", "-f", str(directory / "sshd_config")], stderr=subprocess.PIPE)
+        assert server.stderr is not None
+        said = [server.stderr.readline() for _ in range(3 * len(HOSTS))]
+        if all(b"listening" in line for line in said):
+            return server, (first, second, third)
+        server.kill()
+        said += server.communicate()[1].splitlines(keepends=True)
+    pytest.fail(b"".join(said).decode())
+
+
+def _configure(directory: Path, ports: tuple[int, int, int]) -> None:
     (directory / "sshd_config").write_text(
         "".join(f"ListenAddress {address}:{port}\n" for port in ports for address in HOSTS.values())
         + f"HostKey {directory}/host\nAuthorizedKeysFile {directory}/user.pub\nPidFile none\n"
@@ -104,24 +146,3 @@ def sshd(tmp_path: Path) -> Iterator[Sshd]:
         f"Match LocalPort {ports[2]}\n"
         '  ForceCommand echo "This account is currently not available."; exit 1\n'
     )
-    (directory / "config").write_text(
-        f"UserKnownHostsFile {directory}/known_hosts\n"
-        + "".join(f"Host {name}\n  HostName {address}\n" for name, address in HOSTS.items())
-    )
-    wrapper = directory / "ssh"
-    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {directory}/config "$@"\n')
-    wrapper.chmod(0o700)
-    if os.getuid() == 0:
-        os.makedirs("/run/sshd", exist_ok=True)  # where it goes for privilege separation; its service makes it at boot
-    with subprocess.Popen(
-        [program, "-D", "-e", "-f", str(directory / "sshd_config")], stderr=subprocess.PIPE
-    ) as server:
-        try:
-            assert server.stderr is not None
-            for _ in range(len(ports) * len(HOSTS)):
-                line = server.stderr.readline()
-                assert b"listening" in line, line + server.stderr.readline()
-            yield Sshd(directory, ports)  # type: ignore[arg-type]
-        finally:
-            server.terminate()
-            server.communicate()

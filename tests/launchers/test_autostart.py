@@ -19,6 +19,7 @@ from fusion_rt.launchers.rendezvous import open_store
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.wire import Signature
+from tests.launchers.conftest import logs
 
 ALONE = Topology(("here",), ((0,),))
 MEETING = {  # two nodes, whose workers are started by hand as srun's
@@ -44,7 +45,7 @@ def test_a_daemon_serves_one_worker_and_ends_with_it(runtime_dir: Path, monkeypa
     assert answer.inline == b"\1\2\3"
     assert not daemon.wait(0)
     client.close()
-    assert daemon.wait(10)
+    assert daemon.wait(60)
     assert not os.path.exists(os.path.dirname(path)), "an empty log was left"
 
 
@@ -75,7 +76,7 @@ def test_a_job_has_one_daemon(runtime_dir: Path) -> None:
     with pytest.raises(FusionError, match="runs on this host already"):
         autostart.start(where, ALONE, settings)
     Client(autostart.path_of_socket(where, settings), where.job, 0, settings.start_timeout).close()
-    assert daemon.wait(10)
+    assert daemon.wait(60)
 
 
 def workers(**environ: str) -> list[Environment]:
@@ -96,8 +97,11 @@ def add(client: Client) -> bytes | None:
 
 
 @pytest.mark.multiprocess
-def test_the_daemons_of_two_nodes_find_each_other_and_stay_until_both_are_done(runtime_dir: Path) -> None:
+def test_the_daemons_of_two_nodes_find_each_other_and_stay_until_both_are_done(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice in one process, as `shutdown` and `init` do; each time the other node leaves first."""
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "error")  # on a busy machine a daemon warns of slowness, and its log stays
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
             (zero, daemon_zero), (one, daemon_one) = pool.map(join, workers())
@@ -110,9 +114,9 @@ def test_the_daemons_of_two_nodes_find_each_other_and_stay_until_both_are_done(r
                 add(zero)
             assert not daemon_one.wait(0), "the other node may need it"
             zero.close()
-            assert daemon_zero.wait(10)
-            assert daemon_one.wait(10)
-            assert os.listdir(runtime_dir) == [], "a daemon had something to log"
+            assert daemon_zero.wait(60)
+            assert daemon_one.wait(60)
+            assert logs(runtime_dir) == {}
 
 
 @pytest.mark.multiprocess

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.netlab import Netlab, preflight
-from tests.launchers.conftest import HERE, TIMEOUT_S, horovodrun, mpirun, run, torchrun
+from tests.launchers.conftest import HERE, TIMEOUT_S, horovodrun, logs, mpirun, run, torchrun
 
 WORKER = [sys.executable, str(HERE / "worker.py")]
 UNAVAILABLE = preflight()
@@ -66,7 +66,7 @@ def test_horovodrun(runtime_dir: Path, tmp_path: Path) -> None:
     found = results(done.stdout)
     assert sorted(found) == [0, 1, 2]
     assert all(each["total"] == [6] and each["ranks"] == [[0], [1, 2]] for each in found.values())
-    assert list(runtime_dir.iterdir()) == []
+    assert logs(runtime_dir) == {}
 
 
 @pytest.mark.usefixtures("runtime_dir")

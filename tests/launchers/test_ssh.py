@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launchers.conftest import HOSTS, Sshd, run
+from tests.launchers.conftest import HOSTS, TIMEOUT_S, Sshd, run
 
 pytestmark = pytest.mark.multiprocess
 
@@ -92,12 +92,12 @@ def test_nothing_is_left_when_the_connection_or_the_launcher_goes(
             children = psutil.Process(launcher.pid).children()
             assert [child.name() for child in children] == ["ssh", "ssh"]
             (children[0] if victim == "ssh" else launcher).send_signal(number)
-            _, err = launcher.communicate(timeout=30)
+            _, err = launcher.communicate(timeout=TIMEOUT_S)
         assert sentence in err
         assert launcher.returncode in (1, 130, -signal.SIGKILL)
-        _, alive = psutil.wait_procs([*workers, *filter(None, agents)], timeout=10)
+        _, alive = psutil.wait_procs([*workers, *filter(None, agents)], timeout=TIMEOUT_S)
         assert not alive
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + TIMEOUT_S
         while os.listdir(runtime_dir):
             assert time.monotonic() < deadline, "a daemon was left, or its files"
             time.sleep(0.05)

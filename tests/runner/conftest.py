@@ -20,6 +20,7 @@ LAUNCHER = (
     FAKE_DAEMON.with_name("script") / "fusionrun.py"
 )  # as the console script, it does not look for modules where it is started
 TIMEOUT_S = 120.0  # for a whole job, on however slow a machine
+LASTING = "while [ ! -e told ]; do sleep 0.02; done"  # what a worker does until its test has seen enough
 
 
 @dataclass
@@ -50,6 +51,18 @@ class Fusionrun:
         process = self.start(*arguments, **environment)
         out, err = process.communicate(timeout=TIMEOUT_S)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def until_told(self, process: subprocess.Popen[str], *texts: str) -> str:
+        """Reads what a process says on its standard error until all of these have been in it. Then lets the workers end
+        that wait for it (`LASTING`); returns what was read."""
+        assert process.stderr is not None
+        told = ""
+        while not all(text in told for text in texts):
+            line = process.stderr.readline()
+            assert line, told
+            told += line
+        self.file("told", "")
+        return told
 
     def python(self, code: str, *arguments: str, np: int = 2, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs a piece of Python on `np` workers."""

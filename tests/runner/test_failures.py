@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runner.conftest import TIMEOUT_S
+
 pytestmark = pytest.mark.multiprocess
 
 RANK = "import os, signal, sys, time; rank = int(os.environ['HOROVOD_RANK'])\n"
@@ -50,7 +52,7 @@ def test_survivors_that_report_the_death_do_not_hide_it(fusionrun) -> None:
     echo = "time.sleep(0.2)\nraise HorovodInternalError('rank 2 is gone')"
     die = "if rank == 2: os.kill(os.getpid(), 9)\n"
     code = f"{RANK}from fusion_rt.errors import HorovodInternalError\n{MEET}{die}{echo}"
-    result = fusionrun.python(code, np=3)
+    result = fusionrun.python(code, np=3, TEST_SETTLE="60")
     assert result.returncode == 1
     assert result.stderr.count("HorovodInternalError: rank 2 is gone\n") == 2  # they had the time to say so
     assert last_line(result.stderr).startswith("fusionrun: rank 2 on host localhost was killed by SIGKILL")
@@ -106,15 +108,15 @@ def test_hosts_that_are_not_up_in_time_are_named(fusionrun) -> None:
     fusionrun.file("to", '#!/bin/sh\n[ $1 = gamma ] && exec sleep 600\nshift\nexec "$@"\n', executable=True)
     result = fusionrun.python(
         "import time; time.sleep(600)",
-        *("-H", "alpha,beta,gamma", "--start-timeout", "1500ms", "--network-interface", "lo"),
+        *("-H", "alpha,beta,gamma", "--start-timeout", "4s", "--network-interface", "lo"),
         *("--rsh-agent", f"{fusionrun.directory}/to {{host}}"),
         np=3,
         FAKE_DAEMON="silent@1",
     )
     assert result.returncode == 1
     assert result.stderr.splitlines()[-2:] == [
-        "fusionrun: host beta: its daemon did not listen within 1.5 s (--start-timeout)",
-        "fusionrun: host gamma: it did not answer within 1.5 s (--start-timeout)",
+        "fusionrun: host beta: its daemon did not listen within 4 s (--start-timeout)",
+        "fusionrun: host gamma: it did not answer within 4 s (--start-timeout)",
     ]
 
 
@@ -194,7 +196,7 @@ def test_a_host_that_is_lost_ends_the_job(fusionrun, until) -> None:
         process.stdout.readline()
     pid = until(lambda: (fusionrun.directory / "pid.beta").read_text().strip(), "the way to beta")
     os.killpg(int(pid), 9)  # the connection and the agent behind it
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert last_line(err) == "fusionrun: host beta: the connection to it was lost; its agent was killed by SIGKILL"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusion_rt import as_horovod
+from tests.runner.conftest import LASTING, TIMEOUT_S
 
 pytestmark = pytest.mark.multiprocess
 
@@ -32,17 +33,17 @@ def test_all_workers_run_and_their_output_is_marked(fusionrun) -> None:
 
 def test_two_hosts_are_two_nodes_and_uneven_slots_work(fusionrun) -> None:
     names = ["HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"]
-    lasting = PRINT.format(names=names) + "; import time; time.sleep(2)"  # ends when the daemons are long up
-    result = fusionrun.python(lasting, "-H", "127.0.0.1:2,localhost:5", np=3)
-    assert result.returncode == 0, result.stderr
-    assert printed(result.stdout) == {
+    words = " ".join(f"$HOROVOD_{name}" for name in names)
+    process = fusionrun.start("-np", "3", "-H", "127.0.0.1:2,localhost:5", "sh", "-c", f"echo {words}; {LASTING}")
+    # Each daemon got the whole table of peers.
+    fusionrun.until_told(process, *(f"[{host}]<fusiond>:peers: 1000 1001" for host in ("127.0.0.1", "localhost")))
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert printed(out) == {
         0: "127.0.0.1 0 3 0 2 0 2",
         1: "127.0.0.1 1 3 1 2 0 1",
         2: "localhost 2 3 0 1 1 2",
     }
-    # Each daemon got the whole table of peers.
-    for host in ("127.0.0.1", "localhost"):
-        assert f"[{host}]<fusiond>:peers: 1000 1001" in result.stderr
 
 
 def test_a_hostfile_says_where(fusionrun) -> None:
@@ -122,12 +123,14 @@ def test_a_reader_that_leaves_ends_the_job(fusionrun) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=20) == 141  # as the shell calls a process that SIGPIPE ended
+    assert process.wait(TIMEOUT_S) == 141  # as the shell calls a process that SIGPIPE ended
 
 
 def test_phases_are_reported_when_asked_for(fusionrun) -> None:
-    result = fusionrun("-np", "1", "--verbose", "sh", "-c", "echo x; sleep 2")  # ends when the daemon is long up
-    phases = re.findall(r"^fusionrun: \d+\.\d\d s: (.*)$", result.stderr, re.MULTILINE)
+    process = fusionrun.start("-np", "1", "--verbose", "sh", "-c", f"echo x; {LASTING}")
+    told = fusionrun.until_told(process, "daemons listen", "first output")
+    _, rest = process.communicate(timeout=TIMEOUT_S)
+    phases = re.findall(r"^fusionrun: \d+\.\d\d s: (.*)$", told + rest, re.MULTILINE)
     assert phases[0] == "the launcher is up"
     assert sorted(phases[1:5]) == [
         "agents are up",
@@ -168,7 +171,8 @@ def test_times_stand_in_front_when_asked_for(fusionrun) -> None:
 
 def test_what_a_worker_leaves_running_is_ended_with_the_job(fusionrun, is_alive) -> None:
     # `setsid` and a double fork: neither the session nor the parent tells any more whose child this is.
-    result = fusionrun("-np", "1", "sh", "-c", "(setsid sh -c 'echo $$; exec sleep 600' &) ; sleep 0.2")
+    orphan = "(setsid sh -c 'echo $$; touch told; exec sleep 600' &)"
+    result = fusionrun("-np", "1", "sh", "-c", f"{orphan}; {LASTING}")
     assert result.returncode == 0
     assert not is_alive(int(printed(result.stdout)[0]))
 

@@ -47,7 +47,7 @@ def with_real_daemon(fusionrun) -> None:
 def train(fusionrun, monkeypatch, tmp_path, *arguments: str, hosts: tuple[str, ...] = HOSTS) -> tuple[int, str, str]:
     """Trains until a rank is lost, and for 50 more steps; returns exit status, output and errors."""
     monkeypatch.setenv("LOST", str(tmp_path / "lost"))
-    result = fusionrun(*hosts, sys.executable, "-c", TRAIN, *arguments)
+    result = fusionrun(*hosts, sys.executable, "-c", TRAIN, *arguments, TEST_SETTLE="60")
     if "host" not in arguments:  # on a host that is lost nobody is left to clean up
         assert os.listdir(fusionrun.runtime_dir) == []
     return result.returncode, result.stdout, result.stderr

@@ -16,15 +16,10 @@ from tests.runner.conftest import TIMEOUT_S
 pytestmark = pytest.mark.multiprocess
 
 TRAIN = """
-import os, signal, sys, torch
+import torch
 import fusion_rt.torch as hvd
 hvd.init()
 print("sum", hvd.allreduce(torch.ones(2) * (hvd.rank() + 1), op=hvd.Sum).tolist(), flush=True)
-if sys.argv[1] == "train":
-    while True:
-        hvd.allreduce(torch.ones(1000), name="step")
-        if hvd.rank() == int(sys.argv[2]):
-            os.kill(os.getpid(), signal.SIGKILL)
 """
 JOINED = """
 import os, signal, sys, time
@@ -41,7 +36,12 @@ ADD = f"""{JOINED}
 print("sum", add("sum", client.rank + 1, client.rank + 1), flush=True)
 while sys.argv[1] == "train":
     add("step", 1)
-add("loss", *range(2 + client.rank))
+    if str(client.rank) in sys.argv[2:]:
+        os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "once":
+    client.close()
+else:
+    add("loss", *range(2 + client.rank))
 """
 TWO_NODES = ("-np", "3", "-H", "127.0.0.1:2,localhost:1")
 SUMS = [f"[{rank}]<stdout>:sum [6.0, 6.0]" for rank in range(3)]
@@ -54,15 +54,16 @@ def with_real_daemon(fusionrun) -> None:
 
 def test_a_job_on_two_nodes_adds_up_and_leaves_no_file(fusionrun) -> None:
     flags = ("--verbose", "--log-level", "INFO", "--log-without-timestamp")
-    result = fusionrun(*TWO_NODES, *flags, sys.executable, "-c", TRAIN, "once")
+    result = fusionrun(*TWO_NODES, *flags, sys.executable, "-c", TRAIN)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == SUMS
     assert os.listdir(fusionrun.runtime_dir) == []
     assert re.search(r"^\[localhost\]<fusiond>:fusiond\[\d+\] INFO: rank 2 .* has joined$", result.stderr, re.MULTILINE)
-    check_phases(result.stderr)
+    took = check_phases(result.stderr)
+    assert took[OF_DAEMON["joined"]] > 0.1, "workers import torch before they join"
 
 
-def check_phases(stderr: str) -> None:
+def check_phases(stderr: str) -> dict[str, float]:
     """Every phase up to the first collective was reported, and what they took adds up."""
     reached = {what: float(when) for when, what in re.findall(r"^fusionrun: ([\d.]+) s: (.*)$", stderr, re.MULTILINE)}
     phases = {LAUNCHER, AGENTS, WORKERS, DAEMONS, *OF_DAEMON.values()}
@@ -74,11 +75,11 @@ def check_phases(stderr: str) -> None:
     assert took.keys() == phases
     assert float(total) == reached[OF_DAEMON["first_done"]] == pytest.approx(sum(took.values()), abs=0.05)
     assert reached[LAUNCHER] > 0
-    assert took[OF_DAEMON["joined"]] > 0.1, "workers import torch before they join"
+    return took
 
 
 def test_a_killed_worker_is_the_last_line_and_every_survivor_names_it(fusionrun) -> None:
-    result = fusionrun(*TWO_NODES, sys.executable, "-c", TRAIN, "train", "1")
+    result = fusionrun(*TWO_NODES, sys.executable, "-c", ADD, "train", "1", TEST_SETTLE="60")
     assert result.returncode == 1
     assert "Process 1 exit with status code 137.\n" in result.stdout
     assert result.stderr.splitlines()[-1].startswith("fusionrun: rank 1 on host 127.0.0.1 was killed by SIGKILL")
@@ -120,7 +121,7 @@ SHARD_NODE = ("-np", "3", "-H", "127.0.0.1:2,localhost:1", "--shard-hosts", "127
 
 def test_a_node_without_workers_comes_and_goes_with_the_job(fusionrun) -> None:
     flags = ("--verbose", "--log-level", "INFO", "--log-without-timestamp")
-    result = fusionrun(*SHARD_NODE, *flags, sys.executable, "-c", TRAIN, "once")
+    result = fusionrun(*SHARD_NODE, *flags, sys.executable, "-c", ADD, "once")
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == SUMS
     assert re.search(r"^\[127.0.0.2\]<fusiond>:.* INFO: the job has started", result.stderr, re.MULTILINE)
@@ -130,7 +131,7 @@ def test_a_node_without_workers_comes_and_goes_with_the_job(fusionrun) -> None:
 
 
 def test_a_killed_daemon_of_a_node_without_workers_is_named_by_all(fusionrun) -> None:
-    process = fusionrun.start(*SHARD_NODE, sys.executable, "-c", ADD, "train")
+    process = fusionrun.start(*SHARD_NODE, sys.executable, "-c", ADD, "train", TEST_SETTLE="60")
     assert sorted(process.stdout.readline().rstrip() for _ in range(3)) == SUMS
     everything = psutil.Process(process.pid).children(recursive=True)
     daemons = {int(name.rpartition(".")[2]): name for name in os.listdir(fusionrun.runtime_dir)}
@@ -150,7 +151,7 @@ def test_a_killed_daemon_of_a_node_without_workers_is_named_by_all(fusionrun) ->
 def test_ctrl_c_ends_a_node_without_workers_last(fusionrun) -> None:
     code = f"""{JOINED}
 def last_words(*_):
-    until = time.monotonic() + 1  # a third of the grace: time enough for a daemon to end too early
+    until = time.monotonic() + 1  # time enough for a daemon to end too early
     while time.monotonic() < until:
         add("step", 1)
     print("last", add("last", 1, 1), flush=True)
@@ -162,7 +163,7 @@ while True:
     signal.pause()
 """
     flags = ("-np", "1", "-H", "localhost", "--shard-hosts", "127.0.0.2")
-    process = fusionrun.start(*flags, sys.executable, "-c", code)
+    process = fusionrun.start(*flags, sys.executable, "-c", code, TEST_INTERRUPT_GRACE="60")
     assert process.stdout.readline() == "[0]<stdout>:up\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)

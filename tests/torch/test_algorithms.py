@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from tests.faults.nemesis import wait_for_state
 from tests.fusiond.algorithms import published
 from tests.harness import Job, on_ranks
 from tests.torch.training import assert_equal_on_all_ranks, assert_same, make_model, train, train_reference
@@ -32,7 +32,7 @@ from tests.torch.training import assert_equal_on_all_ranks, assert_same, make_mo
 RANKS, BATCH, STEPS = 4, 8, 60
 MEETING = 5  # steps after which asynchronous ranks wait for each other
 DIM = 12  # of the quadratic problem
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -391,15 +391,17 @@ def test_asynchronous_gradients_of_equal_workers_are_stale_by_the_number_of_the_
         number += 1
         step(number)
     lag, count = total(meter("version_lag")) - before
-    assert lag / count == pytest.approx(RANKS - 1, abs=0.1)
+    assert lag / count == pytest.approx(RANKS - 1, abs=0.4)  # one that pauses at the end misses what others do then
 
 
 def gaps(text: str) -> dict[int, int]:
     """How often a rank was so many clocks ahead of the slowest, in a training where one rank is slow."""
     before, step = meter("clock_gap"), trained(text)
     for number in range(25):
-        time.sleep(0.02 if hvd.rank() == 3 else 0)
+        began = time.monotonic()
         step(number)
+        if hvd.rank() == 3:  # many times as slow as the others, whatever else the machine does
+            time.sleep(0.01 + 3 * (time.monotonic() - began))
     counts: dict[int, int] = {}
     for sign, meters in ((1, meter("clock_gap")), (-1, before)):
         for of_node in meters:
@@ -436,7 +438,7 @@ def test_nobody_waits_for_a_stopped_worker_in_pairwise_gossip(job: Job, stopped:
     worker = job.workers[stopped]
     try:
         taken = job.results(ranks=others)
-        assert psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
+        wait_for_state(worker.pid, "T")
         assert taken == [150] * 3, "they took all their steps while it was stopped"
     finally:
         worker.send_signal(signal.SIGCONT)

@@ -39,7 +39,7 @@ def start_pair(script: str) -> list[subprocess.Popen[str]]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Its exit status, standard output and standard error."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     return process.returncode, out, err
 
 

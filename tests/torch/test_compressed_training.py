@@ -275,11 +275,11 @@ def test_the_setting_compresses_the_optimizers_only() -> None:
 def test_one_message_a_bucket_with_a_codec_too() -> None:
     model, optimizer = make(CODEC)
     train(model, optimizer, range(2))
-    client = basics.runtime().client
+    channel = basics.runtime().client.channel
     sent: list[Any] = []
-    client._send = lambda packet, send=client._send: (sent.append(packet), send(packet))  # type: ignore[method-assign]
+    channel.send = lambda packet, send=channel.send: (sent.append(packet), send(packet))  # type: ignore[method-assign]
     try:
         train(model, optimizer, range(2, 5))
     finally:
-        del client._send
+        del channel.send
     assert len(sent) == 3 * optimizer.statistics().buckets

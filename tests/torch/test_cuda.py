@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import os
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.torch import device
 from fusion_rt.torch.runtime import runtime
-from tests.harness import on_ranks
+from fusion_rt.torch.selected_buckets import SelectedBucket
+from tests.harness import on_ranks, run_workers
 from tests.torch.test_device import results_on
 from tests.torch.training import assert_same, everybodys_batch, loss_of, make_model, my_batch
 
@@ -63,3 +67,34 @@ def test_training_on_a_gpu_is_that_of_one_process() -> None:
             loss_of(net, (batch[0].cuda(), batch[1].cuda())).backward()
             chosen.step()
     assert_same(model.cpu(), reference.cpu())
+
+
+def _selected_on_a_gpu(setting: str) -> tuple[list[bool], list[torch.Tensor], list[torch.Tensor]]:
+    """Which buckets' gradients were selected from on the GPU; the parameters after some steps; and the residuals."""
+    os.environ["FUSION_GPU_SELECTION"] = setting
+    model = make_model().cuda()
+    codec = hvd.Compression.topk(0.05, minimum=100, momentum=0.9)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=codec)
+    for step in range(6):
+        batch = my_batch(step)
+        optimizer.zero_grad()
+        loss_of(model, (batch[0].cuda(), batch[1].cuda())).backward()
+        optimizer.step()
+    state = optimizer.state_dict()["fusion_rt"]["state"]
+    kept = [value for key, value in sorted(state.items()) if ":residual/" in key or ":velocity/" in key]
+    on_gpu = [isinstance(bucket, SelectedBucket) for bucket in optimizer._exchange._buckets]
+    return on_gpu, [parameter.detach().cpu() for parameter in model.parameters()], kept
+
+
+def _both_ways() -> None:
+    plain, selected = _selected_on_a_gpu("off"), _selected_on_a_gpu("auto")
+    assert not any(plain[0])
+    assert any(selected[0])
+    for ours, theirs in ((selected[1], plain[1]), (selected[2], plain[2])):
+        for mine, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None, reason="needs fusion_rt[cuda]")
+def test_training_is_the_same_where_the_gpu_selects() -> None:
+    run_workers(_both_ways, ranks=2, nodes=2, environment={"HOROVOD_START_TIMEOUT": "120"})

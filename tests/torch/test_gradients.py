@@ -406,6 +406,21 @@ def test_gradients_on_a_device_go_through_the_arena() -> None:
 
 
 @on_ranks
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_that_have_a_graph_leave_it_behind() -> None:
+    """Autograd is on in the hooks then, and copies would become part of the graph."""
+    model, reference = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, my_batch(step)).backward(create_graph=True)
+        optimizer.step()
+        assert not any(parameter.grad.requires_grad for parameter in model.parameters())
+    train_reference(reference, sgd(reference.parameters()), range(3))
+    assert_same(model, reference)
+
+
+@on_ranks
 def test_a_slot_says_what_does_not_fit() -> None:
     class Growing:
         calls = 0

@@ -94,13 +94,13 @@ def test_a_bucket_costs_one_message_in_a_step() -> None:
     model = make_model()
     optimizer = distributed(model)
     train(model, optimizer, range(2))
-    client = basics.runtime().client
+    channel = basics.runtime().client.channel
     sent: list[Any] = []
-    client._send = lambda packet, send=client._send: (sent.append(packet), send(packet))  # type: ignore[method-assign]
+    channel.send = lambda packet, send=channel.send: (sent.append(packet), send(packet))  # type: ignore[method-assign]
     try:
         train(model, optimizer, range(2, 5))
     finally:
-        del client._send
+        del channel.send
     assert optimizer.statistics().buckets > 1
     assert len(sent) == 3 * optimizer.statistics().buckets
 

@@ -363,14 +363,14 @@ def test_training_goes_on_in_shared_memory_and_one_message_a_bucket() -> None:
     model = make_model()
     optimizer = distributed(model, "forward")
     train(model, optimizer, range(2))
-    client = basics.runtime().client
+    channel = basics.runtime().client.channel
     sent: list[Any] = []
-    client._send = lambda packet, send=client._send: (sent.append(packet), send(packet))  # type: ignore[method-assign]
+    channel.send = lambda packet, send=channel.send: (sent.append(packet), send(packet))  # type: ignore[method-assign]
     try:
         train(model, optimizer, range(2, 5))
         optimizer.synchronize()
     finally:
-        del client._send
+        del channel.send
     assert optimizer.statistics().buckets > 1
     assert len(sent) == 3 * optimizer.statistics().buckets
     loss_of(model, my_batch(5)).backward()

@@ -42,7 +42,8 @@ class AllReduce(Algorithm):
                 and codec.adapts
                 and work.cost.prefers_gathering(codec.wanted() * _SELECTED_NBYTES, nodes)
             )
-            return (Gathered if gather else Owned)(work.port, work.reducer, codec, work.sources, work.outputs)
+            kind = Gathered if gather else Owned
+            return kind(work.port, work.reducer, codec, work.sources, work.outputs, work.selected)
         return _dense(work)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fusion_rt.codecs.base import BucketCodec
 from fusiond.collectives.base import Array, Exchange, Port, Reducer
 from fusiond.collectives.cost import CostModel
+from fusiond.collectives.owned import Chosen
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class Work:
         parts: first element and number of elements of each tensor in it; there may be padding between them.
         sparse_route: the setting.
         route: of dense values, the setting or what a plan's tuning says.
+        selected: what a local member has selected itself, instead of the elements in `sources`.
         whole_nbytes: largest array that recursive doubling moves, as one message; 0: what the port calls a chunk.
     """
 
@@ -41,6 +43,7 @@ class Work:
     sparse_route: str = "auto"
     route: str = "auto"
     whole_nbytes: int = 0
+    selected: Chosen | None = None
 
 
 class Algorithm(ABC):

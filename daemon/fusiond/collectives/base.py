@@ -74,10 +74,13 @@ class Exchange(ABC):
 
     Attributes:
         local_nbytes: bytes that `jobs` touch; the engine runs small ones at once instead of in the kernel pool.
+        lends: whether it sends memory that is somebody else's, so that it is over only when peers have consumed that.
+            Where all payloads are `bytes`, which never change, nobody has to wait for that, and no peer has to tell.
         results: for each local member, in rank order, when results do not lie where the inputs lay; else empty.
     """
 
     local_nbytes: int = 0
+    lends: bool = True
 
     def __init__(self, port: Port) -> None:
         self.port = port

@@ -25,6 +25,8 @@ _UNFOLD = 255  # hop of the result on its way back; rounds are hops 1 to log2 N
 class Doubling(Exchange):
     """All-reduce of equal arrays, each at most one chunk, on N >= 2 nodes. Arguments as for `Ring`."""
 
+    lends = False
+
     def __init__(
         self, port: Port, reducer: Reducer, codec: BucketCodec, sources: Sequence[Array], outputs: Sequence[Array]
     ) -> None:

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +35,16 @@ _ADAPT_EVERY = 64  # steps
 _CONTRIBUTION, _RESULT = 0, 1
 
 
+class Chosen(Protocol):
+    """What a worker has compressed itself."""
+
+    def contribute(self) -> Portion:
+        """The node's contribution, in place of the codec's own."""
+
+    def correct(self) -> None:
+        """The exchange is over: what the codec kept of it is for the worker."""
+
+
 class Compressed(Exchange):
     """An all-reduce in which this node's gradient is compressed as a whole before anything is sent.
 
@@ -41,6 +53,7 @@ class Compressed(Exchange):
         reducer: a sum, or an average.
         codec: the bucket's, with its residual.
         sources, outputs: all elements of the bucket each, of the local members; an output may be a source.
+        chosen: what the only local member has compressed itself, instead of `sources`.
     """
 
     def __init__(
@@ -50,36 +63,42 @@ class Compressed(Exchange):
         codec: SummingBucketCodec,
         sources: Sequence[Array],
         outputs: Sequence[Array],
+        chosen: Chosen | None = None,
     ) -> None:
         super().__init__(port)
-        self._reducer, self._codec = reducer, codec
+        self._reducer, self._codec, self._chosen = reducer, codec, chosen
         codec.node, codec.nodes = port.position, port.nodes
         self._sources, self._outputs = sources, outputs
         self._mine: Portion = None
+        self._revoke: Callable[[], None] = lambda: None  # what this node left out of a sum
         self._tag = b""
         self._sent_nbytes = 0
         self._assemblies: dict[tuple[int, int], pieces.Assembly] = {}
         self._received: set[tuple[int, int]] = set()
-        self.local_nbytes = len(outputs[0]) * reducer.dtype.itemsize * (len(sources) + 3)  # what compressing reads
+        passes = 1 if chosen else len(sources) + 3  # what compressing reads
+        self.local_nbytes = len(outputs[0]) * reducer.dtype.itemsize * passes
 
     def jobs(self, threads: int) -> Sequence[Job]:
         return [self._contribute]
 
     def _contribute(self) -> None:
-        values = self._outputs[0]
-        if len(self._sources) == 1 and self._reducer.prescale == 1.0:
-            values = self._sources[0]
-        for job in local_jobs(self._reducer, self._sources, values, 1):
-            job()
-        self._mine = self._codec.contribute(values)
+        if self._chosen is not None:
+            self._mine = self._chosen.contribute()
+        else:
+            values = self._outputs[0]
+            if len(self._sources) == 1 and self._reducer.prescale == 1.0:
+                values = self._sources[0]
+            for job in local_jobs(self._reducer, self._sources, values, 1):
+                job()
+            self._mine = self._codec.contribute(values)
         if self._codec.blank:
             for output in self._outputs:
                 output[:] = 0
 
     def abandon(self) -> None:
-        """What this node has sent is no part of any result. (Where its owner had summed it up before another node
-        failed, a part of it may be in the owner's residual too.)"""
+        """What this node has sent is no part of any result, and neither is what it has made of its range."""
         if self._mine is not None:
+            self._revoke()
             self._codec.reclaim(self._mine)
             self._mine = None
 
@@ -122,6 +141,8 @@ class Compressed(Exchange):
         dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
         self._codec.note_sent(self._sent_nbytes, dense)
         self._mine = None
+        if self._chosen is not None:
+            self._chosen.correct()
         self.port.finish()
 
 
@@ -182,6 +203,7 @@ class Owned(Compressed):
             self._counts[here] = codec.counts(self._total, ranges.bins(low, high))
             said = np.array(self._counts[here], _COUNTS).tobytes()
         kept = codec.conclude(self._total, self.port.nodes)
+        self._revoke = partial(codec.revoke, self._total, kept)
         payload = said + bytes(codec.pack(kept, low, high))
         for distance in range(1, self.port.nodes):
             self._send((here + distance) % self.port.nodes, _RESULT, payload)

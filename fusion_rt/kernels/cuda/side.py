@@ -47,6 +47,9 @@ class Layer(Protocol):
     def active(self) -> AbstractContextManager[Any]:
         """While it lasts, arrays and launches of this thread belong to this device."""
 
+    def beside(self) -> AbstractContextManager[Any]:
+        """While it lasts, what this thread does with tensors is queued on the side stream."""
+
     def wrap(self, tensor: Tensor) -> DeviceArray:
         """A tensor as kernels take it; the same memory."""
 
@@ -94,13 +97,17 @@ class TorchLayer:
         context: AbstractContextManager[Any] = cuda.gpus[self._index]
         return context
 
+    def beside(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._torch.cuda.stream(self._side)
+        return context
+
     def wrap(self, tensor: Tensor) -> DeviceArray:
         if tensor.device != self._device or not tensor.is_contiguous():
             raise ValueError(f"kernels work on contiguous tensors on {self._device}, not on one on {tensor.device}")
         return cuda.as_cuda_array(tensor.detach().view(-1), sync=False)
 
     def zeros(self, n: int, dtype: str) -> Tensor:
-        with self._torch.cuda.stream(self._side):
+        with self.beside():
             return self._torch.zeros(n, dtype=getattr(self._torch, dtype), device=self._device)
 
     def pin(self, array: npt.NDArray[Any]) -> Tensor:
@@ -118,7 +125,7 @@ class TorchLayer:
         self._torch.cuda.current_stream(self._device).wait_event(event)
 
     def copy(self, source: Tensor, pinned: Tensor) -> None:
-        with self._torch.cuda.stream(self._side):
+        with self.beside():
             pinned.copy_(source, non_blocking=True)
 
     def mark(self) -> Any:
@@ -142,6 +149,7 @@ class SideSelector:
             `close`, page by page, so it should share no page with another's; memory shared with the daemon will do.
         momentum, nesterov: of `selection.Memory`; without momentum there is no velocity.
         found: buffers for the ranges; default: new ones. One can serve several selectors of one layer.
+        memory: residual and velocity; default: new ones, of zeros. Selectors of other ranges may have the same.
 
     Attributes:
         residual, velocity: tensors.
@@ -149,7 +157,7 @@ class SideSelector:
 
     def __init__(
         self, layer: Layer, elements: int, ranges: Sequence[Range], out: npt.NDArray[np.int32], momentum: float = 0.0,
-        nesterov: bool = False, found: Found | None = None,
+        nesterov: bool = False, found: Found | None = None, memory: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:  # fmt: skip
         if out.dtype != np.int32 or not out.flags.c_contiguous:
             raise ValueError(f"results go into a contiguous array of int32, not of {out.dtype}")
@@ -159,8 +167,9 @@ class SideSelector:
         self._wrapped: tuple[int, DeviceArray] = (0, None)  # the address of the last gradient, and the array
         self._floor = 0
         with layer.active():
-            self.residual = layer.zeros(elements, "float32")
-            self.velocity = layer.zeros(elements, "float32") if momentum else None
+            if memory is None:
+                memory = layer.zeros(elements, "float32"), layer.zeros(elements, "float32") if momentum else None
+            self.residual, self.velocity = memory
             self._out = layer.zeros(len(out), "int32")
             velocity = None if self.velocity is None else layer.wrap(self.velocity)
             self._memory = Memory(layer.wrap(self.residual), None, velocity, momentum, nesterov)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import socket
@@ -25,7 +26,8 @@ class WorkerServer:
     """Listens to the workers of one host. To be made inside the event loop that serves it.
 
     Args:
-        directory: is made, for this user alone, and holds the socket.
+        directory: is made, for this user alone, and holds the socket. Its lock is this process's as long as it lives:
+            of an agent that was killed, the directory is removed by the next daemon that starts (`fusiond.leftovers`).
         slots: is asked which slots have a worker now.
         on_rejoin: is told the slot of a worker that asks for a place, and its message.
 
@@ -48,6 +50,7 @@ class WorkerServer:
             raise FusionError(f"the socket path {self.path} is longer than the {_MOST_PATH} bytes a Unix socket's path "
                               "may have; set FUSION_RUNTIME_DIR to a shorter directory")  # fmt: skip
         make_private_directory(directory)
+        self._lock = _locked(os.path.join(directory, "lock"))
         self._slots = slots
         self._on_rejoin = on_rejoin
         self._news: list[elastic.HostsChanged] = []
@@ -98,6 +101,9 @@ class WorkerServer:
         self._listener.close()
         with suppress(FileNotFoundError):
             shutil.rmtree(self._directory)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -132,3 +138,15 @@ class WorkerServer:
         finally:
             if self._connections.get(slot) is connection:
                 del self._connections[slot]
+
+
+def _locked(path: str) -> int:
+    """The descriptor of a lock that this process has taken."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        os.close(lock)
+        raise FusionError(f"{path} cannot be locked: {error.strerror}; is another agent of this job there?") from None
+    return lock

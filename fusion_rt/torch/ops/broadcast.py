@@ -88,7 +88,11 @@ def join(device: int = -1) -> int:
         ValueError: before `init`.
         HorovodInternalError: it failed, on all ranks.
     """
-    return runtime().client.join()
+    from fusion_rt.torch.exchange import stand_in_before_join  # which needs the operations
+
+    here = runtime()
+    stand_in_before_join(here)
+    return here.client.join()
 
 
 def _cast(

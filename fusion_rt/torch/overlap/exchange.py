@@ -218,6 +218,11 @@ class OverlapExchange(GradientExchange):
                 with contextlib.suppress(HorovodInternalError):  # the first one has been raised
                     flight.bucket.await_end(flight.operation)
 
+    def await_flights(self) -> None:
+        for flight in dict.fromkeys(self._flights.values()):
+            if flight.bucket is not None and flight.operation is not None:
+                flight.bucket.await_end(flight.operation)
+
     def _rest(self) -> None:
         self._update = None
         if not self._uses.recording:

@@ -255,6 +255,34 @@ def test_what_a_failed_step_has_taken_goes_back(kind: Callable[..., Compressed])
     assert np.allclose(job.residual()[INSIDE], given[INSIDE], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_owners_left_out_of_sums_counts_once_when_the_step_fails(codec: str) -> None:
+    job = Job(Owned, 3, codec)
+    got = job.step(gradients(3, 0))
+    values = gradients(3, 1)
+    given = np.sum([*gradients(3, 0), *values], axis=0, dtype=float)
+
+    def make(port: GroupPort) -> Compressed:
+        here = [values[port.position].copy()]
+        return Owned(port, job.reducer, job.codecs[port.position], here, here)
+
+    group = Group(3, make, 0, 256)
+    group.may_send_last = True
+    for exchange in group.exchanges:
+        for run in exchange.jobs(1):
+            run()
+    for exchange in group.exchanges:
+        exchange.start()
+    contributions = [message for message in group.under_way if message[2].part == 0]
+    group.under_way = []
+    for source, target, chunk, payload in contributions:
+        group.exchanges[target].receive(source, chunk, memoryview(bytes(payload)))
+    assert {(source, chunk.part) for source, _, chunk, _ in group.under_way} == {(0, 1), (1, 1), (2, 1)}
+    for exchange in group.exchanges:
+        exchange.abandon()
+    assert np.allclose((got + job.residual())[INSIDE], given[INSIDE], atol=1e-4, rtol=0)
+
+
 @kinds
 @pytest.mark.parametrize(
     "codec", ["topk(density=0.1, minimum=0)", "topk", "randomk(minimum=0)", "int8", "onebit(minimum=0)"]

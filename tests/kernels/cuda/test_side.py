@@ -15,11 +15,18 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
     pytest.skip("test_simulator runs this in a process of its own", allow_module_level=True)
 
 import torch
+from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
+from fusion_rt import codecs
+from fusion_rt.codecs import trays
+from fusion_rt.codecs.selecting import Selecting
+from fusion_rt.codecs.trays import Shape, Tray
+from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels import reference
 from fusion_rt.kernels.cuda import selection, side
 from fusion_rt.kernels.cuda.selection import Found, words
 from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
+from fusion_rt.torch.gpu_selection import BucketSelection
 
 
 class Event:
@@ -46,9 +53,12 @@ class SimulatedLayer:
     def active(self) -> Any:
         return contextlib.nullcontext()
 
+    def beside(self) -> Any:
+        return contextlib.nullcontext()
+
     def wrap(self, tensor: torch.Tensor) -> Any:
         self.calls.append("wrap")
-        return tensor.numpy()
+        return FakeCUDAArray(tensor.numpy())  # an array itself would be copied, there and back, for each argument it is
 
     def zeros(self, n: int, dtype: str) -> torch.Tensor:
         return torch.zeros(n, dtype=getattr(torch, dtype))
@@ -241,3 +251,84 @@ def test_memory_that_kernels_cannot_use_is_refused(recorder: Recorder) -> None:
     recorder.pinning = 2
     with pytest.raises(RuntimeError, match="could not pin memory of the host"):
         layer.pin(np.zeros(4, np.int32))
+
+
+def test_selectors_of_several_ranges_share_a_residual() -> None:
+    n, layer = 24, SimulatedLayer()
+    found = [Found([r], selection.kernels(threads=4, warps=False), parts=2) for r in ((2, 10), (12, 24))]
+    first = SideSelector(layer, n, [(2, 10)], np.zeros(words(2), np.int32), found=found[0])
+    memory = first.residual, first.velocity
+    second = SideSelector(layer, n, [(12, 24)], np.zeros(words(3), np.int32), found=found[1], memory=memory)
+    bucket = torch.randn(n, generator=torch.Generator().manual_seed(1))
+    expected = bucket.numpy().copy()
+    for selector, (low, high), k in ((first, (2, 10), 2), (second, (12, 24), 3)):
+        selector.start(bucket, k)
+        taken = selector.finish()
+        indices = low + reference.largest(bucket.numpy()[low:high], k)
+        assert taken.indices.tolist() == indices.tolist()
+        expected[indices] = 0
+    expected[[0, 1, 10, 11]] = 0
+    assert second.residual is first.residual
+    assert first.residual.numpy().tobytes() == expected.tobytes()
+
+
+class SimulatedSide:
+    """What `gpu_selection` asks of a device, in the simulator."""
+
+    def __init__(self) -> None:
+        self._layer = SimulatedLayer()
+
+    def beside(self) -> Any:
+        return contextlib.nullcontext()
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        self._layer.follow(tensor)
+
+    def zeros(self, n: int) -> torch.Tensor:
+        return self._layer.zeros(n, "float32")
+
+    def selector(self, memory: Any, ranges: Any, out: Any, momentum: float, nesterov: bool) -> Any:
+        found = Found(ranges, selection.kernels(threads=4, warps=False), parts=2)
+        return SideSelector(self._layer, len(memory[0]), ranges, out, momentum, nesterov, found, memory)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "topk(density=0.1, minimum=10, scope='tensor')",
+        "topk(density=0.15, minimum=10, momentum=0.9)",
+        "topk(density=0.2, minimum=10, momentum=0.9, nesterov=True, scope='tensor', value='fp32', warmup=2)",
+    ],
+)
+def test_a_worker_selects_what_the_daemons_codec_does(text: str) -> None:
+    """Whole steps of `gpu_selection`, with these kernels, beside the codec: the same bits are sent, and kept."""
+    layout = codecs.Layout(
+        DTYPES["float32"], 48, (codecs.Span("a", 0, 20), codecs.Span("bias", 20, 5), codecs.Span("b", 26, 22))
+    )
+    codec = codecs.parse(text)
+    assert isinstance(codec, Selecting)
+    shape = Shape.of(codec, layout)
+    assert trays.HEADER == selection.HEADER
+    tray = Tray(shape, np.zeros(shape.nbytes, np.uint8))
+    worker = BucketSelection(SimulatedSide(), codec, layout, tray, 0, 2, torch.device("cpu"))
+    daemons, plain = codec.open(layout), codec.open(layout)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(3):
+        gradient = torch.randn(48, generator=generator)
+        gradient[25] = 0
+        factors = (1.0, 2.0, 0.5) if step == 1 else ()
+        worker.start(gradient, factors)
+        assert not worker.done()
+        worker.wait()
+        sent = daemons.adopt(tray)
+        if factors:
+            plain.scale_residual(factors)
+        expected = plain.accumulate_and_select(gradient.numpy())
+        for name in ("indices", "values", "dense"):
+            assert getattr(sent, name).tobytes() == getattr(expected, name).tobytes(), (step, name)
+        daemons.correct(tray)
+        worker.correct()
+        state = plain.state_dict()
+        found = worker.add_to(daemons.state_dict())
+        assert all(np.array_equal(found[key], state[key]) for key in found)
+        assert any(key.startswith("velocity/") for key in found) == ("momentum" in text)

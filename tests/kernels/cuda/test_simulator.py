@@ -22,7 +22,7 @@ def test_everything_passes_in_the_simulator() -> None:
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " skipped" not in done.stdout

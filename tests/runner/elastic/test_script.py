@@ -38,9 +38,7 @@ def run(script: str, until: Callable[[list[tuple[Host, ...]], list[str]], object
             await asyncio.sleep(0.005)
         task.cancel()
         await asyncio.wait([task])
-        for process, ended in list(children._running.values()):  # it has begun anew meanwhile
-            process.kill()
-            await ended
+        await asyncio.gather(*(ended for _, ended in children._running.values()))  # also one that has just begun
 
     asyncio.run(asyncio.wait_for(body(), 30))
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from fusion_rt.elastic import AgentConnection, Assignment, HostsChanged, Rejoin,
 from fusion_rt.errors import FusionError
 from fusion_rt.runner.elastic import workers
 from fusion_rt.runner.elastic.workers import WorkerServer
+from fusiond.leftovers import remove_dead
 
 TIMEOUT_S = 20.0
 
@@ -174,6 +178,37 @@ async def test_when_the_agent_ends_its_workers_hear_of_it(agent: Agent) -> None:
     with pytest.raises(FusionError, match="agent on this host is gone, and with it the job"):
         await answer
     worker.close()
+
+
+SERVE_AND_DIE = """
+import asyncio, os, signal, sys
+from fusion_rt.runner.elastic.workers import WorkerServer
+
+async def serve():
+    WorkerServer(sys.argv[1], lambda: [], lambda slot, message: None)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(serve())
+"""
+
+
+def test_what_an_agent_that_was_killed_has_left_is_removed_by_the_next_daemon(runtime_dir: Path) -> None:
+    left = runtime_dir / "job.agent2"
+    died = subprocess.run([sys.executable, "-c", SERVE_AND_DIE, str(left)], timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    assert sorted(os.listdir(left)) == ["lock", "workers"]
+
+    async def beside_one_that_lives() -> list[str]:
+        agent = Agent(runtime_dir)
+        try:
+            with pytest.raises(FusionError, match="another agent of this job"):
+                Agent(runtime_dir)
+            return remove_dead(str(runtime_dir))
+        finally:
+            agent.server.close()
+
+    assert asyncio.run(beside_one_that_lives()) == [str(left)]
+    assert os.listdir(runtime_dir) == []
 
 
 def test_a_path_that_is_too_long_is_told(runtime_dir: Path) -> None:

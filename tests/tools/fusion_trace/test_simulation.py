@@ -266,7 +266,7 @@ def trace_of(nodes: int, nbytes: int, codec: str, route: str = "auto") -> Counte
 
 @pytest.mark.parametrize("nodes", range(2, 17))
 def test_patterns_are_message_by_message_those_of_the_daemons_exchanges(nodes: int) -> None:
-    chunk = 256 * 1024
+    chunk = 512 * 1024  # on links of 1 Gbit/s
     big, small = 4 * 1_000_003, 4 * 77
     assert trace_of(nodes, big, "dense") == Counter(patterns.ring(nodes, big // 4, chunk))
     assert trace_of(nodes, big, "fp16") == Counter(patterns.ring(nodes, big // 4, chunk, 0.5))

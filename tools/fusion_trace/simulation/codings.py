@@ -97,6 +97,9 @@ class SummingCodec(SummingBucketCodec):
         self._spend(min(total.nbytes, 4 * (total.high - total.low)) * self._codec.conclude)
         return _Portion(total.low, total.high, min(kept, total.nbytes))
 
+    def revoke(self, total: _Portion, sent: _Portion) -> None:
+        pass
+
     def write(self, portion: _Portion, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         self._spend(portion.nbytes * self._codec.write * len(outputs))
 

@@ -96,6 +96,7 @@ class Exchanges:
             [(0, bucket.elements)], cluster.sparse_route,
         )  # fmt: skip
         run.exchange = self._algorithm.exchange(work)
+        run.port.lends = run.exchange.lends
         small = run.exchange.local_nbytes <= INLINE_WORK
         jobs = run.exchange.jobs(1 if small else host.costs.threads)
         then = partial(self._begin, run)

@@ -1,0 +1,196 @@
+"""Messages to the daemon, the operations that are under way, and how they end.
+
+There is no thread: whoever waits reads the socket, for itself and for every other thread that waits. A message that
+completes an operation costs one `recv`, and a worker that computes costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+
+from fusion_rt import local, wire
+from fusion_rt.arena import Segment
+from fusion_rt.client import joining
+from fusion_rt.client.operation import Operation
+from fusion_rt.errors import FusionError, HorovodInternalError
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Kind
+
+# As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
+_DONTWAIT = int(socket.MSG_DONTWAIT)
+_WAIT_BEGIN, _WAIT_END, _DONE = int(Kind.WAIT_BEGIN), int(Kind.WAIT_END), int(Kind.DONE)
+
+
+class Channel:
+    """A worker's end of its connection to the daemon.
+
+    Args:
+        sock: the connection.
+        rank: this worker's.
+
+    Attributes:
+        socket: the connection.
+        failure: why the job is over for this worker, or None.
+        reading: a thread reads the socket.
+        trace: what is done here is recorded there.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int) -> None:
+        self.socket = sock
+        self.failure: str | None = None
+        self.reading = False
+        self.trace: Instrument = NULL
+        self._rank = rank
+        self._operations: dict[int, Operation] = {}
+        self._handles = itertools.count(1)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0  # threads that another one reads for
+
+    def begin(self, name: str) -> Operation:
+        """An operation that its caller is about to ask for.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+        """
+        if self.failure is not None:
+            raise HorovodInternalError(self.failure)
+        operation = Operation(next(self._handles), name)
+        self._operations[operation.handle] = operation
+        return operation
+
+    def send(self, packet: local.Packet) -> None:
+        """Sends a message; threads may send side by side, since a packet is sent as a whole.
+
+        Raises:
+            HorovodInternalError: the daemon is gone.
+        """
+        try:
+            packet.send(self.socket)
+        except (BrokenPipeError, ConnectionError):
+            packet.close()
+            self.read_available()  # the reason may stand in what the daemon sent last
+            self.fail(joining.lost(self._rank))
+            raise HorovodInternalError(self.failure) from None
+
+    def poll(self, operation: Operation) -> bool:
+        """Whether the operation has ended; reads what has arrived, without waiting."""
+        if not operation.done:
+            self.read_available()
+        return operation.done
+
+    def wait(self, operation: Operation) -> Operation:
+        """Waits until the operation has ended.
+
+        Raises:
+            HorovodInternalError: it failed, on all ranks.
+        """
+        if not operation.done:
+            name, clock, plan = operation.about
+            self.trace.record(_WAIT_BEGIN, name, 0, clock, plan)
+            self._read_until(operation)
+            self.trace.record(_WAIT_END, name, 0, clock, plan)
+        if operation.error is not None:
+            raise HorovodInternalError(operation.error)
+        return operation
+
+    def read_available(self) -> None:
+        """Reads what has arrived, unless another thread reads already."""
+        with self._lock:
+            if self.reading:
+                return
+            self.reading = True
+        try:
+            while self._read_one(_DONTWAIT):
+                pass
+        finally:
+            self._stop_reading()
+
+    def fail(self, message: str) -> None:
+        """The job is over: every operation under way, and every later one, fails with the first reason given."""
+        if self.failure is None:
+            self.failure = message
+        for operation in list(self._operations.values()):
+            operation.error = self.failure
+            if operation.release is not None:
+                operation.release()
+            operation.done = True
+        self._operations.clear()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        with contextlib.suppress(OSError):  # gone already
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads; close would not
+            # What nobody has read would reset the connection, and the daemon would not get to read `Bye`.
+            while self.socket.recv(1, _DONTWAIT):
+                pass
+        self.socket.close()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _read_until(self, operation: Operation) -> None:
+        """Reads messages until the operation has ended, or waits for the thread that is reading already."""
+        while True:
+            with self._lock:
+                if self.reading:
+                    self._waiting += 1  # before it asks: whoever completes an operation asks afterwards who waits
+                    if not operation.done:
+                        self._changed.wait()
+                    self._waiting -= 1
+                if operation.done:
+                    return
+                if self.reading:
+                    continue
+                self.reading = True
+            try:
+                while not operation.done:
+                    self._read_one(0)
+            finally:
+                self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        with self._lock:
+            self.reading = False
+            self._changed.notify_all()
+
+    def _read_one(self, flags: int) -> bool:
+        try:
+            data, fd = local.receive(self.socket, flags)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data, fd = b"", -1
+        if not data:
+            self.fail(joining.lost(self._rank))
+            return False
+        self._handle(wire.decode_daemon_message(data), fd)
+        return True
+
+    def _handle(self, message: wire.DaemonMessage, fd: int) -> None:
+        if isinstance(message, wire.JobFailed):
+            self.fail(message.message)
+            return
+        if isinstance(message, (wire.Welcome, wire.Status)):
+            raise FusionError(f"the daemon sent {type(message).__name__}, which nobody asked for")
+        operation = self._operations.pop(message.handle)
+        if operation.release is not None:
+            operation.release()
+        if isinstance(message, wire.Done):
+            operation.inline = message.inline
+            operation.sizes = message.sizes
+            if message.nbytes:
+                operation.output = Segment.open(fd, message.nbytes, private=True)
+                operation.output.close_fd()
+        elif isinstance(message, wire.Planned):
+            operation.plan = message.plan
+        else:
+            operation.error = message.message
+        name, clock, plan = operation.about
+        self.trace.record(_DONE, name, 0, clock, plan)
+        operation.done = True
+        if self._waiting:
+            with self._lock:
+                self._changed.notify_all()

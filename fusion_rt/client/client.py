@@ -1,0 +1,339 @@
+"""What a worker asks its daemon for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fusion_rt import local, named_arrays, stacks, wire
+from fusion_rt.arena import Arena, Region, Segment
+from fusion_rt.client import joining
+from fusion_rt.client.channel import Channel
+from fusion_rt.client.clocks import Clocks
+from fusion_rt.client.operation import Operation, Terms
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.errors import HorovodInternalError
+from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
+from fusion_rt.trace import Instrument
+from fusion_rt.trace_format import Flush, Kind
+
+_SUBMITTED = int(Kind.SUBMITTED)  # see `channel.py`
+
+
+class Client:
+    """A connection to the node's daemon, and the worker's arena.
+
+    Args:
+        path: the daemon's socket.
+        job: id of the job.
+        rank: this worker's rank.
+        timeout: seconds for every process of the job to come up.
+        previous: a client of the same job that has left; its connection is used again.
+        listened: the daemon has listened already, so that there is no waiting for it if it does not.
+
+    Attributes:
+        channel: the connection, and what is under way.
+        welcome: what the daemon has said first.
+        process_sets: by id.
+
+    Raises:
+        FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        job: str,
+        rank: int,
+        timeout: float,
+        previous: Client | None = None,
+        listened: bool = False,
+    ) -> None:
+        self.job = job
+        self.rank = rank
+        self._pid = os.getpid()
+        sock = joining.connect(path, timeout, listened) if previous is None else previous.channel.socket
+        self.channel: Channel = Channel(sock, rank)
+        self.arena = Arena(self._offer, self._drop)
+        self._in_flight: set[tuple[int, str]] = set()
+        stacks_fd, stack_signal = stacks.offer()
+        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal)
+        try:
+            self.channel.send(local.Packet(wire.encode(hello), stacks_fd))
+            self.welcome = joining.await_welcome(sock, rank, timeout, previous is not None)
+        except BaseException:
+            sock.close()
+            raise
+        self._clocks = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)
+        self.topology: Topology = self.welcome.topology
+        self.process_sets = {GLOBAL_SET: ProcessSet(GLOBAL_SET, tuple(range(self.topology.size)))}
+
+    @property
+    def trace(self) -> Instrument:
+        """What is done here is recorded there."""
+        return self.channel.trace
+
+    @trace.setter
+    def trace(self, trace: Instrument) -> None:
+        self.channel.trace = trace
+
+    @property
+    def directory(self) -> str:
+        """The daemon's, which is this user's alone and the same for all workers of the node."""
+        path: str = self.channel.socket.getpeername()
+        return os.path.dirname(path)
+
+    @property
+    def joins(self) -> int:
+        """All ranks have joined so many times."""
+        return self._clocks.joins
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        name: str | None,
+        signature: wire.Signature,
+        *,
+        inline: bytes | None = None,
+        place: tuple[int, int] | None = None,
+        splits: tuple[int, ...] = (),
+    ) -> Operation:
+        """Submits one operation on a tensor that is `inline` or lies at `place` (segment id, offset) in the arena.
+
+        An operation without a name is paired with those of other ranks by kind and order; several may be under way.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+            ValueError: an operation of this name is still under way here.
+        """
+        unnamed = name is None
+        if name is None:
+            name = f"{signature.kind}.noname"
+        identity = (signature.process_set, name)
+        if identity in self._in_flight:
+            self.channel.read_available()  # it may have ended, and nobody has looked
+        if identity in self._in_flight:
+            raise ValueError(
+                f"an operation named {name!r} was submitted on rank {self.rank} while an earlier one of that name was "
+                "still under way; wait for it with synchronize(), or give each its own name"
+            )
+        operation = self.channel.begin(name)
+        where = None if place is None else wire.Place(*place)
+        clock = self._clocks.next(identity)
+        packet = local.Packet(wire.encode(wire.Submit(operation.handle, name, clock, signature, where, inline, splits)))
+        self._clocks.count(identity)
+        if not unnamed:
+            self._in_flight.add(identity)
+            operation.release = lambda: self._in_flight.discard(identity)
+        operation.about = (name, clock, 0)
+        nbytes = _nbytes_of(signature) if inline is None else len(inline)
+        self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
+        self.channel.send(packet)
+        return operation
+
+    def ready(
+        self,
+        name: str,
+        plan: int,
+        bucket: int,
+        terms: Terms | None = None,
+        nbytes: int = 0,
+        flush: Flush = Flush.STEP,
+    ) -> Operation:
+        """Says that this worker's part of a planned bucket is in the arena; `terms` go with it. `nbytes`: its size, and
+        `flush`: why now; these are only recorded."""
+        terms = terms or Terms()
+        identity = (-plan, bucket)
+        clock = self._clocks.next(identity) if terms.seed else self._clocks.count(identity)
+        operation = self.channel.begin(name)
+        about = operation.about = (f"bucket {bucket}", clock, plan)
+        self.channel.trace.record(_SUBMITTED, about[0], nbytes, clock, plan, flush)
+        message = wire.Ready(operation.handle, plan, bucket, clock, *terms)
+        self.channel.send(local.Packet(wire.encode(message)))
+        return operation
+
+    def next_clock(self, plan: int, bucket: int) -> int:
+        """The clock of the next `ready` of a planned bucket."""
+        return self._clocks.next((-plan, bucket))
+
+    def propose(self, proposal: wire.Proposal) -> Operation:
+        """Asks for a plan; the answer is the operation's `plan`."""
+        operation = self.channel.begin(proposal.group)
+        self._send(wire.Propose(operation.handle, proposal))
+        return operation
+
+    def poll(self, operation: Operation) -> bool:
+        """Whether the operation has ended; reads what has arrived, without waiting."""
+        return self.channel.poll(operation)
+
+    def wait(self, operation: Operation) -> Operation:
+        """Waits until the operation has ended.
+
+        Raises:
+            HorovodInternalError: it failed, on all ranks.
+        """
+        return self.channel.wait(operation)
+
+    def join(self) -> int:
+        """Waits until every rank has joined; until then this one contributes nothing to the others' all-reduces.
+
+        Returns: the last rank that joined.
+
+        Raises:
+            HorovodInternalError: it failed, on all ranks.
+        """
+        last = self.wait(self.submit("join", wire.Signature("join"))).sizes[0]
+        self._clocks.joined()
+        return last
+
+    def add_process_set(self, ranks: Sequence[int]) -> ProcessSet:
+        """Makes a new process set of these ranks; every rank of the job has to ask for it.
+
+        Raises:
+            HorovodInternalError: the ranks do not agree, or there is no such set; on all ranks.
+        """
+        members = tuple(sorted(ranks))
+        operation = self.wait(self.submit("process_set", wire.Signature("add_process_set", ranks=members)))
+        added = ProcessSet(operation.sizes[0], members)
+        self.process_sets[added.id] = added
+        return added
+
+    def remove_process_set(self, process_set: int) -> None:
+        """Removes a process set; every rank of the job has to ask for it.
+
+        Raises:
+            HorovodInternalError: the ranks do not agree; on all ranks.
+        """
+        members = self.process_sets[process_set].ranks
+        self.wait(self.submit("process_set", wire.Signature("remove_process_set", ranks=members)))
+        del self.process_sets[process_set]
+
+    # --- what the daemon remembers, and writes ------------------------------------------------------------------------
+
+    def save_state(self, process_set: int, group: str, common: bool = False) -> dict[str, Any]:
+        """What the codecs of a group of tensors remember on this node, by name; arrays that may be written to.
+
+        Args:
+            common: only what is the same on all nodes, which is small.
+
+        Raises:
+            HorovodInternalError: they are at work.
+        """
+        operation = self.channel.begin(group)
+        self._send(wire.SaveState(operation.handle, process_set, group, common))
+        output = self.wait(operation).output
+        data = bytearray(operation.inline or b"") if output is None else output.view
+        return named_arrays.read(np.frombuffer(data, np.uint8))
+
+    def load_state(self, process_set: int, group: str, state: Mapping[str, Any], common: bool = False) -> None:
+        """Gives that back.
+
+        Args:
+            common: it has no residuals; does nothing where as many steps have been taken.
+
+        Raises:
+            HorovodInternalError: it is not of the plan in force, or the codecs are at work.
+        """
+        nbytes = named_arrays.nbytes_of(state)
+        region = self.allocate(nbytes)
+        named_arrays.write(state, np.frombuffer(region.view, np.uint8)[:nbytes])
+        operation = self.channel.begin(group)
+        place = wire.Place(region.segment, region.offset)
+        self._send(wire.LoadState(operation.handle, process_set, group, place, nbytes, common))
+        try:
+            self.wait(operation)
+        finally:
+            self.arena.free(region)
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> str:
+        """Asks for a timeline in the file at an absolute path. Returns why there is none, or nothing."""
+        operation = self.channel.begin("timeline")
+        self._send(wire.StartTimeline(operation.handle, path, mark_cycles))
+        return (self.wait(operation).inline or b"").decode()
+
+    def stop_timeline(self) -> None:
+        """Waits until the timeline's file is complete; there may be none."""
+        operation = self.channel.begin("timeline")
+        self._send(wire.StopTimeline(operation.handle))
+        self.wait(operation)
+
+    def compression(self) -> dict[str, dict[str, float]]:
+        """What compression has saved and cost on this node, by group and in "total"."""
+        operation = self.channel.begin("compression")
+        self._send(wire.CompressionRequest(operation.handle))
+        told: dict[str, dict[str, float]] = json.loads(self.wait(operation).inline or b"{}")
+        return told
+
+    def staleness(self) -> dict[str, Any]:
+        """How stale the contributions of this node's workers have been, and what its homes have seen."""
+        operation = self.channel.begin("staleness")
+        self._send(wire.StalenessRequest(operation.handle))
+        told: dict[str, Any] = json.loads(self.wait(operation).inline or b"{}")
+        return told
+
+    # --- the arena ----------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Region:
+        """A region of the arena; give it back with `arena.free`."""
+        return self.arena.allocate(nbytes)
+
+    def plan_segment(self, plan: wire.Plan, nbytes: int = 0) -> tuple[int, Segment]:
+        """A new segment of the arena for the plan's buckets, and at least so long."""
+        return self.arena.new_segment(max(plan.nbytes, nbytes, 1), plan.id)
+
+    def _offer(self, segment_id: int, segment: Segment, plan: int) -> None:
+        fd = segment.fd
+        segment.fd = -1  # the packet owns the descriptor now; the mapping does not need it
+        self._send(wire.AddSegment(segment_id, segment.nbytes, plan), fd)
+
+    def _drop(self, segment_id: int) -> None:
+        if self.channel.failure is None:
+            self._send(wire.DropSegment(segment_id))
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def leave(self, error: str = "") -> bool:
+        """Leaves the job; `error` is this worker's unhandled exception, if that is why it leaves.
+
+        Returns: whether it may come back with a client that has this one as `previous`.
+        """
+        if self._pid != os.getpid():  # in a forked child: the connection is the parent's to end
+            return False
+        returnable = self.channel.failure is None
+        if returnable:
+            try:
+                self._send(wire.Bye(error))
+            except (HorovodInternalError, OSError):
+                returnable = False  # the daemon is gone already, and so there is nobody to tell
+        self.channel.fail("fusion_rt has been shut down on this rank")
+        self.arena.close()
+        return returnable
+
+    def close(self, error: str = "") -> None:
+        """Leaves the job, if it has not yet, for good."""
+        self.leave(error)
+        if self._pid == os.getpid():
+            self.channel.close()
+        else:
+            self.channel.socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: closes its copy of the connection, which goes on being the parent's.
+
+        Without this the daemon would not notice the parent's death before the child's.
+        """
+        self.channel.failure = "the connection belongs to the parent of this forked process"
+        self.channel.socket.close()
+
+    def _send(self, message: wire.WorkerMessage, fd: int = -1) -> None:
+        self.channel.send(local.Packet(wire.encode(message), fd))
+
+
+def _nbytes_of(signature: wire.Signature) -> int:
+    return math.prod(signature.shape) * DTYPES[signature.dtype].itemsize if signature.dtype else 0

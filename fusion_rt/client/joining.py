@@ -1,0 +1,80 @@
+"""The way to the node's daemon: connecting, and waiting for its welcome."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+
+from fusion_rt import local, wire
+from fusion_rt.errors import FusionError
+
+
+def connect(path: str, timeout: float, listened: bool) -> socket.socket:
+    """Connects to the daemon's socket, which may be about to appear unless the daemon has listened already.
+
+    Raises:
+        FusionError: it did not within `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    wait = 0.002
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            sock.close()
+            if listened:
+                raise FusionError(f"the daemon that listened at {path} is gone ({error.strerror}): it has ended "
+                                  "with its job, was killed or has crashed; see its log") from None  # fmt: skip
+            if time.monotonic() + wait > deadline:
+                raise FusionError(f"no daemon listens at {path} after {timeout:g} s ({error.strerror}); was it "
+                                  "started, and did it come up? See its log (`fusiond logs`)") from None  # fmt: skip
+            time.sleep(wait)
+            wait = min(2 * wait, 0.05)
+        else:
+            return sock
+
+
+def await_welcome(sock: socket.socket, rank: int, timeout: float, skip_answers: bool) -> wire.Welcome:
+    """Waits for the answer to `Hello`, which comes when every process of the job is up.
+
+    Args:
+        sock: connected to the daemon.
+        rank: this worker's.
+        timeout: seconds.
+        skip_answers: what the daemon answered a client before this one may still come first.
+
+    Raises:
+        FusionError: the daemon refuses this worker, is gone, or the job does not come up in time.
+    """
+    deadline = time.monotonic() + timeout
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise FusionError(f"rank {rank} waited {timeout:g} s for the other processes of the job; "
+                                  "raise --start-timeout if they need longer to start")  # fmt: skip
+            try:
+                data, fd = local.receive(sock)
+            except ConnectionError:  # the daemon ended without having read Hello
+                data, fd = b"", -1
+            if not data:
+                raise FusionError(lost(rank))
+            message = wire.decode_daemon_message(data)
+            if isinstance(message, wire.JobFailed):
+                raise FusionError(message.message)
+            if isinstance(message, wire.Welcome):
+                return message
+            if fd >= 0:
+                os.close(fd)
+            if not skip_answers:
+                raise FusionError(f"the daemon answered Hello with {type(message).__name__}")
+
+
+def lost(rank: int) -> str:
+    """What this worker says when the connection has ended."""
+    host = socket.gethostname()
+    return (f"the daemon of rank {rank}'s node (host {host}) is gone: it was killed or has crashed; "
+            "see its log (`fusiond logs`)")  # fmt: skip

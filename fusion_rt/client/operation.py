@@ -1,0 +1,59 @@
+"""An operation that a worker has asked its daemon for, and what is said about a planned bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fusion_rt import wire
+from fusion_rt.arena import Segment
+
+
+class Terms(NamedTuple):
+    """What is said about a worker's part of a planned bucket.
+
+    Attributes:
+        rescale: what the residual of each tensor is multiplied by first, if learning rates have changed.
+        rates: learning rate of each parameter group, where a home takes the steps.
+        samples: how many samples it comes from; 0: it is nothing, and the home is only asked for what it has.
+        seed: it is what the bucket's home begins with.
+        urgency: the less, the sooner it is needed.
+        tray, share: see `wire.Ready`.
+    """
+
+    rescale: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+    samples: int = 1
+    seed: bool = False
+    urgency: int = 0
+    tray: int = 0
+    share: int = wire.OWN
+
+
+class Operation:
+    """An operation under way.
+
+    Attributes:
+        name: the tensor's name, for messages to people.
+        done: whether it has ended, well or not.
+        error: why it failed, or None.
+        inline: the result, when it is small.
+        output: private copy-on-write mapping of the result, when the daemon made one (allgather, alltoall).
+        sizes: rows received from each rank (allgather, alltoall), or the answer of an operation without data.
+        plan: the answer to a proposal.
+        release: called when it ends.
+        about: the name, clock and plan under which it is recorded.
+    """
+
+    done = False
+    error: str | None = None
+    inline: bytes | None = None
+    output: Segment | None = None
+    sizes: tuple[int, ...] = ()
+    plan: wire.Plan | None = None
+    release: Callable[[], None] | None = None
+
+    def __init__(self, handle: int, name: str) -> None:
+        self.handle = handle
+        self.name = name
+        self.about = (name, 0, 0)

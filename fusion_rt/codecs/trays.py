@@ -1,0 +1,187 @@
+"""What a worker has selected of a bucket itself, in memory that it shares with its daemon, and what comes back.
+
+The residual is the worker's then (on a GPU). What it takes out of that and the daemon does not send, because values are
+rounded or an owner cuts a sum, comes back as *corrections*, which the worker adds to its residual before it selects
+again. So the sum of all residuals, corrections and results is what was given, as it is where the daemon selects.
+
+A tray is words (int32, or float32 where they are values), one part after the other:
+
+* how many corrections there are, an unused word, and the number of steps that the codec has taken (int64);
+* for each group of elements that are compared with each other: how many are selected, three words that the daemon does
+  not read, indices (ascending, as many as there is room for), and values;
+* the values of the elements that are always sent;
+* indices and values of the corrections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fusion_rt.codecs.base import Array, CodecError, Layout, Span
+from fusion_rt.codecs.packing import Spans
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.kernels import selection
+
+if TYPE_CHECKING:
+    from fusion_rt import wire
+    from fusion_rt.codecs.selecting import Selecting
+
+HEADER = 4
+"""Words before the indices of a group, and before everything."""
+
+ALIGNMENT = 64  # bytes; trays begin at a multiple
+_WORD = 4
+_SPARE = 64  # corrections for which there is room besides
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a tray has room for, which follows from the codec and the layout.
+
+    Attributes:
+        groups: the ranges of elements of each group.
+        rooms: the most that can be selected of each group.
+        dense: elements that are always sent.
+        elements: of the bucket.
+    """
+
+    groups: tuple[tuple[selection.Range, ...], ...]
+    rooms: tuple[int, ...]
+    dense: int
+    elements: int
+
+    @classmethod
+    def of(cls, codec: Selecting, layout: Layout) -> Shape:
+        """The tray of a bucket."""
+        groups = codec.rules.groups(layout)
+        rooms = tuple(max(group.k(step, codec.warmup) for step in (0, codec.warmup)) for group in groups)
+        dense = sum(high - low for low, high in codec.rules.dense(layout))
+        return cls(tuple(group.ranges for group in groups), rooms, dense, layout.elements)
+
+    @property
+    def corrections(self) -> int:
+        """For how many there is room: those of what was selected here, and what an owner cuts of all nodes' sum, which
+        is about as many. What finds no room comes with the next ones."""
+        return min(self.elements, 4 * sum(self.rooms) + self.dense + _SPARE)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each group begins, then the values that are always sent, the corrections' indices, and their values,
+        and the end; in words."""
+        starts = [HEADER]
+        for size in (*(HEADER + 2 * room for room in self.rooms), self.dense, self.corrections, self.corrections):
+            starts.append(starts[-1] + size)
+        return tuple(starts)
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts[-1] * _WORD
+
+
+class Tray:
+    """One bucket's.
+
+    Args:
+        shape: what it has room for.
+        memory: its bytes (uint8), at least `shape.nbytes`, which begin at a multiple of `ALIGNMENT`.
+
+    Attributes:
+        groups: the words of each group.
+        dense: the values that are always sent, float32.
+    """
+
+    def __init__(self, shape: Shape, memory: Array) -> None:
+        self.shape = shape
+        words = memory[: shape.nbytes].view(np.int32)
+        parts = [words[first:end] for first, end in pairwise(shape.starts)]
+        *self.groups, dense, self._indices, values = parts
+        self.dense: Array = dense.view(np.float32)
+        self._values: Array = values.view(np.float32)
+        self._count = words[:1]
+        self._step = words[2:4].view(np.int64)
+
+    def clear(self) -> None:
+        """There are no corrections."""
+        self._count[0] = 0
+
+    def selected(self) -> tuple[Array, Array, Array]:
+        """What the worker has selected: indices, values, and the values that are always sent; copies.
+
+        Raises:
+            CodecError: it is no selection of this bucket.
+        """
+        indices, values = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+        for number, (words, ranges, room) in enumerate(
+            zip(self.groups, self.shape.groups, self.shape.rooms, strict=True)
+        ):
+            count = int(words[0])
+            if not 0 <= count <= room:
+                raise CodecError(f"group {number} has {count} elements, with room for {room}")
+            chosen = words[HEADER : HEADER + count].copy()  # before it is checked: nobody can change it then
+            if count and not (bool((np.diff(chosen) > 0).all()) and Spans(ranges).hold(chosen)):
+                raise CodecError(f"the {count} indices of group {number} are not ascending elements of it")
+            indices.append(chosen)
+            values.append(words[HEADER + room : HEADER + room + count].view(np.float32).copy())
+        return np.concatenate(indices), np.concatenate(values), self.dense.copy()
+
+    def answer(self, indices: Array, values: Array, step: int) -> None:
+        """Puts corrections in, for which there is room."""
+        self._indices[: len(indices)] = indices
+        self._values[: len(values)] = values
+        self._step[0] = step
+        self._count[0] = len(indices)
+
+    def answered(self) -> tuple[Array, Array, int]:
+        """The corrections' indices (int32) and values (float32), views of the tray; and the number of steps."""
+        count = int(self._count[0])
+        return self._indices[:count], self._values[:count], int(self._step[0])
+
+
+class Corrections:
+    """What has to be added to a residual that is elsewhere: few elements, added up in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._pair: tuple[Array, Array] = np.empty(0, np.int32), np.empty(0, np.float32)
+
+    @classmethod
+    def of(cls, residual: Array) -> Corrections:
+        """All of a residual (float32), which becomes zero."""
+        made = cls()
+        indices = np.flatnonzero(residual).astype(np.int32)
+        made.add(indices, residual[indices])
+        residual[indices] = 0
+        return made
+
+    def add(self, indices: Array, values: Array) -> None:
+        """Ascending indices (int32) and values (float32)."""
+        kept = values != 0
+        self._pair = selection.merge(self._pair, (indices[kept], np.ascontiguousarray(values[kept])))
+
+    def scale(self, spans: Sequence[Span], factors: Sequence[float]) -> None:
+        """Multiplies those of each tensor by its factor."""
+        indices, values = self._pair[0], self._pair[1].copy()
+        for span, factor in zip(spans, factors, strict=True):
+            first, end = np.searchsorted(indices, np.array([span.start, span.end], np.int32))
+            values[first:end] *= np.float32(factor)
+        self._pair = indices, values
+
+    def take(self, most: int) -> tuple[Array, Array]:
+        """The first ones, which are no longer here; at most so many."""
+        indices, values = self._pair
+        self._pair = indices[most:], values[most:]
+        return indices[:most], values[:most]
+
+    def norm(self) -> float:
+        """The L2 norm."""
+        return float(np.linalg.norm(self._pair[1].astype(np.float64)))
+
+
+def layout_of(bucket: wire.Bucket) -> Layout:
+    """Where the tensors of a planned bucket lie."""
+    spans = tuple(Span(tensor.name, tensor.start, tensor.numel, tensor.shape) for tensor in bucket.tensors)
+    return Layout(DTYPES[bucket.dtype], bucket.numel, spans)

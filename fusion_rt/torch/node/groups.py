@@ -1,0 +1,240 @@
+"""What combines tensors of a node's ranks: NCCL on their GPUs; gloo in the host's memory, for tests without GPUs.
+
+A group is a process group of torch that is made directly: torch.distributed's default group, and the groups that a
+script has, are not touched. Its ranks find each other by a file, and listen on the loopback interface only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fusion_rt.torch.device import Copying
+
+_FOREVER = 365 * 24 * 3600.0  # seconds; gloo and NCCL want a number
+_LOOPBACK = "127.0.0.1"
+_POLL = 1e-3  # seconds
+_TRIED = 1024  # elements
+
+
+class UnderWay(Protocol):
+    """A reduction, and what follows it on the rank that has its result."""
+
+    def done(self) -> bool:
+        """Whether all of it is. Raises `RuntimeError` if it failed."""
+
+
+class Group(ABC):
+    """Ranks of one node, connected."""
+
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
+        """Starts combining the ranks' tensors into that of the first rank, as they are when the current stream has come
+        as far as now. What the other ranks' tensors have afterwards is undefined.
+
+        Args:
+            tensor: 1-D, contiguous; as long, and of the same dtype, on all ranks. Nobody writes to it meanwhile.
+            op: "sum", "min", "max" or "product".
+            then: called once on the rank with the result, now or later, where it may start copies of it.
+        """
+
+    @abstractmethod
+    def settle(self, tensor: torch.Tensor) -> None:
+        """The tensor, which was reduced in an earlier step, is about to be written to on the current stream."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends it, with whatever is under way. Waits for nobody."""
+
+    def try_out(self, rank: int, size: int, device: torch.device, limit: float) -> None:
+        """A small reduction, so that what does not work here shows before gradients depend on it.
+
+        Raises:
+            RuntimeError: it did not work, or has taken more than `limit` seconds.
+        """
+        values, found = torch.full((_TRIED,), rank + 1.0, device=device), torch.zeros(_TRIED)
+
+        def then() -> Copying:
+            found.copy_(values)
+            return Copying()
+
+        under_way = self.reduce(values, "sum", then if rank == 0 else None)
+        deadline = time.monotonic() + limit
+        while not under_way.done():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a reduction has taken more than {limit:g} s")
+            time.sleep(_POLL)
+        self.settle(values)
+        expected = size * (size + 1) / 2
+        if rank == 0 and not bool(found.eq(expected).all()):
+            raise RuntimeError(f"it added up the numbers 1 to {size} to {found[0].item():g}")
+
+
+def _store(path: str, size: int) -> Any:
+    return dist.FileStore(path, size)  # type: ignore[attr-defined]
+
+
+def _options(op: str) -> dist.ReduceOptions:
+    options = dist.ReduceOptions()
+    options.reduceOp = getattr(dist.ReduceOp, op.upper())
+    options.rootRank = 0
+    return options
+
+
+def _abort(group: Any) -> None:
+    """By the method that this version of torch has for it."""
+    for name in ("abort", "_abort", "shutdown", "_shutdown"):
+        method = getattr(group, name, None)
+        if method is not None:
+            method()
+            return
+
+
+class _Followed:
+    """A reduction whose end nobody is told: what follows it begins when somebody looks."""
+
+    def __init__(self, work: Any, then: Callable[[], Copying] | None) -> None:
+        self._work = work
+        self._then = then
+        self._copying: Copying | None = None
+
+    def done(self) -> bool:
+        if self._copying is None:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # raises what went wrong
+            self._copying = Copying() if self._then is None else self._then()
+        return self._copying.done()
+
+
+class GlooGroup(Group):
+    """For tensors in the host's memory.
+
+    Args:
+        store: path of the file in which the ranks find each other.
+        rank, size: this one's position, and how many there are.
+        device: of the tensors.
+        start, limit: seconds for the others to come, and for a reduction, in which a rank may be late.
+
+    Raises:
+        RuntimeError: they did not come.
+    """
+
+    def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._timeout = _delta(limit)
+        options._threads = 1
+        self._group: Any = dist.ProcessGroupGloo(_store(store, size), rank, size, options)
+        self.try_out(rank, size, device, start)
+
+    def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
+        return _Followed(self._group.reduce([tensor], _options(op)), then)
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Nothing is under way any more: its result has been there."""
+
+    def abort(self) -> None:
+        _abort(self._group)
+
+
+class NcclGroup(Group):
+    """For tensors on CUDA devices. Arguments and errors as of `GlooGroup`; `device` is this rank's.
+
+    A reduction runs on a stream of NCCL's, which waits for the current one, and the copies that follow it on one of
+    this group's, which waits for NCCL's; the current stream waits for neither, so that the backward pass goes on.
+
+    NCCL would end the process when a reduction fails; that is left to whoever waits for it.
+    """
+
+    def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
+        with torch.cuda.device(device), _environment(NCCL_SOCKET_IFNAME="lo", TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = _delta(limit)
+            group: Any = dist.ProcessGroupNCCL(_store(store, size), rank, size, options)
+            self._group = group
+            self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._works: dict[int, Any] = {}  # the latest, by address of the tensor
+            self.try_out(rank, size, device, start)  # connects them
+
+    def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
+        work = self._works[tensor.data_ptr()] = self._group.reduce([tensor], _options(op))
+        if then is None:
+            return _Followed(work, None)
+        with torch.cuda.stream(self._beside):
+            work.wait()  # makes this stream wait, not this thread
+            return then()
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        work = self._works.pop(tensor.data_ptr(), None)
+        if work is not None:
+            work.wait()
+
+    def abort(self) -> None:
+        _abort(self._group)
+
+
+def _delta(seconds: float) -> timedelta:
+    return timedelta(seconds=min(max(seconds, 1.0), _FOREVER))
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """These variables have these values inside, unless they have others already."""
+    unset = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in unset})
+    try:
+        yield
+    finally:
+        for name in unset:
+            os.environ.pop(name, None)
+
+
+class Backend(Protocol):
+    """Makes groups, and says of which tensors."""
+
+    def device_of(self, tensors: list[torch.Tensor]) -> str:
+        """What tells the device of these from those of other ranks; empty if they are not for it."""
+
+    def connect(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> Group:
+        """See `GlooGroup`."""
+
+
+class Gloo:
+    """The backend of tensors in the host's memory; every rank counts as a device of its own."""
+
+    connect = GlooGroup
+
+    def device_of(self, tensors: list[torch.Tensor]) -> str:
+        if not dist.is_available() or not dist.is_gloo_available():
+            return ""
+        return f"process {os.getpid()}" if tensors and all(tensor.device.type == "cpu" for tensor in tensors) else ""
+
+
+class Nccl:
+    """The backend of tensors on one CUDA device."""
+
+    connect = NcclGroup
+
+    def device_of(self, tensors: list[torch.Tensor]) -> str:
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1 or devices.pop().type != "cuda":
+            return ""
+        if not dist.is_available() or not dist.is_nccl_available():
+            return ""
+        properties: Any = torch.cuda.get_device_properties(tensors[0].device)
+        unique = getattr(properties, "uuid", None)  # since torch 2.4; None: the device's number has to do
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return f"{unique}" if unique is not None else f"{tensors[0].device.index} of {visible}"
+
+
+BACKENDS: dict[str, Backend] = {"nccl": Nccl(), "gloo": Gloo()}
+"""By the name that the setting has for them."""

@@ -1,0 +1,185 @@
+"""In which steps of a plan the ranks of a node combine their gradients themselves: agreed upon in a file of the node.
+
+Whoever takes part in such a reduction waits for all others, and the daemon cannot tell one rank to wait for another.
+So all ranks of the node have to decide alike about each step, before the first bucket of it is sent, and without
+waiting for one that has joined (`hvd.join`). Steps are numbered by the clock of the plan's buckets, alike on all ranks.
+
+- *Enrolling*, each rank says that it can, and in which step it is. When all have, reductions begin with the step after
+  the latest of these, so that it does not depend on who was first.
+- *Deciding* about a step, a rank notes that it has got there.
+- *Withdrawing*, before it joins, a rank ends them with the last step that anybody has decided about. It still takes
+  part in that one.
+
+All changes are made with the file locked; the kernel frees the lock of a process that dies. No torch here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import msgspec
+
+NEVER = 2**62  # a step that does not come
+REFUSED = "-"  # instead of an offer
+_MAX = 64 * 1024  # bytes of the file
+_MAX_WHY = 4000  # characters
+_Answer = TypeVar("_Answer")
+
+
+class State(msgspec.Struct):
+    """What the ranks of a node have agreed upon, by their position among them.
+
+    Attributes:
+        offers: with what each can combine gradients: BACKEND:DEVICE; empty while it has not said; or `REFUSED`.
+        seen: the latest step that each has decided about, or enrolled in; -1: none.
+        connected: whether each has connected to the others.
+        begins, ends: the first step in which gradients are combined, and the first one in which not any more.
+        broken: why none can be any more, if so.
+    """
+
+    offers: list[str]
+    seen: list[int]
+    connected: list[bool]
+    begins: int = NEVER
+    ends: int = NEVER
+    broken: str = ""
+
+    @classmethod
+    def of(cls, ranks: int) -> State:
+        """Nobody has said anything."""
+        return cls([""] * ranks, [-1] * ranks, [False] * ranks)
+
+    def enrol(self, position: int, offer: str, step: int) -> None:
+        """A rank says what it can, in a step in which it still goes by itself."""
+        self.offers[position] = offer
+        self.seen[position] = max(self.seen[position], step)
+        if self.suitable():
+            self.begins = max(self.seen) + 1
+
+    def suitable(self) -> bool:
+        """Whether all have enrolled with the same backend and devices of their own."""
+        backends = {offer.partition(":")[0] for offer in self.offers}
+        return len(backends) == 1 and len(set(self.offers)) == len(self.offers) and not backends & {"", REFUSED}
+
+    def decide(self, position: int, step: int) -> bool:
+        """Whether the gradients of a step, which a rank begins, are combined."""
+        self.seen[position] = max(self.seen[position], step)
+        return self.includes(step)
+
+    def includes(self, step: int) -> bool:
+        """Whether those of a step are combined, as far as is decided."""
+        return self.begins <= step < self.ends
+
+    def withdraw(self) -> None:
+        """A rank is about to join."""
+        self.ends = min(self.ends, max(self.seen) + 1)
+
+    def connect(self, position: int) -> None:
+        """A rank has connected to the others."""
+        self.connected[position] = True
+
+    def refuse(self, position: int) -> None:
+        """A rank cannot connect: no step is combined, unless all have connected in the meantime."""
+        if not all(self.connected):
+            self.offers[position] = REFUSED
+            self.ends = -1
+
+    def outcome(self) -> bool | None:
+        """Whether all have connected; None while that is open."""
+        if REFUSED in self.offers:
+            return False
+        return all(self.connected) or None
+
+    def give_up(self, why: str) -> None:
+        """None can be combined any more; the first reason counts."""
+        self.broken = self.broken or why[:_MAX_WHY] or "a rank of this node has given up"
+
+
+class Ledger:
+    """The state in a file that the ranks of a node share. Each change returns the state after it.
+
+    Args:
+        path: of the file, in a directory of this user's; it is made by whoever comes first.
+        ranks: how many share it.
+        position: this one's among them.
+    """
+
+    def __init__(self, path: str, ranks: int, position: int) -> None:
+        self._path = path
+        self._ranks = ranks
+        self._position = position
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def enrol(self, offer: str, step: int) -> None:
+        """See `State`. The file has no name any more when all have it open."""
+        with self._changing() as state:
+            state.enrol(self._position, offer, step)
+            if all(state.offers):
+                self._unlink()
+
+    def decide(self, step: int) -> bool:
+        """See `State`."""
+        with self._changing() as state:
+            return state.decide(self._position, step)
+
+    def withdraw(self) -> State:
+        """See `State`."""
+        with self._changing() as state:
+            state.withdraw()
+        return state
+
+    def connect(self) -> None:
+        """See `State`."""
+        with self._changing() as state:
+            state.connect(self._position)
+
+    def refuse(self) -> bool:
+        """See `State`. Returns whether all have connected all the same."""
+        with self._changing() as state:
+            state.refuse(self._position)
+        return state.outcome() is True
+
+    def give_up(self, why: str) -> None:
+        """See `State`."""
+        with self._changing() as state:
+            state.give_up(why)
+
+    def read(self) -> State:
+        """As it is now."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        try:
+            return self._read()
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """This rank needs it no more. May be called again."""
+        if self._fd >= 0:
+            self._unlink()
+            os.close(self._fd)
+            self._fd = -1
+
+    @contextmanager
+    def _changing(self) -> Iterator[State]:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            state = self._read()
+            yield state
+            data = msgspec.msgpack.encode(state)
+            os.pwrite(self._fd, len(data).to_bytes(4, "little") + data, 0)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _read(self) -> State:
+        data = os.pread(self._fd, _MAX, 0)
+        if not data:
+            return State.of(self._ranks)
+        return msgspec.msgpack.decode(data[4 : 4 + int.from_bytes(data[:4], "little")], type=State)
+
+    def _unlink(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)

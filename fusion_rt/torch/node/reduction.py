@@ -1,0 +1,387 @@
+"""An exchange's part in combining its node's gradients on their devices: which steps, which memory, and what if not.
+
+When a bucket is full it is copied into a tensor of its own on the device, its *staging*, and combined with those of the
+other ranks of the node into the staging of the first one, the *leader*. Only the leader's goes on to the arena. Every
+rank says `ready`, the others at once and without anything of theirs (`wire.ELSEWHERE`), so that the daemon knows of all
+of them as ever: who is late, who is lost, whose model is another one. The result comes to each by its own arena.
+
+Buckets are sent in the order of the plan, since all ranks have to start reductions in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusion_rt import bootstrap, wire
+from fusion_rt.errors import HorovodInternalError
+from fusion_rt.settings import Settings
+from fusion_rt.torch import device
+from fusion_rt.torch.device import Copying
+from fusion_rt.torch.node.ledger import REFUSED, Ledger
+from fusion_rt.torch.runtime import Runtime
+
+if TYPE_CHECKING:
+    from fusion_rt.torch.node.groups import Backend, Group, UnderWay
+    from fusion_rt.torch.slots import Slot
+
+_POLL = 1e-4  # seconds between two looks at what another rank has to do
+_WATCH = 0.01  # seconds between two looks at whether it will
+_WORD = 2.0  # seconds in which the daemon tells why another rank is gone
+_COMBINED = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
+_NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf"), "product": 1.0}
+
+
+@dataclass
+class Staging:
+    """A bucket's elements on their device.
+
+    Attributes:
+        values: 1-D; float32 for halves, so that sums of several are rounded once.
+        places: of the bucket's tensors, in their shapes.
+    """
+
+    values: torch.Tensor
+    places: list[torch.Tensor]
+
+
+class NodeReduction:
+    """Of one plan.
+
+    Args:
+        here: this worker's membership.
+        plan: the plan.
+        ranks: those of this node that take part in it.
+        backend: its name, and what makes groups.
+        where: the device of its gradients, and what tells that from the other ranks'.
+        before: of the plan before, whose connection is used again.
+
+    Attributes:
+        reduces: whether this step's buckets are reduced so.
+        is_leader: this rank submits the node's buckets.
+    """
+
+    def __init__(
+        self,
+        here: Runtime,
+        plan: wire.Plan,
+        ranks: Sequence[int],
+        backend: tuple[str, Backend],
+        where: tuple[torch.device, str],
+        before: NodeReduction | None,
+    ) -> None:
+        self.reduces = False
+        self.is_leader = here.rank == ranks[0]
+        self._here = here
+        self._plan = plan
+        self._ranks = ranks
+        self._kind, self._backend = backend
+        self._op = _COMBINED[plan.reduction.op]
+        self._settings = Settings.from_env()
+        self._group: Group | None = None if before is None else before._group
+        self._refused: bool = before is not None and before._refused
+        self._device = where[0]
+        self._offer = REFUSED if self._refused else f"{self._kind}:{where[1]}"
+        self._staged: dict[int, Staging] = {}
+        self._directory = os.path.join(here.client.directory, bootstrap.RANKS_DIRECTORY)
+        bootstrap.make_private_directory(self._directory)
+        self._store = os.path.join(
+            self._directory, f"{here.client.welcome.epoch}-{plan.process_set}-{plan.group.replace(os.sep, '-')}-store"
+        )
+        self._joins = -1
+        self._ledger = self._enrol()
+        here.in_node.add(self)
+
+    # --- which steps --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins: sets `reduces`.
+
+        Raises:
+            HorovodInternalError: a reduction in the node has failed, or one of its ranks has.
+        """
+        if self._here.client.joins != self._joins:
+            self._ledger.close()
+            self._ledger = self._enrol()
+        self._raise_if_broken()
+        self.reduces = self._ledger.decide(self._step()) and (self._group is not None or self._connect())
+
+    def withdraw(self) -> bool:
+        """This worker is about to join. Returns whether it has to take part in a step before, which others of its node
+        have begun; in that one, it `reduces`.
+
+        Raises:
+            HorovodInternalError: as for `begin`.
+        """
+        state = self._ledger.withdraw()
+        clocks = [self._here.client.next_clock(self._plan.id, bucket.index) for bucket in self._plan.buckets]
+        if not any(state.includes(clock) for clock in clocks):
+            return False
+        self.reduces = self._group is not None or self._connect()
+        return self.reduces
+
+    def give_up(self, why: str) -> None:
+        """A reduction has failed, or this rank leaves: whoever waits in the node is told."""
+        self._ledger.give_up(why)
+        self._abort()
+
+    def close(self, connected: bool = False) -> None:
+        """This plan is over, and so is the connection, unless another plan has it (`connected`)."""
+        if connected:
+            self._group = None
+        else:
+            with suppress(FileNotFoundError):
+                os.unlink(self._store)
+        self._ledger.close()
+        self._abort()
+        self._here.in_node.discard(self)
+
+    def leave(self) -> None:
+        """This worker leaves the job."""
+        self.give_up(f"rank {self._here.rank} has left the job")
+        self.close()
+
+    # --- a bucket -----------------------------------------------------------------------------------------------------
+
+    def staging(self, index: int, flat: torch.Tensor, slots: Sequence[Slot]) -> Staging:
+        """Where to put this rank's elements of a bucket, whose place in the arena is `flat` (1-D)."""
+        found = self._staged.get(index)
+        if found is None:
+            found = self._staged[index] = self._stage(flat, slots)
+        else:
+            assert self._group is not None
+            self._group.settle(found.values)
+        return found
+
+    def fill_with_nothing(self, staging: Staging) -> None:
+        """What this rank contributes changes no result."""
+        value = _NEUTRAL[self._op]
+        if not staging.values.is_floating_point() and self._op in ("min", "max"):
+            limits = torch.iinfo(staging.values.dtype)
+            value = limits.max if self._op == "min" else limits.min
+        staging.values.fill_(value)
+
+    def reduce(self, staging: Staging, follow: Callable[[torch.Tensor], Copying]) -> Copying | None:
+        """Starts combining what is staged on all ranks of the node; the leader's `follow` brings it to the arena then.
+
+        Returns: on the leader, what has to be done before the bucket is submitted; None on the others.
+        """
+        assert self._group is not None
+        prescale = self._plan.reduction.prescale
+        if prescale != 1.0:  # before the sum: its purpose is that the sum be in range
+            staging.values.mul_(prescale)
+
+        def then() -> Copying:
+            return follow(staging.values)
+
+        under_way = self._group.reduce(staging.values, self._op, then if self.is_leader else None)
+        return _Watched(self, under_way) if self.is_leader else None
+
+    def watch(self) -> None:
+        """Something is waited for that needs all ranks of the node.
+
+        Raises:
+            HorovodInternalError: it will not come.
+        """
+        self._raise_if_failed()
+        self._raise_if_broken()
+
+    def failed(self, error: Exception) -> HorovodInternalError:
+        """What to raise when a reduction has: what the daemon says about it, if it does so soon."""
+        deadline = time.monotonic() + _WORD
+        try:
+            while time.monotonic() < deadline:
+                self.watch()
+                time.sleep(10 * _POLL)
+        except HorovodInternalError as told:
+            return told
+        why = f"rank {self._here.rank} could not reduce gradients with the other ranks of its node: {error}"
+        self.give_up(why)
+        return HorovodInternalError(why)
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a reduction may take."""
+        return self._settings.operation_timeout
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> int:
+        return self._here.client.next_clock(self._plan.id, 0)
+
+    def _enrol(self) -> Ledger:
+        self._joins = self._here.client.joins
+        name = f"{self._here.client.welcome.epoch}-{self._plan.id}-{self._joins}"
+        ledger = Ledger(os.path.join(self._directory, name), len(self._ranks), self._ranks.index(self._here.rank))
+        ledger.enrol(self._offer, self._step())
+        return ledger
+
+    def _stage(self, flat: torch.Tensor, slots: Sequence[Slot]) -> Staging:
+        half = flat.dtype in (torch.float16, torch.bfloat16)
+        like = slots[0].parameter.new_empty(0, dtype=torch.float32 if half else flat.dtype)
+        values = device.layer.empty([flat.numel()], like).zero_()  # there may be padding between tensors
+        places = []
+        for slot in slots:
+            view = slot.view
+            assert view is not None
+            offset = (view.data_ptr() - flat.data_ptr()) // flat.element_size()
+            places.append(values.as_strided(view.shape, view.stride(), offset))
+        return Staging(values, places)
+
+    def _connect(self) -> bool:
+        """Connects to the other ranks of the node, which do so in the same step; whether all of them have.
+
+        Raises:
+            HorovodInternalError: the job has failed meanwhile.
+        """
+        here = self._here
+        found: list[Group] = []
+        errors: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                position = self._ranks.index(here.rank)
+                found.append(
+                    self._backend.connect(self._store, position, len(self._ranks), self._device, start, self.limit)
+                )
+            except Exception as error:  # told below
+                errors.append(error)
+
+        start = self._settings.start_timeout
+        deadline = time.monotonic() + start
+        thread = threading.Thread(target=connect, name="fusion_rt-node", daemon=True)
+        thread.start()
+        said = False
+        while (all_here := self._ledger.read().outcome()) is None:
+            self.watch()
+            if found and not said:
+                self._ledger.connect()
+                said = True
+            elif errors or time.monotonic() > deadline:
+                if self._ledger.refuse():
+                    continue
+                why = errors[0] if errors else f"the others did not come within {start:g} s"
+                warnings.warn(
+                    f"rank {here.rank} could not connect to the other ranks of its node by {self._kind}: {why}; their "
+                    f"gradients are reduced by the daemon",
+                    stacklevel=2,
+                )
+            else:
+                time.sleep(10 * _POLL)
+        if all_here:
+            self._group = found[0]
+        else:
+            self._refused = True
+            if found:
+                found[0].abort()
+        return all_here
+
+    def _abort(self) -> None:
+        group, self._group = self._group, None
+        self.reduces = False
+        if group is not None:
+            group.abort()
+
+    def _raise_if_failed(self) -> None:
+        channel = self._here.client.channel
+        channel.read_available()
+        if channel.failure is not None:
+            self.give_up(channel.failure)
+            raise HorovodInternalError(channel.failure)
+
+    def _raise_if_broken(self) -> None:
+        why = self._ledger.read().broken
+        if not why:
+            return
+        self._abort()
+        deadline = time.monotonic() + _WORD
+        while time.monotonic() < deadline:
+            self._raise_if_failed()  # the daemon knows more about it
+            time.sleep(10 * _POLL)
+        raise HorovodInternalError(
+            f"{why} (gradients are combined in this node by {self._kind}, which cannot go on without one of its ranks)"
+        )
+
+
+def reduction_in_node(
+    here: Runtime, plan: wire.Plan, slots: Sequence[Slot], before: NodeReduction | None
+) -> NodeReduction | None:
+    """How this worker's node combines the gradients of a plan; None: its daemon does, as it does without this.
+
+    Args:
+        slots: of all of the plan's buckets.
+        before: of the plan that this one replaces; it is over now.
+    """
+    made = None
+    if (found := _suitable(here, plan, [slot.parameter for slot in slots])) is not None:
+        ranks, backend, where = found
+        made = NodeReduction(here, plan, ranks, backend, where, before)
+    if before is not None:
+        before.close(made is not None)
+    return made
+
+
+def _suitable(
+    here: Runtime, plan: wire.Plan, parameters: list[torch.Tensor]
+) -> tuple[Sequence[int], tuple[str, Backend], tuple[torch.device, str]] | None:
+    """Its ranks on this node, and arguments of `NodeReduction`, if they can do it as far as this one knows."""
+    wanted = Settings.from_env().node_reduction
+    ranks = here.client.process_sets[plan.process_set].local(here.client.topology, here.client.welcome.node)
+    if wanted == "daemon" or len(ranks) < 2 or not plan.buckets:
+        return None
+    kind = "nccl" if wanted == "auto" else wanted
+    what = ""
+    if plan.reduction.algorithm != "allreduce" or plan.reduction.op not in _COMBINED:
+        what = f"{plan.reduction.algorithm} with {plan.reduction.op} needs each rank's own gradients"
+    elif kind == "nccl" and not all(parameter.is_cuda for parameter in parameters):
+        what = "not all of its parameters are on a GPU"
+    else:
+        from fusion_rt.torch.node.groups import BACKENDS  # late: it needs torch.distributed
+
+        backend = BACKENDS[kind]
+        if own := backend.device_of(parameters):
+            return ranks, (kind, backend), (parameters[0].device, own)
+        what = f"torch has no {kind} here, or its parameters are not on one device that is for {kind}"
+    if wanted != "auto":
+        warnings.warn(
+            f"FUSION_NODE_REDUCTION is {wanted}, and the gradients of {plan.group!r} are reduced by the daemon all the "
+            f"same: {what}",
+            stacklevel=2,
+        )
+    return None
+
+
+class _Watched(Copying):
+    """A reduction on the leader, and its copy to the arena."""
+
+    def __init__(self, node: NodeReduction, under_way: UnderWay) -> None:
+        super().__init__()
+        self._node = node
+        self._under_way = under_way
+
+    def done(self) -> bool:
+        try:
+            return self._under_way.done()
+        except RuntimeError as error:
+            raise self._node.failed(error) from error
+
+    def wait(self) -> None:
+        began = watched = time.monotonic()
+        pause = _POLL / 2
+        while not self.done():
+            now = time.monotonic()
+            if now - watched > _WATCH:
+                self._node.watch()
+                watched = now
+            if now - began > self._node.limit:
+                raise self._node.failed(TimeoutError(f"it has taken {self._node.limit:g} s"))
+            time.sleep(pause)
+            pause = min(1.25 * pause, 10 * _POLL)
