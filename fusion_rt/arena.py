@@ -23,6 +23,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ALIGNMENT = 64  # bytes; a cache line, so that no two regions share one
 _SLAB = 4 * 1024 * 1024  # bytes of a segment that holds many small regions
 _HUGE_PAGE = 2 * 1024 * 1024  # bytes; larger regions have a segment of their own
+_PATIENCE = 100  # small regions asked for in a row, after which large ones are out of use
 
 
 class Segment:
@@ -138,7 +139,8 @@ class Arena:
     Args:
         offer: called with (segment id, segment, plan id or 0) when a segment is made; passes it to the daemon.
         drop: called with a segment id when a segment is given up.
-        spare_nbytes: how many bytes of unused large segments to keep.
+        spare_nbytes: how many bytes of large segments to keep that are out of use: that were not wanted when the latest
+            large region was, or have not been for long.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class Arena:
         self._next_id = 1
         self._free: dict[int, list[Region]] = {}  # by class size: regions ready for use
         self._returned: deque[Region] = deque()
+        self._since_large = 0  # how many small regions have been asked for since
         self._slab_tail: tuple[int, int] | None = None  # segment id and offset of the unused end of the last slab
 
     def new_segment(self, nbytes: int, plan: int = 0) -> tuple[int, Segment]:
@@ -177,8 +180,13 @@ class Arena:
         self._collect()
         size = _size_class(nbytes)
         ready = self._free.get(size)
-        if ready:
-            return ready.pop()
+        found = ready.pop() if ready else None
+        self._since_large = 0 if size > _HUGE_PAGE else self._since_large + 1
+        if self._since_large in (0, _PATIENCE):  # only now: what an operation takes again is not spare
+            self._trim()
+        return found or self._make(size)
+
+    def _make(self, size: int) -> Region:
         if size > _HUGE_PAGE:
             segment_id, segment = self.new_segment(size)
             return Region(segment_id, 0, size, segment.view, segment.address)
@@ -232,6 +240,9 @@ class Arena:
             region = self._returned.popleft()
             if region.segment in self._segments:  # else the arena was closed in between
                 self._free.setdefault(region.nbytes, []).append(region)
+
+    def _trim(self) -> None:
+        """Gives up unused large segments beyond the limit, the largest first."""
         large = [size for size in self._free if size > _HUGE_PAGE and self._free[size]]
         spare = sum(size * len(self._free[size]) for size in large)
         for size in sorted(large, reverse=True):

@@ -277,10 +277,26 @@ def test_unused_large_segments_beyond_the_limit_are_dropped() -> None:
         region.view[0] = 1
         arena.free(region)
     arena.allocate(100)
+    assert not daemon.dropped, "the next operation may want them"
+    for _ in range(100):
+        arena.allocate(100)
     assert len(daemon.dropped) == 2
     assert arena.statistics() == {"segments": 3, "nbytes": 2 * 8 * MIB + 4 * MIB, "spare_nbytes": 2 * 8 * MIB}
     assert [view[0] for view in views] == [1, 1, 1, 1]  # a tensor may still look into what was dropped
     assert arena.locate(kept.address, 100) is not None
+    arena.close()
+
+
+def test_large_segments_that_every_operation_takes_again_are_kept_beyond_the_limit() -> None:
+    daemon = Daemon()
+    daemon.arena = arena = Arena(daemon._offer, daemon.dropped.append, spare_nbytes=10 * MIB)
+    for _ in range(5):
+        for region in (arena.allocate(8 * MIB), arena.allocate(8 * MIB), arena.allocate(100)):
+            arena.free(region)
+    assert len(daemon.offered) == 3
+    assert not daemon.dropped
+    arena.allocate(5 * MIB)  # another size: what was taken before is out of use
+    assert len(daemon.dropped) == 1
     arena.close()
 
 
