@@ -39,8 +39,9 @@ def machine(found: All) -> str:
     sentence += f"{max(loads):g}."
     if any(each.busy for each in machines):
         sentence += (
-            " Other programs wanted the same cores: intervals are wide, and whoever needs more processes, as fusion_rt "
-            "with its daemons does, fares worse than on an idle machine."
+            " Above half of the cores, a load average tells that other programs wanted them, too, or that it had not "
+            "fallen yet after the measurement before; whoever needs more processes, as fusion_rt with its daemons "
+            "does, fares worse then than on an idle machine."
         )
     return sentence
 
