@@ -1,10 +1,11 @@
 """The search for the best setting, one sample after the other. No I/O.
 
-The first sample is the default. Then optuna's sampler (TPE: Bergstra et al., "Algorithms for hyper-parameter
-optimization", 2011) asks for settings and is told their scores. The highest of many noisy scores is a lucky one, so the
-last samples measure the leaders and the default again, in turns, and the highest median wins; the default, unless
-another one is higher. A setting that was measured before is not measured again while there are others: the sampler is
-told what is known.
+The first sample is the default. Then come other sizes of buckets, since they decide most, the default otherwise: as
+many as there are samples to begin with, the nearest first. From then on optuna's sampler (TPE: Bergstra et al.,
+"Algorithms for hyper-parameter optimization", 2011) asks for settings and is told their scores. The highest of many
+noisy scores is a lucky one, so the last samples measure the leaders and the default again, in turns, and the highest
+median wins; the default, unless another one is higher. A setting that was measured before is not measured again while
+there are others: the sampler is told what is known.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class OptunaSampler:
 
     Args:
         space: what there is.
-        startup: samples that are drawn at random first.
+        startup: samples before TPE asks for any: the default, and other sizes of buckets; if there are not so many,
+            what is drawn at random.
         seed: of it.
 
     Raises:
@@ -68,10 +70,11 @@ class OptunaSampler:
             name: optuna.distributions.IntDistribution(0, len(values) - 1) for name, values in self._values.items()
         }
         self._distributions["exchange"] = optuna.distributions.CategoricalDistribution(space.exchanges)
-        self._study.enqueue_trial(
-            {name: values.index(getattr(space.default, name)) for name, values in self._values.items()}
-            | {"exchange": space.default.exchange}
-        )
+        default = {name: values.index(getattr(space.default, name)) for name, values in self._values.items()}
+        usual = default["threshold"]
+        sizes = sorted(range(len(space.thresholds)), key=lambda size: abs(size - usual))  # the default is the first
+        for size in sizes[:startup]:
+            self._study.enqueue_trial(default | {"threshold": size, "exchange": space.default.exchange})
         self._trial: optuna.Trial | None = None
 
     def ask(self) -> Setting:
