@@ -81,6 +81,7 @@ class Run:
         disputed: it cannot start here: submissions or a peer's data do not fit.
         inquired: when the coordinator was last asked what is wrong (s).
         heard: when a chunk last came from a node (s).
+        taking: the exchange is taking a chunk; `over`: with that one it has finished.
     """
 
     key: OpKey
@@ -101,6 +102,8 @@ class Run:
     disputed: bool = False
     inquired: float = -math.inf
     heard: dict[int, float] = field(default_factory=dict)
+    taking: bool = False
+    over: bool = False
 
     def __post_init__(self) -> None:
         self.begun = self.since
@@ -326,13 +329,19 @@ class Runner:
         position = run.members.nodes.index(node)
         name, clock, plan = about_key(run.key)
         self._trace.record(Kind.REDUCE_BEGIN, name, len(payload), clock, plan, 0, node)
+        run.taking = True
         run.exchange.receive(position, chunk, payload)
+        run.taking = False
         self._trace.record(Kind.REDUCE_END, name, len(payload), clock, plan, 0, node)
         self._trace.record(Kind.TAKEN, name, len(payload), clock, plan, 0, node)
         run.port.consumed(position, len(payload))
+        if run.over:
+            self._exchange_finished(run)
 
     def _exchange_finished(self, run: Run) -> None:
-        if self._runs.get(run.key) is run:
+        if run.taking:  # workers are answered when it is recorded that the last chunk was taken
+            run.over = True
+        elif self._runs.get(run.key) is run:
             assert run.exchange is not None
             self._deliver(run, run.exchange.results)
 
