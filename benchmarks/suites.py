@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from dataclasses import dataclass
 
 
@@ -39,8 +40,8 @@ class Suite:
 
 
 def _part(text: str, lab: bool = False) -> Part:
-    """From its arguments as they would be typed, with `_` for a space within one."""
-    return Part(tuple(word.replace("_", " ") for word in text.split()), lab)
+    """From its arguments as they would be typed."""
+    return Part(tuple(shlex.split(text)), lab)
 
 
 def _lab(text: str) -> Part:
@@ -62,7 +63,7 @@ SUITES = {
             _part("--ranks 2"), _part("--ranks 4 --steps 5"), _lab("--hosts 2 --steps 5"),
             _lab("--hosts 4 --rate 1gbit --steps 2 --rounds 5"),
         ),
-        (_part("--steps 2 --rounds 2 --runtimes fusion_rt;no_communication;DDP"),),
+        (_part("--steps 2 --rounds 2 --runtimes 'fusion_rt;no communication;DDP'"),),
     ),
     "overlap": Suite(
         "what of communication is exposed, with each way of overlap, beside DDP", 8,

@@ -23,7 +23,7 @@ from fusion_rt.torch.slots import Slot
 from fusion_rt.trace_format import Flush, Kind
 
 if TYPE_CHECKING:
-    from fusion_rt.torch.node.reduction import NodeReduction, Staging
+    from fusion_rt.torch.node.reduction import NodeReduction
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _FULL, _COPY_BEGIN, _COPY_END = int(Kind.FULL), int(Kind.COPY_BEGIN), int(Kind.COPY_END)
@@ -180,7 +180,7 @@ class DenseBucket(Bucket):
         staging = node.staging(self._identity[2], self.flat, self.slots)
         with torch.no_grad():
             if gradients:
-                self._stage(staging)
+                self._stage(staging.places)
             else:
                 node.fill_with_nothing(staging)
             while self.owed:
@@ -197,18 +197,19 @@ class DenseBucket(Bucket):
         assert self.flat is not None
         return device.layer.copy([self.flat], [values.to(self.flat.dtype)])
 
-    def _stage(self, staging: Staging) -> None:
-        places, values = [], []
-        for slot, place in zip(self.slots, staging.places, strict=True):
+    def _stage(self, places: Sequence[torch.Tensor]) -> None:
+        """Copies this rank's gradients to their places on their device; zeros where there is none."""
+        filled, values = [], []
+        for slot, place in zip(self.slots, places, strict=True):
             value = slot.outgoing()
             if value is None:
                 place.zero_()
             else:
-                places.append(place)
+                filled.append(place)
                 values.append(value)
-        if places:
+        if filled:
             self._record(_COPY_BEGIN)
-            torch._foreach_copy_(places, values)
+            torch._foreach_copy_(filled, values)
             self._record(_COPY_END)
 
     def post(self, wait: bool) -> bool:

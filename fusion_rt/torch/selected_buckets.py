@@ -83,16 +83,7 @@ class SelectedBucket(DenseBucket):
                 shaped(gradient[start : start + slot.parameter.numel()], slot.parameter)
                 for slot, start in zip(self.slots, self._starts, strict=True)
             ]
-        places, values = [], []
-        for slot, place in zip(self.slots, self._places, strict=True):
-            value = slot.outgoing()
-            if value is None:
-                place.zero_()
-            else:
-                places.append(place)
-                values.append(value)
-        if places:
-            torch._foreach_copy_(places, values)
+        self._stage(self._places)
         return self._gradient
 
     def _follow(self, values: torch.Tensor) -> device.Copying:

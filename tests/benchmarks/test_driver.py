@@ -33,6 +33,14 @@ def test_two_quick_suites_run_and_leave_results_that_are_in_order(tmp_path: Path
     assert record.command.startswith("python -m benchmarks.allreduce --ranks 2")
 
 
+def test_the_quick_step_asks_for_runtimes_that_there_are() -> None:
+    from benchmarks import step
+
+    (part,) = SUITES["step"].quick
+    names = part.arguments[part.arguments.index("--runtimes") + 1].split(";")
+    assert set(names) <= set(step.RUNTIMES)
+
+
 def test_the_list_has_all_suites_and_imports_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert driver.main(["--list"]) == 0
     told = capsys.readouterr().out
