@@ -1,4 +1,4 @@
-"""Fixtures that every test may use, and the leak check that watches the tests marked `multiprocess`.
+"""What all tests have: fixtures, a limit of time, their order, and the leak check of those marked `multiprocess`.
 
 A process that outlives its test is found even when its parent is gone: the check puts a random word into the
 environment, which every descendant inherits, and afterwards looks for that word in all processes of the machine. Names
@@ -17,16 +17,18 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
 import pytest
 
 from fusion_rt import stacks
-from tests import forks
+from tests import forks, time_limit
 
 pytest_plugins = ["pytester"]
 
@@ -42,6 +44,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("seeded")
 
 LEAK_MARK = "FUSION_TEST_LEAK_MARK"
+LONG_S = 3600.0  # limit of a test that only `-m long` runs
+# These use what a machine has once, as network namespaces: all of them run in one process, one after the other.
+MACHINE = {"tests/benchmarks/test_netlab.py", "tests/faults/test_soak.py", "tests/test_leak_check.py"}
+os.environ["PYTHONFAULTHANDLER"] = "1"  # every Python that a test starts can show where it is
 # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and what that starts inherits
 # it; tests that end a job by these could only wait then. What has a handler here is at its default in children.
 for _number in (signal.SIGINT, signal.SIGHUP):
@@ -51,6 +57,72 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 os.close(stacks.offer().fd)  # the first client in this process makes it and keeps it: not that test's leak
 
 GRACE_S = 10.0  # for what is on its way out: init has to reap an orphan, a killed process to unmap its memory
+
+
+_failed = pytest.StashKey[bool]()
+_limit = pytest.StashKey[contextlib.ExitStack]()
+_output = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_output] = os.dup(2)  # before pytest captures it
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives each test its limit and its group. Each process of pytest-xdist takes the files that start processes first:
+    they take longest."""
+    for item in items:
+        path = item.nodeid.partition("::")[0]
+        if path in MACHINE or item.get_closest_marker("root"):
+            item.add_marker(pytest.mark.xdist_group("machine"))
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_S))
+    if hasattr(config, "workerinput"):
+        starting = Counter(item.path for item in items if item.get_closest_marker("multiprocess"))
+        items.sort(key=lambda item: (item.get_closest_marker("xdist_group") is None, -starting[item.path]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.distribution import ByFile
+
+    config.option.loadscopereorder = False  # by number of tests; they are in order
+    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Has `time_limit` watch the test, and how it is cleaned up, instead of pytest-timeout, which says how long."""
+
+    def others() -> set[psutil.Process]:
+        mark = os.environ.get(LEAK_MARK)
+        found = set(psutil.Process().children(recursive=True)) | (_processes_of(mark) if mark else set())
+        kept = {*forks.pids(), resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+        return {process for process in found if process.pid not in kept}
+
+    if not item.config.getoption("usepdb"):
+        item.stash[_limit].enter_context(time_limit.alarm(settings.timeout, item.config.stash[_output], others))
+    return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with contextlib.ExitStack() as item.stash[_limit]:
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[_failed] = report.failed or item.stash.get(_failed, False)
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """After a test that failed, ends all that tests share: the next one gets jobs that nothing has happened to."""
+    if item.stash.get(_failed, False):
+        item.session._setupstate.teardown_exact(None)
 
 
 @pytest.fixture
