@@ -439,8 +439,9 @@ OF_LAUNCHER = (
          COUNT, flags=("--max-np", "--max-num-proc"), least=1, absent="all slots of the hosts"),
     Knob("elastic_timeout", ELASTIC, "How long to wait for enough hosts, at the start and after a change.",
          SECONDS, 600.0, flags=("--elastic-timeout",), variable="HOROVOD_ELASTIC_TIMEOUT", least=0.001),
-    Knob("reset_limit", ELASTIC, "How many changes of membership a job may see.",
-         COUNT, flags=("--reset-limit",), least=0, absent="any number"),
+    Knob("reset_limit", ELASTIC, "How many changes of membership a job may see; a job that fails again and again ends "
+         "with the next one.",
+         COUNT, 100, flags=("--reset-limit",), least=0),
     Knob("blacklist_cooldown_range", ELASTIC, "How many seconds a host that failed is left out, at first and at most; "
          "twice as long each time.",
          default="10 300", flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2"),

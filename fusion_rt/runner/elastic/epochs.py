@@ -25,6 +25,7 @@ LEAVE_S = 5.0  # seconds that a worker has, beyond the peers' heartbeat time-out
 _KILL_S = 5.0  # seconds that an agent has to kill a worker
 _MEET_S = 5.0  # seconds that a new host has to come up before others are spoken of without it
 _CRASHES = 2  # of a host's daemon: one may be an accident, the next is taken for the host's fault
+_FAILED_STARTS = 3  # epochs that one host's workers may end before the job has come up for the first time
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Epochs:
         self._crew = Crew()  # of the epoch that has begun last
         self._is_abandoned = False
         self._has_state = False  # an epoch has come up: from now on somebody has to bring the state to the next one
+        self._failed_starts: set[tuple[str, int]] = set()  # hosts whose workers failed before that, and in which epoch
         # Of the epoch that is being started
         self._next: Places | None = None
         self._start_until = math.inf
@@ -171,6 +173,8 @@ class Epochs:
         )
         if self._crew.end(place, failure, late):
             self._blacklist.add(host)
+            if not self._has_state:
+                self._failed_starts.add((host, self.number))
             if self._next is not None and place in self._next.ranks:
                 self._abort()
             self._break()
@@ -334,7 +338,18 @@ class Epochs:
     @property
     def _may_go_on(self) -> bool:
         """Whether there is a worker with the state; or there is none yet, and some were ended without a fault."""
-        return bool(self._crew.alive()) or (self._crew.has_unused and not self._has_state)
+        return bool(self._crew.alive()) or (self._crew.has_unused and not self._has_state and not self._cannot_start)
+
+    @property
+    def _cannot_start(self) -> bool:
+        """Whether workers failed on every host before the job has come up once, or on one of them again and again.
+
+        The script fails then, and would fail in every epoch. Others of its workers may have been ended before they came
+        so far (`Hands.abandon`). Horovod ends a job when all hosts that took part have had a failure
+        (horovod/runner/elastic/registration.py).
+        """
+        times = Counter(host for host, _ in self._failed_starts)
+        return all(host.name in times for host in self._found) or max(times.values(), default=0) >= _FAILED_STARTS
 
     def _available(self, ready: bool) -> list[Host]:
         """Hosts that are not left out; `ready`: whose agents are."""

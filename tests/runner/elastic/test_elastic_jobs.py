@@ -177,6 +177,14 @@ def test_a_job_that_may_not_go_on_says_why(start, runtime_dir: Path, flags: tupl
     assert os.listdir(runtime_dir) == []
 
 
+def test_a_script_that_fails_on_import_ends_the_job_with_its_error(fusionrun, runtime_dir: Path) -> None:
+    fusionrun.real_daemon = True
+    done = fusionrun("-np", "2", "--min-np", "1", sys.executable, "-c", "import no_such_module")
+    assert done.returncode == 1
+    assert "fusionrun: epoch 2" not in done.stderr
+    assert re.search(r"rank \d on host localhost failed first: ModuleNotFoundError: .*no_such_module", done.stderr)
+
+
 def test_a_lost_host_and_a_worker_that_hangs_are_left_behind(start, runtime_dir: Path) -> None:
     job = start(
         *("-np", "3", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1,127.0.0.2:1"),

@@ -525,6 +525,36 @@ def test_a_job_that_has_no_state_yet_may_begin_again() -> None:
     assert world.last_words() == "fusionrun: rank 0 on host a was killed by SIGKILL"
 
 
+def test_a_job_whose_workers_fail_on_all_hosts_before_it_has_come_up_ends_with_their_error() -> None:
+    world = World("a:2,b:2", Limits(4, 1))
+    world.up(started=False)
+    world.fail("a", status=1)
+    world.unused("a", "b")
+    assert world.up(started=False).topology.hosts == ("b",)
+    world.fail("b", status=1)
+    world.unused("b")
+    assert world.last_words() == "fusionrun: rank 0 on host b failed first: boom"
+
+
+def test_a_job_on_one_host_ends_when_a_worker_fails_before_it_has_come_up() -> None:
+    world = World("a:2")
+    world.up(started=False)
+    world.fail("a", 0, status=1)
+    world.unused("a")  # which would have failed a moment later
+    assert world.last_words() == "fusionrun: rank 0 on host a failed first: boom"
+
+
+def test_a_host_that_is_needed_and_fails_at_each_start_ends_the_job() -> None:
+    world = World("a:1,b:1", Limits(2, 2))
+    for start in (1, 2, 3):
+        assert world.ended is None, f"before start {start}"
+        world.up(started=False)
+        world.fail("a", status=1)
+        world.unused("b")
+        world.wait(COOLDOWN_S + 1)
+    assert world.last_words() == "fusionrun: rank 0 on host a failed first: boom"
+
+
 def test_a_job_that_has_lost_its_state_does_not_begin_again() -> None:
     world = World("a:1,b:1")
     world.up()
