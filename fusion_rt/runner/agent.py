@@ -36,7 +36,7 @@ from fusion_rt.runner.messages import (
     decode_command,
 )
 from fusion_rt.runner.oom import OomKills
-from fusion_rt.runner.pipes import Channel, Pump, Reader, settle
+from fusion_rt.runner.pipes import BEATS, Channel, Pump, Reader, Silence, settle
 from fusion_rt.runner.task import Function, Result
 from fusion_rt.settings import Settings
 
@@ -54,6 +54,8 @@ class Agent:
         self._daemon: Daemon | None = None
         self._children = supervise.Children()
         self._oom_kills = OomKills()
+        self._silence = Silence(job.silence_limit)
+        self._silence.listening = True
         self._function = Function(job.function_bytes) if job.function_bytes else None
         self._root = ""  # absolute path of the directory that holds the job's
         self._grace: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -72,12 +74,15 @@ class Agent:
         """Runs the job until the launcher says stop or is gone; then nothing of it is left."""
         bring_up = self._spawn(self._bring_up())
         self._spawn(self._follow(commands))
+        if self._job.silence_limit:
+            self._spawn(self._beat())
+            self._spawn(self._watch_launcher())
         grace = await self._grace
         bring_up.cancel()
         await self._end(grace)
         for task in self._tasks:
             task.cancel()
-        await self._channel.send(Stopped())
+        self._channel.send_now(Stopped())  # perhaps nobody reads: `close` has a limit
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a coroutine beside the others."""
@@ -102,7 +107,8 @@ class Agent:
     async def _follow(self, commands: Reader) -> None:
         """Does what the launcher says, and ends the job when it cannot be followed any more."""
         try:
-            while line := await asyncio.wait_for(commands.line(), self._job.silence_limit or None):
+            while line := await commands.line():
+                self._silence.heard()
                 command = decode_command(line)
                 if isinstance(command, Stop):
                     self.stop(command.grace)
@@ -112,10 +118,20 @@ class Agent:
                     self._function.feed(command.data)
                 else:
                     await self._do(command)
-        except asyncio.TimeoutError:
-            pass  # the connection is as good as lost
         finally:
             self.stop(LOST_GRACE)
+
+    async def _beat(self) -> None:
+        """Tells the launcher again and again that this agent is there, unless there is more than that to be read."""
+        while True:
+            await asyncio.sleep(self._job.silence_limit / BEATS)
+            if self._channel.has_room:
+                self._channel.send_now(messages.Ping())
+
+    async def _watch_launcher(self) -> None:
+        """Ends the job when the launcher has been silent for too long: it is gone, or as good as."""
+        await self._silence.wait()
+        self.stop(LOST_GRACE)
 
     async def _do(self, command: messages.Command) -> None:
         """Does what only jobs of this kind are told."""

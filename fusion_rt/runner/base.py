@@ -17,6 +17,7 @@ from fusion_rt.runner.hosts import Host
 from fusion_rt.runner.link import AgentLink, Event
 from fusion_rt.runner.outcome import Failure, WorkerFailure, first_cause, tell
 from fusion_rt.runner.output import Lines, WorkerOutput
+from fusion_rt.runner.pipes import BEATS
 from fusion_rt.runner.plan import LaunchPlan
 from fusion_rt.runner.preflight import versions
 from fusion_rt.runner.printer import Printer
@@ -26,8 +27,7 @@ from fusion_rt.topology import Topology
 TERM_GRACE = 5.0  # seconds between TERM and KILL when a worker failed, as Horovod has it
 INTERRUPT_GRACE = 3.0  # seconds when a person or a batch system interrupts: with the rest, all is over within 5
 END_S = 3.0  # seconds an agent has, beyond the grace, to end
-_PING_S = 5.0
-_SILENCE_S = 60.0  # without a ping after which a remote agent takes the connection for lost
+_SILENCE = 6.0  # times FUSION_HEARTBEAT_TIMEOUT, after which launcher and agent take each other for gone
 _FLUSH_S = 5.0  # seconds the reader of our own output has to take the rest of it
 _FLUSH_INTERRUPTED_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -84,6 +84,7 @@ class BaseLaunch(ABC):
         self._plan = plan
         self._printer = printer
         self._output = WorkerOutput(printer, plan.topology.size, plan.output_directory, plan.timestamps)
+        self._silence_limit = _SILENCE * plan.settings.heartbeat_timeout
         self._phases = phases.Phases(len(plan.hosts), gone)
         self.failures: list[Failure] = []
         self.results: dict[int, bytearray] = {}
@@ -145,7 +146,7 @@ class BaseLaunch(ABC):
         argv, environment = reach.agent_argv(plan, host), reach.agent_environment(plan)
         # A local agent has no business among the files of the working directory, which might shadow Python's modules.
         directory = plan.directory if reach.is_remote(plan, host) else b"/"
-        return AgentLink(number, argv, environment, directory, self._on_event, self._room)
+        return AgentLink(number, argv, environment, directory, self._on_event, self._room, self._silence_limit)
 
     def _make_job(self, host: Host, node: int, topology: Topology, elastic: int = 0) -> messages.Job:
         plan, own = self._plan, versions()
@@ -160,7 +161,7 @@ class BaseLaunch(ABC):
             directory=plan.directory,
             interfaces=plan.interfaces,
             loopback=plan.is_loopback,
-            silence_limit=_SILENCE_S if reach.is_remote(plan, host) else 0.0,
+            silence_limit=self._silence_limit,
             as_horovod=plan.as_horovod,
             function_bytes=len(plan.function) if topology.ranks[node] else 0,
             elastic=elastic,
@@ -181,7 +182,7 @@ class BaseLaunch(ABC):
 
     async def _ping(self) -> None:
         while True:
-            await asyncio.sleep(_PING_S)
+            await asyncio.sleep(self._silence_limit / BEATS)
             self._send(messages.Ping())
 
     # Output

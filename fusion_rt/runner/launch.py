@@ -159,15 +159,8 @@ class Launch(BaseLaunch):
             if event.status > 0 and node in self._ready and event.last_words:
                 self._say(f"fusionrun: the agent of host {self._host(node)} failed: {event.last_words.strip()}")
             return
-        if event.protocol_error:
-            self._fail_host(
-                node,
-                f"its agent broke the protocol ({event.protocol_error}); is the same fusion_rt installed there?",
-            )
-        elif node in self._ready:
-            words = event.last_words.strip().splitlines()
-            why = f": {words[-1]}" if words else ""
-            self._fail_host(node, f"the connection to it was lost; its agent {ending(event.status)}{why}")
+        if event.protocol_error or node in self._ready:
+            self._fail_host(node, event.reason)
         elif not any(isinstance(f, HostFailure) and f.host == self._host(node) for f in self.failures):
             host = self._plan.hosts[node]
             self._fail_host(node, reach.explain(self._plan, host, event.status, event.last_words))

@@ -11,7 +11,9 @@ from typing import TypeAlias
 import msgspec
 
 from fusion_rt.errors import WireError
-from fusion_rt.runner.messages import LINE_START, MAX_AGENT_LINE, FromAgent, Job, decode_from_agent
+from fusion_rt.runner.messages import LINE_START, MAX_AGENT_LINE, FromAgent, Job, Ping, decode_from_agent
+from fusion_rt.runner.outcome import ending
+from fusion_rt.runner.pipes import Silence
 from fusion_rt.runner.supervise import Child, Children
 
 _STDERR_TAIL = 8 * 1024  # bytes
@@ -28,11 +30,27 @@ class Lost:
         status: exit status of the command that ran the agent, or minus the signal that ended it.
         last_words: the end of its standard error, or if that was silent, of what was said before the first message.
         protocol_error: what it sent that is not a message; then it was killed for that.
+        silence: seconds for which it had said nothing, when it was killed for that; else 0.
     """
 
     status: int
     last_words: str
     protocol_error: str = ""
+    silence: float = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why an agent is lost that had passed its checks."""
+        if self.protocol_error:
+            return f"its agent broke the protocol ({self.protocol_error}); is the same fusion_rt installed there?"
+        if self.silence:
+            return (
+                f"its agent has been silent for {self.silence:g} s: it was stopped or hangs, or the host, or the "
+                "network to it, is gone"
+            )
+        words = self.last_words.strip().splitlines()
+        why = f": {words[-1]}" if words else ""
+        return f"the connection to it was lost; its agent {ending(self.status)}{why}"
 
 
 Event: TypeAlias = "FromAgent | Lost"
@@ -48,6 +66,7 @@ class AgentLink:
         directory: working directory of that command.
         on_event: is given the node and each event, and may raise WireError for one that makes no sense.
         room: is awaited before the next message is read; so who cannot keep up slows the agent down.
+        silence_limit: seconds without a message after which the agent is killed; 0: never.
     """
 
     def __init__(
@@ -58,6 +77,7 @@ class AgentLink:
         directory: bytes,
         on_event: Callable[[int, Event], None],
         room: Callable[[], Awaitable[None]],
+        silence_limit: float = 0.0,
     ) -> None:
         self.node = node
         self._argv = argv
@@ -65,6 +85,7 @@ class AgentLink:
         self._directory = directory
         self._on_event = on_event
         self._room = room
+        self._silence = Silence(silence_limit)
         self._child: Child | None = None
         self._stderr = b""
         self._banner = b""
@@ -90,12 +111,21 @@ class AgentLink:
         self.send(job)
         if self._unwanted:
             self.interrupt()
-        problem = ""
-        try:
-            await self._read(child)
-        except WireError as error:
+        problem, silence = "", 0.0
+        reading = asyncio.ensure_future(self._read(child))
+        watching = asyncio.ensure_future(self._silence.wait())
+        await asyncio.wait([reading, watching], return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        if not reading.done():
+            silence = self._silence.limit
+            reading.cancel()
+            child.signal(signal.SIGTERM)
+            child.signal(signal.SIGCONT)  # a stopped agent goes on, and can end what the kernel would leave
+        elif isinstance(error := reading.exception(), WireError):
             problem = str(error)
             self.kill()
+        else:
+            reading.result()
         await asyncio.wait([child.exit], timeout=_EXIT_S)
         self.kill()
         status = await child.exit
@@ -103,7 +133,7 @@ class AgentLink:
         await asyncio.wait([stderr], timeout=_LAST_WORDS_S)
         child.close()
         last_words = self._stderr if self._stderr.strip() else self._banner
-        self._on_event(self.node, Lost(status, last_words.decode(errors="replace"), problem))
+        self._on_event(self.node, Lost(status, last_words.decode(errors="replace"), problem, silence))
 
     def send(self, message: msgspec.Struct) -> None:
         """Sends a message, if the agent is still there."""
@@ -134,13 +164,18 @@ class AgentLink:
         """Reports messages until the end of the agent's output."""
         banner_lines = _BANNER_LINES
         while line := await child.stdout.line():
+            self._silence.heard()
             if banner_lines > 0 and not line.startswith(LINE_START):
                 banner_lines -= 1
                 self._banner = (self._banner + line)[-_STDERR_TAIL:]
                 continue
             banner_lines, self._banner = 0, b""
-            self._on_event(self.node, decode_from_agent(line))
+            message = decode_from_agent(line)
+            if not isinstance(message, Ping):
+                self._on_event(self.node, message)
+            self._silence.listening = False
             await self._room()
+            self._silence.listening = True  # from the first message on; before it, --start-timeout is the limit
 
     async def _keep_stderr(self, child: Child) -> None:
         while data := await child.stderr.read():

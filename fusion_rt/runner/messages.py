@@ -46,7 +46,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         directory: working directory of the workers.
         interfaces: network interfaces of which the first that the host has gives the daemon's address; may be empty.
         loopback: every node is on this machine, so that the daemons listen on 127.0.0.1.
-        silence_limit: seconds without a line after which the launcher is taken for gone; 0: never.
+        silence_limit: seconds without a line after which launcher and agent take each other for gone; 0: never.
         as_horovod: the workers' `import horovod` means this project.
         function_bytes: size of the function that workers call, which follows in pieces; 0: there is none.
         elastic: number of this agent in an elastic job, from 1 on, whose epochs follow (`Epoch`); 0: it is none, and
@@ -76,7 +76,7 @@ class Peers(msgspec.Struct, frozen=True, tag="peers"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """The launcher is there."""
+    """The sender is there. Both say so, `pipes.BEATS` times in the silence limit."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -255,7 +255,8 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
 ElasticCommand: TypeAlias = Epoch | Begin | Abandon | Remove | Release | Kill | Changed
 Command: TypeAlias = Peers | Ping | Function | Stop | ElasticCommand
 FromAgent: TypeAlias = (
-    Ready
+    Ping
+    | Ready
     | Refused
     | DaemonUp
     | DaemonDown

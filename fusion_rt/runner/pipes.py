@@ -7,6 +7,7 @@ asyncio's reader, which in addition can be closed while the other end is still h
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -18,6 +19,35 @@ from fusion_rt.runner.messages import OUTPUT_CHUNK
 
 _IDLE_S = 0.25  # of silence after which the output of a process that has ended is taken for complete
 _POLL_S = 0.002
+BEATS = 12  # signs of life in the time after which silence means that the other end is gone
+
+
+class Silence:
+    """Tells that the other end of a connection has been silent for too long.
+
+    The time is counted in steps, so that time in which this process stood still itself (a suspended job) is one step.
+
+    Args:
+        limit: seconds.
+
+    Attributes:
+        listening: whether anything could be heard now; time in which nobody reads does not count.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.listening = False
+        self._steps = 0
+
+    def heard(self) -> None:
+        """Begins to count anew."""
+        self._steps = 0
+
+    async def wait(self) -> None:
+        """Returns when it has been silent for too long; never if there is no limit."""
+        while self._steps < BEATS:
+            await asyncio.sleep(self.limit / BEATS or math.inf)
+            self._steps += self.listening
 
 
 class Channel(asyncio.BaseProtocol):

@@ -99,6 +99,21 @@ def test_when_an_agent_is_killed_its_daemon_and_workers_are_too(fusionrun, is_al
     until(lambda: not [pid for pid in pids if is_alive(pid)], "the end of all processes")
 
 
+def test_an_agent_that_is_stopped_is_taken_for_lost_and_killed(fusionrun, is_alive) -> None:
+    process, pids = start(fusionrun, WORKER, 2, "-H", "127.0.0.1,localhost", FUSION_HEARTBEAT_TIMEOUT="500ms")
+    os.kill(agents(pids)[0], signal.SIGSTOP)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert ": its agent has been silent for 3 s: it was stopped or hangs, or the host" in err.splitlines()[-1]
+
+
+def test_when_the_launcher_is_stopped_the_agents_end_the_job(fusionrun, is_alive, until) -> None:
+    process, pids = start(fusionrun, WORKER, 1, FUSION_HEARTBEAT_TIMEOUT="500ms")
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: not [pid for pid in pids if is_alive(pid)], "the end of all processes but the launcher's")
+
+
 def test_a_stopped_worker_is_killed_too(fusionrun, is_alive) -> None:
     process, pids = start(fusionrun, "import os; print(1, flush=True); os.kill(os.getpid(), 19)", 1)
     process.send_signal(signal.SIGTERM)

@@ -23,7 +23,7 @@ from fusion_rt.runner.elastic.epochs import LEAVE_S, Epochs, Limits
 from fusion_rt.runner.elastic.places import Place, Places
 from fusion_rt.runner.hosts import Host
 from fusion_rt.runner.link import AgentLink, Event, Lost
-from fusion_rt.runner.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, ending
+from fusion_rt.runner.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure
 from fusion_rt.runner.plan import ElasticPlan, LaunchPlan
 from fusion_rt.runner.printer import Printer
 from fusion_rt.runner.supervise import Children
@@ -174,11 +174,8 @@ class ElasticLaunch(BaseLaunch):
                 self._say(f"fusionrun: the agent of host {name} failed: {words}")
             return
         del self._current[name]
-        if event.protocol_error:
-            why = f"its agent broke the protocol ({event.protocol_error}); is the same fusion_rt installed there?"
-        elif number in self._ready:
-            last = f": {words.splitlines()[-1]}" if words else ""
-            why = f"the connection to it was lost; its agent {ending(event.status)}{last}"
+        if event.protocol_error or number in self._ready:
+            why = event.reason
         else:
             why = reach.explain(self._plan, self._hosts[number], event.status, event.last_words)
         self._epochs.lost(HostFailure(name, (why,)))
