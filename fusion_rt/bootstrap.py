@@ -16,6 +16,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
+from contextlib import suppress
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -147,13 +148,22 @@ def make_private_directory(path: str, variable: str = "FUSION_RUNTIME_DIR") -> N
     where it is.
 
     Raises:
-        FusionError: it belongs to another user or others may enter it.
+        FusionError: it belongs to another user, others may enter it, or it is a link.
     """
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    try:
+    with suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    except FileExistsError:
-        found = os.lstat(path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise FusionError(f"{path} is not a directory that only user {os.getuid()} can enter (mode 0700); "
-                              f"remove it, or set {variable} to another one") from None  # fmt: skip
+    check_private_directory(path, variable)
+
+
+def check_private_directory(path: str, variable: str = "FUSION_RUNTIME_DIR") -> None:
+    """Checks that only this user can enter a directory. `variable`: says where it is.
+
+    Raises:
+        FusionError: it belongs to another user, others may enter it, or it is a link.
+        FileNotFoundError: it is not there.
+    """
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise FusionError(f"{path} is not a directory that only user {os.getuid()} can enter (mode 0700); "
+                          f"remove it, or set {variable} to another one")  # fmt: skip

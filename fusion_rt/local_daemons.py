@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import stat
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fusion_rt import local, wire
+from fusion_rt.bootstrap import check_private_directory
 from fusion_rt.errors import FusionError
 
 OWN_STACKS = "stacks"  # file in a daemon's directory into which it writes its own stacks on stacks.STACK_SIGNAL
@@ -53,7 +53,7 @@ def ask(found: Found, request: wire.ToolMessage, timeout: float) -> tuple[int, d
         NoAnswer: it is dead, or does not answer within `timeout` seconds.
         FusionError: the directory is not this user's alone, or somebody else listens there.
     """
-    is_private(found.directory)
+    check_private_directory(found.directory)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
         sock.settimeout(timeout)
         pid = 0
@@ -72,10 +72,3 @@ def ask(found: Found, request: wire.ToolMessage, timeout: float) -> tuple[int, d
         raise FusionError(f"the daemon at {found.socket_path} answered with {type(answer).__name__}")
     told: dict[str, Any] = json.loads(answer.json)
     return pid, told
-
-
-def is_private(directory: str) -> None:
-    """Raises `FusionError` unless only this user can enter a directory."""
-    found = os.lstat(directory)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise FusionError(f"{directory} is not a directory that only user {os.getuid()} can enter (mode 0700)")

@@ -8,21 +8,30 @@ import socket
 import time
 
 from fusion_rt import local, wire
+from fusion_rt.bootstrap import check_private_directory
 from fusion_rt.errors import FusionError
 
 
 def connect(path: str, timeout: float, listened: bool) -> socket.socket:
     """Connects to the daemon's socket, which may be about to appear unless the daemon has listened already.
 
+    A worker believes its daemon, and unpickles what other workers send through it. So the socket has to be in a
+    directory of this user alone, and the kernel has to confirm that this user, or root, listens there.
+
     Raises:
-        FusionError: it did not within `timeout` seconds.
+        FusionError: it did not within `timeout` seconds, or belongs to another user.
     """
     deadline = time.monotonic() + timeout
     wait = 0.002
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
+            check_private_directory(os.path.dirname(path))
             sock.connect(path)
+            _, uid, _ = local.peer_credentials(sock)
+            if uid not in (os.getuid(), 0):
+                raise FusionError(f"user {uid} listens at {path}, and not a daemon of user {os.getuid()}; set "
+                                  "FUSION_RUNTIME_DIR to a directory that is nobody else's")  # fmt: skip
         except (FileNotFoundError, ConnectionRefusedError) as error:
             sock.close()
             if listened:
@@ -33,6 +42,9 @@ def connect(path: str, timeout: float, listened: bool) -> socket.socket:
                                   "started, and did it come up? See its log (`fusiond logs`)") from None  # fmt: skip
             time.sleep(wait)
             wait = min(2 * wait, 0.05)
+        except BaseException:
+            sock.close()
+            raise
         else:
             return sock
 

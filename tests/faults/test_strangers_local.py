@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.bootstrap import job_directory, socket_path
+from fusion_rt.client import Client
+from fusion_rt.errors import FusionError
+from fusion_rt.topology import Topology
 from tests.fusiond.processes import JOB, Daemons
 
 MakeDaemons = Callable[..., Daemons]
@@ -64,3 +68,51 @@ def test_others_are_refused_even_where_every_door_was_opened(daemons: MakeDaemon
     found = job.status()
     assert found["workers"]["refused"] == 3
     assert (found["state"], found["joined"]) == ("starting", [])
+
+
+SQUATTER = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+path = sys.argv[1]
+os.umask(0)
+os.makedirs(os.path.dirname(path), exist_ok=True)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(path)
+listener.listen()
+print("listens", flush=True)
+while True:
+    sock, _ = listener.accept()
+    heard = sock.recv(100)
+    print("heard" if heard else "heard nothing", flush=True)
+    if heard:
+        sock.send(bytes.fromhex(sys.argv[2]))
+"""
+WELCOME = wire.encode(wire.Welcome(Topology(("a",), ((0, 1),)), 0, 1 << 20, "allreduce", "dense"))
+
+
+@pytest.mark.parametrize("made_by_stranger", [True, False])
+def test_a_worker_says_nothing_to_a_daemon_of_another_user(made_by_stranger: bool) -> None:
+    """Without XDG_RUNTIME_DIR the runtime directory is in /tmp: somebody may have made it before the job came."""
+    with tempfile.TemporaryDirectory(prefix="frt", dir="/tmp") as parent:
+        os.chmod(parent, 0o1777)
+        directory = Path(parent) / "fusion_rt-0" / "job.0"
+        if not made_by_stranger:
+            directory.mkdir(parents=True)
+            for each in (directory, directory.parent):
+                each.chmod(0o777)
+        path = str(directory / "sock")
+        command = [sys.executable, "-I", "-c", SQUATTER, path, WELCOME.hex()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as squatter:
+            assert squatter.stdout is not None
+            try:
+                assert squatter.stdout.readline() == "listens\n"
+                with pytest.raises(FusionError, match="is not a directory that only user 0 can enter"):
+                    Client(path, "job", 1, 1.0)
+                if not made_by_stranger:  # closed since: whoever listens there is looked at as well
+                    directory.chmod(0o700)
+                    with pytest.raises(FusionError, match=f"user {NOBODY} listens at .*, and not a daemon of user 0"):
+                        Client(path, "job", 1, 1.0)
+                    assert squatter.stdout.readline() == "heard nothing\n"
+            finally:
+                squatter.kill()
+            assert squatter.stdout.read() == ""
