@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from fusion_rt import local
 from fusion_rt.errors import FusionError, WireError
 
 SOCKET = "FUSION_ELASTIC_SOCKET"  # the variable that has the path of the agent's socket
@@ -109,8 +110,11 @@ class AgentConnection:
         self._removed: Removed | None = None  # heard while news of hosts was looked for
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._socket.connect(environ[SOCKET])
+            local.connect(self._socket, environ[SOCKET])
             self._socket.send(encode(Attach(int(environ[SLOT]))))
+        except FusionError:
+            self._socket.close()
+            raise
         except OSError as error:
             self._socket.close()
             raise FusionError(

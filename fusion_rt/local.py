@@ -13,7 +13,8 @@ import struct
 
 from fusion_rt import wire
 from fusion_rt.arena import Segment
-from fusion_rt.errors import ArenaError, WireError
+from fusion_rt.bootstrap import check_private_directory
+from fusion_rt.errors import ArenaError, FusionError, WireError
 
 # As plain integers: an operation on enumeration members costs a microsecond, in the path of every message.
 _CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_TRUNC)
@@ -27,6 +28,25 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid
+
+
+def connect(sock: socket.socket, path: str) -> int:
+    """Connects to a socket of this user; returns the pid of the process that listens there.
+
+    A worker believes its daemon and unpickles what comes through it. So the socket has to be in a directory of this
+    user alone, and the kernel has to confirm that this user, or root, listens.
+
+    Raises:
+        FusionError: the directory or whoever listens is not this user's.
+        OSError: nobody listens there.
+    """
+    check_private_directory(os.path.dirname(path))
+    sock.connect(path)
+    pid, uid, _ = peer_credentials(sock)
+    if uid not in (os.getuid(), 0):
+        raise FusionError(f"user {uid} listens at {path}, and not a daemon of user {os.getuid()}; set "
+                          "FUSION_RUNTIME_DIR to a directory that is nobody else's")  # fmt: skip
+    return pid
 
 
 class Packet:

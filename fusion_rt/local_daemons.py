@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fusion_rt import local, wire
-from fusion_rt.bootstrap import check_private_directory
 from fusion_rt.errors import FusionError
 
 OWN_STACKS = "stacks"  # file in a daemon's directory into which it writes its own stacks on stacks.STACK_SIGNAL
@@ -53,15 +52,11 @@ def ask(found: Found, request: wire.ToolMessage, timeout: float) -> tuple[int, d
         NoAnswer: it is dead, or does not answer within `timeout` seconds.
         FusionError: the directory is not this user's alone, or somebody else listens there.
     """
-    check_private_directory(found.directory)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
         sock.settimeout(timeout)
         pid = 0
         try:
-            sock.connect(found.socket_path)
-            pid, uid, _ = local.peer_credentials(sock)
-            if uid not in (os.getuid(), 0):
-                raise FusionError(f"user {uid} listens at {found.socket_path}, and is not asked anything")
+            pid = local.connect(sock, found.socket_path)
             local.Packet(wire.encode(request)).send(sock)
             answer = wire.decode_daemon_message(local.receive(sock)[0])
         except TimeoutError:

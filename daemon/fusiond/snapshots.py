@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -94,6 +95,10 @@ class Snapshots:
         path = self.path(plan)
         try:
             with open(path, "rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o022:
+                    raise SnapshotError(f"the snapshot {path} belongs to user {found.st_uid} or can be written by "
+                                        "others, and is not believed")  # fmt: skip
                 arrays = named_arrays.read(np.frombuffer(file.read(), np.uint8))
         except FileNotFoundError:
             return {}
@@ -114,7 +119,9 @@ def _write_new(path: str, data: memoryview) -> None:
     Raises:
         OSError: there is no room for it, or no right to.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # of a daemon that was killed while it wrote, or a link
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
             file.write(data)

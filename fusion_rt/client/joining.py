@@ -8,15 +8,11 @@ import socket
 import time
 
 from fusion_rt import local, wire
-from fusion_rt.bootstrap import check_private_directory
 from fusion_rt.errors import FusionError
 
 
 def connect(path: str, timeout: float, listened: bool) -> socket.socket:
     """Connects to the daemon's socket, which may be about to appear unless the daemon has listened already.
-
-    A worker believes its daemon, and unpickles what other workers send through it. So the socket has to be in a
-    directory of this user alone, and the kernel has to confirm that this user, or root, listens there.
 
     Raises:
         FusionError: it did not within `timeout` seconds, or belongs to another user.
@@ -26,12 +22,7 @@ def connect(path: str, timeout: float, listened: bool) -> socket.socket:
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            check_private_directory(os.path.dirname(path))
-            sock.connect(path)
-            _, uid, _ = local.peer_credentials(sock)
-            if uid not in (os.getuid(), 0):
-                raise FusionError(f"user {uid} listens at {path}, and not a daemon of user {os.getuid()}; set "
-                                  "FUSION_RUNTIME_DIR to a directory that is nobody else's")  # fmt: skip
+            local.connect(sock, path)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             sock.close()
             if listened:

@@ -11,6 +11,7 @@ import os
 import time
 from typing import Protocol
 
+from fusion_rt.private_files import open_private, open_private_directory
 from fusion_rt.runner.messages import Stream
 
 MAX_LINE = 1024 * 1024  # bytes that are kept of a line whose end has not come
@@ -112,8 +113,14 @@ class WorkerOutput:
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         for rank in range(size) if self._directory else ():
             directory = os.path.join(self._directory, f"rank.{rank:0{self._digits}}")
-            os.makedirs(directory, exist_ok=True)
-            for stream in streams:
-                if (rank, stream) not in self._files:
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-                    self._files[rank, stream] = os.open(os.path.join(directory, stream), flags, 0o666)
+            inside = open_private_directory(directory)
+            try:
+                for stream in streams:
+                    if (rank, stream) not in self._files:
+                        try:
+                            self._files[rank, stream] = open_private(stream, inside)
+                        except OSError as error:
+                            error.filename = os.path.join(directory, stream)
+                            raise
+            finally:
+                os.close(inside)

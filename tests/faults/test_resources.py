@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -167,13 +168,15 @@ def test_a_daemon_whose_log_does_not_fit_on_the_disk_goes_on(daemons: MakeDaemon
     assert job.status()["state"] == "running"
 
 
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it makes a device")
 @pytest.mark.multiprocess
 def test_a_file_of_output_that_does_not_fit_on_the_disk_is_told_and_the_job_goes_on(
     tmp_path: Path, runtime_dir: Path
 ) -> None:
     for rank in range(2):
         (tmp_path / f"rank.{rank}").mkdir()
-    (tmp_path / "rank.1" / "stdout").symlink_to("/dev/full")
+    os.mknod(tmp_path / "rank.1" / "stdout", stat.S_IFCHR | 0o600, os.stat("/dev/full").st_rdev)
     code = "import os; print('hello of', os.environ['HOROVOD_RANK'], flush=True)"
     result = fusionrun("-np", "2", "--output-filename", str(tmp_path), sys.executable, "-c", code)
     assert result.returncode == 0, result.stderr
@@ -246,8 +249,18 @@ def test_a_snapshot_is_written_through_no_link_and_for_this_user_alone(tmp_path:
     precious.write_text("mine")
     path.with_name(path.name + ".new").symlink_to(precious)
     take(workers)
-    assert workers.job.warnings
+    assert not workers.job.warnings
     assert precious.read_text() == "mine"
+    assert not path.is_symlink()
+
+
+def test_a_snapshot_that_others_may_have_written_is_not_believed(tmp_path: Path) -> None:
+    workers = snapshots(tmp_path)
+    for path in tmp_path.glob("*.snapshot"):
+        path.chmod(0o666)
+    engine = workers.job.nodes[0].engine
+    with pytest.raises(FusionError, match="can be written by others, and is not believed"):
+        engine.snapshots.read(next(iter(engine._plans)).plan)
 
 
 # --- descriptors ------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.errors import FusionError
 from fusion_rt.local_daemons import Found, NoAnswer, ask, find
+from fusion_rt.private_files import open_private
 from fusion_rt.trace_format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITTEN_AT
 from fusion_trace.rings import RECORD_DTYPE, RECORDS_AT, WRITERS, Header, Records, TraceError, header_of
 
@@ -108,7 +109,7 @@ def _one(daemon: Found, node: int, host: str, name: str, directory: str, timeout
         data, records = fetch(read, name)
         temporary = f"{path}.{os.getpid()}.new"
         try:
-            with open(temporary, "wb") as file:
+            with open(open_private(temporary), "wb") as file:
                 file.write(data)
             os.rename(temporary, path)
         finally:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Sequence
+
+from fusion_rt.private_files import open_private
 
 _OPENING = b"[\n"
 _BETWEEN = b",\n"
@@ -18,7 +21,8 @@ class ArrayFile:
     the file, also after a crash, reads an array. What cannot be written whole, on a full disk, is taken back.
 
     Args:
-        path: of the file. One that is there and not empty is kept, as `path` with ".1" behind it.
+        path: of the file, which only this user can read (`open_private`). One that is there and not empty is kept, as
+            `path` with ".1" behind it.
 
     Attributes:
         elements: in the file.
@@ -65,9 +69,10 @@ class ArrayFile:
 
     def _open(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(self.path).st_size and os.path.isfile(self.path):
+            found = os.lstat(self.path)
+            if found.st_size and stat.S_ISREG(found.st_mode):
                 os.replace(self.path, f"{self.path}.1")
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._fd = open_private(self.path)
         self.elements = 0
         try:
             self._write(_OPENING + _CLOSING, 0)
