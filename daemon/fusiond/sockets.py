@@ -15,6 +15,7 @@
 | HANDSHAKE_IVL | 10 s | a half-open connection costs a descriptor that long |
 | MAXMSGSIZE | inboxes: the longest valid message; all others 4 KiB | it is unlimited by default; a longer frame ends
   the connection before memory is allocated |
+| ZAP_ENFORCE_DOMAIN | 1 | without it, libzmq admits everybody while no ZAP handler is there |
 | BACKLOG | 128 | connections that wait to be accepted |
 | CONNECT_TIMEOUT | 1 s | the kernel's own takes minutes, in which a link may have come back |
 | TCP_MAXRT | heartbeat time-out | data that nobody acknowledges for that long ends the connection |
@@ -121,6 +122,7 @@ class Sockets:
         else:  # so that nothing of a connection is taken before its token was looked at
             socket.plain_server = 1
         socket.zap_domain = b"fusion_rt"
+        socket.zap_enforce_domain = 1
         socket.ipv6 = 1 if ":" in self._address else 0
         socket.bind(f"tcp://{bracketed(self._address)}:*")
         return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])

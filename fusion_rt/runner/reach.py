@@ -23,7 +23,7 @@ AGENT = ("-m", "fusion_rt.runner.agent")
 _REMOTE_SHELLS = ("ssh", "rsh", "gsissh", "autossh")  # they join their words with spaces for a shell to split again
 _CONNECT_S = 10  # Horovod's SSH_CONNECT_TIMEOUT_S
 _SSH = (
-    "ssh", "-T", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no",
+    "ssh", "-T", "-o", "BatchMode=yes", "-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=accept-new",
     "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3",
     "-o", "LogLevel=ERROR",  # without the welcome, and the warning that a host was not known
 )  # fmt: skip

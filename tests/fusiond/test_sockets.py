@@ -10,7 +10,10 @@ import time
 from contextlib import ExitStack
 
 import pytest
+import zmq
+from zmq.utils.monitor import parse_monitor_message
 
+from fusion_rt.bootstrap import Endpoint
 from fusion_rt.settings import Settings
 from fusiond import sockets
 from fusiond.zap import KeyGate
@@ -69,6 +72,23 @@ def test_no_stranger_keeps_its_connection(encryption: str, monkeypatch: pytest.M
                 if not said_by(key.fileobj):
                     selector.unregister(key.fileobj)
     assert gate.admitted == 0
+
+
+def test_nobody_is_admitted_while_nobody_asks_for_keys() -> None:
+    """A peer's attempt, which knows the server's key, at a daemon whose ZAP handler is missing."""
+    server, client = (sockets.Sockets(Settings(encryption="all"), "127.0.0.1", 2) for _ in range(2))
+    try:
+        _, port = server.control_inbox(1 << 16)
+        endpoint = Endpoint(0, 1, "127.0.0.1", port, port, server.public.decode())
+        outbox = client.outbox(endpoint, encrypted=True)
+        monitor = client.monitor(outbox)
+        outbox.connect(f"tcp://127.0.0.1:{port}")
+        assert monitor.poll(1000 * TIMEOUT_S)
+        event = parse_monitor_message(monitor.recv_multipart())["event"]
+        assert event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    finally:
+        for each in (client, server):
+            each.context.destroy(linger=0)
 
 
 def said_by(sock: socket.socket) -> bytes:

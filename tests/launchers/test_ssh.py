@@ -101,3 +101,16 @@ def test_nothing_is_left_when_the_connection_or_the_launcher_goes(
         while os.listdir(runtime_dir):
             assert time.monotonic() < deadline, "a daemon was left, or its files"
             time.sleep(0.05)
+
+
+def test_a_host_with_another_key_than_the_known_one_is_not_believed(
+    runtime_dir: Path, tmp_path: Path, sshd: Sshd
+) -> None:
+    """Somebody has taken its address, or its network."""
+    other = (sshd.directory / "other.pub").read_text()
+    known = "".join(f"[{address}]:{sshd.ports[0]} {other}" for address in HOSTS.values())
+    (sshd.directory / "known_hosts").write_text(known)
+    done = run(*sshd.fusionrun("true"), cwd=tmp_path, **sshd.environ)
+    assert done.returncode == 1
+    assert "Host key verification failed" in done.stderr
+    assert (sshd.directory / "known_hosts").read_text() == known

@@ -37,7 +37,7 @@ def test_ssh_gets_horovods_options_and_no_secrets() -> None:
     words = agent_argv(plan, plan.hosts[0])
     text = " ".join(words)
     assert words[0] == "ssh"
-    for option in ("PasswordAuthentication=no", "StrictHostKeyChecking=no", "BatchMode=yes"):
+    for option in ("PasswordAuthentication=no", "StrictHostKeyChecking=accept-new", "BatchMode=yes"):
         assert f"-o {option}" in text
     assert "-p 2222 -i /keys/id ann@b env PYTHONSAFEPATH=1" in text
     assert words[-3:] == AGENT
