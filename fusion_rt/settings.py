@@ -146,6 +146,15 @@ class Settings:
     start_timeout: float = _row(
         30.0, START, "How long every process of a job may take to come up before the job is given up.",
         unit=SECONDS, flags=("--start-timeout",), variable="HOROVOD_START_TIMEOUT", least=0.001)
+    job_secret_file: str = _row(
+        "", START, "File with a secret that the job's processes share, which only this user may read (mode 0600), on "
+        "each host. Launchers other than fusionrun need it on several hosts (docs/launchers.md).",
+        variable="FUSION_JOB_SECRET_FILE", placeholder="FILE")
+    insecure_rendezvous: bool = _row(
+        False, START, "Let a job of several hosts come up without a secret under launchers other than fusionrun: "
+        "whoever reaches its rendezvous can take part in it.",
+        unit=SWITCH, flags=("--insecure-rendezvous",), variable="FUSION_INSECURE_RENDEZVOUS",
+        yaml="params.insecure_rendezvous")
     fusion_threshold: int = _row(
         16 * MIB, FUSION, "Largest bucket: gradients are fused until it would grow beyond this (Horovod's is 128 MiB).",
         unit=BYTES, flags=("--fusion-threshold-mb",), variable="HOROVOD_FUSION_THRESHOLD",

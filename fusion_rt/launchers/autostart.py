@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -38,10 +39,12 @@ from fusion_rt.launchers.environment import Environment
 from fusion_rt.launchers.kvstore import Store
 from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.launchers.rendezvous import Rendezvous
+from fusion_rt.private_files import read_secret
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 
 COMMAND = (sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin")
+SECRET_FILE = "~/.fusion_rt_secret"  # where errors and docs suggest to keep a secret
 _STARTS = itertools.count()  # of daemons on one host; all its ranks count alike
 _LOG_TAIL = 2000  # characters of the daemon's log that an error quotes
 
@@ -101,7 +104,8 @@ def join(
         open_store: opens the store of a meeting for a rank and size.
 
     Raises:
-        FusionError: a daemon or another rank did not come up in time, or refuses this worker.
+        FusionError: a daemon or another rank did not come up in time, or refuses this worker; or the job runs on
+            several hosts and has no secret.
     """
     if where.socket:
         return _connect(where, settings), None
@@ -110,14 +114,37 @@ def join(
         topology = Topology((socket.gethostname(),), (tuple(range(where.size)),))
         daemon = start(here, topology, settings) if where.local_rank == 0 else None
         return _connect(here, settings), daemon
+    meeting = _with_secret(where.meeting, settings)
     with Rendezvous(
-        open_store(where.meeting, where.rank, where.size),
-        where.meeting,
+        open_store(meeting, where.rank, where.size),
+        meeting,
         where.rank,
         where.size,
         settings.start_timeout,
     ) as rendezvous:
-        return _meet(where, settings, where.meeting, rendezvous)
+        return _meet(where, settings, meeting, rendezvous)
+
+
+def _with_secret(meeting: Meeting, settings: Settings) -> Meeting:
+    """The meeting with the secret that the settings name, or else the launcher's.
+
+    Raises:
+        FusionError: there is none, and the settings do not say that the job may do without.
+    """
+    if settings.job_secret_file:
+        path = os.path.expanduser(settings.job_secret_file)
+        return replace(meeting, secret=read_secret(path, "FUSION_JOB_SECRET_FILE"))
+    if not meeting.secret:
+        danger = ("this job runs on several hosts and its processes share no secret, so that whoever reaches its "
+                  "rendezvous can take part in it, read its data and run code in its workers")  # fmt: skip
+        if not settings.insecure_rendezvous:
+            raise FusionError(
+                f"{danger}: make one with `(umask 077; openssl rand -hex 32 > {SECRET_FILE})`, have that file on every "
+                f"host, and set FUSION_JOB_SECRET_FILE={SECRET_FILE} for all workers; or, on a network that nobody "
+                "else is on, set FUSION_INSECURE_RENDEZVOUS=1 (docs/launchers.md)"
+            )
+        warnings.warn(f"{danger} (FUSION_INSECURE_RENDEZVOUS)", stacklevel=2)
+    return meeting
 
 
 def _meet(

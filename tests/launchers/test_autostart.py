@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import sys
@@ -10,11 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import zmq
+from msgspec.structs import replace
 
+from fusion_rt.bootstrap import Endpoint, PeerTable
 from fusion_rt.client import Client
 from fusion_rt.errors import FusionError, HorovodInternalError
 from fusion_rt.launchers import autostart
+from fusion_rt.launchers.entries import Introduction, seal
 from fusion_rt.launchers.environment import Environment, detect
+from fusion_rt.launchers.kvstore import Store
+from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.launchers.rendezvous import open_store
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
@@ -88,6 +95,16 @@ def workers(**environ: str) -> list[Environment]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a secret, which the environment names."""
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text(secrets.token_hex(32))
+    monkeypatch.setenv("FUSION_JOB_SECRET_FILE", str(path))
+    return path
+
+
 def join(where: Environment) -> tuple[Client, autostart.StartedDaemon | None]:
     return autostart.join(where, Settings.from_env(), open_store)
 
@@ -126,3 +143,118 @@ def test_a_daemon_that_does_not_start_is_known_on_all_nodes(runtime_dir: Path, m
         errors = [str(call.exception(60)) for call in calls]
     assert "node 1 (host" in errors[0]
     assert all("no network interface no0" in error for error in errors)
+
+
+def not_opened(meeting: Meeting, rank: int, size: int) -> Store:
+    raise AssertionError("a store was opened")
+
+
+def test_several_hosts_without_a_secret_are_refused_with_how_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FUSION_JOB_SECRET_FILE")
+    for where in workers():
+        with pytest.raises(FusionError, match=r"share no secret.*openssl rand -hex 32 > ~/\.fusion_rt_secret.*"
+                                              r"FUSION_JOB_SECRET_FILE=.*FUSION_INSECURE_RENDEZVOUS=1"):  # fmt: skip
+            autostart.join(where, Settings.from_env(), not_opened)
+
+
+def test_a_secret_that_others_can_read_is_refused(secret: Path) -> None:
+    secret.chmod(0o644)
+    with pytest.raises(FusionError, match="is not a file that only user"):
+        autostart.join(workers()[0], Settings.from_env(), not_opened)
+
+
+def test_the_secret_of_the_meeting_is_that_of_the_file(
+    secret: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before the launcher's own, and with the home directory of each host in its path."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FUSION_JOB_SECRET_FILE", "~/secret")
+    found: list[bytes] = []
+
+    def note(meeting: Meeting, rank: int, size: int) -> Store:
+        found.append(meeting.secret)
+        raise FusionError("enough")
+
+    with pytest.raises(FusionError, match="enough"):
+        autostart.join(workers()[0], Settings.from_env(), note)
+    assert found == [secret.read_bytes()]
+
+
+FORGED = zmq.curve_keypair()[0].decode()
+
+
+class LyingStore:
+    """The store of a job of two nodes as one rank sees it: whoever serves it puts a key of his own in the place of the
+    other node's."""
+
+    where = "memory"
+    hosts = ("127.0.0.1",)
+
+    def __init__(self, rank: int, values: dict[str, bytes], truth: dict[int, Endpoint]) -> None:
+        self._rank = rank
+        self._values = values
+        self._truth = truth
+        self.lies = 0
+
+    def get(self, key: str) -> bytes | None:
+        other = 1 - self._rank
+        if other not in self._truth or not re.search(r"\.(1|peers)$", key) or "confirmed" in key or "/rank." in key:
+            return self._values.get(key)
+        self.lies += 1
+        forged = replace(self._truth[other], public_key=FORGED)
+        if self._rank == 0:
+            return seal(b"", key, forged) if key.endswith(".1") else self._values.get(key)
+        return seal(b"", key, Introduction(PeerTable((forged, self._truth[1]))))
+
+    def put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def remove(self, key: str) -> None:
+        self._values.pop(key, None)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("insecure", [True, False])
+@pytest.mark.filterwarnings("ignore:this job runs on several hosts")
+def test_a_store_that_lies_is_believed_by_those_alone_who_asked_for_it(
+    insecure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a daemon admits are the keys that it is told of: an attacker's key there is an attacker in the job."""
+    truth = {node: Endpoint(node, 1, "127.0.0.1", 1, 2, zmq.curve_keypair()[0].decode()) for node in range(2)}
+    told: dict[int, PeerTable] = {}
+
+    class Daemon:
+        """Listens, and is told of its peers."""
+
+        def __init__(self, node: int) -> None:
+            self.endpoint = truth[node]
+
+        def introduce(self, peers: PeerTable) -> None:
+            told[self.endpoint.node] = peers
+            raise FusionError("enough")
+
+        def end(self) -> None:
+            """Nothing runs."""
+
+    monkeypatch.setattr(autostart, "start", lambda where, *_: Daemon(where.node))
+    if insecure:
+        monkeypatch.delenv("FUSION_JOB_SECRET_FILE")
+        monkeypatch.setenv("FUSION_INSECURE_RENDEZVOUS", "1")
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "30" if insecure else "2")
+    values: dict[str, bytes] = {}
+    stores = [LyingStore(rank, values, truth) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(autostart.join, where, Settings.from_env(), lambda _, rank, size: stores[rank])
+            for where in workers()
+        ]
+        errors = [str(call.exception(60)) for call in calls]
+    if insecure:
+        assert errors == ["enough"] * 2
+        assert {node: table.endpoints[1 - node].public_key for node, table in told.items()} == {0: FORGED, 1: FORGED}
+    else:
+        assert told == {}
+        assert "the daemon of node 1 (host" in errors[0]
+        assert all(store.lies for store in stores)

@@ -41,6 +41,15 @@ def lab(runtime_dir: Path) -> Iterator[Netlab]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with the job's secret on all hosts, as docs/launchers.md says."""
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_text("0123456789abcdef" * 4)
+    monkeypatch.setenv("FUSION_JOB_SECRET_FILE", str(path))
+
+
 def results(*outputs: str) -> dict[int, dict[str, object]]:
     """What the workers printed, by rank; some launchers put something in front of each line."""
     found = [json.loads(text) for output in outputs for text in re.findall(r"\{.*?\}", output)]
