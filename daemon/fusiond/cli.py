@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -228,6 +229,8 @@ def _serve(config: bootstrap.DaemonConfig, stdin_start: bytes, as_json: bool) ->
     try:
         code = daemon.run()
     except FusionError as error:
+        for handler in logging.getLogger().handlers:
+            handler.flush()  # the reason comes last
         typer.echo(f"fusiond: {error}", err=True)
         code = 1
     sys.exit(code)

@@ -13,6 +13,7 @@ import psutil
 
 from fusion_rt import __version__, bootstrap, wire
 from fusion_rt.settings import Settings
+from fusiond.log_writer import LogWriter
 from fusiond.membership import Membership
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def configure_logging(level: str, timestamp: bool) -> None:
     """One line a message on standard error, from `level` on; `timestamp`: each begins with the time."""
     names = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
     logging.basicConfig(
-        stream=sys.stderr,
+        handlers=[LogWriter(sys.stderr.fileno())],
         level=names.get(level, level),
         format=("%(asctime)s " if timestamp else "") + "fusiond[%(process)d] %(levelname)s: %(message)s",
     )

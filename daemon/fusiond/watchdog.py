@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import signal
+import stat
 
 from fusiond.loop import EventLoop
 
@@ -31,7 +33,8 @@ class Watchdog:
         self._loop = loop
         self._limit = limit
         self._last = loop.clock()
-        faulthandler.register(signal.SIGALRM, file=_LOG, all_threads=False, chain=False)
+        self._log = _without_waiting(_LOG)
+        faulthandler.register(signal.SIGALRM, file=self._log, all_threads=False, chain=False)
         self._look()
         loop.call_every(limit / _LOOKS, self._look)
 
@@ -46,3 +49,11 @@ class Watchdog:
         """Ends the watch."""
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         faulthandler.unregister(signal.SIGALRM)
+        os.close(self._log)
+
+
+def _without_waiting(fd: int) -> int:
+    """A descriptor of the same file; of a pipe, one that drops what does not fit, since nobody may be reading."""
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return os.dup(fd)
+    return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

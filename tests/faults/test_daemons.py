@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +94,24 @@ def test_a_daemon_whose_interpreter_hangs_is_noticed_and_writes_where_it_is(
     assert workers.errors[0] == failure
     assert workers.wrong == []
     wait(lambda: "the event loop stood still for" in job.log(1), "the watchdog's warning")
+
+
+def test_a_daemon_whose_log_nobody_reads_goes_on(daemons: MakeDaemons) -> None:
+    job = daemons(1, 1, **FAST, HOROVOD_LOG_LEVEL="DEBUG")
+    os.mkfifo(job.log_path(1))
+    log = os.open(job.log_path(1), os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(log, bytes(4096))
+    job.start()
+    workers = Workers(job.join(), LARGE, range(2))
+    workers.go_on()
+    workers.stop()
+    assert (workers.errors, workers.wrong) == ({}, [])
+    with contextlib.suppress(BlockingIOError):
+        while os.read(log, 4096)[0] == 0:
+            pass
+    os.close(log)
 
 
 def test_a_peer_that_does_not_take_what_is_sent_to_it_is_named_as_slow(daemons: MakeDaemons) -> None:
