@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fusion_rt import wire
+from fusiond.file_work import FileWork
 from fusiond.loop import EventLoop
 from fusiond.mesh import Mesh
 from fusiond.stacks import StackReader
@@ -31,6 +32,7 @@ class Acting:
 
     Attributes:
         workers, pool: the daemon's, once it runs.
+        files: runs what waits for file systems.
         planned: is told of each plan before a worker is.
     """
 
@@ -44,6 +46,7 @@ class Acting:
     ) -> None:
         self.workers: Workers
         self.pool: KernelPool
+        self.files = FileWork(loop)
         self.planned: Callable[[wire.Plan], None] = lambda plan: None
         self._loop = loop
         self._mesh = mesh
@@ -79,6 +82,9 @@ class Acting:
 
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         self.pool.run(jobs, then)
+
+    def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:
+        self.files.run(job, then)
 
     def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
         links = {rank: self._links.get(rank) for rank in ranks}

@@ -301,6 +301,7 @@ class Daemon:
         if self._mesh is not None:
             self._mesh.close()
         self._pool.close()
+        self._acting.files.close()
         self._stacks.close()
         self._timeline.close()
         self._loop.close()

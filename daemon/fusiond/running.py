@@ -54,6 +54,9 @@ class Outside(Protocol):
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         """Runs jobs outside the event loop, then `then` inside."""
 
+    def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:
+        """Runs a job that waits for a file system, for ever perhaps, then `then` inside the event loop."""
+
     def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
         """Finds out where local workers are; calls back, at once or later."""
 

@@ -23,6 +23,7 @@ from fusiond.plans import Plans
 from fusiond.running import Outside
 
 _PLAN = "plan"  # the entry that says of which plan a file is
+SLOW_S = 60.0  # seconds after which it is said that the file system does not answer
 
 
 class SnapshotError(FusionError):
@@ -44,6 +45,7 @@ class Snapshots:
         self._restores = settings.snapshot_restore
         self._node = node
         self._plans, self._homes, self._outside = plans, homes, outside
+        self._under_way: dict[str, object] = {}  # what looks after each file that is being written
 
     def take(self) -> None:
         """Writes what the homes here have, beside the event loop. What goes wrong is a warning: training goes on."""
@@ -52,14 +54,27 @@ class Snapshots:
                 self._homes.when_quiet(state.plan.id, partial(self._take, state.plan))
 
     def _take(self, plan: wire.Plan) -> None:
+        path = self.path(plan)
+        if path in self._under_way:
+            return  # the file system has not answered since the last one
         state = {key: value for key, value in self._homes.save(plan.id).items() if key.startswith("home:")}
 
         def written(error: BaseException | None) -> None:
+            del self._under_way[path]
             if error is not None:
                 self._outside.warn(str(error))
 
+        def look() -> None:
+            if self._under_way.get(path) is look:
+                self._outside.warn(
+                    f"the snapshot {path} is not written after {SLOW_S:g} s, because its file system does not answer; "
+                    "training goes on, and no other one is begun before that"
+                )
+
         if state:
-            self._outside.run_jobs([partial(self.write, plan, state)], written)
+            self._under_way[path] = look
+            self._outside.call_later(SLOW_S, look)
+            self._outside.run_on_files(partial(self.write, plan, state), written)
 
     def restore(self, plan: wire.Plan) -> None:
         """Lets the homes of a plan begin with what was written, if that was asked for. Raises `SnapshotError`."""

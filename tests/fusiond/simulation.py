@@ -75,6 +75,12 @@ class Node:
 
         self._job.deferred.append(later)
 
+    def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:
+        if self._job.files_answer:
+            self.run_jobs([job], then)
+        else:
+            self._job.waiting_for_files.append(lambda: self.run_jobs([job], then))
+
     def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
         asked = [self._job.whereabouts[rank] for rank in ranks if rank in self._job.whereabouts]
         self._job.deferred.append(lambda: then(asked))
@@ -122,6 +128,8 @@ class SimulatedJob:
         self.warnings: list[str] = []
         self.whereabouts: dict[int, wire.Whereabouts] = {}  # of the ranks that say where they are
         self.deferred: deque[Callable[[], None]] = deque()
+        self.files_answer = True
+        self.waiting_for_files: list[Callable[[], None]] = []  # what has begun while they did not
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.urgencies: set[tuple[int, str, int]] = set()  # of chunks: node, name of the operation, urgency
         self.sent: list[tuple[int, int, wire.PeerMessage]] = []  # control messages: from, to, what

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from fusion_rt import wire
+from fusiond.acting import Acting
+from fusiond.kernel_pool import KernelPool
+from fusiond.loop import EventLoop
+from fusiond.snapshots import SLOW_S, _write_new
+from fusiond.stacks import StackReader
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import SimulatedJob
 
@@ -79,3 +88,56 @@ def test_a_directory_that_cannot_be_written_to_is_a_warning(tmp_path: Path) -> N
     take(workers)
     assert workers.job.warnings
     assert all("no snapshot could be written" in warning for warning in workers.job.warnings)
+
+
+def test_a_file_system_that_does_not_answer_is_told_once_and_asked_once(tmp_path: Path) -> None:
+    workers = train(tmp_path, range(3), restore=False)
+    job = workers.job
+    job.files_answer = False
+    for _ in range(3):
+        take(workers)
+    assert [path.name for path in tmp_path.iterdir()] == []
+    assert len(job.waiting_for_files) == 2, "one for each node"
+    workers.post(0, np.ones(DIM))
+    workers.collect(0)
+    job.pass_time(SLOW_S + 1)
+    assert len(job.warnings) == 2
+    assert all("its file system does not answer; training goes on" in warning for warning in job.warnings)
+    job.files_answer = True
+    for begin in job.waiting_for_files:
+        begin()
+    job.settle()
+    late = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    take(workers)
+    assert late != {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    job.pass_time(SLOW_S + 1)
+    assert len(job.warnings) == 2
+
+
+def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda fd: answers.wait())
+    loop = EventLoop()
+    pool = KernelPool(loop, 1)
+    acting = Acting(loop, None, cast(StackReader, None), {}, lambda: None)
+    acting.pool = pool
+    ended: list[str] = []
+
+    def ends(what: str) -> Callable[[BaseException | None], None]:
+        def then(error: BaseException | None) -> None:
+            assert error is None
+            ended.append(what)
+            loop.stop()
+
+        return then
+
+    acting.run_on_files(lambda: _write_new(str(tmp_path / "file"), memoryview(b"x")), ends("file"))
+    acting.run_jobs([lambda: None], ends("kernel"))
+    loop.run()
+    assert ended == ["kernel"]
+    pool.close()
+    acting.files.close()
+    loop.close()
+    answers.set()
