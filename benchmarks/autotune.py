@@ -216,7 +216,7 @@ def worker(arguments: argparse.Namespace) -> None:
             found["steps"][name] = search.settle((arguments.samples + 10) * (arguments.sample_steps + 2) + 20)
             found["chosen"][name] = search.tuning.why
             contenders[name] = search
-        found["log"] = next((path.read_text() for path in Path(folder).glob("log*")), "")
+        found["log"] = next((path.read_text(encoding="utf-8") for path in Path(folder).glob("log*")), "")
     for name, setting in {**SWEEP, **LOSSY, **LATE}.items():
         contenders[name] = fixed(compute, setting)
     turns: dict[str, Callable[[], float]] = {

@@ -69,14 +69,14 @@ class Job:
         argv += ["--rsh-agent", lab.agent, "--network-interface", "eth0"]
         if elastic:
             script = directory / "discover"
-            script.write_text(f"#!/bin/sh\ncat {self._hosts}\n")
+            script.write_text(f"#!/bin/sh\ncat {self._hosts}\n", encoding="utf-8")
             script.chmod(0o755)
             argv += ["--host-discovery-script", str(script), "--min-np", "1", "--max-np", str(HOSTS)]
             argv += ["--blacklist-cooldown-range", "1", "2"]
         else:
             argv += ["-H", ",".join(f"{lab.hosts[index].name}:1" for index in present)]
         command = [sys.executable, str(SCRIPT), *SIZES, "--record", str(self._record), *arguments]
-        self.output = (directory / "output").open("w+")
+        self.output = (directory / "output").open("w+", encoding="utf-8")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen([*argv, *command], env=environment, stdout=self.output, stderr=self.output)
 
@@ -84,7 +84,7 @@ class Job:
         """What workers have written down, in order of time."""
         if not self._record.exists():
             return []
-        lines = self._record.read_text().split("\n")[:-1]  # the last one may not be complete
+        lines = self._record.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may not be complete
         return sorted((json.loads(line) for line in lines), key=lambda note: note["at"])
 
     def wait(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
@@ -138,7 +138,7 @@ class Job:
 
     def _write_hosts(self) -> None:
         new = self._hosts.with_suffix(".new")
-        new.write_text("".join(f"{self._lab.hosts[index].name}:1\n" for index in self._present))
+        new.write_text("".join(f"{self._lab.hosts[index].name}:1\n" for index in self._present), encoding="utf-8")
         new.rename(self._hosts)
 
 

@@ -60,7 +60,7 @@ def worker(seconds: float) -> None:
 
 def resident(pid: int) -> dict[str, int]:
     """Bytes of resident memory of a process: anonymous (Anon), of files (File), shared (Shmem)."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     found = dict(line.split(":") for line in lines if line.startswith("Rss"))
     return {name.removeprefix("Rss"): int(size.split()[0]) * 1024 for name, size in found.items()}
 

@@ -80,7 +80,7 @@ def _run(launch: Sequence[str], arguments: Sequence[str], variables: Mapping[str
 
 def link_bytes() -> int:
     """Bytes that this host has sent on all links to others."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()[2:]
     fields = [line.replace(":", " ").split() for line in lines]
     return sum(int(words[9]) for words in fields if words[0] != "lo")
 
@@ -88,7 +88,7 @@ def link_bytes() -> int:
 def cpu_seconds(pid: int) -> float:
     """CPU time of all threads of a process so far. From the scheduler's statistics, which count nanoseconds: the usual
     counters advance in ticks of 10 ms, and an idle daemon needs less than that in a second."""
-    found = (path.read_text().split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    found = (path.read_text(encoding="utf-8").split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
     return sum(map(int, found)) / 1e9
 
 

@@ -70,7 +70,7 @@ def describe() -> Machine:
 
 def _cpu() -> str:
     """The model in /proc/cpuinfo; some architectures have none there."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
             return value.strip()

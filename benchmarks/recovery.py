@@ -53,7 +53,7 @@ def worker() -> None:
     region = client.allocate(4 * ELEMENTS)
     np.frombuffer(region.view, np.float32)[:] = 0
     signature = wire.Signature("allreduce", "float32", (ELEMENTS,))
-    daemon = int(Path(path).with_name("lock").read_text())
+    daemon = int(Path(path).with_name("lock").read_text(encoding="utf-8"))
     try:
         for step in range(1 << 60):
             client.wait(client.submit("sum", signature, place=(region.segment, region.offset)))

@@ -153,7 +153,7 @@ def keep(path: Path, suite: str, *records: Record) -> Results:
     header = f'{{"schema": {SCHEMA}, "suite": {msgspec.json.encode(suite).decode()}, "records": ['
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".new")
-    unfinished.write_text(f"{header}\n{lines}\n]}}\n")
+    unfinished.write_text(f"{header}\n{lines}\n]}}\n", encoding="utf-8")
     unfinished.rename(path)
     return found
 

@@ -216,10 +216,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.validate:
             document["validated"] = validate(costs, hosts, rates)
         elif arguments.out.exists():
-            document["validated"] = json.loads(arguments.out.read_text()).get("validated")
+            document["validated"] = json.loads(arguments.out.read_text(encoding="utf-8")).get("validated")
         os.makedirs(arguments.out.parent, exist_ok=True)
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    show(json.loads(arguments.out.read_text()), Console(width=None))
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    show(json.loads(arguments.out.read_text(encoding="utf-8")), Console(width=None))
 
 
 if __name__ == "__main__":

@@ -187,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         document = {"machine": measuring.machine(), "hosts": hosts, "steps": steps,
                     "parameters": LAYERS * (WIDTH + 1) * WIDTH, "measured": measured, "from": predicted}  # fmt: skip
         os.makedirs(arguments.out.parent, exist_ok=True)
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    show(json.loads(arguments.out.read_text()), Console())
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    show(json.loads(arguments.out.read_text(encoding="utf-8")), Console())
 
 
 if __name__ == "__main__":

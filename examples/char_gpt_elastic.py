@@ -110,7 +110,7 @@ class Log:
         """Adds a line."""
         if self._path:
             where = {"pid": os.getpid(), "rank": hvd.rank(), "size": hvd.size()}
-            with open(self._path, "a") as file:
+            with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"what": what, "at": time.time(), **where, **values}) + "\n")
 
 

@@ -74,7 +74,7 @@ def source_line(path: str, number: int) -> str:
 def process_state(pid: int) -> str:
     """The letter of a process's state in /proc; empty if there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""

@@ -58,7 +58,7 @@ def is_handled(pid: int, number: int) -> bool:
     Raises:
         OSError: there is no such process.
     """
-    with open(f"/proc/{pid}/status") as status:
+    with open(f"/proc/{pid}/status", encoding="utf-8") as status:
         masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigCgt:", "SigIgn:"))]
     return any(mask >> (number - 1) & 1 for mask in masks)
 

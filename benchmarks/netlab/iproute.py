@@ -29,7 +29,9 @@ def preflight() -> str | None:
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
             return f"the command `{command}` is missing: install iproute2 (Debian: apt-get install iproute2)."
-    effective = int(re.findall(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)[0], 16)
+    effective = int(
+        re.findall(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)[0], 16
+    )
     missing = [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
     if missing:
         return f"root lacks {' and '.join(missing)} here: start the container with them (docker run --privileged)."

@@ -240,7 +240,7 @@ class Netlab:
         lines += [f"{each.address} {each.name}" for each in self.hosts]
         folder = registry.NETNS_ETC / host.name
         folder.mkdir(parents=True)
-        (folder / "hosts").write_text("\n".join(lines) + "\n")
+        (folder / "hosts").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _find(self, host: int | str | Host) -> Host:
         for each in self.hosts:

@@ -70,7 +70,7 @@ def claim() -> int:
             raise NetlabError(f"all {MAX_LABS} labs are in use: `python -m benchmarks.netlab list` shows by whom.")
         owner = json.dumps({"pid": os.getpid(), "started": _start_ticks(os.getpid())})
         draft = STATE_DIR / f"{lab}.draft"
-        draft.write_text(owner)
+        draft.write_text(owner, encoding="utf-8")
         draft.rename(STATE_DIR / str(lab))
     return lab
 
@@ -123,7 +123,7 @@ def destroy(lab: int, children: Sequence[int] = ()) -> None:
 def _exclusive() -> Iterator[None]:
     """One process at a time looks for dead labs and takes numbers; otherwise a slow one would remove a new lab."""
     STATE_DIR.mkdir(mode=0o700, exist_ok=True)
-    with (STATE_DIR / "lock").open("w") as lock:
+    with (STATE_DIR / "lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -134,7 +134,7 @@ def _records() -> list[LabRecord]:
     found = []
     for lab in sorted(numbers):
         try:
-            record = json.loads((STATE_DIR / str(lab)).read_text())
+            record = json.loads((STATE_DIR / str(lab)).read_text(encoding="utf-8"))
             owner, alive = record["pid"], _start_ticks(record["pid"]) == record["started"]
         except FileNotFoundError:  # namespaces without a record: the record was removed by hand
             owner, alive = None, False
@@ -156,7 +156,7 @@ def _listed(folder: Path) -> list[str]:
 def _start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot (proc(5), stat, field 22); None for the dead and zombies."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])

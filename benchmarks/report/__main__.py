@@ -45,7 +45,7 @@ def outdated(root: Path, found: All) -> dict[Path, str]:
     """
     made = {}
     for path in regions.documents(root):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         if (right := regions.fill(text, lambda name: table(name, found), path.name)) != text:
             made[path] = right
     return made
@@ -59,7 +59,7 @@ def draw(folder: Path, found: All) -> list[Path]:
     made = []
     for name in (name for name in plots.PLOTS if name in found):
         made.append(folder / f"{name}.svg")
-        made[-1].write_text(plots.draw(name, found))
+        made[-1].write_text(plots.draw(name, found), encoding="utf-8")
     return made
 
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, text in changed.items():
         print(f"{path.relative_to(ROOT)} {'is out of date' if options.check else 'is written'}")
         if not options.check:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     if options.check:
         return 1 if changed else 0
     try:

@@ -190,7 +190,7 @@ def logs(
         path = os.path.join(directory, "log")
         if os.path.exists(path):
             shown = True
-            with open(path, errors="replace") as file:
+            with open(path, encoding="utf-8", errors="replace") as file:
                 typer.echo(f"==> {path} <==")
                 typer.echo("".join(file.readlines()[-lines:]), nl=False)
     if not shown:
@@ -264,7 +264,7 @@ def _detach(config: bootstrap.DaemonConfig) -> None:
         process.stdin.close()
         line = process.stdout.readline()
         if not line:
-            with open(os.path.join(directory, "log"), errors="replace") as file:
+            with open(os.path.join(directory, "log"), encoding="utf-8", errors="replace") as file:
                 _cannot_start(f"it ended with status {process.wait()}:\n{file.read()[-_LOG_TAIL:]}", as_json=False)
         answer = bootstrap.decode_line(line, bootstrap.Endpoint | bootstrap.StartError)  # type: ignore[arg-type]
     if isinstance(answer, bootstrap.StartError):

@@ -130,7 +130,7 @@ class MachineCode:
             llvmlite.binding.get_process_triple(),
             llvmlite.binding.get_host_cpu_name(),
             llvmlite.binding.get_host_cpu_features().flatten(),
-            *(source.read_text() for source in _SOURCES),
+            *(source.read_text(encoding="utf-8") for source in _SOURCES),
         )
         return hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:20]
 
@@ -190,7 +190,7 @@ def _unload_pages_of(library: str) -> None:
     libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
     begin = end = 0
     try:
-        with open("/proc/self/smaps") as maps:
+        with open("/proc/self/smaps", encoding="utf-8") as maps:
             for line in maps:
                 field, _, rest = line.partition(" ")
                 if not field.endswith(":"):

@@ -266,7 +266,7 @@ def _introduce(process: subprocess.Popen[bytes], config: bytes, timeout: float) 
 
 
 def _how_it_ended(process: subprocess.Popen[bytes], log: str) -> str:
-    with open(log, errors="replace") as file:
+    with open(log, encoding="utf-8", errors="replace") as file:
         tail = file.read()[-_LOG_TAIL:].strip()
     return f"it ended with status {process.returncode}. Its log ({log}) ends with:\n{tail}"
 

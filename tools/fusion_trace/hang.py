@@ -117,7 +117,7 @@ def _written(path: str) -> str:
     while time.monotonic() < deadline and not (sizes[0] and sizes[0] == sizes[1] == sizes[2]):
         time.sleep(_LOOK)
         sizes = [*sizes[1:], os.path.getsize(path)]
-    with open(path, errors="replace") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         return file.read(STACK_BYTES)
 
 
