@@ -242,12 +242,6 @@ class TestWithNamespaces:
         assert not runs(int(child))
         assert traces(lab_number(names)) == []
 
-    def test_a_lab_is_made_and_removed_in_little_time(self) -> None:
-        start = time.perf_counter()
-        with Netlab(hosts=4, rate="1gbit"):
-            pass
-        assert time.perf_counter() - start < 30
-
     def test_a_host_that_does_not_exist_is_named(self) -> None:
         with Netlab(hosts=1) as lab, pytest.raises(NetlabError, match=f"5 is not a host .* has {lab.hosts[0].name}"):
             lab.run(5, ["true"])

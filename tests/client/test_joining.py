@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -39,12 +38,10 @@ def test_a_daemon_that_comes_up_late(daemon: Daemon) -> None:
 def test_a_daemon_that_has_listened_and_does_not_any_more_is_not_waited_for(daemon: Daemon, tmp_path: Path) -> None:
     daemon.close()
     for path in (daemon.path, str(tmp_path / "nowhere")):
-        began = time.monotonic()
         with pytest.raises(
             FusionError, match=r"the daemon that listened at .* is gone \(.*\): it has ended with its job"
         ):
-            Client(path, "job", 0, 600.0, listened=True)
-        assert time.monotonic() - began < 300
+            Client(path, "job", 0, 600.0, listened=True)  # the limit of a test is less
 
 
 def test_a_daemon_that_ends_without_having_looked_who_is_there(daemon: Daemon) -> None:

@@ -20,7 +20,7 @@ from fusion_rt.bootstrap import DaemonConfig, Endpoint, StartError, decode_line,
 from fusion_rt.client import Client
 from fusion_rt.errors import FusionError, HorovodInternalError
 from fusion_rt.topology import Topology
-from tests.fusiond.processes import COMMAND, JOB, TIMEOUT_S, Daemons, kill, quiet, read_line, together
+from tests.fusiond.processes import COMMAND, JOB, NO_LIMITS, TIMEOUT_S, Daemons, kill, quiet, read_line, together
 
 pytestmark = pytest.mark.multiprocess
 MakeDaemons = Callable[..., Daemons]
@@ -258,17 +258,15 @@ def test_a_daemon_may_open_as_many_descriptors_as_the_system_allows(daemons: Mak
 # --- workers that go --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_is_named_within_a_second(daemons: MakeDaemons) -> None:
-    job = daemons(2, FUSION_HEARTBEAT_TIMEOUT="120s").start()
+def test_a_killed_worker_is_named_without_waiting_for_a_limit(daemons: MakeDaemons) -> None:
+    job = daemons(2, **NO_LIMITS).start()
     victim = job.worker_process(1, WAITING)
     job.join([0])
     assert read_line(victim) == "joined"
     operation = job.clients[0].submit("x", SUM, inline=bytes(8))
     kill(victim)
-    began = time.monotonic()
     with pytest.raises(HorovodInternalError) as raised:
         job.clients[0].wait(operation)
-    assert time.monotonic() - began < 25  # and not the time-outs of heartbeats and of operations
     assert str(raised.value) == (
         f"rank 1 (host host0, pid {victim.pid}) died (killed, or crashed) without leaving the job"
     )

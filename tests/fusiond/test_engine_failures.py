@@ -293,7 +293,7 @@ def test_progress_is_no_reason_to_give_up() -> None:
 
 
 @pytest.mark.parametrize("gone", [1, 2, 5])
-def test_a_rank_that_has_left_is_named_soon(gone: int) -> None:
+def test_a_rank_that_has_left_is_named_before_the_limit(gone: int) -> None:
     job = SimulatedJob(LAYOUT)
     job.leave(gone)
     handles = {rank: job.submit(rank, "x", SUM, VALUES) for rank in job.ranks if rank != gone}

@@ -359,7 +359,7 @@ def test_a_rank_that_is_never_ready_is_named() -> None:
     job.nothing_is_left()
 
 
-def test_a_rank_that_left_before_a_bucket_is_named_soon() -> None:
+def test_a_rank_that_left_before_a_bucket_is_named_before_the_limit() -> None:
     job = SimulatedJob([1, 2])
     plan = job.plan(PROPOSAL)
     job.add_plan_memory(plan)

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from fusion_rt import wire
 from fusion_rt.bootstrap import DaemonConfig, PeerTable, encode_line
 from fusion_rt.client import Client
 from fusion_rt.errors import FusionError, HorovodInternalError
-from tests.fusiond.processes import TIMEOUT_S, Daemons, kill, read_line
+from tests.fusiond.processes import NO_LIMITS, TIMEOUT_S, Daemons, kill, read_line
 
 pytestmark = pytest.mark.multiprocess
 MakeDaemons = Callable[..., Daemons]
@@ -264,31 +263,27 @@ def test_a_table_of_peers_that_makes_no_sense_ends_the_daemon(daemons: MakeDaemo
 
 
 def test_a_killed_daemon_is_named_on_the_other_nodes(daemons: MakeDaemons) -> None:
-    job = daemons(1, 1, FUSION_HEARTBEAT_TIMEOUT="120s").start()
+    job = daemons(1, 1, **NO_LIMITS).start()
     job.join()
     assert job.on_clients(add) == {0: [1, 2], 1: [1, 2]}
     operation = job.clients[0].submit("y", SUM, inline=bytes(8))
     kill(job.processes[1])
-    began = time.monotonic()
     with pytest.raises(HorovodInternalError, match=r"^node 1 \(host host1\) is lost: its connection was closed$"):
         job.clients[0].wait(operation)
-    assert time.monotonic() - began < 25  # and not the time-outs of heartbeats and of operations
     assert job.status(0)["state"] == "failed"
     assert "the daemon of rank 1's node" in error_of(job.clients[1], "y")
     assert job.end(0) == 1
 
 
 def test_a_killed_worker_is_named_on_the_other_nodes(daemons: MakeDaemons) -> None:
-    job = daemons(1, 1, FUSION_HEARTBEAT_TIMEOUT="120s").start()
+    job = daemons(1, 1, **NO_LIMITS).start()
     victim = job.worker_process(1, WAITING)
     job.join([0])
     assert read_line(victim) == "joined"
     operation = job.clients[0].submit("x", SUM, inline=bytes(8))
     kill(victim)
-    began = time.monotonic()
     with pytest.raises(HorovodInternalError) as raised:
         job.clients[0].wait(operation)
-    assert time.monotonic() - began < 25  # and not the time-outs of heartbeats and of operations
     assert str(raised.value) == (
         f"rank 1 (host host1, pid {victim.pid}) died (killed, or crashed) without leaving the job"
     )

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ import zmq
 from fusion_rt import wire
 from fusion_rt.bootstrap import Endpoint
 from tests.faults.jobs import FAST, Workers
-from tests.fusiond.processes import TIMEOUT_S, Daemons, kill
+from tests.fusiond.processes import NO_LIMITS, TIMEOUT_S, Daemons, kill
 
 pytestmark = pytest.mark.multiprocess
 MakeDaemons = Callable[..., Daemons]
@@ -111,14 +110,12 @@ def test_a_daemon_that_stood_still_is_fenced_when_it_goes_on(daemons: MakeDaemon
     assert workers.wrong == []
 
 
-def test_a_daemon_that_is_killed_is_noticed_within_a_second(daemons: MakeDaemons) -> None:
-    job = daemons(1, 1, FUSION_HEARTBEAT_TIMEOUT="120s").start()
+def test_a_daemon_that_is_killed_is_noticed_without_waiting_for_a_limit(daemons: MakeDaemons) -> None:
+    job = daemons(1, 1, **NO_LIMITS).start()
     workers = Workers(job.join(), COUNT, range(2))
     workers.go_on()
-    began = time.monotonic()
     kill(job.processes[1])
     workers.join()
-    assert workers.raised[0] - began < 25  # on a machine with nothing else to do, 0.3 s
     assert workers.errors[0] == "node 1 (host host1) is lost: its connection was closed"
 
 

@@ -49,7 +49,7 @@ def test_a_page_of_a_strangers_name_for_this_address_is_refused(server: WebServe
     assert ask(server, "/", Host="localhost:1")[0] == 200
 
 
-def test_closing_is_at_once_and_frees_the_port() -> None:
+def test_closing_frees_the_port() -> None:
     first = WebServer(0, {})
     port = int(first.url.rpartition(":")[2])
     first.close()
