@@ -1,0 +1,113 @@
+"""The cells of the matrix: which script meets which algorithm, codec, overlap and number of nodes.
+
+Two things that the product refuses to join (`refused_pair`) make a cell of their own, in which the refusal is checked.
+Of all others, `cover` chooses so many cells that every two things meet in one, and `product` has all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fusion_rt import algorithms, codecs
+from fusion_rt.torch.overlap.optimizer import chosen_overlap
+from tests.meetings.scripts import SCRIPTS
+
+ALGORITHMS = {
+    each.partition("(")[0] + (", synchronous home" if "synchronous" in each else ""): each
+    for each in (
+        "allreduce", "bsp", "asp", "ssp(staleness=2)", "softsync(contributions=2)", "dc_asgd", "hogwild",
+        "partial(backup=1)", "collaborative(samples=16)", "easgd(steps=2)", "easgd(steps=2, synchronous_home=True)",
+        "ea_wild(steps=2)", "dpsgd", "adpsgd(topology='bipartite')", "sgp", "choco", "local_sgd(steps=2)",
+        "diloco(steps=2, outer_momentum=0.5)",
+    )
+}  # fmt: skip
+CODECS = {
+    "dense": "dense",
+    "topk": "topk(density=0.5, minimum=4)",
+    "topk with momentum": "topk(density=0.5, minimum=4, momentum=0.5)",
+    "powersgd": "powersgd(rank=2, minimum=4)",
+    "int8": "int8",
+}
+OVERLAPS = ("none", "forward", "stale")
+NODES = {"one node": (2,), "two nodes": (2, 1)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A meeting, by the names of what meets."""
+
+    script: str
+    algorithm: str
+    codec: str
+    overlap: str
+    nodes: str
+
+    def __str__(self) -> str:
+        return f"{self.script} - {self.algorithm} - {self.codec} - {self.overlap} - {self.nodes}"
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return sum(NODES[self.nodes])
+
+    @property
+    def things(self) -> tuple[tuple[int, str], ...]:
+        """What meets, each with the number of its kind."""
+        return tuple(enumerate((self.script, self.algorithm, self.codec, self.overlap, self.nodes)))
+
+    @property
+    def pairs(self) -> frozenset[tuple[tuple[int, str], tuple[int, str]]]:
+        return frozenset(itertools.combinations(self.things, 2))
+
+
+def refusal(cell: Cell) -> str:
+    """What the product's checks say of this algorithm with this codec and overlap; empty if they go together."""
+    spec = algorithms.parse(ALGORITHMS[cell.algorithm])
+    try:
+        algorithms.check_use(spec, codecs.parse(CODECS[cell.codec]), "average", cell.size)
+        chosen_overlap(cell.overlap, torch.optim.SGD([torch.zeros(1)], lr=0.1), spec, adasum=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def product() -> Iterator[Cell]:
+    """All cells of what goes together."""
+    for names in itertools.product(SCRIPTS, ALGORITHMS, CODECS, OVERLAPS, NODES):
+        cell = Cell(*names)
+        if not refusal(cell):
+            yield cell
+
+
+def refused() -> Iterator[Cell]:
+    """A cell for each codec, and each overlap, that an algorithm refuses."""
+    for algorithm, codec, nodes in itertools.product(ALGORITHMS, CODECS, NODES):
+        cell = Cell("plain", algorithm, codec, "none", nodes)
+        if refusal(cell) and nodes == "two nodes":
+            yield cell
+    for algorithm, overlap in itertools.product(ALGORITHMS, OVERLAPS[1:]):
+        cell = Cell("plain", algorithm, "topk" if algorithm == "choco" else "dense", overlap, "one node")
+        if refusal(cell):
+            yield cell
+
+
+def cover() -> list[Cell]:
+    """Cells in which all pairs of things that can meet do so: greedily chosen, and the same in each run."""
+    cells = list(product())
+    random.Random(0).shuffle(cells)
+    missing = set().union(*(cell.pairs for cell in cells))
+    # By how many new pairs a cell would bring: those that bring most first. A cell brings ever less, so one that is
+    # looked at again and still brings as much is the best there is.
+    chosen: list[Cell] = []
+    for least in range(10, 0, -1):
+        for cell in cells:
+            if len(cell.pairs & missing) >= least:
+                chosen.append(cell)
+                missing -= cell.pairs
+    order = {name: number for number, name in enumerate(SCRIPTS)}
+    return sorted(chosen, key=lambda cell: (cell.nodes, order[cell.script], str(cell)))

@@ -1,0 +1,46 @@
+"""The jobs on which cells run, one for each number of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.harness import Job, WorkerError
+from tests.meetings.cells import NODES
+
+LIMIT_S = 60.0  # for one cell
+SETTINGS = {"HOROVOD_START_TIMEOUT": "120", "HOROVOD_FUSION_THRESHOLD": "4KiB"}
+
+
+class Jobs:
+    """Jobs that are started when they are asked for, and thrown away when something went wrong in them: so a cell that
+    hangs fails alone."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Job] = {}
+
+    def run(self, nodes: str, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of a function of all ranks. Raises `WorkerError`."""
+        if nodes not in self._running:
+            self._running[nodes] = Job(NODES[nodes], SETTINGS)
+        try:
+            return self._running[nodes].run(function, *args, timeout=LIMIT_S)
+        except WorkerError:
+            job = self._running.pop(nodes)
+            for process in (*job.workers, *job.daemons):
+                process.kill()
+            job.close()
+            raise
+
+    def close(self) -> None:
+        for job in self._running.values():
+            job.close()
+
+
+@pytest.fixture(scope="session")
+def jobs() -> Iterator[Jobs]:
+    running = Jobs()
+    yield running
+    running.close()

@@ -1,0 +1,297 @@
+"""The scripts in one process: ranks are threads, and the published rules of the synchronous algorithms are plain torch.
+
+It shares nothing with the product but the words: what must come out of a job is computed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.meetings.scripts import Run, Script, Training
+
+WAIT_S = 60.0  # until ranks that wait for each other are taken to be stuck
+
+
+class GivenUp(RuntimeError):
+    """Another rank has given the step up."""
+
+
+class World:
+    """What ranks meet in."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._here: dict[int, Any] = {}  # what ranks have brought to the meeting under way
+        self._result: Any = None
+        self._meetings = 0
+        self._joined: set[int] = set()
+
+    def meet(self, rank: int, value: Any, combine: Callable[[dict[int, Any]], Any]) -> Any:
+        """What `combine` makes of the values of all ranks that have not joined. The same for all of them."""
+        with self._changed:
+            number = self._meetings
+            self._here[rank] = value
+            self._combine = combine
+            self._conclude()
+            if not self._changed.wait_for(lambda: self._meetings > number, WAIT_S):
+                raise AssertionError(f"the reference is stuck: rank {rank} waits for others than {sorted(self._here)}")
+            if isinstance(self._result, GivenUp):
+                raise GivenUp(str(self._result))
+            return self._result
+
+    def join(self, rank: int) -> None:
+        with self._changed:
+            self._joined.add(rank)
+            self._conclude()
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: len(self._joined) == self.size, WAIT_S):
+                raise AssertionError(f"the reference is stuck: rank {rank} has joined, and others never do")
+
+    def _conclude(self) -> None:
+        if self._here and self._here.keys() | self._joined == set(range(self.size)):
+            given_up = [value for value in self._here.values() if isinstance(value, GivenUp)]
+            self._result = given_up[0] if given_up else self._combine(dict(sorted(self._here.items())))
+            self._here = {}
+            self._meetings += 1
+            self._changed.notify_all()
+
+
+def _means(size: int) -> Callable[[dict[int, Any]], Any]:
+    """Combines lists of tensors: sums divided by the number of all ranks, as those of gradients are."""
+
+    def combine(values: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [torch.stack(each).sum(0) / size for each in zip(*values.values(), strict=True)]
+
+    return combine
+
+
+def _means_of_present(values: dict[int, list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack(each).mean(0) for each in zip(*values.values(), strict=True)]
+
+
+class Reference(torch.optim.Optimizer):
+    """The script's optimizer, with the rule of a synchronous algorithm around it. It looks like the script's."""
+
+    def __init__(self, run: Threaded, optimizer: torch.optim.Optimizer, passes: int) -> None:
+        self._run, self._inner, self.passes, self._passed = run, optimizer, passes, 0
+        self.__dict__.update({"param_groups": optimizer.param_groups, "state": optimizer.state})
+        self.defaults = optimizer.defaults
+        self._taken = 0
+        self.remember()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._inner.param_groups for p in group["params"] if p.requires_grad]
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self._inner.add_param_group(group)
+        self.remember()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._inner.zero_grad(set_to_none)
+        self._passed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    def synchronize(self) -> None:
+        """Gradients are reduced already."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        yield
+
+    def overflowed(self) -> bool:
+        """Whether a GradScaler has found that this rank's gradients are not finite; unscales them otherwise."""
+        found = self.__dict__.get("found_inf")
+        if found is None or found.item():
+            return found is not None
+        scale = self.__dict__.get("grad_scale")
+        for parameter in self._parameters():
+            if scale is not None and parameter.grad is not None:
+                parameter.grad /= scale
+        return False
+
+    def remember(self) -> None:
+        """Weights of an outer step, of those that have none yet."""
+
+    def reseed(self) -> None:
+        """All ranks have set the same weights."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        raise NotImplementedError
+
+
+class AllReduce(Reference):
+    """Each backward pass, or each `passes`-th, adds the mean of the ranks' gradients to `p.grad`."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        parameters = self._parameters()
+        kept = [parameter.grad for parameter in parameters]
+        if self._passed == 0:
+            self._reduced = kept
+        for parameter in parameters:
+            parameter.grad = None if self._passed == 0 else parameter.grad
+        try:
+            super().backward(loss)
+        except RuntimeError as error:
+            self._passed = 0
+            with contextlib.suppress(GivenUp):
+                self._run.world.meet(self._run.rank, GivenUp(str(error)), _means(self._run.size))
+            raise
+        self._passed += 1
+        if self._passed < self.passes:
+            return
+        self._passed = 0
+        mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        means = self._run.world.meet(self._run.rank, mine, _means(self._run.size))
+        for parameter, reduced, before in zip(parameters, means, self._reduced, strict=True):
+            parameter.grad = reduced.clone() if before is None else before + reduced
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._inner.step() if closure is None else self._inner.step(closure)
+
+
+class Shards(Reference):
+    """BSP: the mean of what the scripts have made of their gradients is what the one optimizer steps with."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            closure()
+        parameters = self._parameters()
+        overflowed = self.overflowed()
+        mine = [torch.zeros_like(p) if overflowed or p.grad is None else p.grad for p in parameters]
+        means = self._run.world.meet(self._run.rank, mine, _means(self._run.size))
+        for parameter, reduced in zip(parameters, means, strict=True):
+            parameter.grad = reduced.clone()
+        self._inner.step()
+
+
+class LocalSGD(Reference):
+    """Every `period` steps, all ranks that are there take the mean of their weights."""
+
+    period = 2
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self.overflowed():
+            self._inner.step() if closure is None else self._inner.step(closure)
+        self._taken += 1
+        if self._taken % self.period == 0:
+            self.exchange()
+
+    def exchange(self) -> None:
+        mine = [parameter.detach().clone() for parameter in self._parameters()]
+        means = self._run.world.meet(self._run.rank, mine, _means_of_present)
+        for parameter, mean in zip(self._parameters(), means, strict=True):
+            parameter.detach().copy_(mean)
+
+
+class DiLoCo(LocalSGD):
+    """Every `period` steps, an outer step of Nesterov's momentum by the mean change (arXiv 2311.08105)."""
+
+    rate, momentum = 0.7, 0.5
+
+    def remember(self) -> None:
+        self._outer: dict[int, tuple[torch.Tensor, torch.Tensor]] = getattr(self, "_outer", {})
+        for p in self._parameters():
+            self._outer.setdefault(id(p), (p.detach().clone(), torch.zeros_like(p)))
+
+    def reseed(self) -> None:
+        self._outer = {id(p): (p.detach().clone(), self._outer[id(p)][1]) for p in self._parameters()}
+
+    def exchange(self) -> None:
+        parameters = self._parameters()
+        mine = [self._outer[id(p)][0] - p.detach() for p in parameters]
+        means = self._run.world.meet(self._run.rank, mine, _means_of_present)
+        for parameter, mean in zip(parameters, means, strict=True):
+            start, velocity = self._outer[id(parameter)]
+            velocity.mul_(self.momentum).add_(mean)
+            start.sub_(self.rate * (mean + self.momentum * velocity))
+            parameter.detach().copy_(start)
+
+
+RULES: dict[str, type[Reference]] = {"allreduce": AllReduce, "bsp": Shards, "local_sgd": LocalSGD, "diloco": DiLoCo}
+
+
+class Threaded(Run):
+    """A rank that is a thread."""
+
+    def __init__(self, world: World, rank: int, rule: type[Reference]) -> None:
+        self.world, self.rank, self.size, self._rule = world, rank, world.size, rule
+
+    def wrap(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, passes: int = 1) -> Any:
+        return self._rule(self, optimizer, passes)
+
+    def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
+        optimizer.backward(loss)
+
+    def barrier(self) -> None:
+        self.world.meet(self.rank, None, lambda values: None)
+
+    def mean(self, value: float) -> float:
+        return float(self.world.meet(self.rank, value, lambda values: sum(values.values()) / len(values)))
+
+    def join(self) -> None:
+        self.world.join(self.rank)
+
+    def reseed(self, optimizer: Any) -> None:
+        optimizer.reseed()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a script makes of a job.
+
+    Attributes:
+        weights: of all parameters, flat, by rank.
+        complaints: of all ranks.
+    """
+
+    weights: Sequence[torch.Tensor]
+    complaints: Sequence[str]
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters, one after the other."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def expected(script: Script, size: int, algorithm: str) -> Expected:
+    """Runs a script on `size` ranks of the synchronous algorithm of this name."""
+    world = World(size)
+    found: dict[int, Training | BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = script.body(Threaded(world, rank, RULES[algorithm]))
+        except BaseException as error:
+            found[rank] = error
+            raise
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    trained = []
+    for rank in range(size):
+        training = found[rank]
+        if isinstance(training, BaseException):
+            raise training
+        trained.append(training)
+    return Expected([flat(each.model) for each in trained], [text for each in trained for text in each.complaints])
