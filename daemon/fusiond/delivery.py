@@ -40,11 +40,6 @@ def _control(connections: int) -> struct.Struct:
     return struct.Struct(f"<QH{connections}Q")
 
 
-def control_head_nbytes(connections: int) -> int:
-    """Bytes that stand before a control message."""
-    return _control(connections).size
-
-
 def control_head(serial: int, received: Sequence[int]) -> bytes:
     """What stands before a control message: its serial, and what was received of each of the peer's connections."""
     return _control(len(received)).pack(serial, len(received), *received)

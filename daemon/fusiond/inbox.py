@@ -7,23 +7,33 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from fusion_rt import wire
+from fusion_rt.pending import Pending
+from fusiond import sockets
+from fusiond.accepted_sockets import AcceptedSockets, Address
 from fusiond.loop import EventLoop
 from fusiond.sockets import NOW, Socket
 
+_STRANGERS_OF_HOST, _STRANGERS = 16, 64  # connections of nobody's that are left open, from one host and in all
+_FRAMES = 2 + wire.MAX_MESSAGE // sockets.CONTROL_FRAME  # of a message that anybody may send, its first one not counted
 _BATCH = 32  # messages taken before other events get their turn, and seconds in which they are
 _SECONDS = 1e-3
 Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
 
 
 class Inbox:
-    """Gives each message to `take`: its routing id, its first frame, and up to two more; further ones are thrown away.
+    """Gives each message to `take`: its routing id, its first frame, and the others, of which some are left out where
+    there are more than any message has. Closes connections of strangers when there are too many.
+
+    Args:
+        peers: connections that the peers may be opening at a time, all of them from one host.
 
     Attributes:
         accepted: connections of TCP.
         strangers: those of them that have ended without a message of a peer: scans, half-open ones, refused keys.
     """
 
-    def __init__(self, loop: EventLoop, socket: Socket, monitor: Socket, take: Take) -> None:
+    def __init__(self, loop: EventLoop, socket: Socket, monitor: Socket, take: Take, peers: int) -> None:
         self.accepted = 0
         self.strangers = 0
         self._loop = loop
@@ -31,6 +41,9 @@ class Inbox:
         self._monitor = monitor
         self._take = take
         self._peers: set[int] = set()  # descriptors of connections from which a peer was heard
+        self._pending: Pending[int] = Pending(_STRANGERS + peers, _STRANGERS_OF_HOST + peers)
+        self._addresses: dict[int, Address] = {}  # of the pending ones
+        self._accepted_sockets = AcceptedSockets(socket)
         self._closed = False
 
     def start(self) -> None:
@@ -42,12 +55,14 @@ class Inbox:
     def close(self) -> None:
         """Takes no more; the sockets are the context's to close."""
         self._closed = True
+        self._accepted_sockets.close()
         self._loop.remove(self._monitor.fileno())
         self._loop.remove(self._socket.fileno())
 
     def heard(self, descriptor: int) -> None:
         """A peer has spoken on that connection."""
         self._peers.add(descriptor)
+        self._forget(descriptor)
 
     def _drain(self) -> None:
         until = self._loop.clock() + _SECONDS
@@ -63,7 +78,7 @@ class Inbox:
             last = first
             while last.more:
                 last = self._socket.recv(NOW, copy=False)
-                if len(rest) < 2:
+                if len(rest) < _FRAMES:
                     rest.append(last)
             self._take(routing_id, first, rest)
             if self._loop.clock() > until:  # chunks, each reduced as it comes: what acknowledges them is due as well
@@ -78,12 +93,28 @@ class Inbox:
                 return
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self.accepted += 1
+                self._admit(int(event["value"]))
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 descriptor = int(event["value"])
+                self._forget(descriptor)
                 if descriptor in self._peers:
                     self._peers.remove(descriptor)
                 else:
                     self.strangers += 1
+
+    def _admit(self, descriptor: int) -> None:
+        """A new connection, for which an older one may have to go: libzmq accepts as many as there are."""
+        address = self._accepted_sockets.address(descriptor)
+        if address is None:
+            return  # it has ended already
+        self._addresses[descriptor] = address
+        one_too_many = self._pending.add(descriptor, address[0])
+        if one_too_many is not None:
+            self._accepted_sockets.shut_down(one_too_many, self._addresses.pop(one_too_many))
+
+    def _forget(self, descriptor: int) -> None:
+        self._pending.remove(descriptor)
+        self._addresses.pop(descriptor, None)
 
 
 def descriptor_of(frame: zmq.Frame) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import socket as sockets_of_python
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -18,9 +20,12 @@ from zmq.utils.monitor import parse_monitor_message
 from fusion_rt.bootstrap import Endpoint
 from fusiond.delivery import Outgoing
 from fusiond.loop import EventLoop
-from fusiond.sockets import LINGER, MORE, NOW, Socket, Sockets, bracketed
+from fusiond.sockets import CONTROL_FRAME, LINGER, MORE, NOW, Socket, Sockets, bracketed
 
+_log = logging.getLogger("fusiond")
 COPY_BELOW = 512 * 1024  # bytes; libzmq gets a copy of a smaller payload, which costs less than not to copy it
+_FIRST_SIGN = 2.0  # seconds in which libzmq says that it has begun with an attempt
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no descriptors or memory, for now
 _AGAIN = 0.05  # seconds between attempts
 _REFUSED_FOR = 0.1  # seconds in which a connection is refused again and again: then nobody is there any more
 
@@ -86,6 +91,8 @@ class Link:
         self._stuck_since: float | None = None
         self._last_word = b""
         self._closed = False
+        self._attempt_begun = False  # libzmq has said something about the attempt
+        self._waits_for_room = False
 
     @property
     def name(self) -> str:
@@ -96,8 +103,20 @@ class Link:
         """Makes one attempt; `token`: for payloads, the routing id that the peer has given for it."""
         if self._closed or self._socket is not None:
             return
-        self._socket = self._sockets.outbox(self._endpoint, self._encrypted, token)
-        self._monitor = self._sockets.monitor(self._socket)
+        try:
+            self._socket, self._monitor = self._sockets.outbox(self._endpoint, self._encrypted, token)
+        except zmq.ZMQError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            if not self._waits_for_room:
+                _log.warning("no %s to node %d can be made for now: %s; tried again every %g s",
+                             self.name, self.node, error.strerror, _AGAIN)  # fmt: skip
+            self._waits_for_room = True
+            self._loop.call_later(_AGAIN, self._want)
+            return
+        self._waits_for_room = False
+        self._attempt_begun = False
+        self._loop.call_later(_FIRST_SIGN, partial(self._check_attempt, self._socket))
         # A ZeroMQ descriptor tells of changes only: all there is has to be taken, and looked for once now.
         self._loop.add_reader(self._monitor.fileno(), self._watch)
         self._loop.call_soon(self._watch)
@@ -115,7 +134,10 @@ class Link:
             return
         try:
             if payload is None:
-                self._socket.send(frame, NOW)
+                last = max(len(frame) - 1, 0) // CONTROL_FRAME * CONTROL_FRAME
+                for start in range(0, last, CONTROL_FRAME):
+                    self._socket.send(frame[start : start + CONTROL_FRAME], MORE)
+                self._socket.send(frame[last:], NOW)
             else:
                 self._socket.send(frame, MORE)
                 self._socket.send(payload, NOW, copy=len(payload) < COPY_BELOW)
@@ -151,6 +173,7 @@ class Link:
                 event = parse_monitor_message(self._monitor.recv_multipart(NOW))["event"]
             except zmq.Again:
                 return
+            self._attempt_begun = True
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected()
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -162,6 +185,11 @@ class Link:
                 if self.stood and not self.number:
                     self._ask_whether_anybody_listens()
                 self._broke()
+
+    def _check_attempt(self, outbox: Socket) -> None:
+        """libzmq says nothing at all where it finds no descriptor for a connection."""
+        if self._socket is outbox and not self._attempt_begun:
+            self._broke()
 
     def _connected(self) -> None:
         self.stands = True
@@ -229,7 +257,12 @@ class Link:
             return
         version = ipaddress.ip_address(self._endpoint.address).version
         family = sockets_of_python.AF_INET6 if version == 6 else sockets_of_python.AF_INET
-        question = sockets_of_python.socket(family, sockets_of_python.SOCK_STREAM | sockets_of_python.SOCK_NONBLOCK)
+        try:
+            question = sockets_of_python.socket(family, sockets_of_python.SOCK_STREAM | sockets_of_python.SOCK_NONBLOCK)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return  # asked again after the next attempt
         error = question.connect_ex((self._endpoint.address, self._port))
         if error != errno.EINPROGRESS:
             question.close()

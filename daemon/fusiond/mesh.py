@@ -92,7 +92,7 @@ class Mesh:
         self._events = Events(self._link_stands, self._link_broke, self._link_wants, self._link_refused)
         self._sockets = Sockets(settings, config.address, len(config.topology.hosts))
         try:
-            self._reception = Reception(loop, self._sockets, settings, self._peers, self)
+            self._reception = Reception(loop, self._sockets, settings, self._peers, len(config.topology.hosts), self)
         except zmq.ZMQError as error:
             self._sockets.context.destroy(linger=0)
             raise FusionError(

@@ -43,6 +43,7 @@ class Reception:
 
     Args:
         peers: by node; filled before `start`.
+        nodes: how many nodes the job has.
 
     Attributes:
         gate: whose keys are admitted.
@@ -55,7 +56,13 @@ class Reception:
     """
 
     def __init__(
-        self, loop: EventLoop, sockets: Sockets, settings: Settings, peers: Mapping[int, Peer], handler: Handler
+        self,
+        loop: EventLoop,
+        sockets: Sockets,
+        settings: Settings,
+        peers: Mapping[int, Peer],
+        nodes: int,
+        handler: Handler,
     ) -> None:
         self.tokens = Tokens()
         self.gate = KeyGate(sockets.context, self.tokens.node_of_new)
@@ -64,10 +71,11 @@ class Reception:
         self._peers = peers
         self._handler = handler
         self._started = False
-        control, control_port = sockets.control_inbox(wire.MAX_MESSAGE)
+        control, control_port = sockets.control_inbox()
         payload, payload_port = sockets.payload_inbox(2 * max(settings.chunk_bytes, probe.LARGE))
-        self._control = Inbox(loop, control, sockets.monitor(control), self._take_control)
-        self._payload = Inbox(loop, payload, sockets.monitor(payload), self._take_payload)
+        most = 2 * nodes * settings.connections  # each peer's, and those that replace them
+        self._control = Inbox(loop, control, sockets.monitor(control), self._take_control, most)
+        self._payload = Inbox(loop, payload, sockets.monitor(payload), self._take_payload, most)
         self.ports = control_port, payload_port
 
     def start(self) -> None:
@@ -100,7 +108,7 @@ class Reception:
     def _take_control(self, routing_id: bytes, frame: zmq.Frame, rest: list[zmq.Frame]) -> None:
         node = admitted_node(frame)
         peer = None if node is None else self._peers.get(node)
-        if peer is None or rest:
+        if peer is None:
             self.dropped += 1
             return
         if routing_id != peer.control_from:  # a new connection
@@ -109,7 +117,8 @@ class Reception:
         if self._is_fenced(peer):
             return
         try:
-            serial, received, body = delivery.split_control(frame.buffer)
+            data = memoryview(b"".join([frame.buffer, *(each.buffer for each in rest)])) if rest else frame.buffer
+            serial, received, body = delivery.split_control(data)
             message = wire.decode_peer_message(body)
             if isinstance(message, _WITH_PAYLOAD):
                 raise WireError(f"{type(message).__name__} has no payload")
@@ -124,7 +133,7 @@ class Reception:
                 return
             if not serial and not isinstance(message, _UNNUMBERED):
                 raise WireError(f"its {type(message).__name__} has no number")
-            due = serial and peer.owes(len(frame.buffer))
+            due = serial and peer.owes(len(data))
             self._handler.control_message(peer, message)
         except WireError as error:
             self._handler.lose(peer.node, str(error))

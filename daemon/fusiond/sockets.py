@@ -13,8 +13,9 @@
   its token twice; each attempt is a new socket |
 | ROUTER_HANDOVER | 0 | nobody takes over a routing id that is in use |
 | HANDSHAKE_IVL | 10 s | a half-open connection costs a descriptor that long |
-| MAXMSGSIZE | inboxes: the longest valid message; all others 4 KiB | it is unlimited by default; a longer frame ends
-  the connection before memory is allocated |
+| MAXMSGSIZE | control inbox: 64 KiB, and longer messages come in several frames; payload inbox: the longest valid
+  payload; all others 4 KiB | it is unlimited by default; a longer frame ends the connection before memory is allocated,
+  and it holds for the frames of a handshake, before anybody has shown a key |
 | ZAP_ENFORCE_DOMAIN | 1 | without it, libzmq admits everybody while no ZAP handler is there |
 | BACKLOG | 128 | connections that wait to be accepted |
 | CONNECT_TIMEOUT | 1 s | the kernel's own takes minutes, in which a link may have come back |
@@ -33,18 +34,19 @@ import zmq
 
 from fusion_rt.bootstrap import Endpoint
 from fusion_rt.settings import Settings
-from fusiond import delivery
 
 LINGER = 2000  # ms that last words may take
 NOW = int(zmq.NOBLOCK)  # plain integers: to combine enumeration members costs a microsecond a message
 MORE = int(zmq.SNDMORE) | NOW
+MAX_UNKNOWN = 64 * 1024  # bytes of a frame that are taken from whoever has not shown a key, on the control inbox
+CONTROL_FRAME = MAX_UNKNOWN - 256  # bytes of a control message in one frame; CURVE adds 33
 MAX_HEADER = 4096  # bytes of a payload's header, at most
 _HANDSHAKE = 10_000  # ms
 _BACKLOG = 128
 _CONNECT = 1000  # ms
 _CONTROL_QUEUE, _PAYLOAD_QUEUE = 4096, 256  # messages
 _MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_MONITORED |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED
 
 Socket = zmq.Socket[bytes]
 
@@ -73,16 +75,20 @@ class Sockets:
             return not ipaddress.ip_address(address).is_loopback
         return self._settings.encryption == "all"
 
-    def control_inbox(self, max_message: int) -> tuple[Socket, int]:
+    def control_inbox(self) -> tuple[Socket, int]:
         """A listening socket for control messages, and its port. Raises `zmq.ZMQError` where it cannot listen."""
-        return self._inbox(max_message, _CONTROL_QUEUE, encrypted=True)
+        return self._inbox(MAX_UNKNOWN, _CONTROL_QUEUE, encrypted=True)
 
     def payload_inbox(self, max_message: int) -> tuple[Socket, int]:
-        """The same for payloads."""
-        return self._inbox(max_message, _PAYLOAD_QUEUE, self.encrypts_payload(self._address))
+        """The same for messages with payloads of at most `max_message` bytes."""
+        return self._inbox(max_message + MAX_HEADER, _PAYLOAD_QUEUE, self.encrypts_payload(self._address))
 
-    def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> Socket:
-        """A socket that is to be connected to a peer; `token`: its routing id there."""
+    def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> tuple[Socket, Socket]:
+        """A socket that is to be connected to a peer, and its monitor; `token`: its routing id there.
+
+        Raises:
+            zmq.ZMQError: there are no descriptors or memory for them.
+        """
         socket = self.context.socket(zmq.DEALER)
         self._set_options(socket)
         socket.rcvhwm = 1
@@ -97,7 +103,11 @@ class Sockets:
         else:
             socket.plain_username = b"fusion_rt"
             socket.plain_password = token
-        return socket
+        try:
+            return socket, self.monitor(socket)
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
 
     def monitor(self, socket: Socket) -> Socket:
         """What tells of a socket's connections, from now on."""
@@ -109,11 +119,11 @@ class Sockets:
         monitor.connect(address)
         return monitor
 
-    def _inbox(self, max_message: int, queue: int, encrypted: bool) -> tuple[Socket, int]:
+    def _inbox(self, max_frame: int, queue: int, encrypted: bool) -> tuple[Socket, int]:
         socket = self.context.socket(zmq.ROUTER)
         self._set_options(socket)
         socket.rcvhwm = queue
-        socket.maxmsgsize = max_message + delivery.control_head_nbytes(1 + self._settings.connections)
+        socket.maxmsgsize = max_frame
         socket.backlog = _BACKLOG
         socket.router_handover = 0
         if encrypted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,13 @@ from fusion_rt import wire
 from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
-from fusiond import delivery
+from fusiond import delivery, links
 from fusiond.flow import BORROW_FROM
 from fusiond.links import COPY_BELOW, Link
 from fusiond.loop import EventLoop
 from fusiond.mesh import Mesh
 from fusiond.peers import Peer
+from fusiond.sockets import CONTROL_FRAME, Socket, Sockets
 from tests.faults.proxy import Proxy
 from tests.fusiond.processes import TIMEOUT_S
 
@@ -150,6 +152,52 @@ def test_whatever_is_cut_every_message_arrives_once_and_control_messages_in_orde
         assert node.statistics()["unacknowledged_bytes"] == 0
         assert node.mesh.statistics()["dropped"] == 0
     assert first.statistics()["reconnections"] + second.statistics()["reconnections"] > 0
+
+
+def test_long_control_messages_come_in_pieces_and_arrive_whole_and_in_order(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two.nodes
+    sizes = [wire.MAX_RING_PIECE, CONTROL_FRAME, 1, CONTROL_FRAME - 1, wire.MAX_RING_PIECE]
+    sent = [wire.RingPiece(serial, content(serial, nbytes)) for serial, nbytes in enumerate(sizes)]
+    for message in sent[:3]:
+        first.mesh.send(1, message)
+    assert two.proxies[0].reset() > 0
+    monkeypatch.setattr(links, "CONTROL_FRAME", 1000)
+    for message in sent[3:]:
+        first.mesh.send(1, message)
+    two.until(lambda: len(second.got) >= len(sent) and first.statistics()["unacknowledged_messages"] == 0)
+    assert [message for message, _ in second.got] == sent
+    assert second.mesh.statistics()["dropped"] == 0
+
+
+def test_an_attempt_of_which_nothing_is_heard_is_made_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq says nothing where its own thread finds no descriptor for a connection."""
+    first, second = two.nodes
+    made: list[Silent] = []
+    outbox = Sockets.outbox
+
+    class Silent:
+        """A socket that does not connect."""
+
+        def __init__(self, socket: Socket) -> None:
+            self.close = socket.close
+            self.disable_monitor = socket.disable_monitor
+
+        def connect(self, address: str) -> None:
+            made.append(self)
+
+    def silent_at_first(*args: Any) -> tuple[Any, Socket]:
+        socket, monitor = outbox(*args)
+        return (socket if made else Silent(socket)), monitor
+
+    monkeypatch.setattr(links, "_FIRST_SIGN", 0.05)
+    monkeypatch.setattr(Sockets, "outbox", silent_at_first)
+    two.until(lambda: first.statistics()["unacknowledged_messages"] == 0)
+    assert two.proxies[0].reset() > 0
+    two.until(lambda: made)
+    first.say(1)
+    two.until(lambda: 1 in second.said())
 
 
 def test_a_payload_that_was_received_is_not_sent_again_with_what_its_memory_holds_by_then(two: Two) -> None:

@@ -55,7 +55,7 @@ def test_no_stranger_keeps_its_connection(encryption: str, monkeypatch: pytest.M
     monkeypatch.setattr(sockets, "_HANDSHAKE", 200)  # ms
     made = sockets.Sockets(Settings(encryption=encryption), "127.0.0.1", 2)
     gate = KeyGate(made.context)
-    inboxes = [made.control_inbox(1 << 16), made.payload_inbox(1 << 20)]
+    inboxes = [made.control_inbox(), made.payload_inbox(1 << 20)]
     deadline = time.monotonic() + TIMEOUT_S
     with ExitStack() as stack:
         stack.callback(made.context.destroy, linger=0)
@@ -78,13 +78,14 @@ def test_nobody_is_admitted_while_nobody_asks_for_keys() -> None:
     """A peer's attempt, which knows the server's key, at a daemon whose ZAP handler is missing."""
     server, client = (sockets.Sockets(Settings(encryption="all"), "127.0.0.1", 2) for _ in range(2))
     try:
-        _, port = server.control_inbox(1 << 16)
+        _, port = server.control_inbox()
         endpoint = Endpoint(0, 1, "127.0.0.1", port, port, server.public.decode())
-        outbox = client.outbox(endpoint, encrypted=True)
-        monitor = client.monitor(outbox)
+        outbox, monitor = client.outbox(endpoint, encrypted=True)
         outbox.connect(f"tcp://127.0.0.1:{port}")
-        assert monitor.poll(1000 * TIMEOUT_S)
-        event = parse_monitor_message(monitor.recv_multipart())["event"]
+        event = zmq.EVENT_CONNECTED
+        while event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_DELAYED):
+            assert monitor.poll(1000 * TIMEOUT_S)
+            event = parse_monitor_message(monitor.recv_multipart())["event"]
         assert event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     finally:
         for each in (client, server):

@@ -1,0 +1,64 @@
+"""The connections that libzmq has accepted, by their descriptors: whose they are, and how to end one.
+
+libzmq accepts whoever comes and has no limit for it. Its monitor tells the descriptor of a connection, which another
+thread may close, and use for something else, at any time. So a descriptor is duplicated first, and what is then found
+behind the duplicate is looked at before anything is done to it. The duplicate's number is kept in reserve, because
+this is needed most when there are no descriptors left.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import zmq
+
+Address = tuple[str, int]  # IP address and port
+
+
+class AcceptedSockets:
+    """Those of one listening socket.
+
+    Args:
+        listener: a bound ZeroMQ socket.
+    """
+
+    def __init__(self, listener: zmq.Socket[bytes]) -> None:
+        self._port = int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._nothing = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        self._reserve = os.dup(self._nothing)
+
+    def address(self, descriptor: int) -> Address | None:
+        """Where a connection comes from; None if it has ended already."""
+        return self._look(descriptor, None)
+
+    def shut_down(self, descriptor: int, address: Address) -> None:
+        """Ends a connection, if it is still the one from that address; libzmq closes it then."""
+        self._look(descriptor, address)
+
+    def close(self) -> None:
+        """Gives the reserve back."""
+        os.close(self._reserve)
+        os.close(self._nothing)
+
+    def _look(self, descriptor: int, end: Address | None) -> Address | None:
+        """The address of a connection, which is ended if it is `end`."""
+        try:
+            os.dup2(descriptor, self._reserve, inheritable=False)
+        except OSError:  # closed
+            return None
+        found = None
+        try:
+            found = socket.socket(fileno=self._reserve)
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or found.getsockname()[1] != self._port:
+                return None
+            host, port = found.getpeername()[:2]
+            if (host, port) == end:
+                found.shutdown(socket.SHUT_RDWR)
+            return host, port
+        except OSError:  # no socket, or not connected any more
+            return None
+        finally:
+            if found is not None:
+                found.detach()
+            os.dup2(self._nothing, self._reserve, inheritable=False)
