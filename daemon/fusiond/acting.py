@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fusion_rt import wire
+from fusion_rt.dtypes import DType
+from fusion_rt.kernels import cpu
 from fusiond.file_work import FileWork
 from fusiond.loop import EventLoop
 from fusiond.mesh import Mesh
@@ -82,6 +84,9 @@ class Acting:
 
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         self.pool.run(jobs, then)
+
+    def has_kernels(self, dtype: DType) -> bool:
+        return cpu.is_ready(dtype)
 
     def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:
         self.files.run(job, then)

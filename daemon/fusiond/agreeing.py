@@ -165,7 +165,8 @@ class Agreeing:
         """All local members have submitted the same: starts, or asks the coordinator."""
         kind = recipe.signature.kind
         if len(recipe.members.nodes) == 1:
-            if kind == "allreduce" and recipe.local_nbytes <= INLINE_WORK and recipe.reducer.op != "adasum":
+            small = kind == "allreduce" and recipe.local_nbytes <= INLINE_WORK and recipe.reducer.op != "adasum"
+            if small and self._runner.can_reduce_at_once(recipe):
                 self._runner.reduce_at_once(run, recipe)
                 return
             local = run.local()

@@ -12,6 +12,8 @@ from typing import Protocol
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
 from fusion_rt.codecs.feedback import FeedbackBucketCodec
+from fusion_rt.dtypes import DType
+from fusion_rt.kernels import cpu
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.trace import NULL, Instrument
@@ -53,6 +55,9 @@ class Outside(Protocol):
 
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         """Runs jobs outside the event loop, then `then` inside."""
+
+    def has_kernels(self, dtype: DType) -> bool:
+        """Whether arrays of this type can be reduced at once, and nothing has to be compiled before."""
 
     def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:
         """Runs a job that waits for a file system, for ever perhaps, then `then` inside the event loop."""
@@ -193,7 +198,13 @@ class Runner:
         local = run.local() or [nothing(recipe.reducer, recipe.layout.elements)]
         outputs, run.shared = outputs_of(local)
         topology = self._topology
-        self._start(run, lambda port: collective_exchange(port, recipe, topology, local, outputs, rows, splits))
+        reduces = recipe.signature.kind == "reducescatter"
+        compiles = self._kernels_for(recipe.reducer, recipe.layout.elements) if reduces else None
+        self._start(
+            run,
+            lambda port: collective_exchange(port, recipe, topology, local, outputs, rows, splits),
+            compiles=compiles,
+        )
 
     def start_bucket(self, run: Run, state: PlanState, bucket: BucketState) -> None:
         """Starts the run of a planned bucket.
@@ -204,6 +215,10 @@ class Runner:
         assert isinstance(state.algorithm, Algorithm)  # one with homes has no runs
         tuning = state.plan.tuning or wire.Tuning()
         self._reduce(run, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts, tuning)
+
+    def can_reduce_at_once(self, recipe: Recipe) -> bool:
+        """Whether no kernel has to be compiled for a small all-reduce."""
+        return self._kernels_for(recipe.reducer, recipe.layout.elements) is None
 
     def reduce_at_once(self, run: Run, recipe: Recipe) -> None:
         """A small all-reduce of workers of this node: nothing to exchange, and no thread that would be faster."""
@@ -235,7 +250,7 @@ class Runner:
         selected = contributions[0].selected if len(contributions) == 1 else None
         factors = run.parts[min(run.parts)].rescale if run.parts else ()
         record_codec(codec, self._trace, about_key(run.key))
-        first = None
+        first = None  # a job that comes before all others
         if factors and isinstance(codec, FeedbackBucketCodec):
             first = partial(codec.scale_residual, factors)
         sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
@@ -246,15 +261,28 @@ class Runner:
             work = Work(port, reducer, codec, self.cost, sources, outputs, parts, sparse, dense, whole, selected)
             return algorithm.exchange(work)
 
-        self._start(run, exchange, first, tuning)
+        compiles = self._kernels_for(reducer, elements)
+        self._start(run, exchange, first, compiles, tuning)
+
+    def _kernels_for(self, reducer: Reducer, elements: int) -> Job | None:
+        """A job that loads or compiles the kernel of a reduction, which may take seconds; None if it is there."""
+        if not reducer.needs_kernel(elements) or self._outside.has_kernels(reducer.dtype):
+            return None
+        return partial(cpu.prepare, [reducer.dtype])
 
     def _start(
-        self, run: Run, make: Callable[[Port], Exchange], first: Job | None = None, tuning: wire.Tuning | None = None
+        self,
+        run: Run,
+        make: Callable[[Port], Exchange],
+        first: Job | None = None,
+        compiles: Job | None = None,
+        tuning: wire.Tuning | None = None,
     ) -> None:
         """Makes the run's exchange, does the local part of it, and starts it. What `make` raises, this raises.
 
         Args:
             first: is done before the local part.
+            compiles: is done before that, and never by the event loop: it would send no heartbeats meanwhile.
             tuning: of its plan.
         """
         settings, tuning = self._settings, tuning or wire.Tuning()
@@ -279,11 +307,12 @@ class Runner:
         small = run.exchange.local_nbytes <= INLINE_WORK
         jobs = run.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
         jobs = recorded_jobs(jobs, self._trace, what, run.exchange.local_nbytes)
-        if jobs and not small:
-            if first is None:
-                self._run_jobs(run, jobs)
+        if compiles is not None or (jobs and not small):
+            before = [job for job in (compiles, first) if job is not None]
+            if before:
+                self._outside.run_jobs([partial(_one_by_one, before)], lambda error: self._run_jobs(run, jobs, error))
             else:
-                self._outside.run_jobs([first], lambda error: self._run_jobs(run, jobs, error))
+                self._run_jobs(run, jobs)
             return
         try:
             for job in jobs if first is None else (first, *jobs):
@@ -295,7 +324,7 @@ class Runner:
 
     def _run_jobs(self, run: Run, jobs: Sequence[Job], error: BaseException | None = None) -> None:
         """Unless there is an error already, or the run has failed in the meantime."""
-        if error is None and self._runs.get(run.key) is run:
+        if error is None and jobs and self._runs.get(run.key) is run:
             self._outside.run_jobs(jobs, lambda error: self._jobs_done(run, error))
         else:
             self._jobs_done(run, error)
@@ -376,3 +405,8 @@ def nothing(reducer: Reducer, elements: int) -> Part:
     """The part of a node whose members have all joined; the result is lost in its own memory."""
     values = reducer.nothing(elements)
     return Part(0, values, values)
+
+
+def _one_by_one(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job()

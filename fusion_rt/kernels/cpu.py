@@ -142,6 +142,11 @@ def prepare(
     )
 
 
+def is_ready(dtype: DType) -> bool:
+    """Whether `reduce` of this type would begin at once, and not load or compile a kernel before."""
+    return _code.has(f"reduce-{dtype.name}")
+
+
 def statistics() -> dict[str, int]:
     """How many kernels this process had `compiled`, and how many it `loaded` from disk."""
     return _code.statistics()

@@ -79,15 +79,22 @@ class MachineCode:
             self.prepare([kernel])
         return self._addresses[kernel]
 
+    def has(self, kernel: str) -> bool:
+        """Whether `address` would answer at once."""
+        return kernel in self._addresses
+
     def prepare(self, kernels: Iterable[str]) -> None:
         """Loads these kernels, and compiles in one go the ones that have to be.
 
         Raises:
             KernelError: the compiler failed; the text has what it said.
         """
+        wanted = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._addresses]
+        if not wanted:
+            return  # without the lock, which may be held for seconds by a thread that compiles others
         with self._lock:
             missing = []
-            for kernel in dict.fromkeys(kernels):
+            for kernel in wanted:
                 if kernel in self._addresses:
                     continue
                 code = self._read(kernel)

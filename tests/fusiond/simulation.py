@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.settings import Settings
 from fusion_rt.topology import ProcessSet, Topology
 from fusiond import flow
@@ -75,6 +75,9 @@ class Node:
 
         self._job.deferred.append(later)
 
+    def has_kernels(self, dtype: DType) -> bool:
+        return self._job.has_kernels
+
     def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:
         if self._job.files_answer:
             self.run_jobs([job], then)
@@ -128,6 +131,7 @@ class SimulatedJob:
         self.warnings: list[str] = []
         self.whereabouts: dict[int, wire.Whereabouts] = {}  # of the ranks that say where they are
         self.deferred: deque[Callable[[], None]] = deque()
+        self.has_kernels = True  # what is in this process's memory does not change what is simulated
         self.files_answer = True
         self.waiting_for_files: list[Callable[[], None]] = []  # what has begun while they did not
         self.timers: list[tuple[float, Callable[[], None]]] = []

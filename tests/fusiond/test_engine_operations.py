@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fusion_rt import wire
+from fusion_rt.dtypes import DType
+from fusion_rt.kernels import cpu
 from fusion_rt.topology import ProcessSet
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -48,6 +51,37 @@ def test_everybody_gets_the_sum(layout: list[int], count: int, inline: bool, see
         handles = job.submit_all("x", allreduce(values[0]), values, clock, inline)
         results = [job.result(rank, handle) for rank, handle in enumerate(handles)]
         np.testing.assert_array_equal(results, [np.sum(values, axis=0)] * job.size)
+    job.nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "reducescatter"])
+@pytest.mark.parametrize("op", ["sum", "max"])
+@layouts
+def test_kernels_are_compiled_beside_the_event_loop_and_by_nobody_else(
+    layout: list[int], op: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that compiles sends no heartbeats for seconds."""
+    prepared: list[str] = []
+    reduce = cpu.reduce
+
+    def checked(op: str, dtype: DType, *arguments: Any, **how: Any) -> None:
+        assert dtype.name in prepared
+        reduce(op, dtype, *arguments, **how)
+
+    monkeypatch.setattr(cpu, "reduce", checked)
+    monkeypatch.setattr(cpu, "prepare", lambda dtypes: prepared.extend(dtype.name for dtype in dtypes))
+    job = SimulatedJob(layout)
+    job.has_kernels = False
+    values = floats(job, (100 * job.size,))
+    signature = wire.Signature(kind, "float32", values[0].shape, op)  # type: ignore[arg-type]
+    handles = [job.submit(rank, "x", signature, values[rank]) for rank in job.ranks]
+    assert not prepared, "what `submit` does, the event loop does"
+    job.settle()
+    expected = np.sum(values, axis=0) if op == "sum" else np.max(values, axis=0)
+    for rank, handle in enumerate(handles):
+        mine = expected if kind == "allreduce" else np.split(expected, job.size)[rank]
+        np.testing.assert_array_equal(job.result(rank, handle), mine)
+    assert set(prepared) == {"float32"}
     job.nothing_is_left()
 
 

@@ -149,6 +149,11 @@ class Reducer:
             return np.full(elements, 0x3C00 if dtype.name == "float16" else 0x3F80, dtype.storage)
         return np.full(elements, self.op in ("product", "min"), dtype.storage)
 
+    def needs_kernel(self, elements: int) -> bool:
+        """Whether it has to be compiled, the first time on a host, to reduce so many elements."""
+        plain = self.op == "sum" and self.dtype.name in _NATIVE and self.prescale == self.postscale == 1
+        return elements > _TINY or not plain
+
     def _reduce(
         self, sources: Sequence[Array], outputs: Sequence[Array], prescale: float, postscale: float, divisor: int
     ) -> None:
