@@ -255,7 +255,7 @@ class Settings:
     trace_dir: str = _row(
         "", TIMELINE, "Directory on each host in which every job has one for its records.",
         flags=("--trace-dir",), variable="FUSION_TRACE_DIR", yaml="timeline.trace_dir", placeholder="DIR",
-        absent="one for this user in /tmp; FUSION_RUNTIME_DIR with -traces behind it, if that is set")
+        absent="one for this user in /tmp (or TMPDIR)")
     trace_buffer: int = _row(
         16 * MIB, TIMELINE, "Largest file of records of a process; the oldest are overwritten when it is full.",
         unit=BYTES, flags=("--trace-buffer",), variable="FUSION_TRACE_BUFFER", yaml="timeline.trace_buffer",
@@ -397,12 +397,13 @@ class Settings:
         return os.path.join(base, f"fusion_rt-{os.getuid()}")
 
     def trace_root(self) -> str:
-        """The directory in which each job's records are (not created here)."""
+        """The directory in which each job's records are (not created here).
+
+        It does not depend on the runtime directory, which launchers set and people who look at records do not. Nor is
+        it in XDG_RUNTIME_DIR, which is memory, and small.
+        """
         if self.trace_dir:
             return os.path.abspath(self.trace_dir)
-        if self.runtime_dir:
-            return f"{os.path.abspath(self.runtime_dir)}-traces"
-        # Not XDG_RUNTIME_DIR, which is memory, and small.
         return os.path.join(tempfile.gettempdir(), f"fusion_rt-traces-{os.getuid()}")
 
 

@@ -127,12 +127,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.fixture
 def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A short directory with mode 0700, exported as FUSION_RUNTIME_DIR.
+    """A short directory with mode 0700, exported as FUSION_RUNTIME_DIR; records are beside it, with -traces behind it.
 
     Not `tmp_path`: the path of a Unix socket has at most 107 bytes, and pytest's directories eat most of them.
     """
     path = Path(tempfile.mkdtemp(prefix="frt", dir="/tmp"))
     monkeypatch.setenv("FUSION_RUNTIME_DIR", str(path))
+    monkeypatch.setenv("FUSION_TRACE_DIR", f"{path}-traces")
     yield path
     shutil.rmtree(path)
     shutil.rmtree(f"{path}-traces", ignore_errors=True)  # nobody has recorded, perhaps

@@ -70,8 +70,9 @@ class Job:
         self.topology = _topology(nodes)
         self._directory = tempfile.mkdtemp(prefix="frt", dir="/tmp")
         # Two cores, and a process for each rank and node: more threads would only wait for each other.
-        threads = {"OMP_NUM_THREADS": "1", "FUSION_RUNTIME_DIR": self._directory}
-        self._environment = {**os.environ, **threads, **(environment or {})}
+        threads = {"OMP_NUM_THREADS": "1"}
+        directories = {"FUSION_RUNTIME_DIR": self._directory, "FUSION_TRACE_DIR": f"{self._directory}-traces"}
+        self._environment = {**os.environ, **threads, **directories, **(environment or {})}
         self.daemons: list[subprocess.Popen[bytes]] = []
         self.workers: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []

@@ -120,6 +120,16 @@ def test_the_runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert Settings(runtime_dir="/run/x").runtime_root() == "/run/x"
 
 
+def test_records_lie_in_the_same_directory_whoever_says_where_sockets_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert Settings().trace_root() == f"/tmp/fusion_rt-traces-{os.getuid()}"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert Settings(runtime_dir=Settings().runtime_root()).trace_root() == f"/tmp/fusion_rt-traces-{os.getuid()}"
+    assert Settings(trace_dir="/run/x").trace_root() == "/run/x"
+
+
 def test_the_page_of_the_documentation_is_up_to_date() -> None:
     text = settings_page.PAGE.read_text(encoding="utf-8")
     assert text == settings_page.page(), "run `python -m fusion_rt.settings`"

@@ -274,8 +274,10 @@ def _how_it_ended(process: subprocess.Popen[bytes], log: str) -> str:
 def _environment(environ: Mapping[str, str], root: str) -> dict[str, str]:
     """The worker's environment with every path in it made absolute, since the daemon runs in another directory."""
     paths = [os.path.abspath(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    traces = environ.get("FUSION_TRACE_DIR")
     return {
         **environ,
+        **({"FUSION_TRACE_DIR": os.path.abspath(traces)} if traces else {}),
         "FUSION_RUNTIME_DIR": root,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONSAFEPATH": "1",

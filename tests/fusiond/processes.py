@@ -59,6 +59,7 @@ class Daemons:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "FUSION_RUNTIME_DIR": str(directory),
+            "FUSION_TRACE_DIR": f"{directory}-traces",
             "FUSION_KERNEL_THREADS": "1",
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30s",  # so that what hangs ends with a sentence
             **environment,

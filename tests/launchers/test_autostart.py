@@ -42,6 +42,7 @@ MEETING = {  # two nodes, whose workers are started by hand as srun's
 def test_a_daemon_serves_one_worker_and_ends_with_it(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runtime_dir)
     monkeypatch.setenv("FUSION_RUNTIME_DIR", "relative")  # the daemon runs in another directory
+    monkeypatch.setenv("FUSION_TRACE_DIR", "records")
     where, settings = detect({}), Settings.from_env()
     daemon = autostart.start(where, ALONE, settings)
     path = autostart.path_of_socket(where, settings)
@@ -54,6 +55,7 @@ def test_a_daemon_serves_one_worker_and_ends_with_it(runtime_dir: Path, monkeypa
     client.close()
     assert daemon.wait(60)
     assert not os.path.exists(os.path.dirname(path)), "an empty log was left"
+    assert os.listdir(runtime_dir / "records" / where.job) == ["node-0.ring"]
 
 
 @pytest.mark.multiprocess

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,37 @@ def test_a_job_is_recorded_fetched_from_all_daemons_and_explained(runtime_dir: P
     assert [rank.steps for rank in summary.find(whole).ranks] == [STEPS - 1, STEPS - 1]
     lives = tensor.find(whole, "2.weight").lives
     assert len(lives) == STEPS
+
+
+@pytest.mark.parametrize(("launcher", "session"), [("fusionrun", False), ("torchrun", True)])
+def test_the_newest_job_of_any_launcher_is_found_without_a_word_of_where_it_is(
+    tmp_path: Path, launcher: str, session: bool
+) -> None:
+    """As people do it who have read README.md: XDG_RUNTIME_DIR is there if they have logged in, or is not."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.partition("if hvd.rank()")[0])
+    with tempfile.TemporaryDirectory(prefix="frt", dir="/tmp") as home:
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "tools")))
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("FUSION_TRACE")}
+        environment |= {"PYTHONPATH": path, "TMPDIR": home, "XDG_RUNTIME_DIR": f"{home}/session"}
+        os.mkdir(environment["XDG_RUNTIME_DIR"], 0o700)
+        if not session:
+            del environment["XDG_RUNTIME_DIR"]
+
+        def run(*command: str) -> str:
+            ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+            return ran.stdout
+
+        start = {
+            "fusionrun": [sys.executable, "-m", "fusion_rt.runner", "-np", "2", sys.executable, str(script)],
+            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)],
+        }
+        run(*start[launcher])
+        shown = json.loads(run(sys.executable, "-m", "fusion_trace", "summary", "--json"))
+        assert [rank["steps"] for rank in shown["ranks"]] == [STEPS - 1, STEPS - 1]
+        assert shown["handed_over"] > 0  # which the daemon's ring says
+        (made,) = Path(home).glob("fusion_rt-traces-*")
+        assert made.stat().st_mode & 0o777 == 0o700
+        (job,) = made.iterdir()
+        assert sorted(ring.name for ring in job.iterdir()) == ["node-0.ring", "rank-0.ring", "rank-1.ring"]

@@ -103,6 +103,7 @@ class ElasticJob:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "FUSION_RUNTIME_DIR": self._directory,
+            "FUSION_TRACE_DIR": f"{self._directory}-traces",
             "FUSION_KERNEL_THREADS": "1",
             "HOROVOD_START_TIMEOUT": "120",
             "HOROVOD_ELASTIC": "1",
