@@ -82,12 +82,14 @@ def in_another_time(seconds: float) -> list[str]:
 
 
 def resources(pid: int) -> dict[str, int]:
-    """What a process holds: resident bytes of its own (`memory`), `descriptors`, `threads`, and `arenas`: how many
-    files of shared memory it has mapped."""
+    """What a process holds: resident bytes of its own (`memory`), with its share of all that it has mapped (`pss`),
+    `descriptors`, `threads`, and `arenas`: how many files of shared memory it has mapped."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    pss = next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
     return {
         "memory": int(status["RssAnon"].split()[0]) * 1024,
+        "pss": int(pss.split()[1]) * 1024,
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": int(status["Threads"]),
         "arenas": len({line.split()[4] for line in maps if "memfd:" in line}),

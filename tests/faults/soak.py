@@ -2,17 +2,23 @@
 
     python -m tests.faults.soak            # or `make soak`; as root on hosts of network namespaces, else on loopback
     SOAK_SECONDS=3600 SOAK_SEED=7 SOAK_OUT=soak.json python -m tests.faults.soak
+    SOAK_LONG_JOB=1 python -m tests.faults.soak         # one job that lives all the time
 
 Most faults have to be survived: connections reset, links down, hosts cut off, slow or in one direction only, processes
 stopped or hung, all shorter than the limits; every operation completes. Each job ends by a fatal one: then every
 survivor raises within its limit and names the culprit, nothing is left behind, and the next job goes on from where the
 survivors were. In the end the model is what a single process makes of all steps. Prints a table and a line of JSON; the
-exit status is 0 when nothing was wrong. SOAK_LOOPBACK=1 leaves the hosts, and the faults of networks, out.
+exit status is 0 when nothing was wrong, and only then a file is written under the name that SOAK_OUT says: otherwise
+`.failed` is behind it. SOAK_LOOPBACK=1 leaves the hosts, and the faults of networks, out.
+
+A long job has faults of the first kind only, and holds what it held after five minutes (a quarter of the time if that
+is less), but for 4 MiB of memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -45,6 +51,11 @@ STEPS = (1, 8)  # between two faults
 # hold descriptors; memory goes up by what each size of message has needed at most, which malloc keeps.
 FLAT = {"memory": 24 << 20, "descriptors": 12, "threads": 2, "arenas": 8}
 WATCHED = 8  # samples of a daemon, at least, before it is judged
+# The same of all processes of a long job, with their share of what is shared, and at any time after the warm-up.
+FLAT_FOR_LONG = FLAT | {"memory": 4 << 20, "pss": 4 << 20}
+WARM_UP_S = 300.0
+WINDOWS = 10  # of the time after it, whose medians are compared
+LONG_JOB = {"FUSION_TRACE_BUFFER": "2MiB"}  # rings that are full before the warm-up ends
 
 
 class Soak:
@@ -55,10 +66,12 @@ class Soak:
         seed: of everything that is random.
         lab: the hosts, or None.
         directory: for the daemons' files; short.
+        long: whether it is one job.
     """
 
-    def __init__(self, seconds: float, seed: int, lab: Netlab | None, directory: Path) -> None:
+    def __init__(self, seconds: float, seed: int, lab: Netlab | None, directory: Path, long: bool = False) -> None:
         self._seconds = seconds
+        self._long = long
         self._seed = seed
         self._lab = lab
         self._directory = directory
@@ -72,7 +85,7 @@ class Soak:
         self.took: defaultdict[str, list[float]] = defaultdict(list)
         self.jobs = self.operations = self.mismatches = 0
         self.megabytes = 0.0
-        self.drift: dict[str, float] = dict.fromkeys(FLAT, 0)
+        self.drift: dict[str, float] = dict.fromkeys(FLAT_FOR_LONG if long else FLAT, 0)
         self.longest = 0.0
         self.problems: list[str] = []
 
@@ -81,10 +94,12 @@ class Soak:
         return time.monotonic() > self._ends or len(self.problems) > 5
 
     def run(self) -> None:
-        while not self.over:
+        while not self.over and not (self._long and self.jobs):
             self.jobs += 1
             self._one_job()
             self._look_for_leftovers()
+        if self._long and self.longest < self._seconds:
+            self.problems.append(f"the job lived for {self.longest:.0f} s, and not for {self._seconds:g} s")
         if not np.array_equal(self._model, self._expected):
             self.mismatches += 1
             self.problems.append("the model is not what a single process makes of the same steps")
@@ -92,11 +107,15 @@ class Soak:
     def _one_job(self) -> None:
         sizes = [self._random.choice(RANKS) for _ in range(NODES)]
         job = SoakJob(self._lab, self._directory, sizes, self._step, self._model.tolist())
+        if self._long:
+            job.daemons.environment |= LONG_JOB
         began = time.monotonic()
+        if self._long:
+            self._ends = began + self._seconds
         last = "the start"
         try:
             job.start()
-            for _ in range(self._random.randint(*FAULTS)):
+            for _ in itertools.count() if self._long else range(self._random.randint(*FAULTS)):
                 if self.over:
                     break
                 last = self._survived(job)
@@ -108,7 +127,10 @@ class Soak:
         finally:
             self.longest = max(self.longest, time.monotonic() - began)
             self.problems += [f"job {self.jobs}, {last}: {what}" for what in job.close()]
-        self.check_flat(job)
+        if self._long:
+            self.check_flat_for_long(job, began)
+        else:
+            self.check_flat(job)
         self.take_over(job)
 
     def _survived(self, job: SoakJob) -> str:
@@ -171,8 +193,8 @@ class Soak:
 
     def check_flat(self, job: SoakJob) -> None:
         """What a daemon held in its last quarter against its second one; the first one is warming up."""
-        for node, samples in job.samples.items():
-            if len(samples) < WATCHED:
+        for name, samples in job.samples.items():
+            if len(samples) < WATCHED or name.startswith("rank"):
                 continue
             quarter = len(samples) // 4
             for what, limit in FLAT.items():
@@ -180,7 +202,30 @@ class Soak:
                 late = statistics.median(each[what] for each in samples[-quarter:])
                 self.drift[what] = max(self.drift[what], late - early)
                 if late - early > limit:
-                    self.problems.append(f"job {self.jobs}: {what} of node {node}'s daemon rose from {early} to {late}")
+                    self.problems.append(f"job {self.jobs}: {what} of {name} rose from {early} to {late}")
+
+    @property
+    def warm_up(self) -> float:
+        """Seconds of a long job in which what it holds may still rise."""
+        return min(WARM_UP_S, self._seconds / 4)
+
+    def check_flat_for_long(self, job: SoakJob, began: float) -> None:
+        """What every process held, in each tenth of the time after the warm-up, against the first of them."""
+        width = (self._seconds - self.warm_up) / WINDOWS
+        for name, samples in job.samples.items():
+            windows: defaultdict[int, list[dict[str, float]]] = defaultdict(list)
+            for sample in samples:
+                windows[int((sample["at"] - began - self.warm_up) // width)].append(sample)
+            if missing := set(range(WINDOWS)) - set(windows):
+                self.problems.append(f"{name} was not looked at in {len(missing)} of {WINDOWS} parts of the time")
+                continue
+            for what, limit in FLAT_FOR_LONG.items():
+                held = [statistics.median(each[what] for each in windows[part]) for part in range(WINDOWS)]
+                rise = max(held) - held[0]
+                self.drift[what] = max(self.drift[what], rise)
+                if rise > limit:
+                    medians = ", ".join(f"{median:.0f}" for median in held)
+                    self.problems.append(f"{what} of {name} rose by {rise:.0f}, and may by {limit}: {medians}")
 
     def _look_for_leftovers(self) -> None:
         """Of a job that is over: processes, and files of daemons that could still remove theirs."""
@@ -193,6 +238,9 @@ class Soak:
     def summary(self) -> dict[str, Any]:
         """All that was counted."""
         return {
+            "passed": not self.problems,
+            "problems": self.problems,
+            "kind": "one long job" if self._long else "job after job",
             "seed": self._seed,
             "seconds": self._seconds,
             "hosts": "network namespaces" if self._lab is not None else "loopback",
@@ -207,8 +255,10 @@ class Soak:
                 kind: {"median": round(statistics.median(took), 3), "most": round(max(took), 3)}
                 for kind, took in sorted(self.took.items())
             },
-            "drift_of_a_daemon": {what: int(most) for what, most in self.drift.items()},
-            "problems": self.problems,
+            **({"warm_up_seconds": self.warm_up} if self._long else {}),
+            "rise_of_a_process" if self._long else "drift_of_a_daemon": {
+                what: int(most) for what, most in self.drift.items()
+            },
         }
 
 
@@ -225,22 +275,31 @@ def show(summary: dict[str, Any]) -> None:
     console.print(table)
     faults = sum(summary["faults"].values())
     console.print(f"{faults} faults, {summary['operations']} operations, {summary['mismatches']} mismatches")
+    if not summary["passed"]:
+        console.print(f"FAILED: {len(summary['problems'])} problems")
     for problem in summary["problems"]:
         console.print(f"WRONG: {problem}", markup=False, highlight=False)
     print(json.dumps(summary), flush=True)
+
+
+def write(path: Path, summary: dict[str, Any]) -> None:
+    """Writes a result to a file, or, with problems, beside it: what is recorded there has none."""
+    path = path if summary["passed"] else path.with_name(f"{path.name}.failed")
+    path.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def main() -> int:
     seconds = float(os.environ.get("SOAK_SECONDS", "1200"))
     seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(1 << 31))
     why_not = "SOAK_LOOPBACK is set" if os.environ.get("SOAK_LOOPBACK") else preflight()
+    long = bool(os.environ.get("SOAK_LONG_JOB"))
     print(f"SOAK_SEED={seed} SOAK_SECONDS={seconds:g}" + (f"; on loopback: {why_not}" if why_not else ""), flush=True)
     directory = Path(tempfile.mkdtemp(prefix="frt", dir="/tmp"))
     before = len(os.listdir("/proc/self/fd"))
     try:
         with contextlib.ExitStack() as stack:
             lab = None if why_not else stack.enter_context(Netlab(hosts=NODES))
-            soak = Soak(seconds, seed, lab, directory)
+            soak = Soak(seconds, seed, lab, directory, long)
             soak.run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -250,7 +309,7 @@ def main() -> int:
     summary = soak.summary()
     show(summary)
     if out := os.environ.get("SOAK_OUT"):
-        Path(out).write_text(json.dumps(summary, indent=1) + "\n")
+        write(Path(out), summary)
     return 1 if soak.problems else 0
 
 

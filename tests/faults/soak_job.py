@@ -66,6 +66,7 @@ class SoakJob:
 
     Attributes:
         ranks: by rank.
+        samples: of each process, by its name: what it held, and `at` when.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SoakJob:
         self.lab = lab
         self.topology = self.daemons.topology
         self.ranks: dict[int, RankState] = {}
-        self.samples: dict[int, list[dict[str, float]]] = {}
+        self.samples: dict[str, list[dict[str, float]]] = {}
         self._directory = directory
         self._readers: list[threading.Thread] = []
         self._begin = {"job": JOB, "ranks": list(range(self.topology.size)), "timeout": START_S, "step": step}
@@ -112,7 +113,6 @@ class SoakJob:
         self.wait(lambda: all(s.joined for s in states) or any(s.over for s in states), START_S, "all ranks to join")
         if not all(state.joined for state in states):
             raise SoakError(f"the job does not come up; {self.describe()}")
-        self.samples = {node: [] for node in range(len(self.topology.hosts))}
 
     def _start_rank(self, rank: int) -> None:
         process = subprocess.Popen(
@@ -186,9 +186,12 @@ class SoakJob:
         self.wait(reached, STEPS_S, f"{steps} more steps")
 
     def sample(self) -> None:
-        """Notes what each daemon holds."""
-        for node, process in enumerate(self.daemons.processes):
-            self.samples[node].append({"at": time.monotonic(), **nemesis.resources(process.pid)})
+        """Notes what each daemon and each rank holds."""
+        processes = {f"the daemon of node {node}": process for node, process in enumerate(self.daemons.processes)}
+        processes |= {f"rank {rank}": state.process for rank, state in self.ranks.items()}
+        for name, process in processes.items():
+            held = {"at": time.monotonic(), **nemesis.resources(process.pid)}
+            self.samples.setdefault(name, []).append(held)
 
     def stop(self) -> None:
         """Lets all ranks stop after the same step.

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults import soak_faults
 from tests.faults.jobs import Array, total
-from tests.faults.soak import FLAT, Soak
+from tests.faults.soak import FLAT, FLAT_FOR_LONG, Soak, write
 from tests.faults.soak_faults import Blow
 from tests.faults.soak_job import RankState, SoakJob
 from tests.faults.soak_worker import MODEL, count_of, reference, updated
@@ -99,6 +99,46 @@ def test_what_rises_in_a_daemon_is_a_problem(what: str) -> None:
     for rise, problems in ((0, 0), (FLAT[what] // 8, 0), (FLAT[what], 1)):
         soak = Soak(1.0, 1, None, Path("/tmp"))
         job = job_of(finished())
-        job.samples = {0: [dict.fromkeys(FLAT, 0.0) | {what: float(rise * sample)} for sample in range(16)]}
+        job.samples = {
+            "the daemon of node 0": [dict.fromkeys(FLAT, 0.0) | {what: float(rise * sample)} for sample in range(16)]
+        }
         soak.check_flat(job)
         assert len(soak.problems) == problems
+
+
+@pytest.mark.parametrize("what", FLAT_FOR_LONG)
+@pytest.mark.parametrize(("until", "wrong"), [(300, False), (1200, True)])
+def test_what_rises_in_a_process_of_a_long_job_after_five_minutes_is_a_problem(
+    what: str, until: int, wrong: bool
+) -> None:
+    soak = Soak(1200.0, 1, None, Path("/tmp"), long=True)
+    job = job_of(finished())
+    rise = 2 * FLAT_FOR_LONG[what]
+    job.samples = {
+        "rank 3": [
+            dict.fromkeys(FLAT_FOR_LONG, 0.0) | {"at": 50.0 + at, what: float(rise * min(at / until, 1))}
+            for at in range(0, 1200, 5)
+        ]
+    }
+    soak.check_flat_for_long(job, 50.0)
+    assert len(soak.problems) == wrong
+    if wrong:
+        assert soak.problems[0].startswith(f"{what} of rank 3 rose by ")
+
+
+def test_a_long_job_that_ended_early_is_a_problem() -> None:
+    soak = Soak(1200.0, 1, None, Path("/tmp"), long=True)
+    job = job_of(finished())
+    job.samples = {"rank 0": [dict.fromkeys(FLAT_FOR_LONG, 0.0) | {"at": float(at)} for at in range(600)]}
+    soak.check_flat_for_long(job, 0.0)
+    assert soak.problems == ["rank 0 was not looked at in 6 of 10 parts of the time"]
+
+
+def test_a_result_with_problems_is_not_written_where_results_are(tmp_path: Path) -> None:
+    soak = Soak(1.0, 1, None, Path("/tmp"))
+    write(tmp_path / "soak.json", soak.summary())
+    soak.problems.append("something is wrong")
+    write(tmp_path / "soak.json", soak.summary())
+    assert json.loads((tmp_path / "soak.json").read_text())["passed"]
+    failed = json.loads((tmp_path / "soak.json.failed").read_text())
+    assert (failed["passed"], failed["problems"]) == (False, ["something is wrong"])
