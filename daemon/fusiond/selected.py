@@ -31,9 +31,9 @@ class Selected:
         except CodecError as error:
             raise RequestError(f"{self.whose} was selected wrongly by its worker: {error}") from None
 
-    def correct(self) -> None:
+    def correct(self, undone: bool) -> None:
         """The operation is over: the worker is told by what to correct its residual."""
-        self.codec.correct(self.tray)
+        self.codec.correct(self.tray, undone)
 
     def disown(self) -> None:
         """The operation has failed before it began: what was taken goes back, with the next corrections."""

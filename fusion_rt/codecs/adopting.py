@@ -27,10 +27,10 @@ class AdoptingBucketCodec(FeedbackBucketCodec):
 
     corrections: Corrections | None = None
 
-    def correct(self, tray: Tray) -> None:
-        """Tells the worker by what to correct its residual."""
+    def correct(self, tray: Tray, undone: bool) -> None:
+        """Tells the worker by what to correct its residual, and whether the step is undone."""
         if self.corrections is not None:
-            tray.answer(*self.corrections.take(tray.shape.corrections), self.step)
+            tray.answer(*self.corrections.take(tray.shape.corrections), self.step, undone)
 
     def take_back(self) -> None:
         """What there is of the residual is here again."""

@@ -107,7 +107,7 @@ class FeedbackBucketCodec(BucketCodec):
             if key in state and state[key].shape != place.shape:
                 raise CodecError(f"{key} has shape {state[key].shape} in the saved state, and {place.shape} here")
         for key, place in places.items():
-            place[:] = state.get(key, 0)
+            place[:] = np.nan_to_num(state.get(key, 0), posinf=0, neginf=0)  # as earlier versions could leave behind
         self.step = int(state.get("step", 0))
         self._load_own_state(state, partial)
 

@@ -34,13 +34,13 @@ class GaussianK(Selecting):
 
 class GaussianKBucket(SelectingBucketCodec):
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
-        ranges, velocity = self._groups[group].ranges, self._cleared_velocity(group, k)
+        ranges = self._groups[group].ranges
         shares = share(ranges, team.threads)
         added, size = Memory(memory.residual), self._groups[group].size
         collect_shares(memory, shares, NOTHING, 0, team)
         threshold = _normal_threshold(*moments(memory.residual, ranges, team), size, k)
         if threshold is None:
-            return take_largest(added, ranges, k, team, velocity)[:2]
+            return take_largest(added, ranges, k, team)[:2]
         found: list[Found] = []
         for _ in range(_TRIES):
             found = collect_shares(added, shares, max(1, magnitude(threshold)), _ROOM * k, team)
@@ -52,11 +52,11 @@ class GaussianKBucket(SelectingBucketCodec):
             else:
                 break
         if any(each.overflowed for each in found):
-            return take_largest(added, ranges, k, team, velocity)[:2]
+            return take_largest(added, ranges, k, team)[:2]
         cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
         if sum(cut.counts) > k:
             cut = largest_found(found, k)
-        return take_found(memory.residual, found, cut, team, velocity)
+        return take_found(memory.residual, found, cut, team)
 
 
 def _normal_threshold(plain: float, squared: float, n: int, k: int) -> float | None:

@@ -13,9 +13,10 @@ as exactly as float32 multiplies and adds up. `warm_start` begins a step with th
 is the power iteration; directions in which there was nothing are drawn anew. Whatever is no matrix, small, excluded, or
 not at least twice as large as its factors travels whole, with P, and leaves no residual.
 
-Everything that follows from sums is computed alike on all nodes, bit by bit. A matrix in which anything is not finite
-on any node, or so large that a product is not, arrives as NaN; finite elements of it stay in the residual. Momentum
-correction makes no sense here: an optimizer applies its momentum to the result (there: "post-compression momentum").
+Everything that follows from sums is computed alike on all nodes, bit by bit. A gradient in which anything is not finite,
+or so large that a product may not be, makes that node's factors NaN, and so their sum: all nodes see that, and undo the
+step. Momentum correction makes no sense here: an optimizer applies its momentum to the result (there:
+"post-compression momentum").
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.rules import Rules, joined
 from fusion_rt.codecs.topk import collect_shares
 from fusion_rt.dtypes import DType
-from fusion_rt.kernels import cpu, low_rank
+from fusion_rt.kernels import cpu, low_rank, selection
 from fusion_rt.kernels.selection import NOTHING, Memory, Range, share
 from fusion_rt.kernels.team import ALONE, Team
 
 _GAIN = 2  # how many times smaller than the matrix its factors have to be
+_MOST = 2.0**120  # the largest magnitude in a factor of which products are finite
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ class PowerSGDBucket(FeedbackBucketCodec):
         second = codec.second(first)     # given the sum; float32, `second_elements`; to be summed over all nodes
         codec.finish(second, outputs)    # given the sum
 
-    Sums have to be the same on all nodes, bit by bit. Arrays that are returned belong to the caller, and those that are
-    given are left as they are. A step that is not finished has lost nothing: what it had been given waits in the
-    residual for the next `start`.
+    Sums have to be the same on all nodes, bit by bit; where one is not `usable`, the step is not finished but undone.
+    Arrays that are returned belong to the caller, and those that are given are left as they are. A step that is not
+    finished has lost nothing: what it had been given waits in the residual for the next `start`.
 
     Attributes:
         dense: the elements that travel whole; those of the first exchange end with them.
@@ -146,6 +148,7 @@ class PowerSGDBucket(FeedbackBucketCodec):
         self._right: Array = np.zeros(rights, np.float32)
         self._whole: Array = np.zeros(self.dense.size, np.float32)
         self._next = "start"
+        self._spoiled = False  # the last gradient was not finite
         self._packed_nbytes = self._dense_nbytes = 0
         self._seconds = 0.0
         low_rank.prepare()
@@ -164,6 +167,7 @@ class PowerSGDBucket(FeedbackBucketCodec):
         began = time.perf_counter()
         memory = Memory(self._residual, self._as_float32(values))
         collect_shares(memory, share(self._ranges, self._team.threads), NOTHING, 0, self._team)
+        self._spoiled = memory.spoiled
         for matrix in self._matrices:
             self._prepare_start(matrix)
             low_rank.left_of(matrix.residual, matrix.start, matrix.left(self._left), self._team)
@@ -171,7 +175,7 @@ class PowerSGDBucket(FeedbackBucketCodec):
         self._next = "second"
         first: Array = np.concatenate([self._left, self.dense.gather(self._residual, 0, self.layout.elements)])
         self._seconds += time.perf_counter() - began
-        return first
+        return self._refused(first)
 
     def second(self, total: Array) -> Array:
         """The factors Q of this node.
@@ -189,7 +193,20 @@ class PowerSGDBucket(FeedbackBucketCodec):
         self._next = "finish"
         self._seconds += time.perf_counter() - began
         right: Array = self._right.copy()
-        return right
+        return self._refused(right)
+
+    def usable(self, total: Array) -> bool:
+        """Whether a step can go on with this sum of factors; the same on all nodes."""
+        return bool(np.isfinite(total).all())
+
+    def undo(self, values: Array) -> None:
+        """The opposite of `start`: the residual becomes what it was, as exactly as float32 adds up.
+
+        Args:
+            values: what `start` was given.
+        """
+        selection.withdraw(Memory(self._residual, self._as_float32(values)), self._ranges)
+        self._next = "start"
 
     def finish(self, total: Array, outputs: Sequence[Array], scale: float = 1.0, divisor: int = 1) -> None:
         """Keeps what was not sent, and writes the sum over all nodes, times `scale` and divided by `divisor`.
@@ -234,9 +251,13 @@ class PowerSGDBucket(FeedbackBucketCodec):
         """A step of the whole bucket in one payload: P, the elements that travel whole, and Q, all as float32."""
         if start != 0 or len(values) != self.layout.elements:
             raise CodecError("the codec powersgd approximates whole tensors, so it cannot encode parts of a bucket")
-        right = self.second(self.start(values))
-        self._conclude(right)
-        return byte_view(np.concatenate([self._left, self._whole, right]))
+        first = self.start(values)
+        right = self.second(first)
+        if self.usable(first) and self.usable(right):
+            self._conclude(right)
+            return byte_view(np.concatenate([self._left, self._whole, right]))
+        self.undo(values)
+        return byte_view(np.full(len(first) + len(right), np.nan, np.float32))
 
     def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
         if start != 0 or len(out) != self.layout.elements:
@@ -280,12 +301,10 @@ class PowerSGDBucket(FeedbackBucketCodec):
             self._residual[low:high] = 0
         for matrix in self._matrices:
             left, right, rest = matrix.left(self._left), matrix.right(self._right), matrix.residual
-            if not self._codec.feedback:
-                rest[:] = 0
-            elif np.isfinite(left).all() and np.isfinite(right).all():
+            if self._codec.feedback:
                 low_rank.product(left, right, rest, -1, self._team)
             else:
-                rest[~np.isfinite(rest)] = 0
+                rest[:] = 0
             matrix.start[:] = matrix.right(total)
 
     def _write(self, left: Array, whole: Array, right: Array, out: Array) -> None:
@@ -296,6 +315,12 @@ class PowerSGDBucket(FeedbackBucketCodec):
             place = out[matrix.span.start : matrix.span.end].reshape(matrix.residual.shape)
             low_rank.product(matrix.left(left), matrix.right(right), place, team=self._team)
         self.dense.scatter(whole, 0, out)
+
+    def _refused(self, factors: Array) -> Array:
+        """Factors as they are sent: NaN where they cannot be used, for all nodes to see."""
+        if self._spoiled or not np.abs(factors).max(initial=0) <= _MOST:
+            factors[:] = np.nan
+        return factors
 
     def _enter(self, part: str, total: Array, elements: int) -> None:
         if self._next != part:

@@ -7,8 +7,9 @@ element by element, for finite numbers:
 
 with one rounding of the difference. It is exact wherever what is sent lies between half and twice the sum (Sterbenz);
 elsewhere it is off by half a unit in the last place of the difference. Tensors that are sent whole go as float32, and
-leave nothing. Infinities and NaN arrive as NaN and leave no residual (in tensors that are sent whole, as they are).
-Padding is neither read nor sent. A bucket of float64, float16 or bfloat16 is converted to float32 when it comes in.
+leave nothing. What is not finite is never added (`summing`); a sum that is not finite arrives as NaN and leaves
+nothing. Padding is neither read nor sent. A bucket of float64, float16 or bfloat16 is converted to float32 when it
+comes in.
 
 A payload of a range is the records of its blocks (`kernels.quantisation`), and then the elements that are sent whole.
 Blocks begin at multiples of their size from the start of the bucket, and where a range of tensors begins. So a bucket
@@ -152,6 +153,23 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         self._seconds += time.perf_counter() - began
         return portion
 
+    def undo(self, portion: Quantised, values: Array) -> None:
+        part, codec = slice(portion.low, portion.high), self._codec
+        if codec.feedback:
+            self.give_back(portion.low, self._values(portion))
+        velocity = None if self._velocity is None else self._velocity[part]
+        memory = Memory(self._residual[part], self._as_float32(values), velocity, codec.momentum, codec.nesterov)
+        selection.withdraw(memory, _from(portion.low, self._all.within(portion.low, portion.high)))
+        if not codec.feedback:
+            self._residual[part] = 0
+
+    def missing(self) -> Quantised:
+        return self._missing(0, self.layout.elements)
+
+    def _missing(self, low: int, high: int) -> Quantised:
+        records = self._round(np.full(high - low, np.nan, np.float32), None, low, CONTRIBUTION)
+        return Quantised(low, high, records, np.full(self._whole(low, high), np.nan, np.float32))
+
     def pack(self, portion: Quantised, low: int, high: int) -> memoryview:
         """See `SummingBucketCodec.pack`. Both ends are multiples of `alignment`, or ends of the portion."""
         first, skipped = self._records_nbytes(portion.low, low), self._whole(portion.low, low)
@@ -240,6 +258,9 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
 
     def encode(self, start: int, values: Array) -> memoryview:
         portion = self._accumulate(start, values)
+        if self.spoiled:
+            self.undo(portion, values)
+            portion = self._missing(portion.low, portion.high)
         return self.pack(portion, portion.low, portion.high)
 
     def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
@@ -274,7 +295,8 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         gradient: Array | None = self._as_float32(values)
         residual, whole = self._residual[low:high], _from(low, self.dense.within(low, high))
         if self._velocity is None:
-            selection.collect(Memory(residual, gradient), whole, NOTHING, Found(0))
+            memory = Memory(residual, gradient)
+            selection.collect(memory, whole, NOTHING, Found(0))
         else:
             codec = self._codec
             memory = Memory(residual, gradient, self._velocity[low:high], codec.momentum, codec.nesterov)
@@ -283,19 +305,27 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         dense = _gathered(residual, whole)
         for a, b in whole:
             residual[a:b] = 0
-        return Quantised(low, high, self._round(residual, gradient, low, CONTRIBUTION), dense)
+        records = self._round(residual, gradient, low, CONTRIBUTION, memory)
+        self.spoiled = memory.spoiled
+        return Quantised(low, high, records, dense)
 
-    def _round(self, values: Array, gradient: Array | None, low: int, what: int) -> Array:
-        """The records of values from element `low` on, after the gradient was added; what is left of them stays."""
+    def _round(self, values: Array, gradient: Array | None, low: int, what: int, memory: Memory | None = None) -> Array:
+        """The records of values from element `low` on, after the gradient was added; what is left of them stays.
+
+        Args:
+            memory: is spoiled where a part of the gradient could not be added.
+        """
         records = np.empty(self._records_nbytes(low, low + len(values)), np.uint8)
         block, draw = self._codec.block, self._draw(what)
 
         def work(a: int, b: int, first: int, end: int) -> None:
             added = None if gradient is None else gradient[a - low : b - low]
-            self._kernel.encode(
+            all_added = self._kernel.encode(
                 values[a - low : b - low], added, block, records[first:end],
                 phase=a % block, keep=self._codec.feedback, base=a, draw=draw,
             )  # fmt: skip
+            if not all_added and memory is not None:
+                memory.spoiled = True
 
         self._run(work, low, low + len(values))
         return records

@@ -2,7 +2,7 @@
 
 The elements of a group are divided into k ranges as equal as can be, and one is drawn from each, from a hash of the
 seed, the step and the range: every element is as likely as the others to within one part in the length of a range, and
-any part of the bucket can be drawn by itself. Magnitudes do not count, so what is not finite waits until it is drawn.
+any part of the bucket can be drawn by itself.
 """
 
 from __future__ import annotations
@@ -52,9 +52,6 @@ class RandomKBucket(SelectingBucketCodec):
         indices = self._draw(group, k, self.step, 0, self.layout.elements)
         values = memory.residual[indices]
         memory.residual[indices] = 0
-        velocity = self._cleared_velocity(group, k)
-        if velocity is not None:
-            velocity[indices] = 0
         return indices, values
 
     def conclude(self, total: Selection, nodes: int) -> Selection:

@@ -9,10 +9,9 @@ What holds exactly, in float32 and element by element, with `value="fp32"` and f
     sent + residual afterwards = residual before + gradient (computed once, see `selection.Memory`)
 
 of which one of the two on the left is zero. In the other formats the residual keeps the difference between the sum and
-what receivers get, which float32 holds exactly. What is not finite is sent before anything finite by the codecs that
-look at magnitudes, and leaves no residual; it waits its turn where there is more of it than is sent. Zeros are not
-sent, so there are fewer elements than asked for where fewer differ from zero. A bucket of float64, float16 or bfloat16
-is converted to float32 when it comes in.
+what receivers get, which float32 holds exactly. What is not finite is never added (`summing`). Zeros are not sent, so
+there are fewer elements than asked for where fewer differ from zero. A bucket of float64, float16 or bfloat16 is
+converted to float32 when it comes in.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fusion_rt.codecs.feedback import F32
 from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans, merged, strongest
 from fusion_rt.codecs.rules import Rules, joined
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusion_rt.codecs.trays import Shape, Tray
+from fusion_rt.codecs.trays import SPOILED, Shape, Tray
 from fusion_rt.codecs.values import FORMATS
 from fusion_rt.dtypes import DType
 from fusion_rt.kernels import coding, cpu, selection
@@ -152,6 +151,8 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         self._packed_nbytes = self._dense_nbytes = 0
         self._asked = self._selected = self._always = self._wanted = 0
         self._seconds = 0.0
+        self._factor = 1.0  # of the last gradient
+        self._masked: tuple[Array, Array] = np.empty(0, np.int32), np.empty(0, np.float32)  # velocities that it cleared
         coding.prepare()
         self._format.prepare()
 
@@ -171,11 +172,13 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
             raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
         self.take_back()
         gradient = self._as_float32(values)
-        memory = Memory(self._residual, gradient, self._velocity, self._codec.momentum, self._codec.nesterov)
-        memory.factor = self._clip_factor(gradient)
+        self._factor = self._clip_factor(gradient)
+        memory = self._memory(gradient)
         ks = self._ks()
         parts = self._select_groups(memory, ks)
         selection.collect(memory, self.dense.ranges, NOTHING, Found(0))
+        self.spoiled = memory.spoiled
+        self._mask(parts, ks)
         indices, wanted = parts[0] if len(parts) == 1 else _one_after_the_other(parts)
         sent = self._format.rounded(wanted)
         if sent is not wanted:
@@ -189,6 +192,22 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         self._count_step(selected, ks, began)
         return selected
 
+    def undo(self, portion: Selection, values: Array) -> None:
+        self.reclaim(portion)
+        if self.corrections is not None:
+            return  # the worker takes the gradient out of its residual
+        if self._velocity is not None:
+            indices, velocities = self._masked
+            selection.put(indices, velocities, self._velocity)
+        selection.withdraw(self._memory(self._as_float32(values)), self._ranges)
+        if not self._codec.feedback:
+            self._residual[:] = 0
+
+    def missing(self) -> Selection:
+        first = np.array([group.ranges[0][0] for group in self._groups], np.int32)
+        values, always = np.full(len(first), np.nan, np.float32), np.full(self.dense.size, np.nan, np.float32)
+        return Selection(0, self.layout.elements, first, values, always, self.step - 1)
+
     def adopt(self, tray: Tray) -> Selection:
         """What a worker has selected, in place of `accumulate_and_select`.
 
@@ -197,6 +216,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         """
         began, ks = time.perf_counter(), self._ks()
         given = self._given(tray)
+        self.spoiled = bool(tray.verdict[0] == SPOILED)
         sent, rest = self.rounded(given)
         self.reclaim(rest)
         self._count_step(sent, ks, began)
@@ -290,7 +310,8 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
 
     def reclaim(self, selected: Selection) -> None:
         if self._codec.feedback:
-            self.give_back_selection(selected)
+            finite = np.isfinite(selected.values)  # sums of finite values need not be
+            self.give_back_selection(replace(selected, values=np.where(finite, selected.values, np.float32(0))))
 
     def wanted(self) -> int:
         return sum(self._ks()) + self.dense.size
@@ -346,7 +367,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
             raise CodecError(
                 f"the codec {self._codec.name} selects from whole buckets, so it cannot encode parts of them"
             )
-        payload = self.pack(self.accumulate_and_select(values), 0, self.layout.elements)
+        payload = self.pack(self.contribute_alone(values), 0, self.layout.elements)
         self.note_sent(payload.nbytes, values.nbytes)
         return payload
 
@@ -366,9 +387,24 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
         """Adds to the elements of a group, and takes k of them out: indices and values, ascending."""
 
-    def _cleared_velocity(self, group: int, k: int) -> Array | None:
-        """The velocity, when that of selected elements is to start again."""
-        return self._velocity if self._codec.masks(k, self._groups[group].size) else None
+    def _memory(self, gradient: Array) -> Memory:
+        """What a gradient is added to."""
+        codec = self._codec
+        return Memory(self._residual, gradient, self._velocity, codec.momentum, codec.nesterov, self._factor)
+
+    def _mask(self, parts: Sequence[tuple[Array, Array]], ks: Sequence[int]) -> None:
+        """The velocity of what was selected starts again, where it should; it is kept until the step cannot be undone
+        any more."""
+        if self._velocity is None:
+            return
+        masked = [
+            indices
+            for (indices, _), k, group in zip(parts, ks, self._groups, strict=True)
+            if self._codec.masks(k, group.size)
+        ]
+        chosen = np.concatenate([np.empty(0, np.int32), *masked])
+        self._masked = chosen, self._velocity[chosen]
+        selection.put(chosen, np.zeros(len(chosen), np.float32), self._velocity)
 
     def _select_groups(self, memory: Memory, ks: Sequence[int]) -> list[tuple[Array, Array]]:
         """One after the other. Small ones take microseconds in kernels, and threads would wait for the GIL between them

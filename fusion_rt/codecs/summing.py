@@ -7,6 +7,9 @@ selections: Li and Hoefler, "Near-Optimal Sparse Allreduce", 2022). So nothing i
     sum of all nodes' residuals + result, afterwards = sum of all nodes' residuals + gradients, before
 
 as exactly as float32 adds up.
+
+A gradient with an element that is not finite enters neither residual nor velocity: `contribute` leaves such elements
+out and says so (`spoiled`), and the exchange makes the step one that all nodes `undo`, with NaN as the result.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ class SummingBucketCodec(BucketCodec):
     always: Sequence[tuple[int, int]] = ()
     """Ranges of elements that travel in every step; of a codec that `adapts`."""
 
+    spoiled: bool = False
+    """The gradient that was contributed last has elements that are not finite, or cannot be added to the residual."""
+
     node: int = 0
     nodes: int = 1
     step: int
@@ -54,6 +60,29 @@ class SummingBucketCodec(BucketCodec):
         Args:
             values: all elements of the bucket, 1-D, contiguous, of its storage dtype; left as they are.
         """
+
+    @abstractmethod
+    def undo(self, portion: Portion, values: Array) -> None:
+        """The opposite of `contribute`: residual and velocity become what they were before, as exactly as float32 adds
+        up; the number of steps stays.
+
+        Args:
+            portion: what `contribute` gave.
+            values: what it was given.
+        """
+
+    @abstractmethod
+    def missing(self) -> Portion:
+        """A portion of the whole bucket that says that its values are not finite."""
+
+    def contribute_alone(self, values: Array) -> Portion:
+        """As `contribute`, where no other node has to know of a step that is undone: a spoiled one is at once, and its
+        portion is `missing`."""
+        portion = self.contribute(values)
+        if self.spoiled:
+            self.undo(portion, values)
+            portion = self.missing()
+        return portion
 
     @abstractmethod
     def pack(self, portion: Portion, low: int, high: int) -> memoryview:

@@ -54,14 +54,14 @@ class ThresholdKBucket(SelectingBucketCodec):
         self._thresholds = np.zeros(len(self._groups), np.int64)  # magnitudes; 0 where the next selection is exact
 
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
-        ranges, velocity = self._groups[group].ranges, self._cleared_velocity(group, k)
+        ranges = self._groups[group].ranges
         threshold = int(self._thresholds[group])
         if threshold == 0 or self.step % self._every == 0:
-            indices, values, self._thresholds[group] = take_largest(memory, ranges, k, team, velocity)
+            indices, values, self._thresholds[group] = take_largest(memory, ranges, k, team)
             return indices, values
         found = collect_shares(memory, share(ranges, team.threads), threshold, _ROOM * k, team)
         if any(each.overflowed for each in found):
-            indices, values, self._thresholds[group] = take_largest(Memory(memory.residual), ranges, k, team, velocity)
+            indices, values, self._thresholds[group] = take_largest(Memory(memory.residual), ranges, k, team)
             return indices, values
         total = sum(each.count for each in found)
         cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
@@ -74,7 +74,7 @@ class ThresholdKBucket(SelectingBucketCodec):
         elif total < _LOW * k:
             threshold = magnitude(value_of(threshold) / _LOWER)
         self._thresholds[group] = threshold
-        return take_found(memory.residual, found, cut, team, velocity)
+        return take_found(memory.residual, found, cut, team)
 
     def _own_state(self) -> dict[str, Array]:
         return {"thresholds": self._thresholds.copy()}

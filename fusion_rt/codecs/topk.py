@@ -39,16 +39,11 @@ class TopK(Selecting):
 
 class TopKBucket(SelectingBucketCodec):
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
-        return take_largest(memory, self._groups[group].ranges, k, team, self._cleared_velocity(group, k))[:2]
+        return take_largest(memory, self._groups[group].ranges, k, team)[:2]
 
 
-def take_largest(
-    memory: Memory, ranges: tuple[Range, ...], k: int, team: Team, velocity: Array | None
-) -> tuple[Array, Array, int]:
+def take_largest(memory: Memory, ranges: tuple[Range, ...], k: int, team: Team) -> tuple[Array, Array, int]:
     """Adds to the elements of some ranges, and takes the k largest out of the residual.
-
-    Args:
-        velocity: is cleared where elements are taken, if given.
 
     Returns: indices (int32, ascending) and values (float32) of k elements, or of all that are not zero, and the
         magnitude of the smallest.
@@ -64,7 +59,7 @@ def take_largest(
         cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
     else:
         cut = largest_found(found, k)
-    return *take_found(memory.residual, found, cut, team, velocity), cut.threshold
+    return *take_found(memory.residual, found, cut, team), cut.threshold
 
 
 def collect_shares(memory: Memory, shares: list[list[Range]], threshold: int, capacity: int, team: Team) -> list[Found]:
@@ -79,17 +74,15 @@ def largest_found(found: list[Found], k: int) -> Cut:
     return largest([[each.values[: each.count]] for each in found], k)
 
 
-def take_found(
-    residual: Array, found: list[Found], cut: Cut, team: Team, velocity: Array | None
-) -> tuple[Array, Array]:
-    """What of the found elements belongs to the largest, cleared in the residual and the velocity."""
+def take_found(residual: Array, found: list[Found], cut: Cut, team: Team) -> tuple[Array, Array]:
+    """What of the found elements belongs to the largest, cleared in the residual."""
     starts = [0, *accumulate(cut.counts)]
     indices, values = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.float32)
 
     def work(part: int) -> None:
         each, start = found[part], starts[part]
         kept = each.indices[: each.count], each.values[: each.count]
-        take(*kept, cut.threshold, cut.quotas[part], indices[start:], values[start:], residual, velocity)
+        take(*kept, cut.threshold, cut.quotas[part], indices[start:], values[start:], residual)
 
     team.run([partial(work, part) for part in range(len(found))])
     return indices, values

@@ -6,7 +6,9 @@ again. So the sum of all residuals, corrections and results is what was given, a
 
 A tray is words (int32, or float32 where they are values), one part after the other:
 
-* how many corrections there are, an unused word, and the number of steps that the codec has taken (int64);
+* how many corrections there are; a word that the worker sets to `SPOILED` where its gradient is not finite, and the
+  daemon to `UNDONE` where some node's was not: then the worker takes its gradient out of its residual again, after the
+  corrections, which have all that was selected; and the number of steps that the codec has taken (int64);
 * for each group of elements that are compared with each other: how many are selected, three words that the daemon does
   not read, indices (ascending, as many as there is room for), and values;
 * the values of the elements that are always sent;
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 HEADER = 4
 """Words before the indices of a group, and before everything."""
+
+SPOILED, UNDONE = 1, 2
 
 ALIGNMENT = 64  # bytes; trays begin at a multiple
 _WORD = 4
@@ -93,6 +97,7 @@ class Tray:
     Attributes:
         groups: the words of each group.
         dense: the values that are always sent, float32.
+        verdict: `SPOILED`, `UNDONE` or neither; one int32.
     """
 
     def __init__(self, shape: Shape, memory: Array) -> None:
@@ -102,7 +107,7 @@ class Tray:
         *self.groups, dense, self._indices, values = parts
         self.dense: Array = dense.view(np.float32)
         self._values: Array = values.view(np.float32)
-        self._count = words[:1]
+        self._count, self.verdict = words[:1], words[1:2]
         self._step = words[2:4].view(np.int64)
 
     def clear(self) -> None:
@@ -129,17 +134,19 @@ class Tray:
             values.append(words[HEADER + room : HEADER + room + count].view(np.float32).copy())
         return np.concatenate(indices), np.concatenate(values), self.dense.copy()
 
-    def answer(self, indices: Array, values: Array, step: int) -> None:
+    def answer(self, indices: Array, values: Array, step: int, undone: bool) -> None:
         """Puts corrections in, for which there is room."""
+        self.verdict[0] = UNDONE if undone else 0
         self._indices[: len(indices)] = indices
         self._values[: len(values)] = values
         self._step[0] = step
         self._count[0] = len(indices)
 
-    def answered(self) -> tuple[Array, Array, int]:
-        """The corrections' indices (int32) and values (float32), views of the tray; and the number of steps."""
+    def answered(self) -> tuple[Array, Array, int, bool]:
+        """The corrections' indices (int32) and values (float32), views of the tray; the number of steps; and whether
+        the last one is undone."""
         count = int(self._count[0])
-        return self._indices[:count], self._values[:count], int(self._step[0])
+        return self._indices[:count], self._values[:count], int(self._step[0]), int(self.verdict[0]) == UNDONE
 
 
 class Corrections:

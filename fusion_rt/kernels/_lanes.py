@@ -22,6 +22,8 @@ from fusion_rt.kernels import _ir
 
 _LANE_BYTES = 128  # of one accumulator: two cache lines; 64 and 256 measured no better
 _MAX_LANES = 32
+INFINITE = 0x7F800000
+"""The bits of infinity: those of a float32 that is not finite, without the sign, are no less."""
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 intrinsic: Any = extending.intrinsic
@@ -241,3 +243,17 @@ def hits(typing: Any, wire: Wire, value: Lanes, threshold: Any) -> Any:
         return builder.zext(builder.bitcast(found, ir.IntType(wire.lanes)), _ir.I64)
 
     return types.int64(wire, value, types.int64), generate
+
+
+@intrinsic
+def where_finite(typing: Any, wire: Wire, tested: Lanes, value: Any, other: Any) -> Any:
+    """`value` where the float32 in `tested` is finite, and `other` elsewhere."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, elements, chosen, instead = arguments
+        words = ir.VectorType(_ir.I32, wire.lanes)
+        magnitudes = builder.and_(builder.bitcast(elements, words), ir.Constant(words, [0x7FFFFFFF] * wire.lanes))
+        finite = builder.icmp_signed("<", magnitudes, ir.Constant(words, [INFINITE] * wire.lanes))
+        return builder.select(finite, chosen, instead)
+
+    return tested(wire, tested, value, other), generate

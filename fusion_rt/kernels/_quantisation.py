@@ -14,16 +14,15 @@ from numba import extending, types
 
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels import _ir
-from fusion_rt.kernels._lanes import Lanes, Wire, add, lanes, load, maximum, store, zeros
-from fusion_rt.kernels._memory import peek8, peek64, peek_float, poke8, poke32, poke_float
+from fusion_rt.kernels._lanes import INFINITE, Lanes, Wire, add, lanes, load, maximum, store, where_finite, zeros
+from fusion_rt.kernels._memory import peek8, peek64, peek_float, poke8, poke32, poke64, poke_float
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 njit: Any = numba.njit
 intrinsic: Any = extending.intrinsic
 
 _WIDE, _SINGLE = Wire.wide(DTYPES["float32"]), Wire(DTYPES["float32"], 1)
-_WIDE_INTEGERS = Wire(DTYPES["int32"], _WIDE.lanes)
-_INFINITE = 0x7F800000
+_WIDE_INTEGERS, _SINGLE_INTEGER = Wire(DTYPES["int32"], _WIDE.lanes), Wire(DTYPES["int32"], 1)
 _SCALE_BYTES = 4
 _LEAST_STEP, _MOST_STEP = 2.0**-126, float.fromhex("0x1.020406p+121")
 _BYTE, _BIT = ir.IntType(8), ir.IntType(1)
@@ -48,7 +47,7 @@ def _magnitude(builder: Any, value: Any) -> Any:
 
 def _is_finite(builder: Any, value: Any) -> Any:
     magnitude = _magnitude(builder, value)
-    return builder.icmp_signed("<", magnitude, _same(magnitude.type, _INFINITE))
+    return builder.icmp_signed("<", magnitude, _same(magnitude.type, INFINITE))
 
 
 @intrinsic
@@ -212,12 +211,15 @@ def _from_signs(typing: Any, wire: Wire, address: Any, size: Any) -> Any:
 
 
 @njit
-def _accumulate(wire, residual, gradient, i):  # type: ignore[no-untyped-def]
+def _accumulate(wire, residual, gradient, i, tops):  # type: ignore[no-untyped-def]
+    """Adds where the sum is finite. Gives it, and the largest magnitudes of all sums."""
     value = load(wire, residual, i)
     if gradient != 0:
-        value = add(value, load(wire, gradient, i))
+        wanted = add(value, load(wire, gradient, i))
+        tops = maximum(tops, _magnitudes(wire, wanted))
+        value = where_finite(wire, wanted, wanted, value)
         store(wire, residual, i, value)
-    return value
+    return value, tops
 
 
 @njit
@@ -230,16 +232,18 @@ def int8_encode(request):  # type: ignore[no-untyped-def]
     residual, gradient, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2), peek64(request, 3)
     out, keep, phase, base = peek64(request, 4), peek64(request, 5), peek64(request, 6), peek64(request, 7)
     left, right = peek64(request, 8), peek64(request, 9)
-    low = 0
+    low, tops, top = 0, zeros(_WIDE_INTEGERS), zeros(_SINGLE_INTEGER)
     while low < size:
         high = _block_end(low, size, block, phase)
         peaks, i = zeros(_WIDE_INTEGERS), low
         while i + lanes(_WIDE) <= high:
-            peaks = maximum(peaks, _finite_magnitudes(_WIDE, _accumulate(_WIDE, residual, gradient, i)))
+            value, tops = _accumulate(_WIDE, residual, gradient, i, tops)
+            peaks = maximum(peaks, _finite_magnitudes(_WIDE, value))
             i += lanes(_WIDE)
         peak = _largest(peaks)
         while i < high:
-            peak = max(peak, _largest(_finite_magnitudes(_SINGLE, _accumulate(_SINGLE, residual, gradient, i))))
+            single, top = _accumulate(_SINGLE, residual, gradient, i, top)
+            peak = max(peak, _largest(_finite_magnitudes(_SINGLE, single)))
             i += 1
         size_of_one = _float_of(peak) / numba.float32(127)
         size_of_one = numba.float32(min(max(size_of_one, _LEAST_STEP), _MOST_STEP))
@@ -257,6 +261,7 @@ def int8_encode(request):  # type: ignore[no-untyped-def]
             out += 1
             i += 1
         low = high
+    poke64(request, 10, max(_largest(tops), _largest(top)) >= INFINITE)
 
 
 @njit
@@ -305,23 +310,23 @@ def _total(typing: Any, value: Lanes) -> Any:
 def onebit_encode(request):  # type: ignore[no-untyped-def]
     residual, gradient, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2), peek64(request, 3)
     out, keep, phase = peek64(request, 4), peek64(request, 5), peek64(request, 6)
-    low = 0
+    low, tops, top = 0, zeros(_WIDE_INTEGERS), zeros(_SINGLE_INTEGER)
     while low < size:
         high = _block_end(low, size, block, phase)
         peaks, sums, i = zeros(_WIDE_INTEGERS), _doubles(_WIDE), low
         while i + lanes(_WIDE) <= high:
-            value = _accumulate(_WIDE, residual, gradient, i)
+            value, tops = _accumulate(_WIDE, residual, gradient, i, tops)
             peaks = maximum(peaks, _magnitudes(_WIDE, value))
             sums = _add_magnitudes(_WIDE, sums, value)
             i += lanes(_WIDE)
         peak, total = _largest(peaks), _total(sums)
         while i < high:
-            value = _accumulate(_SINGLE, residual, gradient, i)
-            peak = max(peak, _largest(_magnitudes(_SINGLE, value)))
-            total += _total(_add_magnitudes(_SINGLE, _doubles(_SINGLE), value))
+            single, top = _accumulate(_SINGLE, residual, gradient, i, top)
+            peak = max(peak, _largest(_magnitudes(_SINGLE, single)))
+            total += _total(_add_magnitudes(_SINGLE, _doubles(_SINGLE), single))
             i += 1
         mean = numba.float32(total / (high - low))
-        good = peak < _INFINITE
+        good = peak < INFINITE
         poke_float(out, 0, mean if good else _float_of(0x7FC00000))
         taken = mean if good else numba.float32(0)
         out += _SCALE_BYTES
@@ -346,6 +351,7 @@ def onebit_encode(request):  # type: ignore[no-untyped-def]
                 out += 1
                 bits, filled = 0, 0
         low = high
+    poke64(request, 10, max(_largest(tops), _largest(top)) >= INFINITE)
 
 
 def onebit_decode(request):  # type: ignore[no-untyped-def]

@@ -12,7 +12,20 @@ from typing import Any
 import numba
 
 from fusion_rt.dtypes import DTYPES
-from fusion_rt.kernels._lanes import Wire, add, hits, lanes, load, multiply, scale, store, total, zeros
+from fusion_rt.kernels._lanes import (
+    INFINITE,
+    Wire,
+    add,
+    hits,
+    lanes,
+    load,
+    multiply,
+    scale,
+    store,
+    total,
+    where_finite,
+    zeros,
+)
 from fusion_rt.kernels._memory import (
     peek32,
     peek64,
@@ -54,7 +67,7 @@ def _append(request, residual, first, mask, count, quota):  # type: ignore[no-un
 
 
 @njit
-def _collect(wire, request, first, count, quota):  # type: ignore[no-untyped-def]
+def _collect(wire, request, first, count, quota, spoiled):  # type: ignore[no-untyped-def]
     residual, gradient, velocity = peek64(request, 0), peek64(request, 1), peek64(request, 2)
     high, threshold = peek64(request, 4), peek64(request, 5)
     momentum, factor, nesterov = peek_double(request, 10), peek_double(request, 11), peek64(request, 12)
@@ -66,28 +79,31 @@ def _collect(wire, request, first, count, quota):  # type: ignore[no-untyped-def
             if factor != 1.0:
                 step = scale(wire, step, factor)
             if velocity != 0:
-                speed = load(wire, velocity, i)
+                before = load(wire, velocity, i)
                 if nesterov != 0:
-                    speed = scale(wire, add(speed, step), momentum)
+                    speed = scale(wire, add(before, step), momentum)
                     step = add(speed, step)
                 else:
-                    speed = add(scale(wire, speed, momentum), step)
+                    speed = add(scale(wire, before, momentum), step)
                     step = speed
-                store(wire, velocity, i, speed)
-            value = add(value, step)
+                store(wire, velocity, i, where_finite(wire, add(value, step), speed, before))
+            wanted = add(value, step)
+            spoiled |= hits(wire, wanted, INFINITE)
+            value = where_finite(wire, wanted, wanted, value)
             store(wire, residual, i, value)
         mask = hits(wire, value, threshold)
         if mask != 0:
             count, quota = _append(request, residual, i, mask, count, quota)
         i += lanes(wire)
-    return i, count, quota
+    return i, count, quota, spoiled
 
 
 def collect(request):  # type: ignore[no-untyped-def]
-    i, count, quota = _collect(_WIDE, request, peek64(request, 3), peek64(request, 13), peek64(request, 6))
-    i, count, quota = _collect(_SINGLE, request, i, count, quota)
+    i, count, quota, spoiled = _collect(_WIDE, request, peek64(request, 3), peek64(request, 13), peek64(request, 6), 0)
+    i, count, quota, spoiled = _collect(_SINGLE, request, i, count, quota, spoiled)
     poke64(request, 13, count)
     poke64(request, 6, quota)
+    poke64(request, 14, spoiled)
 
 
 def count(request):  # type: ignore[no-untyped-def]

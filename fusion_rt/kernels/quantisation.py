@@ -76,8 +76,10 @@ class Quantiser:
         keep: bool = True,
         base: int = 0,
         draw: Draw = Draw(0, 0),
-    ) -> None:
+    ) -> bool:
         """Adds the gradient to the residual, writes the sum as blocks, and keeps what is left of it.
+
+        Elements to which the gradient cannot be added, because the sum would not be finite, are written without it.
 
         Args:
             residual: float32, contiguous, writable, n elements.
@@ -86,6 +88,8 @@ class Quantiser:
             keep: what is left becomes the residual; if not, zeros do.
             base: the counter of the first element, for `draw`.
             draw: the random bits that `INT8` rounds with.
+
+        Returns: whether all of the gradient was added.
         """
         n = len(residual)
         for array in (residual, gradient):
@@ -94,10 +98,11 @@ class Quantiser:
             ):
                 raise ValueError(f"contiguous float32 arrays are quantised, not {array.dtype} {array.shape}")
         self._check(out, n, block, phase)
-        self._encode(
+        words = self._encode(
             residual.ctypes.data, 0 if gradient is None else gradient.ctypes.data, n, block, out.ctypes.data,
-            int(keep), phase, base, draw.left, draw.right,
+            int(keep), phase, base, draw.left, draw.right, 0,
         )  # fmt: skip
+        return not words[10]
 
     def decode(self, payload: Array, block: int, out: Array, *, phase: int = 0, add: bool = False) -> None:
         """Writes the n elements in a payload (uint8, `nbytes(n, block, phase)` of any bytes) to `out`, or adds them."""

@@ -73,11 +73,15 @@ def added(
     residual: Array, gradient: Array, velocity: Array | None, momentum: float, nesterov: bool, factor: float
 ) -> tuple[Array, Array | None]:
     """The residual and the velocity after an addition, see `selection.Memory`."""
+    before = velocity
     step = gradient * np.float32(factor) if factor != 1.0 else gradient
     if velocity is not None:
         velocity = (velocity + step) * np.float32(momentum) if nesterov else velocity * np.float32(momentum) + step
         step = velocity + step if nesterov else velocity
-    return residual + step, velocity
+    finite = np.isfinite(residual + step)
+    if velocity is not None:
+        velocity = np.where(finite, velocity, before)
+    return np.where(finite, residual + step, residual), velocity
 
 
 def magnitudes(values: Array) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -44,6 +44,11 @@ class Memory:
     * residual += g;
     * with a velocity u (momentum correction): u = momentum * u + g, residual += u;
     * nesterov: u = momentum * (u + g), residual += u + g.
+
+    Elements whose residual would not be finite afterwards are left as they are, and so is their velocity.
+
+    Attributes:
+        spoiled: a pass has left such elements.
     """
 
     residual: Array
@@ -52,6 +57,7 @@ class Memory:
     momentum: float = 0.0
     nesterov: bool = False
     factor: float = 1.0
+    spoiled: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         for array in (self.residual, self.gradient, self.velocity):
@@ -99,8 +105,30 @@ def collect(memory: Memory, ranges: Iterable[Range], threshold: int, found: Foun
     base, factors = memory.words(), memory.factors()
     out = found.indices.ctypes.data, found.values.ctypes.data
     for low, high in ranges:
-        results = _collect(*base, low, high, threshold, quota, len(found.indices), *out, *factors, found.count)
+        results = _collect(*base, low, high, threshold, quota, len(found.indices), *out, *factors, found.count, 0)
         quota, found.count = int(results[6]), int(results[13])
+        if results[14]:  # only ever set, so that threads may share a memory
+            memory.spoiled = True
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def withdraw(memory: Memory, ranges: Iterable[Range]) -> None:
+    """Takes out what passes over the same memory have added, as exactly as float32 adds up and multiplies."""
+    assert memory.gradient is not None
+    for first, end in ranges:
+        for low in range(first, end, _PART_ELEMENTS):
+            part = slice(low, min(low + _PART_ELEMENTS, end))
+            gradient, residual = memory.gradient[part] * np.float32(memory.factor), memory.residual[part]
+            added = np.isfinite(gradient)
+            if memory.velocity is None:
+                step = gradient
+            else:
+                velocity, momentum = memory.velocity[part], np.float32(memory.momentum)
+                step = velocity + gradient if memory.nesterov else velocity.copy()
+                before = velocity / momentum - gradient if memory.nesterov else (velocity - gradient) / momentum
+                np.copyto(velocity, before, where=added & np.isfinite(before))
+            before = residual - step
+            np.copyto(residual, before, where=added & np.isfinite(before))
 
 
 def sample(memory: Memory, starts: Array, length: int) -> Array:

@@ -2,7 +2,8 @@
 selects what is to be sent, so that only that is copied to the host.
 
 It computes what `codecs.topk` does, in the same order, so that results and residuals are the same bits (but for `clip`,
-whose norm is added up in another order). All but the selection itself is done with torch, on any device; see `Side`.
+whose norm is added up in another order, and for what is left after a step that is undone, which is as near). All but
+the selection itself is done with torch, on any device; see `Side`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.rules import Group
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.topk import TopK
-from fusion_rt.codecs.trays import Tray
+from fusion_rt.codecs.trays import HEADER, SPOILED, Tray
 from fusion_rt.kernels.selection import Range
 from fusion_rt.torch import device
 
@@ -98,12 +99,14 @@ class BucketSelection(device.Copying):
         self._step = 0
         self._under_way = False
         self._owes = False  # its daemon has told, or will tell, by what to correct the residual
+        self._given: torch.Tensor | None = None  # the gradient of the step under way
+        self._masked: list[Array] = []  # the words of groups in which the velocity of what is selected starts again
         always = Spans(codec.rules.dense(layout)).all_indices(0, layout.elements)
         with side.beside():
             self._residual = side.zeros(layout.elements)
             self._velocity = side.zeros(layout.elements) if codec.momentum else None
             self._always = torch.from_numpy(always).to(where)
-        self._sent_always = torch.from_numpy(tray.dense)
+        self._sent_always, self._verdict = torch.from_numpy(tray.dense), torch.from_numpy(tray.verdict)
         self._selectors = [
             side.selector((self._residual, self._velocity), group.ranges, words, codec.momentum, codec.nesterov)
             for group, words in zip(self._groups, tray.groups, strict=True)
@@ -113,7 +116,8 @@ class BucketSelection(device.Copying):
         """Queues a step.
 
         Args:
-            gradient: of the whole bucket, on the device, float32, zeros between tensors; may be scaled.
+            gradient: of the whole bucket, on the device, float32, zeros between tensors; what is not finite in it
+                becomes zero, and it may be scaled. It stays as it is from then on until `correct`.
             factors: by what the residual of each tensor is multiplied first, if any.
         """
         if self._bound:
@@ -122,16 +126,21 @@ class BucketSelection(device.Copying):
             gradient.mul_(torch.where(too_long, self._bound / norm, torch.ones_like(norm)))
         self._tray.clear()
         self._side.follow(gradient)
+        self._given, self._masked = gradient, []
         with self._side.beside():
+            largest = torch.linalg.vector_norm(gradient, math.inf)
+            self._verdict.copy_((~torch.isfinite(largest)).to(torch.int32).mul_(SPOILED), non_blocking=True)
+            gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             for span, factor in zip(self._layout.spans, factors, strict=False):
                 if factor != 1.0:
                     self._residual[span.start : span.end].mul_(factor)
             if len(self._always):
                 self._send_always(gradient)
-        for group, selector in zip(self._groups, self._selectors, strict=True):
+        for group, selector, words in zip(self._groups, self._selectors, self._tray.groups, strict=True):
             k = group.k(self._step, self._codec.warmup)
-            masked = self._velocity is not None and self._codec.masks(k, group.size)
-            selector.start(gradient, k, masked=masked)
+            if self._codec.masks(k, group.size):
+                self._masked.append(words)
+            selector.start(gradient, k)
         if not self._codec.feedback:
             with self._side.beside():
                 self._residual.zero_()
@@ -164,15 +173,39 @@ class BucketSelection(device.Copying):
             self._under_way = False
 
     def correct(self) -> None:
-        """The step is over: what the daemon has not sent of what it was given waits here again."""
+        """The step is over: what the daemon has not sent of what it was given waits here again. Where it is undone,
+        residual and velocity become what they were, as exactly as float32 adds up."""
         if not self._owes:
             return
         self._owes = False
-        indices, values, self._step = self._tray.answered()
-        if len(indices):
-            with self._side.beside():
+        indices, values, self._step, undone = self._tray.answered()
+        with self._side.beside():
+            if len(indices):
                 there = [torch.from_numpy(a).to(self._residual.device, non_blocking=True) for a in (indices, values)]
                 self._residual.index_add_(0, *there)
+            if undone:
+                self._undo()
+            elif self._velocity is not None:
+                for words in self._masked:
+                    chosen = torch.from_numpy(words[HEADER : HEADER + words[0]])
+                    self._velocity[chosen.to(self._velocity.device, non_blocking=True).long()] = 0
+        self._given = None
+
+    def _undo(self) -> None:
+        """The opposite of what selectors add; see `kernels.selection.withdraw`."""
+        assert self._given is not None
+        step = gradient = self._given
+        if self._velocity is not None:
+            step, momentum = self._velocity.clone(), self._codec.momentum
+            if self._codec.nesterov:
+                step.add_(gradient)
+                self._velocity.div_(momentum).sub_(gradient)
+            else:
+                self._velocity.sub_(gradient).div_(momentum)
+        if self._codec.feedback:
+            self._residual.sub_(step)
+        else:
+            self._residual.zero_()
 
     # --- what it remembers, as `FeedbackBucketCodec.state_dict` has it ------------------------------------------------
 

@@ -49,6 +49,18 @@ def same(actual: Array, expected: Array) -> None:
     assert ((actual.view(np.uint32) == expected.view(np.uint32)) | both_nan).all()
 
 
+@np.errstate(all="ignore")
+def addable(residual: Array, gradient: Array, velocity: Array | None, rule: str, factor: float) -> Array:
+    """To which elements the gradient can be added."""
+    step = gradient * np.float32(factor) if factor != 1.0 else gradient
+    if velocity is not None:
+        before = velocity
+        velocity = (before + step) * np.float32(0.9) if rule == "nesterov" else before * np.float32(0.9) + step
+        step = velocity + step if rule == "nesterov" else velocity
+    finite: Array = np.isfinite(residual + step)
+    return finite
+
+
 def test_magnitudes_are_in_the_order_of_absolute_values_and_nan_is_above_infinity() -> None:
     ascending = [0.0, 1e-45, 1e-40, 1.0, 1.5, 3.4e38, np.inf, np.nan]
     sizes = [selection.magnitude(value) for value in ascending]
@@ -94,7 +106,11 @@ def test_a_pass_adds_and_finds_what_the_reference_does(
     selection.collect(memory, ranges, threshold, found, quota)
 
     same(memory.residual, expected)
-    same(sampled, expected[: len(sampled)])
+    finite = np.isfinite(sampled)
+    same(sampled[finite], expected[: len(sampled)][finite])
+    if np.isfinite(residual).all():
+        assert np.isfinite(memory.residual).all()
+        assert memory.spoiled == (rule != "none" and not addable(residual, gradient, moving, rule, factor).all())
     if expected_velocity is not None:
         assert memory.velocity is not None
         same(memory.velocity, expected_velocity)
@@ -104,6 +120,25 @@ def test_a_pass_adds_and_finds_what_the_reference_does(
     kept = min(capacity, len(indices))
     assert found.indices[:kept].tolist() == indices[:kept].tolist()
     assert found.values[:kept].tobytes() == memory.residual[indices[:kept]].tobytes()
+
+
+@pytest.mark.parametrize("rule", ["plain", "momentum", "nesterov"])
+def test_what_a_pass_has_added_can_be_taken_out_again(rule: str) -> None:
+    """Of what is not finite it has added nothing, and all memory stays what it was to within rounding."""
+    rng = np.random.default_rng(1)
+    residual, gradient, velocity = (rng.standard_normal(200_000).astype(np.float32) for _ in range(3))
+    gradient[::7] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), len(gradient[::7]))
+    moving = None if rule == "plain" else velocity.copy()
+    memory = Memory(residual.copy(), gradient, moving, 0.9, rule == "nesterov", 0.5)
+    ranges = [(0, 1000), (5000, 200_000)]
+    selection.collect(memory, ranges, NOTHING, Found(0))
+    assert memory.spoiled
+    assert not np.allclose(memory.residual, residual, atol=0.1)
+    selection.withdraw(memory, ranges)
+    assert np.allclose(memory.residual, residual, rtol=0, atol=2e-6)
+    assert np.array_equal(memory.residual[7 * 1000 :: 7], residual[7 * 1000 :: 7]), "nothing was added here"
+    if moving is not None:
+        assert np.allclose(moving, velocity, rtol=0, atol=2e-6)
 
 
 @settings(deadline=None)

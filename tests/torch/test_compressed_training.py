@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -73,6 +74,33 @@ def test_a_restored_training_goes_on_bit_by_bit(text: str) -> None:
         optimizer.load_state_dict(checkpoint["optimizer"])
         assert train(model, optimizer, range(5, 12), 0.9) == expected
     assert len(set(hvd.allgather_object(expected[-1]))) == 1
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "topk(density=0.05, minimum=100, momentum=0.9)"])
+@on_ranks
+def test_one_overflow_of_a_gradient_scaler_skips_one_step_and_the_scale_recovers(text: str) -> None:
+    model, optimizer = make(text)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    after = [torch.cat([p.detach().flatten() for p in model.parameters()])]
+    scales = []
+    for step in range(9):
+        generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(
+            model(torch.randn(8, 40, generator=generator)), torch.randint(0, 4, (8,), generator=generator)
+        )
+        if step == 3 and hvd.rank() == 2:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        after.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        scales.append(scaler.get_scale())
+    assert scales == [1024] * 3 + [512] * 4 + [1024] * 2
+    moved = [not torch.equal(old, new) for old, new in pairwise(after)]
+    assert moved == [step != 3 for step in range(9)]
+    assert bool(after[-1].isfinite().all())
+    assert len(set(hvd.allgather_object(after[-1].numpy().tobytes()))) == 1
 
 
 @on_ranks

@@ -191,6 +191,29 @@ def test_training_is_the_same_bit_by_bit_whoever_selects(text: str) -> None:
     assert any(value.any() for value in waiting.values()) == ("feedback" not in text)
 
 
+@pytest.mark.parametrize("text", CODECS)
+@on_ranks
+def test_a_gradient_that_is_not_finite_spoils_one_step_and_no_memory(text: str) -> None:
+    """Where one node's worker selects and the other node's daemon does, whoever of them has it."""
+    for bad in (0, 2):
+        with on_a_gpu(hvd.cross_rank() == 0):
+            model, optimizer = make(text)
+            train(model, optimizer, range(4))
+            before = residuals(optimizer)
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 40)).sum()
+            (loss * (float("inf") if hvd.rank() == bad else 1.0)).backward()
+            optimizer.synchronize()
+            assert all(bool(p.grad.isnan().all()) for p in model.parameters())
+            after = residuals(optimizer)
+            for key in before:
+                torch.testing.assert_close(after[key], before[key], rtol=0, atol=1e-4)
+            optimizer.zero_grad()
+            parameters = train(model, optimizer, range(5, 8))
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+            assert len(set(hvd.allgather_object(parameters[-1]))) == 1
+
+
 def through_a_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)

@@ -206,6 +206,15 @@ class Once:
         return len(self.seen) == self.expected
 
 
+def spoil(outputs: Sequence[Array], dtype: DType) -> None:
+    """Makes all elements (floating) NaN: the result of a step that a gradient which was not finite has spoiled."""
+    for output in outputs:
+        if dtype.is_half:
+            output[:] = 0x7E00 if dtype.name == "float16" else 0x7FC0
+        else:
+            output[:] = np.nan
+
+
 def raw(array: Array) -> memoryview:
     """The bytes of a contiguous array, without a copy."""
     return array.view(np.uint8).data

@@ -9,7 +9,7 @@ from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.feedback import F32
 from fusion_rt.codecs.powersgd import PowerSGDBucket
-from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, spoil
 from fusiond.collectives.one_node import local_jobs
 
 _PARTS = 1 << 20  # more than an all-reduce has; those of the second begin here
@@ -57,6 +57,7 @@ class LowRank(Exchange):
         self._reducer, self._codec = reducer, codec
         self._sources, self._outputs = sources, outputs
         self._all_reduce = all_reduce
+        self._values: Array = outputs[0]
         self._factors: list[Array] = []
         self._stages: list[_Stage] = []
         self._exchange: Exchange | None = None
@@ -72,6 +73,7 @@ class LowRank(Exchange):
             values = self._sources[0]
         for job in local_jobs(self._reducer, self._sources, values, 1):
             job()
+        self._values = values
         self._factors.append(self._codec.start(values))
 
     def start(self) -> None:
@@ -89,6 +91,9 @@ class LowRank(Exchange):
         self._exchange.receive(position, part, payload)
 
     def _first_summed(self) -> None:
+        if not self._codec.usable(self._factors[0]):
+            self._undo()
+            return
         self._factors.append(self._codec.second(self._factors[0]))
         self._sum(self._second_summed)
         early, self._early = self._early, []
@@ -96,7 +101,19 @@ class LowRank(Exchange):
             self.receive(position, chunk, memoryview(payload))
 
     def _second_summed(self) -> None:
+        if not self._codec.usable(self._factors[1]):
+            self._undo()
+            return
         self._codec.finish(self._factors[1], self._outputs, self._reducer.postscale, self._reducer.divisor)
+        self._finish()
+
+    def _undo(self) -> None:
+        """On some node the gradient is not finite. All nodes have the same sum, and so all do this."""
+        self._codec.undo(self._values)
+        spoil(self._outputs, self._reducer.dtype)
+        self._finish()
+
+    def _finish(self) -> None:
         nodes = self.port.nodes
         dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
         self._codec.note_sent(sum(stage.nbytes for stage in self._stages), dense)

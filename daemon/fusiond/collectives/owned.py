@@ -10,6 +10,10 @@ the second, so less than 2 k values with their indices however many nodes there 
 "Near-Optimal Sparse Allreduce for Distributed Deep Learning", 2022 (there: at most 6 k words); unlike there, an owner
 sends its share exactly, instead of what is above a threshold. Ranges are adapted every 64 steps to where the selected
 values were (`ranges`); the owners say so with their results, in 128 bytes.
+
+A node whose gradient is not finite says so in the tag of what it sends, and sends nothing else; owners that hear of it
+say so instead of results. Until its step is known to count, each node can undo it: what it was given stays where it is.
+A result that comes tells that all contributions were finite, because a node tells all owners the same.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from fusion_rt import wire
 from fusion_rt.codecs.base import CodecError
 from fusion_rt.codecs.summing import Portion, SummingBucketCodec
 from fusiond.collectives import pieces, ranges
-from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, spoil
 from fusiond.collectives.one_node import local_jobs
 
 _TAG = struct.Struct("<I")  # begins every payload: of the step and the ranges that its sender is at
@@ -41,8 +45,8 @@ class Chosen(Protocol):
     def contribute(self) -> Portion:
         """The node's contribution, in place of the codec's own."""
 
-    def correct(self) -> None:
-        """The exchange is over: what the codec kept of it is for the worker."""
+    def correct(self, undone: bool) -> None:
+        """The exchange is over: what the codec kept of it is for the worker, who undoes the step as the codec has."""
 
 
 class Compressed(Exchange):
@@ -71,7 +75,11 @@ class Compressed(Exchange):
         self._sources, self._outputs = sources, outputs
         self._mine: Portion = None
         self._revoke: Callable[[], None] = lambda: None  # what this node left out of a sum
-        self._tag = b""
+        self._values = outputs[0]
+        self._spoiled = self._blanked = (
+            False  # a contribution is not finite; outputs are zeros where nothing is written
+        )
+        self._tag = self._spoiled_tag = b""
         self._sent_nbytes = 0
         self._assemblies: dict[tuple[int, int], pieces.Assembly] = {}
         self._received: set[tuple[int, int]] = set()
@@ -85,15 +93,12 @@ class Compressed(Exchange):
         if self._chosen is not None:
             self._mine = self._chosen.contribute()
         else:
-            values = self._outputs[0]
             if len(self._sources) == 1 and self._reducer.prescale == 1.0:
-                values = self._sources[0]
-            for job in local_jobs(self._reducer, self._sources, values, 1):
+                self._values = self._sources[0]
+            for job in local_jobs(self._reducer, self._sources, self._values, 1):
                 job()
-            self._mine = self._codec.contribute(values)
-        if self._codec.blank:
-            for output in self._outputs:
-                output[:] = 0
+            self._mine = self._codec.contribute(self._values)
+        self._spoiled = self._codec.spoiled
 
     def abandon(self) -> None:
         """What this node has sent is no part of any result, and neither is what it has made of its range."""
@@ -107,15 +112,17 @@ class Compressed(Exchange):
         codec = self._codec
         if len(codec.bounds) != self.port.nodes + 1:
             codec.bounds = ranges.expected(codec, self.port.nodes)
-        self._tag = _TAG.pack(zlib.crc32(repr((codec.step, codec.bounds)).encode()))
+        self._tag, self._spoiled_tag = (
+            _TAG.pack(zlib.crc32(repr((codec.step, codec.bounds, spoiled)).encode())) for spoiled in (False, True)
+        )
 
     def _send(self, position: int, part: int, payload: memoryview | bytes) -> None:
-        whole = self._tag + bytes(payload)
+        whole = self._spoiled_tag if self._spoiled else self._tag + bytes(payload)
         self._sent_nbytes += len(whole)
         pieces.send(self.port, position, part, whole)
 
     def _assembled(self, position: int, chunk: wire.Chunk, payload: memoryview, limit: int) -> memoryview | None:
-        """What a peer has sent as a part, without the tag, when it is complete."""
+        """What a peer has sent as a part, without the tag, when it is complete; nothing, where it is `_spoiled`."""
         key = chunk.part, position
         if position == self.port.position or chunk.hop or key in self._received:
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this exchange")
@@ -126,6 +133,9 @@ class Compressed(Exchange):
         del self._assemblies[key]
         self._received.add(key)
         view = memoryview(whole)
+        if view == self._spoiled_tag:
+            self._spoiled = True
+            return view[_TAG.size :]
         if view[: _TAG.size] != self._tag:
             raise ExchangeError(
                 f"node {position} has compressed {chunk.key.name!r} in another number of steps, or in other ranges, "
@@ -134,15 +144,22 @@ class Compressed(Exchange):
         return view[_TAG.size :]
 
     def _write(self, portion: Portion) -> None:
+        if self._codec.blank and not self._blanked:
+            for output in self._outputs:
+                output[:] = 0
+            self._blanked = True
         self._codec.write(portion, self._outputs, self._reducer.postscale, self._reducer.divisor)
 
     def _finish(self) -> None:
         nodes = self.port.nodes
+        if self._spoiled:
+            self._codec.undo(self._mine, self._values)
+            spoil(self._outputs, self._reducer.dtype)
         dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
         self._codec.note_sent(self._sent_nbytes, dense)
         self._mine = None
         if self._chosen is not None:
-            self._chosen.correct()
+            self._chosen.correct(self._spoiled)
         self.port.finish()
 
 
@@ -174,15 +191,18 @@ class Owned(Compressed):
         packed = self._assembled(position, chunk, payload, self._codec.max_encoded_nbytes(high - low) + extra)
         if packed is None:
             return
-        if len(packed) < extra:
-            raise CodecError(f"node {position} did not say where the values of its range are")
-        portion = self._codec.unpack(packed[extra:], low, high)
+        portion = None
+        if not self._spoiled:
+            if len(packed) < extra:
+                raise CodecError(f"node {position} did not say where the values of its range are")
+            portion = self._codec.unpack(packed[extra:], low, high)
         if not result:
             self._contributed(position, portion)
             return
-        if extra:
-            self._counts[position] = np.frombuffer(packed[:extra], _COUNTS).tolist()
-        self._write(portion)
+        if portion is not None:
+            if extra:
+                self._counts[position] = np.frombuffer(packed[:extra], _COUNTS).tolist()
+            self._write(portion)
         self._finish_if_complete()
 
     def _contributed(self, position: int, portion: Portion) -> None:
@@ -190,7 +210,8 @@ class Owned(Compressed):
         self._contributions[position] = portion
         while self._added in self._contributions:
             portion = self._contributions.pop(self._added)
-            self._total = portion if self._added == 0 else self._codec.add(self._total, portion)
+            if not self._spoiled:
+                self._total = portion if self._added == 0 else self._codec.add(self._total, portion)
             self._added += 1
         if self._added == self.port.nodes:
             self._conclude()
@@ -198,16 +219,18 @@ class Owned(Compressed):
     def _conclude(self) -> None:
         here, codec = self.port.position, self._codec
         low, high = self._range(here)
-        said = b""
-        if self._adapting:
-            self._counts[here] = codec.counts(self._total, ranges.bins(low, high))
-            said = np.array(self._counts[here], _COUNTS).tobytes()
-        kept = codec.conclude(self._total, self.port.nodes)
-        self._revoke = partial(codec.revoke, self._total, kept)
-        payload = said + bytes(codec.pack(kept, low, high))
+        said = payload = b""
+        if not self._spoiled:
+            if self._adapting:
+                self._counts[here] = codec.counts(self._total, ranges.bins(low, high))
+                said = np.array(self._counts[here], _COUNTS).tobytes()
+            kept = codec.conclude(self._total, self.port.nodes)
+            self._revoke = partial(codec.revoke, self._total, kept)
+            payload = said + bytes(codec.pack(kept, low, high))
         for distance in range(1, self.port.nodes):
             self._send((here + distance) % self.port.nodes, _RESULT, payload)
-        self._write(codec.unpack(payload[len(said) :], low, high))
+        if not self._spoiled:
+            self._write(codec.unpack(payload[len(said) :], low, high))
         self._added += 1
         self._finish_if_complete()
 
@@ -215,7 +238,7 @@ class Owned(Compressed):
         nodes = self.port.nodes
         if self._added <= nodes or sum(part == _RESULT for part, _ in self._received) < nodes - 1:
             return
-        if self._adapting:
+        if self._adapting and not self._spoiled:
             self._codec.bounds = ranges.adapted(self._codec, [self._counts[node] for node in range(nodes)])
         self._finish()
 
@@ -242,14 +265,15 @@ class Gathered(Compressed):
         elements = self._codec.layout.elements
         packed = self._assembled(position, chunk, payload, self._codec.max_encoded_nbytes(elements))
         if packed is not None:
-            self._portions[position] = self._codec.unpack(packed, 0, elements)
+            self._portions[position] = None if self._spoiled else self._codec.unpack(packed, 0, elements)
             self._add_if_complete()
 
     def _add_if_complete(self) -> None:
         if len(self._portions) < self.port.nodes:
             return
-        total = self._portions.pop(0)
-        for position in range(1, self.port.nodes):
-            total = self._codec.add(total, self._portions[position])
-        self._write(total)
+        if not self._spoiled:
+            total = self._portions.pop(0)
+            for position in range(1, self.port.nodes):
+                total = self._codec.add(total, self._portions[position])
+            self._write(total)
         self._finish()

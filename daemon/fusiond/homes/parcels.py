@@ -36,7 +36,7 @@ def open_codec(codec: Codec, layout: Layout, team: Team = ALONE, remembers: bool
 def pack(codec: BucketCodec, values: Array) -> memoryview:
     """All values of a bucket as bytes of their own; changes the state of a codec that remembers."""
     if isinstance(codec, SummingBucketCodec):
-        payload = codec.pack(codec.contribute(values), 0, len(values))
+        payload = codec.pack(codec.contribute_alone(values), 0, len(values))
     else:
         payload = codec.encode(0, values)
     return memoryview(bytes(payload))

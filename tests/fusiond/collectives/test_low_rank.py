@@ -80,6 +80,25 @@ def test_nothing_is_lost() -> None:
     assert (got + residual)[:2500] == pytest.approx(given[:2500], abs=2e-3)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize(("node", "place"), [(0, 0), (1, 2450), (2, 2399)])
+def test_a_gradient_that_is_not_finite_spoils_its_step_on_all_nodes_and_no_residual(
+    bad: float, node: int, place: int
+) -> None:
+    """So does one with products that are not."""
+    job = Job(3)
+    job.step(gradients(3, 1), 1)
+    before = [codec.state_dict() for codec in job.codecs]
+    values = gradients(3, 2)
+    values[node][place] = bad
+    assert np.isnan(job.step(values, 2)).all()
+    for codec, old in zip(job.codecs, before, strict=True):
+        left = codec.state_dict()["residual/w"]
+        lost = np.abs(left - old["residual/w"]) > 1e-6
+        assert lost.sum() <= (bad == 3e38), "beside so large a number a small one is lost"
+    assert np.isfinite(job.step(gradients(3, 3), 3)).all()
+
+
 def test_far_fewer_bytes_are_sent() -> None:
     job = Job(4)
     values = gradients(4, 0)

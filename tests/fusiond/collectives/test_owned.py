@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fusion_rt import codecs
 from fusion_rt.codecs import CodecError, Layout, SelectingBucketCodec, Span
@@ -32,6 +34,8 @@ CODECS = [
     "int8(minimum=100)",
     "onebit(minimum=100)",
 ]
+MOMENTUM = 'topk(density=0.005, minimum=100, value="fp32", momentum=0.9)'
+NO_FEEDBACK = "topk(density=0.02, minimum=100, feedback=False)"
 kinds = pytest.mark.parametrize("kind", [Owned, Gathered])
 
 
@@ -63,6 +67,10 @@ class Job:
         assert len(results) == 1
         return np.frombuffer(results.pop(), self.layout.dtype.storage)
 
+    def states(self) -> list[dict[str, Array]]:
+        """What each node's codec remembers."""
+        return [codec.state_dict() for codec in self.codecs]
+
     def residual(self) -> Array:
         """The sum of all nodes' residuals, in float64."""
         total = np.zeros(self.layout.elements)
@@ -91,6 +99,66 @@ def test_nothing_is_lost(kind: Callable[..., Compressed], codec: str, nodes: int
         got += job.step(values, workers=1 + step % 2)
     assert np.allclose((got + job.residual())[INSIDE], given[INSIDE], atol=2e-4, rtol=0)
     assert not got[760:800].any()  # padding
+
+
+NOT_FINITE = [np.nan, np.inf, -np.inf]
+
+
+@kinds
+@pytest.mark.parametrize("codec", [*CODECS, MOMENTUM, "int8(minimum=100, momentum=0.9, nesterov=True)", NO_FEEDBACK])
+@settings(deadline=None, max_examples=6)
+@given(
+    nodes=st.integers(2, 3),
+    where=st.lists(st.tuples(st.integers(0, 2), st.integers(0, len(INSIDE) - 1)), min_size=1, max_size=3),
+    bad=st.sampled_from(NOT_FINITE),
+    workers=st.integers(1, 2),
+    seed=st.integers(0, 1000),
+)
+def test_a_gradient_that_is_not_finite_spoils_its_step_on_all_nodes_and_no_memory(
+    kind: Callable[..., Compressed],
+    codec: str,
+    nodes: int,
+    where: list[tuple[int, int]],
+    bad: float,
+    workers: int,
+    seed: int,
+) -> None:
+    """The result is NaN everywhere; residuals and velocities are what they were, and nothing is lost afterwards."""
+    job = Job(kind, nodes, codec)
+    given_values, got = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
+    job.steps = seed
+    for step in range(4):
+        values = gradients(nodes, seed + step)
+        before = job.states()
+        if step == 2:
+            for node, place in where:
+                values[node % nodes][INSIDE[place]] = bad
+            assert np.isnan(job.step(values, workers=workers)[INSIDE]).all()
+            for old, new in zip(before, job.states(), strict=True):
+                for key in (key for key in old if key.startswith(("residual", "velocity"))):
+                    assert np.allclose(new[key], old[key], rtol=0, atol=1e-5), key
+            continue
+        given_values += np.sum(values, axis=0, dtype=float)
+        result = job.step(values, workers=workers)
+        assert np.isfinite(result).all()
+        got += result
+    if "momentum" not in codec and "feedback" not in codec:
+        assert np.allclose((got + job.residual())[INSIDE], given_values[INSIDE], atol=2e-4, rtol=0)
+
+
+@kinds
+def test_a_sum_of_finite_gradients_that_is_not_finite_leaves_finite_residuals(kind: Callable[..., Compressed]) -> None:
+    for codec in CODECS:
+        job = Job(kind, 3, codec)
+        values = gradients(3, 1)
+        for gradient in values:
+            gradient[1000:1400] = 2e38
+        result = job.step(values)
+        assert codec.startswith("onebit") or not np.isfinite(result).all(), codec  # its means are finite
+        assert all(np.isfinite(state[key]).all() for state in job.states() for key in state), codec
+        for step in range(2):
+            job.step([np.zeros(ELEMENTS, np.float32)] * 3)
+            assert all(np.isfinite(state[key]).all() for state in job.states() for key in state), (codec, step)
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7])

@@ -12,7 +12,7 @@ import pytest
 from fusion_rt import codecs
 from fusion_rt.codecs import CodecError, SelectingBucketCodec
 from fusion_rt.codecs.selecting import Selecting
-from fusion_rt.codecs.trays import HEADER, Shape, Tray
+from fusion_rt.codecs.trays import HEADER, SPOILED, Shape, Tray
 from fusion_rt.kernels import reference
 from fusiond.collectives.base import Reducer
 from fusiond.collectives.owned import Compressed, Gathered, Owned
@@ -45,6 +45,9 @@ class Worker:
 
     def select(self, gradient: Array) -> None:
         residual, tray = self.residual, self.tray
+        finite = np.isfinite(gradient)
+        tray.verdict[0] = 0 if finite[INSIDE].all() else SPOILED
+        gradient = self.given = np.where(finite, gradient, np.float32(0))
         residual[INSIDE] += gradient[INSIDE]
         for group, words, room in zip(self.codec.rules.groups(LAYOUT), tray.groups, tray.shape.rooms, strict=True):
             inside = np.concatenate([np.arange(*r, dtype=np.int32) for r in group.ranges])
@@ -58,8 +61,10 @@ class Worker:
         tray.clear()
 
     def correct(self) -> None:
-        indices, values, self.step = self.tray.answered()
+        indices, values, self.step, undone = self.tray.answered()
         self.residual[indices] += values
+        if undone:
+            self.residual[INSIDE] -= self.given[INSIDE]
 
 
 class SelectedJob(Job):
@@ -93,6 +98,33 @@ class SelectedJob(Job):
         for worker in self.workers.values():
             total += worker.residual
         return total
+
+
+@kinds
+@pytest.mark.parametrize("positions", [(0, 1, 2), (1,)])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_gradient_that_is_not_finite_spoils_one_step_whoever_selects(
+    kind: Callable[..., Compressed], positions: Sequence[int], bad: int
+) -> None:
+    job = SelectedJob(kind, 3, CODECS[1], positions)
+    job.step(gradients(3, 1))
+    before = [worker.residual + as_array(job.codecs[at]) for at, worker in job.workers.items()]
+    values = gradients(3, 2)
+    values[bad][4000] = np.inf
+    assert np.isnan(job.step(values)).all()
+    after = [worker.residual + as_array(job.codecs[at]) for at, worker in job.workers.items()]
+    assert np.allclose(after, before, rtol=0, atol=2e-6)
+    assert np.isfinite(job.step(gradients(3, 3))).all()
+
+
+def as_array(codec: SelectingBucketCodec) -> Array:
+    """What a daemon has of a residual."""
+    if codec.corrections is None:
+        return np.zeros(ELEMENTS, np.float32)
+    indices, values = codec.corrections._pair
+    array = np.zeros(ELEMENTS, np.float32)
+    array[indices] = values
+    return array
 
 
 @kinds
