@@ -30,9 +30,19 @@ class CostModel:
         return min(largest, max(wanted, 4 * _CHUNK_STEP))
 
     def link_credit(self, largest: int) -> int:
-        """Bytes that are given to a connection on such links before some of them have been received: what they carry in
-        `_CREDIT_SECONDS`, for which the peer's event loop may be busy otherwise, but at most `largest`."""
-        return min(largest, max(int(_CREDIT_SECONDS / self.seconds_per_byte), 4 * _CHUNK_STEP))
+        """Bytes that are given to a connection on such links before some of them have been acknowledged: what they
+        carry in `_CREDIT_SECONDS`, for which the peer's event loop may be busy otherwise, and in a round trip, with a
+        quarter more because messages are acknowledged as a whole; but at most `largest`."""
+        return min(largest, self._busy_bytes + int(1.25 * 2 * self.latency / self.seconds_per_byte))
+
+    def acknowledged_bytes(self) -> int:
+        """Bytes that a node receives on such links before it acknowledges them: what they carry in a third of
+        `_CREDIT_SECONDS`, so that nobody waits for acknowledgements that come in time."""
+        return self._busy_bytes // 3
+
+    @property
+    def _busy_bytes(self) -> int:
+        return max(int(_CREDIT_SECONDS / self.seconds_per_byte), 4 * _CHUNK_STEP)
 
     def ring(self, nbytes: int, nodes: int) -> float:
         """Seconds of a ring all-reduce: 2 (N - 1) steps that move 2 n (N - 1) / N bytes."""

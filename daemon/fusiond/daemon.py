@@ -240,6 +240,10 @@ class Daemon:
     def departed(self) -> None:
         self._ending.departed()
 
+    def drop_peer(self, node: int, why: str) -> None:
+        assert self._mesh is not None
+        self._mesh.lose(node, why)
+
     def fail(self, error: str, tell_peers: bool = True) -> None:
         self._ending.fail(error, tell_peers)
 
@@ -247,6 +251,8 @@ class Daemon:
         """All local workers (where there are none: all workers) have left and come back. What was under way in the
         epoch before is nobody's any more."""
         self._engine.fail_job("its ranks have left the job")
+        if self._mesh is not None:
+            self._mesh.hurry()  # that these ranks have left is said before it is said that they are back
         self._engine = self._make_engine()
         self._losses.epoch_begins(self._membership.epoch, self._engine)
 
@@ -271,7 +277,7 @@ class Daemon:
 
         cost = self._engine.cost = CostModel(start.latency, start.seconds_per_byte)
         if self._mesh is not None:
-            self._mesh.limit(cost.link_credit(self._settings.link_credit))
+            self._mesh.limit(cost.link_credit(self._settings.link_credit), cost.acknowledged_bytes())
         if self._engine.coordinator is not None:
             self._engine.coordinator.seconds_per_byte = dict(seconds_per_byte)
         welcome = wire.Welcome(

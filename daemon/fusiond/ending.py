@@ -75,9 +75,11 @@ class Ending:
         self._loop.call_later(_FREED, _free_memory)
 
     def worker_departed(self, rank: int) -> None:
-        """A local rank takes part no longer, and all nodes hear of it."""
+        """A local rank takes part no longer, and all nodes hear of it, each when it has what is on its way to it."""
         self._engine().depart([rank])
-        self._tell_peers(wire.Departed((rank,)))
+        if self._mesh is not None:
+            for node in self._others():
+                self._mesh.send_last(node, wire.Departed((rank,)))
         self.losses.departed()
 
     def departed(self) -> None:
@@ -101,10 +103,14 @@ class Ending:
         self._loop.stop()
 
     def signalled(self, name: str) -> None:
-        """The daemon is told to stop."""
+        """The daemon is told to stop. One whose workers are done delivers first what it owes to others."""
         if not (self._membership.everyone_left or self._everyone_departed):
             self.fail(f"the daemon of host {self._host} was told to stop ({name})")
-        self._loop.stop()
+        if self._mesh is None or self.failure:
+            self._loop.stop()
+        else:
+            self._mesh.when_received(self._loop.stop)
+            self._loop.call_later(_LAST_WORDS, self._loop.stop)
 
     def stop(self, reason: str) -> None:
         """Somebody has asked for the job's end."""
@@ -187,9 +193,11 @@ class Ending:
 
     def _tell_peers(self, message: wire.PeerMessage) -> None:
         if self._mesh is not None:
-            for node in range(len(self._config.topology.hosts)):
-                if node != self._config.node:
-                    self._acting.to_node(node, message)
+            for node in self._others():
+                self._acting.to_node(node, message)
+
+    def _others(self) -> list[int]:
+        return [node for node in range(len(self._config.topology.hosts)) if node != self._config.node]
 
 
 def _free_memory() -> None:

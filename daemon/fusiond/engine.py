@@ -9,6 +9,7 @@ chunks may come before any of that and wait.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from fusiond.collectives.cost import CostModel
 from fusiond.context import Context
 from fusiond.coordination import Coordination
 from fusiond.failing import Failing
+from fusiond.flow import CreditExceeded, window_chunks
 from fusiond.home_stalls import HomeStalls
 from fusiond.homes import Homes
 from fusiond.negotiation import Coordinator
@@ -47,6 +49,7 @@ from fusiond.survey import Survey, survey
 
 _OF_COORDINATOR = wire.Verdict | wire.PlanVerdict | wire.Inquiry
 _MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them
+_MAX_EARLY_BYTES = 1 << 32  # of these chunks
 
 
 class Engine:
@@ -78,6 +81,7 @@ class Engine:
         self._epoch = epoch
         self._completed = 0
         self._completed_bytes = 0
+        self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
         self.progress = Progress(topology.ranks[node])
         context = Context(topology, node, settings, outside, self.participants, trace=trace)
         self._trace = trace
@@ -344,6 +348,11 @@ class Engine:
         nothing = not self._runs and not self._proposing.waiting and self.homes.idle
         return nothing and self._coordination.idle
 
+    @property
+    def quiet_seconds(self) -> float:
+        """For how long no operation between ranks has begun or gone on."""
+        return self._outside.clock() - max((run.since for run in self._runs.values()), default=-math.inf)
+
     def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
         """Asks all nodes who waits for whom; `everyone`: and where also those are that nobody waits for."""
         survey(self._context, self._questions, everyone, then)
@@ -405,9 +414,34 @@ class Engine:
         elif run.started:
             self._runner.receive(run, node, chunk, payload)
         else:
+            self._check_credit(run, node, len(payload))
             run.early.append((node, chunk, payload))
+            run.early_from[node] += 1
             run.peers_digest = chunk.digest
             self._agreeing.peer_has_begun(run)
+
+    def _check_credit(self, run: Run, node: int, nbytes: int) -> None:
+        """A chunk has come that has to wait; for those that wait nothing is granted.
+
+        Raises:
+            CreditExceeded: it is more than the node may send.
+        """
+        found = self._plans.find(run.key.plan, run.key.name)
+        if found is not None or not run.key.plan:
+            tuning = None if found is None else found[0].plan.tuning
+            chunk_bytes, window_bytes = self._runner.limits(tuning or wire.Tuning())
+            granted = window_chunks(window_bytes, chunk_bytes)
+            if run.early_from[node] >= granted:
+                raise CreditExceeded(f"it sent more than the {granted} messages of {run.what} that it was granted")
+        self._early_bytes += nbytes
+        if self._early_bytes > _MAX_EARLY_BYTES:
+            waiting = (len(payload) for other in self._runs.values() for _, _, payload in other.early)
+            self._early_bytes = nbytes + sum(waiting)
+            if self._early_bytes > _MAX_EARLY_BYTES:
+                raise CreditExceeded(
+                    f"{self._early_bytes} bytes of operations wait that the workers here have not reached, "
+                    f"and no more than {_MAX_EARLY_BYTES} are kept"
+                )
 
     def _may_begin(self, node: int, key: OpKey) -> bool:
         """Whether a peer may be the first to say anything about an operation here."""

@@ -14,11 +14,11 @@ from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.context import Context
 from fusiond.recording import about_key
-from fusiond.requests import NOTHING
 from fusiond.running import Run
 
 _HANDED_OVER = 256  # the latest of them that the coordinator of a new view is told
-_REMEMBERED = 1024  # failed operations kept so that late submissions and chunks meet the same error; completed ones too
+_REMEMBERED = 1024  # failed operations kept so that late submissions and chunks meet the same error
+_COMPLETED = 4096  # completed ones that are kept, because other nodes may still wait for them and ask
 
 
 class Failing:
@@ -40,7 +40,8 @@ class Failing:
         self._context = context
         self._one_less = one_less
         self._failed: OrderedDict[OpKey, str] = OrderedDict()
-        self._over: OrderedDict[OpKey, wire.Signature] = OrderedDict()  # completed here, maybe not yet elsewhere
+        # Completed here, maybe not yet elsewhere; None: the ranks here had joined, and submitted nothing.
+        self._over: OrderedDict[OpKey, wire.Signature | None] = OrderedDict()
 
     def why(self, key: OpKey) -> str:
         """Why nothing may be submitted under this key; empty if it may."""
@@ -54,14 +55,13 @@ class Failing:
         """The workers have their results."""
         if len(run.members.nodes) > 1:
             part = next(iter(run.parts.values()), None)
-            self._over[run.key] = NOTHING if part is None else part.signature
-            if len(self._over) > _REMEMBERED:
+            self._over[run.key] = None if part is None else part.signature
+            if len(self._over) > _COMPLETED:
                 self._over.popitem(last=False)
 
     def completed_as(self, key: OpKey) -> wire.Signature | None:
-        """What an operation was that completed here; None if that is not known."""
-        signature = self._over.get(key)
-        return None if signature == NOTHING else signature
+        """What ranks here submitted of an operation that completed here; None if that is nothing, or not known."""
+        return self._over.get(key)
 
     def latest(self) -> tuple[wire.OpFailed, ...]:
         """The latest operations that have failed."""

@@ -13,12 +13,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fusion_rt import wire
+from fusion_rt.errors import FusionError
 from fusion_rt.trace import NULL, Instrument
 from fusion_rt.trace_format import Kind
 from fusiond.recording import about_key
 
 BORROW_FROM = 64 * 1024  # bytes; a smaller payload is copied when it is sent, a larger one borrowed
 SendChunk = Callable[[int, wire.Chunk, bytes | memoryview], bool]
+
+
+class CreditExceeded(FusionError):
+    """A peer has sent more than it was granted."""
+
+
+def window_chunks(window_bytes: int, chunk_bytes: int) -> int:
+    """Chunks of an operation that may be under way to a peer which has granted no more credit."""
+    return max(2, window_bytes // chunk_bytes)
 
 
 class FlowPort:
@@ -57,7 +67,7 @@ class FlowPort:
         self._key = key
         self._digest = digest
         self._node_of = nodes
-        self._window = max(2, window_bytes // chunk_bytes)
+        self._window = window_chunks(window_bytes, chunk_bytes)
         self._send_chunk = send_chunk
         self._grant = grant
         self._finished = finished

@@ -11,6 +11,7 @@ from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.quoting import quoted
 from fusion_rt.topology import Topology
+from fusiond.flow import CreditExceeded
 from fusiond.live.figures import Gathering
 from fusiond.loop import EventLoop
 from fusiond.losses import Losses
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fusiond.engine import Engine
 
 _FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Inquiry, wire.Start, wire.Settled)
-_LAST_DATA = 2.0  # seconds in which what is complete on one node completes on the others
+_LAST_DATA = 2.0  # seconds without data after which what is complete on one node does not complete on the others
 _log = logging.getLogger("fusiond")
 
 
@@ -39,6 +40,9 @@ class Shell(Protocol):
 
     def departed(self) -> None:
         """Workers have left, here or elsewhere."""
+
+    def drop_peer(self, node: int, why: str) -> None:
+        """Nothing more is taken from a peer, which is lost."""
 
     def fail(self, error: str, tell_peers: bool = True) -> None:
         """The job cannot go on."""
@@ -70,6 +74,8 @@ class FromPeers:
         """A peer's message has come."""
         try:
             self._handle(node, message, payload)
+        except CreditExceeded as error:
+            self._shell.drop_peer(node, str(error))
         except Exception as error:  # whatever a message that is valid in itself leads to is its sender's fault
             why = str(error) if isinstance(error, FusionError) else quoted(traceback.format_exc())
             host = self._topology.hosts[node]
@@ -110,7 +116,12 @@ class FromPeers:
             self._shell.current_engine().peer_message(node, message, payload)
 
     def _end_epoch_before(self, epoch: int, node: int) -> None:
-        """Whoever still waits for something in an epoch that a node has left behind waits in vain."""
+        """Whoever still waits for something in an epoch that a node has left behind waits in vain, unless data still
+        comes, from that node or through others."""
         if epoch > self._membership.epoch:
+            quiet = self._shell.current_engine().quiet_seconds
+            if quiet < _LAST_DATA:
+                self._loop.call_later(_LAST_DATA - quiet, partial(self._end_epoch_before, epoch, node))
+                return
             ranks = self._topology.describe(self._topology.ranks[node])
             self._shell.current_engine().end(f"{ranks} left the job")

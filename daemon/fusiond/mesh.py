@@ -120,6 +120,7 @@ class Mesh:
                 incoming = [Incoming() for _ in range(1 + self._settings.connections)]
                 sending = Sending(self._settings.link_credit)
                 peer = Peer(endpoint.node, hosts[endpoint.node], endpoint, self._suspicion(), incoming, sending)
+                peer.limit(self._settings.link_credit, delivery.ACK_BYTES)
                 sending.posted = partial(self._posted, peer)
                 self._peers[endpoint.node] = peer
                 self._add_link(peer, 0)
@@ -133,10 +134,14 @@ class Mesh:
         self._loop.call_every(self._settings.heartbeat_interval, self._beat)
         self._loop.call_every(self._look_every, self._look)
 
-    def limit(self, credit: int) -> None:
-        """From now on, so many bytes may be under way on each payload connection (0: any number)."""
+    def limit(self, credit: int, acknowledged: int) -> None:
+        """From now on, so many bytes may be under way on each payload connection (0: any number), and so many are
+        received before they are acknowledged, at most."""
         for peer in self._peers.values():
-            peer.limit(credit)
+            peer.limit(credit, acknowledged)
+            peer.sending.go_on()
+            if peer.owes_much:
+                self.acknowledge(peer)
 
     def send(self, node: int, message: wire.PeerMessage) -> None:
         """Sends a control message; one to a lost peer is dropped, since everybody has been told of the loss.
@@ -148,6 +153,30 @@ class Mesh:
             return
         link = peer.control
         link.post(peer.control_frame(link.out.serial + 1, wire.encode(message)))
+
+    def send_last(self, node: int, message: wire.PeerMessage) -> None:
+        """Sends a control message once the peer has received all payloads that were sent to it before."""
+        if node in self._peers:
+            self._peers[node].sending.when_received(lambda: self.send(node, message))
+
+    def when_received(self, then: Callable[[], None]) -> None:
+        """Calls back once all peers, but those that are lost, have received all payloads that were sent so far."""
+        waiting = {peer.node for peer in self._peers.values() if not peer.lost}
+
+        def received(node: int) -> None:
+            waiting.discard(node)
+            if not waiting:
+                then()
+
+        if not waiting:
+            then()
+        for node in tuple(waiting):
+            self._peers[node].sending.when_received(partial(received, node))
+
+    def hurry(self) -> None:
+        """Waits no longer for payloads before it sends what was to be sent after them."""
+        for peer in self._peers.values():
+            peer.sending.hurry()
 
     def send_payload(
         self,
@@ -226,6 +255,8 @@ class Mesh:
         if link.number:
             link.send(_GREETING, b"")
             peer.sending.go_on()
+        elif link.down_since is not None:  # acknowledgements may have been lost with the connection
+            self.acknowledge(peer)
         if link.down_since is not None:
             self._trace.record(Kind.FOUND, link.name, peer=peer.node)
             peer.came_back(link, self._awake() - link.down_since)

@@ -80,11 +80,12 @@ class Peer:
             self.sending.links.append(link)
         self.slowness.append(Slowness(max(_SLOW, 3 * heartbeat_interval), now))
 
-    def limit(self, credit: int) -> None:
-        """So many bytes may be under way on each payload connection; the peer is taken to do the same, and so to wait
-        for acknowledgements that come in time."""
+    def limit(self, credit: int, acknowledged: int) -> None:
+        """So many bytes may be under way on each payload connection (0: any number), and so many are received before
+        they are acknowledged, at most. The peer does the same: each counts on what the other acknowledges."""
         self.sending.credit = credit
-        self.owes_from = min(delivery.ACK_BYTES, credit // 3) if credit else delivery.ACK_BYTES
+        self.owes_from = min(delivery.ACK_BYTES, acknowledged, credit // 3 if credit else delivery.ACK_BYTES)
+        self.sending.unacknowledged = self.owes_from
 
     def control_frame(self, serial: int, message: bytes) -> bytes:
         """A control message to it, which carries all acknowledgements that it is owed."""
@@ -93,9 +94,15 @@ class Peer:
         return delivery.control_head(serial, [incoming.received for incoming in self.incoming]) + message
 
     def owes(self, nbytes: int) -> bool:
-        """A message of that size has come from it: whether it is to be told so, if no other message tells it."""
+        """A message of that size, with its frames, has come from it: whether it is to be told so, if no other message
+        tells it."""
         self.owed += 1
         self.owed_bytes += nbytes
+        return self.owes_much
+
+    @property
+    def owes_much(self) -> bool:
+        """Whether it is to be told what has come from it, since it may wait for that."""
         return self.owed >= delivery.ACK_MESSAGES or self.owed_bytes >= self.owes_from
 
     def overdue(self, now: float, most: float) -> str:

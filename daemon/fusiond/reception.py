@@ -170,7 +170,7 @@ class Reception:
             self._handler.lose(peer.node, str(error))
             return
         payload = rest[0].buffer
-        due = peer.owes(len(payload))
+        due = peer.owes(len(frame.buffer) + len(payload))
         self._handler.payload_message(peer, message, payload, peer.number_of(serial, holder.number))
         if due and peer.owed:
             self._handler.acknowledge(peer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,7 +85,7 @@ class Run:
         peers_digest: the one that came from peers, when nothing has come from local members.
         shared: the result that goes to workers in messages.
         answer: what workers are told about an operation without data.
-        early: chunks that came before it could start, with their sender's node.
+        early: chunks that came before it could start, with their sender's node; `early_from`: how many of each node.
         disputed: it cannot start here: submissions or a peer's data do not fit.
         inquired: when the coordinator was last asked what is wrong (s).
         heard: when a chunk last came from a node (s).
@@ -107,6 +107,7 @@ class Run:
     shared: Array | None = None
     answer: tuple[int, ...] = ()
     early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
+    early_from: Counter[int] = field(default_factory=Counter)
     disputed: bool = False
     inquired: float = -math.inf
     heard: dict[int, float] = field(default_factory=dict)
@@ -220,6 +221,12 @@ class Runner:
         """Whether no kernel has to be compiled for a small all-reduce."""
         return self._kernels_for(recipe.reducer, recipe.layout.elements) is None
 
+    def limits(self, tuning: wire.Tuning) -> tuple[int, int]:
+        """Bytes of the largest chunk, and those that may be under way to a peer."""
+        settings = self._settings
+        chunk_bytes = min(tuning.chunk_bytes or self.cost.chunk_bytes(settings.chunk_bytes), settings.chunk_bytes)
+        return chunk_bytes, tuning.window_bytes or settings.window_bytes
+
     def reduce_at_once(self, run: Run, recipe: Recipe) -> None:
         """A small all-reduce of workers of this node: nothing to exchange, and no thread that would be faster."""
         local = run.local()
@@ -286,14 +293,15 @@ class Runner:
             tuning: of its plan.
         """
         settings, tuning = self._settings, tuning or wire.Tuning()
+        chunk_bytes, window_bytes = self.limits(tuning)
         urgency = run.urgency
         run.port = FlowPort(
             run.key,
             run.digest,
             run.members.nodes,
             self._node,
-            min(tuning.chunk_bytes or self.cost.chunk_bytes(settings.chunk_bytes), settings.chunk_bytes),
-            tuning.window_bytes or settings.window_bytes,
+            chunk_bytes,
+            window_bytes,
             lambda node, chunk, payload: self._outside.send_chunk(node, chunk, payload, urgency),
             lambda node, chunks: self._outside.to_node(node, wire.Credit(run.key, chunks)),
             lambda: self._exchange_finished(run),

@@ -54,11 +54,28 @@ class _Message:
         self.gone = False
 
 
+class _After:
+    """Something to be done when messages are received.
+
+    Attributes:
+        number: of the last of them.
+        serials: what has to be acknowledged on each connection, once all of them have left.
+    """
+
+    __slots__ = ("number", "serials", "then")
+
+    def __init__(self, number: int, then: Callable[[], None]) -> None:
+        self.number = number
+        self.then = then
+        self.serials: list[tuple[Outgoing, int]] = []
+
+
 class Sending:
     """Payloads on their way to one peer.
 
     Attributes:
         credit: bytes that may be under way on each connection; 0: any number, in the order of `send`.
+        unacknowledged: the peer acknowledges what it has received when that is so many bytes, or more, at the latest.
         posted: called with a message's `about` and the connection that it was given to, when it was.
         links: its payload connections.
         nbytes: of messages and payloads that wait here.
@@ -71,12 +88,14 @@ class Sending:
         self.nbytes = 0
         self.overtaken = 0
         self.credit = credit
+        self.unacknowledged = credit // 3
         self._copied = 0
         self._waiting = 0
         self._numbers = 0
         self._left = 0
         self._by_urgency: list[tuple[int, int, _Message]] = []
         self._by_age: deque[_Message] = deque()
+        self._after: deque[_After] = deque()
 
     def __len__(self) -> int:
         """Messages that wait."""
@@ -103,6 +122,28 @@ class Sending:
 
     def go_on(self) -> None:
         """To be called when a connection stands, or something was acknowledged: sends what may leave now."""
+        self._send_waiting()
+        while self._after and self._is_received(self._after[0]):
+            self._after.popleft().then()
+
+    def when_received(self, then: Callable[[], None]) -> None:
+        """Calls back once the peer has received all messages that were sent so far; at once if it has."""
+        self._after.append(_After(self._numbers, then))
+        self.go_on()
+
+    def hurry(self) -> None:
+        """Calls back now where that was to happen once messages are received."""
+        while self._after:
+            self._after.popleft().then()
+
+    def _is_received(self, after: _After) -> bool:
+        if not after.serials:
+            if self._waiting and self._oldest().number <= after.number:
+                return False
+            after.serials = [(link.out, link.out.serial) for link in self.links]
+        return all(out.acknowledged >= serial for out, serial in after.serials)
+
+    def _send_waiting(self) -> None:
         while self._waiting:
             oldest = self._oldest()
             turn = self.credit == 0 or (self._left + 1) % _TURNS == 0
@@ -119,12 +160,14 @@ class Sending:
         """Hands over everything, because this node leaves."""
         self.credit = 0
         self.go_on()
+        self.hurry()
 
     def forget(self) -> None:
-        """The peer is lost: nothing will be sent."""
+        """The peer is lost: nothing will be sent, and nothing is waited for."""
         self._by_urgency.clear()
         self._by_age.clear()
         self._waiting = self.nbytes = self._copied = 0
+        self.hurry()
 
     def _link_for(self, message: _Message) -> PayloadLink | None:
         """The connection with the least under way; None if none stands that has room."""
@@ -135,7 +178,10 @@ class Sending:
         if best is None or not self.credit:
             return best
         out = best.out
-        return best if len(out) < _AT_LEAST or out.nbytes + message.nbytes <= self.credit else None
+        # The peer may have received fewer than `unacknowledged` bytes and not say so: who waited for that would wait
+        # until something else makes it speak.
+        waits = len(out) >= _AT_LEAST and out.nbytes >= self.unacknowledged
+        return None if waits and out.nbytes + message.nbytes > self.credit else best
 
     def _oldest(self) -> _Message:
         while self._by_age[0].gone:

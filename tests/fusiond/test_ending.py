@@ -59,6 +59,12 @@ class World:
     def to_node(self, node: int, message: wire.PeerMessage) -> None:
         self.sent.append((node, message))
 
+    def send_last(self, node: int, message: wire.PeerMessage) -> None:
+        self.sent.append((node, message))
+
+    def when_received(self, then: Callable[[], None]) -> None:
+        self.delivered = then
+
     def lose(self, node: int, why: str) -> None:
         self.lost.append((node, why))
 
@@ -109,6 +115,17 @@ def test_an_unattended_daemon_ends_with_the_last_worker() -> None:
     world.leave(1)
     assert world.has_stopped()
     assert world.ending.exit_code == 0
+
+
+def test_a_daemon_that_is_told_to_stop_delivers_first_when_its_workers_are_done() -> None:
+    world = World(TWO)
+    world.leave(0)
+    world.leave(1)
+    world.ending.signalled("SIGTERM")
+    assert not world.has_stopped()
+    world.delivered()
+    assert world.has_stopped()
+    assert not world.ending.failure
 
 
 def test_an_unattended_daemon_stays_as_long_as_workers_may_return() -> None:

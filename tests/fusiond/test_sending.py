@@ -23,15 +23,16 @@ class Line:
         self.number = number
         self.out = Outgoing()
         self.stands = True
-        self.most = 0  # bytes that were under way at once, of more than two messages
+        self.most = 0  # bytes under way at once, of more than two messages and more than the peer may keep to itself
         self.sent: list[bytes] = []  # handed over, in order
         self.received: list[bytes] = []
         self._incoming = Incoming()
 
     def post(self, frame: bytes, payload: bytes | memoryview, borrowed: bool) -> None:
+        more = len(self.out) >= 2 and self.out.nbytes >= CREDIT // 3
         self.out.add(frame, payload, borrowed)
         self.sent.append(bytes(payload))
-        if len(self.out) > 2:
+        if more:
             self.most = max(self.most, self.out.nbytes)
 
     def receive(self, count: int = 1) -> None:
@@ -105,6 +106,44 @@ def test_a_message_that_is_larger_than_the_credit_leaves_while_one_is_under_way(
     line.receive()
     queue.go_on()
     assert names(line.sent) == ["first", "second", "third"]
+
+
+def test_a_large_message_does_not_wait_for_small_ones_that_nobody_acknowledges() -> None:
+    """The peer acknowledges a third of the credit, or what it would have to."""
+    line = Line()
+    queue = sending(line)
+    for name, nbytes in (("small 0", 100), ("small 1", 100), ("large", 900), ("next", 900)):
+        give(queue, name, nbytes=nbytes)
+    assert names(line.sent) == ["small 0", "small 1", "large"]
+
+
+def test_something_is_told_once_all_before_it_was_received_and_waits_for_nothing_else() -> None:
+    lines = Line(1), Line(2)
+    queue = sending(*lines)
+    told: list[str] = []
+    queue.when_received(lambda: told.append("nothing to wait for"))
+    for number in range(6):
+        give(queue, str(number))
+    queue.when_received(lambda: told.append("six"))
+    while "six" not in told:
+        assert told == ["nothing to wait for"]
+        give(queue, "more urgent", urgency=1)
+        for line in lines:
+            line.receive()
+        queue.go_on()
+    received = names(lines[0].received + lines[1].received)
+    assert {str(number) for number in range(6)} <= set(received)
+    assert len(queue) or any(line.out for line in lines)  # what came later is not waited for
+
+
+def test_whoever_hurries_or_loses_the_peer_waits_for_nothing() -> None:
+    for end in (Sending.hurry, Sending.flush, Sending.forget):
+        queue, told = sending(Line()), []
+        give(queue, "under way")
+        queue.when_received(lambda told=told: told.append("now"))  # type: ignore[misc]
+        assert told == []
+        end(queue)
+        assert told == ["now"]
 
 
 def test_without_credit_nothing_waits_and_nothing_overtakes() -> None:
