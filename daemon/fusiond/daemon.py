@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fusiond")
 _PLANS = 5.0  # seconds between records of the plans in force
+_PATIENCE = 3  # workers wait so many times as long for this daemon as its peers do, who know better
 _TICK = 1.0  # seconds between looks at what has waited too long
 
 
@@ -288,6 +289,7 @@ class Daemon:
             self._settings.compression,
             self._membership.epoch,
             *((start.latency, start.seconds_per_byte) if self._mesh is not None else (0.0, 0.0)),
+            patience=_PATIENCE * self._settings.heartbeat_timeout,
         )
         for link in self._links.values():
             self._workers.send(link, welcome)

@@ -91,6 +91,8 @@ class LocalRanks:
     def worker_message(self, rank: int, link: WorkerLink, message: wire.WorkerMessage) -> None:
         if isinstance(message, wire.Bye):
             self._said_bye(rank, message.error)
+        elif isinstance(message, wire.Ping):
+            self._acting.workers.send(link, wire.Pong())
         elif isinstance(message, (wire.StartTimeline, wire.StopTimeline)):
             self._asked_for_timeline(rank, message)
         else:

@@ -2,13 +2,18 @@
 
 There is no thread: whoever waits reads the socket, for itself and for every other thread that waits. A message that
 completes an operation costs one `recv`, and a worker that computes costs nothing.
+
+The socket has time-outs, so that who waits looks up twice a second: whether the channel has failed meanwhile, and
+whether the daemon is silent for too long. Where nothing comes, it is asked (`wire.Ping`), and what it answers counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
+import struct
 import threading
 
 from fusion_rt import local, wire
@@ -21,6 +26,8 @@ from fusion_rt.trace_format import Kind
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _DONTWAIT = int(socket.MSG_DONTWAIT)
+_LOOK = 0.5  # seconds
+_TIMEVAL = struct.pack("ll", 0, int(_LOOK * 1e6))
 _WAIT_BEGIN, _WAIT_END, _DONE = int(Kind.WAIT_BEGIN), int(Kind.WAIT_END), int(Kind.DONE)
 
 
@@ -35,6 +42,7 @@ class Channel:
         socket: the connection.
         failure: why the job is over for this worker, or None.
         reading: a thread reads the socket.
+        patience: seconds without an answer after which the daemon is taken for stuck; 0: never.
         trace: what is done here is recorded there.
     """
 
@@ -42,6 +50,7 @@ class Channel:
         self.socket = sock
         self.failure: str | None = None
         self.reading = False
+        self.patience = 0.0
         self.trace: Instrument = NULL
         self._rank = rank
         self._operations: dict[int, Operation] = {}
@@ -49,6 +58,9 @@ class Channel:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting = 0  # threads that another one reads for
+        self._silent = 0.0  # seconds for which somebody has waited, and nothing has come
+        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, limit, _TIMEVAL)
 
     def begin(self, name: str) -> Operation:
         """An operation that its caller is about to ask for.
@@ -66,14 +78,24 @@ class Channel:
         """Sends a message; threads may send side by side, since a packet is sent as a whole.
 
         Raises:
-            HorovodInternalError: the daemon is gone.
+            HorovodInternalError: the daemon is gone, or takes nothing any more.
         """
-        try:
-            packet.send(self.socket)
-        except (BrokenPipeError, ConnectionError):
-            packet.close()
-            self.read_available()  # the reason may stand in what the daemon sent last
-            self.fail(joining.lost(self._rank))
+        waited = 0.0
+        while True:
+            try:
+                packet.send(self.socket)
+            except BlockingIOError:  # it has not read what was sent before
+                waited += _LOOK
+                if self.failure is None and not (self.patience and waited >= self.patience):
+                    continue
+                packet.close()
+                self._fail_as_silent()
+            except (BrokenPipeError, ConnectionError):
+                packet.close()
+                self.read_available()  # the reason may stand in what the daemon sent last
+                self.fail(joining.lost(self._rank))
+            else:
+                return
             raise HorovodInternalError(self.failure) from None
 
     def poll(self, operation: Operation) -> bool:
@@ -119,6 +141,14 @@ class Channel:
                 operation.release()
             operation.done = True
         self._operations.clear()
+        self._wake()
+
+    def leave(self, message: str) -> None:
+        """Fails with this message, and waits until no other thread reads the socket, which may be used again."""
+        self.fail(message)
+        if self._lock.acquire(timeout=_LOOK):  # not for ever: this may be a signal's handler, and the thread that reads
+            self._changed.wait_for(lambda: not self.reading, 2 * _LOOK)
+            self._lock.release()
 
     def close(self) -> None:
         """Ends the connection."""
@@ -147,7 +177,8 @@ class Channel:
                 self.reading = True
             try:
                 while not operation.done:
-                    self._read_one(0)
+                    if not self._read_one(0):
+                        self._heard_nothing()
             finally:
                 self._stop_reading()
 
@@ -156,6 +187,26 @@ class Channel:
             self.reading = False
             self._changed.notify_all()
 
+    def _heard_nothing(self) -> None:
+        """Nothing has come for another while."""
+        if not self.patience:
+            return
+        before, self._silent = self._silent, self._silent + _LOOK
+        if self._silent >= self.patience:
+            self._fail_as_silent()
+        elif before < self.patience / 3 <= self._silent:
+            with contextlib.suppress(OSError):  # full, or gone: then nothing will come
+                self.socket.send(wire.encode(wire.Ping()), _DONTWAIT)
+
+    def _fail_as_silent(self) -> None:
+        self.fail(joining.silent(self._rank, local.peer_credentials(self.socket)[0], self.patience))
+
+    def _wake(self) -> None:
+        """Whoever waits looks whether its operation has ended."""
+        if self._lock.acquire(timeout=_LOOK):  # not for ever, as in `leave`
+            self._changed.notify_all()
+            self._lock.release()
+
     def _read_one(self, flags: int) -> bool:
         try:
             data, fd = local.receive(self.socket, flags)
@@ -163,6 +214,7 @@ class Channel:
             return False
         except OSError:
             data, fd = b"", -1
+        self._silent = 0.0
         if not data:
             self.fail(joining.lost(self._rank))
             return False
@@ -173,9 +225,17 @@ class Channel:
         if isinstance(message, wire.JobFailed):
             self.fail(message.message)
             return
+        if isinstance(message, wire.Pong):
+            return
         if isinstance(message, (wire.Welcome, wire.Status)):
             raise FusionError(f"the daemon sent {type(message).__name__}, which nobody asked for")
-        operation = self._operations.pop(message.handle)
+        operation = self._operations.pop(message.handle, None)
+        if operation is None:
+            if fd >= 0:
+                os.close(fd)
+            if self.failure is None:
+                raise FusionError(f"the daemon answered operation {message.handle}, which is not under way")
+            return  # the operation has failed meanwhile
         if operation.release is not None:
             operation.release()
         if isinstance(message, wire.Done):

@@ -69,6 +69,7 @@ class Client:
         except BaseException:
             sock.close()
             raise
+        self.channel.patience = self.welcome.patience
         self._clocks = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)
         self.topology: Topology = self.welcome.topology
         self.process_sets = {GLOBAL_SET: ProcessSet(GLOBAL_SET, tuple(range(self.topology.size)))}
@@ -311,7 +312,7 @@ class Client:
                 self._send(wire.Bye(error))
             except (HorovodInternalError, OSError):
                 returnable = False  # the daemon is gone already, and so there is nobody to tell
-        self.channel.fail("fusion_rt has been shut down on this rank")
+        self.channel.leave("fusion_rt has been shut down on this rank")
         self.arena.close()
         return returnable
 

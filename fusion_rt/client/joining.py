@@ -76,6 +76,13 @@ def await_welcome(sock: socket.socket, rank: int, timeout: float, skip_answers: 
                 raise FusionError(f"the daemon answered Hello with {type(message).__name__}")
 
 
+def silent(rank: int, pid: int, seconds: float) -> str:
+    """What this worker says when the daemon has not answered for so long."""
+    host = socket.gethostname()
+    return (f"the daemon of rank {rank}'s node (host {host}, pid {pid}) has not answered for {seconds:g} s: it is "
+            "stopped (SIGSTOP, a debugger) or stuck; see its log (`fusiond logs`)")  # fmt: skip
+
+
 def lost(rank: int) -> str:
     """What this worker says when the connection has ended."""
     host = socket.gethostname()

@@ -13,7 +13,7 @@ as exactly as float32 multiplies and adds up. `warm_start` begins a step with th
 is the power iteration; directions in which there was nothing are drawn anew. Whatever is no matrix, small, excluded, or
 not at least twice as large as its factors travels whole, with P, and leaves no residual.
 
-Everything that follows from sums is computed alike on all nodes, bit by bit. A gradient in which anything is not finite,
+Everything that follows from sums is computed alike on all nodes, bit by bit. A gradient with anything not finite in it,
 or so large that a product may not be, makes that node's factors NaN, and so their sum: all nodes see that, and undo the
 step. Momentum correction makes no sense here: an optimizer applies its momentum to the result (there:
 "post-compression momentum").

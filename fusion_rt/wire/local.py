@@ -151,6 +151,10 @@ class StopTimeline(msgspec.Struct, tag="no_timeline", array_like=True):
     handle: Count
 
 
+class Ping(msgspec.Struct, tag="ping", array_like=True):
+    """A worker that waits asks whether the daemon is alive; answered with `Pong`."""
+
+
 class Bye(msgspec.Struct, tag="bye", array_like=True):
     """The worker leaves. It may come back with another `Hello` on the same connection.
 
@@ -199,8 +203,8 @@ class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
 ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 WorkerMessage: TypeAlias = (
     Hello | AddSegment | DropSegment | Submit | Propose | Ready | SaveState | LoadState | CompressionRequest
-    | StalenessRequest | StartTimeline | StopTimeline | Bye | StatusRequest | StopRequest | HangRequest | JobRequest
-    | JobRingsRequest | JobRingRequest
+    | StalenessRequest | StartTimeline | StopTimeline | Ping | Bye | StatusRequest | StopRequest | HangRequest
+    | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip
 
 # --- daemon to worker -------------------------------------------------------------------------------------------------
@@ -208,7 +212,8 @@ WorkerMessage: TypeAlias = (
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """Every process of the job is up; answers `Hello`. `epoch`: how often all of them have left and come back.
-    `latency` (s) and `seconds_per_byte`: of the worst link between nodes; 0 where there is none."""
+    `latency` (s) and `seconds_per_byte`: of the worst link between nodes; 0 where there is none. `patience`: seconds
+    without an answer after which a worker that waits takes the daemon for stuck; 0: never."""
 
     topology: Topology
     node: Count
@@ -218,6 +223,11 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     epoch: Count = 0
     latency: float = 0.0
     seconds_per_byte: float = 0.0
+    patience: float = 0.0
+
+
+class Pong(msgspec.Struct, tag="pong", array_like=True):
+    """The daemon is alive."""
 
 
 class Done(msgspec.Struct, tag="done", array_like=True):
@@ -261,4 +271,4 @@ class Status(msgspec.Struct, tag="statistics", array_like=True):
     json: Text
 
 
-DaemonMessage: TypeAlias = Welcome | Done | Planned | Failed | JobFailed | Status
+DaemonMessage: TypeAlias = Welcome | Pong | Done | Planned | Failed | JobFailed | Status

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 
+import msgspec
 import pytest
 
 from fusion_rt import wire
@@ -105,3 +107,62 @@ def test_a_thread_is_woken_when_another_one_reads_its_answer(daemon: Daemon, cli
     assert threads[0].is_alive()
     daemon.send(wire.Done(other.handle, bytes(8)))
     threads[0].join(TIMEOUT_S)
+
+
+def test_every_thread_that_waits_hears_that_the_client_has_left(daemon: Daemon, client: Client) -> None:
+    """The one that reads the socket, and the one that waits for that one."""
+    operations = [client.submit(name, SUM, inline=bytes(8)) for name in "ab"]
+    errors: list[str] = []
+    threads = [threading.Thread(target=lambda o=o: errors.append(failure(client, o))) for o in operations]
+    for thread in threads:
+        thread.start()
+    while not (client.channel.reading and client.channel._waiting):
+        time.sleep(0)
+    client.leave()
+    assert not client.channel.reading, "nobody may take what the daemon says to the next client on this connection"
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert errors == ["fusion_rt has been shut down on this rank"] * 2
+
+
+def test_an_answer_to_an_operation_that_has_failed_meanwhile_is_dropped(daemon: Daemon, client: Client) -> None:
+    operation = client.submit("x", SUM, inline=bytes(8))
+    client.channel.fail("over")
+    segment = Segment.create(8192)
+    before = len(os.listdir("/proc/self/fd"))
+    daemon.send(wire.Done(operation.handle, None, (1, 1), 8192), os.dup(segment.fd))
+    client.channel.read_available()
+    assert len(os.listdir("/proc/self/fd")) == before
+    segment.close()
+
+
+def test_a_daemon_that_answers_is_waited_for_however_long_it_takes(daemon: Daemon) -> None:
+    client = daemon.connect(msgspec.structs.replace(WELCOME, patience=1.5))
+    operation = client.submit("x", SUM, inline=bytes(8))
+    waiting = threading.Thread(target=client.wait, args=(operation,))
+    waiting.start()
+    assert isinstance(daemon.receive(), wire.Submit)
+    for _ in range(3):
+        assert daemon.receive() == wire.Ping()
+        daemon.send(wire.Pong())
+    daemon.send(wire.Done(operation.handle, bytes(8)))
+    waiting.join(TIMEOUT_S)
+    assert operation.error is None
+    client.close()
+
+
+def test_a_daemon_that_does_not_answer_is_given_up_by_who_waits_and_by_who_sends(daemon: Daemon) -> None:
+    client = daemon.connect(msgspec.structs.replace(WELCOME, patience=1.0))
+    sentence = f"the daemon of rank 1's node .*, pid {os.getpid()}. has not answered for 1 s: it is stopped"
+    assert re.match(sentence, failure(client, client.submit("x", SUM, inline=bytes(8))))
+    client.close()
+    daemon.sock.close()
+    client = daemon.connect(msgspec.structs.replace(WELCOME, patience=1.0))
+
+    def fill() -> None:
+        while True:  # until there is no room for more
+            client.submit(None, SUM, inline=bytes(8))
+
+    with pytest.raises(HorovodInternalError, match=sentence):
+        fill()
+    client.close()

@@ -149,3 +149,22 @@ def test_clocks_that_differ_by_days_disturb_nobody(daemons: MakeDaemons) -> None
     workers.stop()
     assert (workers.errors, workers.wrong) == ({}, [])
     assert job.status()["mesh"]["peers"][0]["silent_seconds"] < 100
+
+
+def test_workers_of_one_host_give_a_stopped_daemon_up_and_wait_for_one_that_goes_on(daemons: MakeDaemons) -> None:
+    job = daemons(2, FUSION_HEARTBEAT_TIMEOUT="1s").start()  # workers have three times as much patience
+    clients = job.join()
+    workers = Workers(clients, LARGE, range(2))
+    workers.go_on()
+    with nemesis.stopped(job.processes[0]):
+        wait(lambda: all(client.channel._silent > 1 for client in clients.values()), "both have asked")
+    workers.go_on()
+    assert (workers.errors, workers.wrong) == ({}, [])
+    with nemesis.stopped(job.processes[0]):
+        workers.join()
+    for rank, error in workers.errors.items():
+        pid = job.processes[0].pid
+        assert re.match(
+            f"the daemon of rank {rank}'s node .*, pid {pid}. has not answered for 3 s: it is stopped", error
+        )
+    assert workers.wrong == []
