@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
-import socketserver
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from fusion_rt.address import is_loopback
 from fusion_rt.errors import FusionError
+from fusion_rt.http_server import Request, Server, response
 from fusion_rt.launchers import kvstore
-from fusion_rt.launchers.kvstore import IDENTITY, left, read_message, show
-from fusion_rt.launchers.meeting import Place
+from fusion_rt.launchers.kvstore import IDENTITY, show
 
-_MAX_REQUESTS = 64  # served at a time; the next ones wait
+_BACKLOG = 128
+_MAX_PUT = 64 * 1024  # bytes of a value from the network; rank 0's own, the longest ones, do not come that way
 
 
 class HttpServer:
@@ -49,13 +49,9 @@ class HttpServer:
         self._lock = threading.Lock()
         self._admits = admits
         self._max_keys = max_keys
-        self._server = _listen(hosts, ports, self)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_address[1])
+        listener = _listen(hosts, ports)
+        self.port: int = listener.getsockname()[1]
+        self._server = Server(listener, self._answer, kvstore.REQUEST_S, _MAX_PUT, expected=max_keys)
 
     @property
     def where(self) -> str:
@@ -77,68 +73,34 @@ class HttpServer:
         """Nothing: the store ends with this process's use of it."""
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._server.close()
 
-    def answer(self, method: str, key: str, value: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer to a request from the network."""
-        if method == "GET":
+    def _answer(self, request: Request) -> bytes:
+        """The answer to a request from the network."""
+        key = request.target[1:]
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,200}/[A-Za-z0-9_.-]{1,200}", key):
+            return response("400 Bad Request")
+        if request.method == "GET":
             found = self.get(key)
-            return (404, b"") if found is None else (200, found)
-        if method != "PUT" or key.endswith(f"/{IDENTITY}") or not self._admits(key, value):
-            return 403, b""
+            return response("404 Not Found") if found is None else response("200 OK", found)
+        if request.method != "PUT" or key.endswith(f"/{IDENTITY}") or not self._admits(key, request.body):
+            return response("403 Forbidden")
         with self._lock:
             if key not in self._values and len(self._values) > self._max_keys:
-                return 403, b""
-            self._values[key] = value
-        return 200, b""
+                return response("403 Forbidden")
+            self._values[key] = request.body
+        return response("200 OK")
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def __init__(self, family: socket.AddressFamily, address: Place, store: HttpServer) -> None:
-        self.address_family = family
-        self.store = store
-        self.slots = threading.BoundedSemaphore(_MAX_REQUESTS)
-        super().__init__(address, _Handler)
-
-    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        self.slots.acquire()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
-        super().shutdown_request(request)
-        self.slots.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing: whatever goes wrong with a request is its sender's affair."""
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        deadline = time.monotonic() + kvstore.REQUEST_S
-        start, value = read_message(self.request, deadline)
-        match = re.fullmatch(r"([A-Z]{1,10}) /([A-Za-z0-9_.-]{1,200}/[A-Za-z0-9_.-]{1,200}) HTTP/1\.[01]", start)
-        assert isinstance(self.server, _Server)
-        status, body = self.server.store.answer(match[1], match[2], value) if match else (400, b"")
-        head = f"HTTP/1.0 {status} -\r\nContent-Length: {len(body)}\r\n\r\n"
-        self.request.settimeout(left(deadline))
-        self.request.sendall(head.encode() + body)
-
-
-def _listen(hosts: Sequence[str], ports: Sequence[int], store: HttpServer) -> _Server:
+def _listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
     problem = "it was given no port"
     for port in ports:
         for family, address in _listening_addresses(hosts):
             try:
-                return _Server(family, (address, port), store)
+                both = address == "::" and socket.has_dualstack_ipv6()
+                return socket.create_server((address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
             except OSError as error:
-                problem = f"{show((address or '*', port))}: {error.strerror}"
+                problem = f"{show((address or '*', port))}: {os.strerror(error.errno or 0)}"
     raise FusionError(f"rank 0 cannot serve the rendezvous of its job ({problem}); set MASTER_PORT to a free port of "
                       "its host, the same on all hosts")  # fmt: skip
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fusion_rt.errors import WireError
+from fusion_rt.http_server import split_message
 from fusion_rt.launchers.meeting import Place
 
 MAX_VALUE = 1024 * 1024  # bytes
-_MAX_HEAD = 16 * 1024  # bytes of a request's or an answer's lines before its body
 _PIECE = 64 * 1024  # bytes read at a time
 REQUEST_S = 3.0  # for one request, connecting included
 IDENTITY = "identity"  # the key under which a store says whose it is
@@ -115,7 +115,7 @@ def _request(place: Place, method: str, key: str, value: bytes = b"") -> tuple[i
     deadline = time.monotonic() + REQUEST_S
     with socket.create_connection(place, REQUEST_S) as connection:
         head = f"{method} /{key} HTTP/1.0\r\nHost: {place[0]}\r\nContent-Length: {len(value)}\r\n\r\n"
-        connection.settimeout(left(deadline))
+        connection.settimeout(_left(deadline))
         connection.sendall(head.encode("ascii", "replace") + value)
         start, body = read_message(connection, deadline)
     match = re.fullmatch(r"HTTP/1\.[01] ([0-9]{3})( .*)?", start)
@@ -125,40 +125,28 @@ def _request(place: Place, method: str, key: str, value: bytes = b"") -> tuple[i
 
 
 def read_message(connection: socket.socket, deadline: float) -> tuple[str, bytes]:
-    """First line and body of a request or an answer.
+    """First line and body of an answer.
 
     Raises:
         OSError: it did not come in time.
         WireError: it is longer than allowed, or cut short.
     """
     data = b""
-    while b"\r\n\r\n" not in data:
+    while (found := split_message(data, MAX_VALUE)) is None:
         data += _read(connection, deadline)
-        if len(data) > _MAX_HEAD + _PIECE:
-            raise WireError("the lines before the body have no end")
-    head, _, body = data.partition(b"\r\n\r\n")
-    start, *fields = head.decode("latin-1").split("\r\n")
-    length = 0
-    for field in fields:
-        name, _, text = field.partition(":")
-        if name.lower() == "content-length":
-            if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) > MAX_VALUE:
-                raise WireError(f"a body of {text.strip()[:20]} bytes is not allowed")
-            length = int(text)
-    while len(body) < length:
-        body += _read(connection, deadline)
-    return start, body[:length]
+    start, _, body = found
+    return start, body
 
 
 def _read(connection: socket.socket, deadline: float) -> bytes:
-    connection.settimeout(left(deadline))
+    connection.settimeout(_left(deadline))
     piece = connection.recv(_PIECE)
     if not piece:
         raise WireError("the connection was closed in the middle of a message")
     return piece
 
 
-def left(deadline: float) -> float:
+def _left(deadline: float) -> float:
     """Seconds left; raises TimeoutError, which is an OSError, when there are none."""
     left = deadline - time.monotonic()
     if left <= 0:

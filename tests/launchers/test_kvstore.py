@@ -61,7 +61,7 @@ def test_a_value_is_there_once_it_was_put(server: HttpServer) -> None:
     client = client_of(server)
     assert client.get("job/a") is None
     client.put("job/a", b"\0one")
-    client.put("job/big", bytes(MAX_VALUE))
+    server.put("job/big", bytes(MAX_VALUE))
     assert client.get("job/a") == server.get("job/a") == b"\0one"
     assert client.get("job/big") == bytes(MAX_VALUE)
     server.put("job/a", b"two")
@@ -117,11 +117,27 @@ def test_the_server_bears_what_comes(server: HttpServer, request_bytes: bytes, a
     assert client_of(server).get("job/a") is None, "it does not serve any more, or has kept something"
 
 
-def test_the_server_does_not_wait_for_ever(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvstore, "REQUEST_S", 0.2)
+    server = HttpServer(["127.0.0.1"], [0], "job", b"us", lambda *_: True, max_keys=3)
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
         connection.sendall(b"GET /job/a")
         assert connection.recv(10) == b""
+    server.close()
+
+
+def test_strangers_who_say_nothing_keep_nobody_waiting(server: HttpServer) -> None:
+    """Not even until their own time is over: the job's ranks are answered at once, however many strangers sit there."""
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 10)) for _ in range(300)]
+        for number, each in enumerate(silent):
+            with contextlib.suppress(ConnectionError):  # it has been thrown out
+                each.sendall(b"GET /job/a HTTP/1.0\r\n"[: number % 20])
+        client_of(server).put("job/a", b"x")
+        for each in silent[-10:]:
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):  # they are still there
+                each.recv(1)
 
 
 def test_a_job_finds_its_own_store_among_others(server: HttpServer) -> None:
