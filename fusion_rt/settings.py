@@ -292,9 +292,15 @@ class Settings:
         "nccl's way without GPUs. nccl has never run on a GPU.",
         variable="FUSION_NODE_REDUCTION", choices=("auto", "nccl", "gloo", "daemon"))
     metrics_port: int = _row(
-        0, DAEMON, "Port of each host's loopback address on which its daemon serves metrics for Prometheus (0: none).",
+        0, DAEMON, "Port of each host's loopback address on which its daemon serves metrics for Prometheus, to those "
+        "who have a token (0: none).",
         unit=COUNT, flags=("--metrics-port",), variable="FUSION_METRICS_PORT", yaml="params.metrics_port", least=0,
         most=65535)
+    metrics_token_file: str = _row(
+        "", DAEMON, "File with the token that readers of the metrics have to show, which only this user may read (mode "
+        "0600), on each host; without it every daemon draws one, and `fusiond status` tells it.",
+        flags=("--metrics-token-file",), variable="FUSION_METRICS_TOKEN_FILE", yaml="params.metrics_token_file",
+        placeholder="FILE")
     connections: int = _row(
         1, DAEMON, "Payload connections to each peer daemon.", unit=COUNT, variable="FUSION_CONNECTIONS", least=1)
     io_threads: int = _row(

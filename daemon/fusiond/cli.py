@@ -141,7 +141,7 @@ def dashboard(
     from fusiond.live.looking import Lookout
 
     server = serve(Lookout(Settings.from_env().runtime_root(), job), port, interval)
-    typer.echo(f"{server.url}/ (Ctrl-C ends it)")
+    typer.echo(f"{server.address('/')} (Ctrl-C ends it)")
     try:
         signal.pause()
     except KeyboardInterrupt:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fusion_rt import bootstrap, trace_files, wire
 from fusion_rt.errors import FusionError, WireError
+from fusion_rt.private_files import read_secret
 from fusion_rt.quoting import quoted
 from fusion_rt.settings import Settings
 from fusiond.acting import Acting
@@ -206,6 +207,8 @@ class Daemon:
         from fusiond.live.metrics import Metrics
 
         try:
+            file = self._settings.metrics_token_file
+            token = read_secret(file, "FUSION_METRICS_TOKEN_FILE").decode("ascii", "replace") if file else ""
             self._metrics = Metrics(
                 self._loop,
                 self._settings.metrics_port,
@@ -213,6 +216,7 @@ class Daemon:
                 self._config.topology,
                 self._config.node,
                 lambda: self._figures(0),
+                token,
             )
         except FusionError as error:
             _log.warning("there are no metrics of node %d (host %s): %s", self._config.node, self._host, error)
@@ -303,8 +307,6 @@ class Daemon:
             self._engine.tick()
 
     def _close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
         self._workers.close()
         if self._mesh is not None:
             self._mesh.close()
@@ -312,6 +314,8 @@ class Daemon:
         self._acting.files.close()
         self._stacks.close()
         self._timeline.close()
+        if self._metrics is not None:  # when nobody waits for this daemon any more
+            self._metrics.close()
         self._loop.close()
         self._trace.close()
         self._directory.release()
@@ -345,4 +349,5 @@ class Daemon:
             "mesh": None if self._mesh is None else self._mesh.statistics(),
             "kernel_pool": self._pool.statistics(),
             "loop": self._loop.statistics(),
+            "metrics": "" if self._metrics is None else self._metrics.address,
         }

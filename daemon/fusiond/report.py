@@ -39,6 +39,9 @@ def show_status(found: list[dict[str, Any]]) -> None:
     if not console.is_terminal:
         console.width = WIDTH
     console.print(table)
+    for daemon in found:
+        if daemon.get("metrics"):
+            console.print(f"metrics of job {daemon['job']}, node {daemon['node']}: {daemon['metrics']}", soft_wrap=True)
     compressed = _compression(found)
     if compressed.row_count:
         console.print(compressed)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from fusion_rt.bootstrap import job_directory, socket_path
 from fusion_rt.client import Client
 from fusion_rt.errors import FusionError
 from fusion_rt.topology import Topology
-from tests.fusiond.processes import JOB, Daemons
+from tests.fusiond.processes import JOB, TIMEOUT_S, Daemons
 
 MakeDaemons = Callable[..., Daemons]
 NOBODY = 65534
@@ -68,6 +72,49 @@ def test_others_are_refused_even_where_every_door_was_opened(daemons: MakeDaemon
     found = job.status()
     assert found["workers"]["refused"] == 3
     assert (found["state"], found["joined"]) == ("starting", [])
+
+
+ASK = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for target in sys.argv[2:]:
+    sock = socket.socket()
+    sock.settimeout(20)
+    sock.connect(("127.0.0.1", int(sys.argv[1])))
+    sock.sendall(b"GET %s HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n" % target.encode())
+    answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    print(answer[9:12].decode(), b"fusion_" in answer)
+"""
+
+
+def test_metrics_are_told_to_who_has_the_token_and_nobody_keeps_the_daemon_from_ending(daemons: MakeDaemons) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = daemons(1, FUSION_METRICS_PORT=str(port)).start()
+    address = job.wait_until(lambda status: bool(status["metrics"]))["metrics"]
+    assert address.startswith(f"http://127.0.0.1:{port}/metrics?token=")
+    assert address.partition("=")[2] not in job.log(0)
+    with urllib.request.urlopen(address, timeout=20) as answer:
+        assert b"fusion_uptime_seconds" in answer.read()
+    targets = ["/metrics", address[:-1].partition(str(port))[2]]
+    command = [sys.executable, "-I", "-c", ASK, str(port), *targets]
+    asked = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    assert asked.stdout.split("\n")[:2] == ["401 False"] * 2
+    with socket.create_connection(("127.0.0.1", port), 20) as dripping:
+        ends = threading.Event()
+
+        def drip() -> None:
+            with suppress(OSError):
+                dripping.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+                while not ends.wait(0.2):
+                    dripping.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        job.end(0)
+        assert thread.join(TIMEOUT_S) is None
+        assert not thread.is_alive()  # it was the daemon that ended it
+        ends.set()
 
 
 SQUATTER = """

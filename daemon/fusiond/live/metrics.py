@@ -32,13 +32,25 @@ class Metrics:
         port: on the loopback address; 0: any.
         job, topology, node: whose figures.
         figures: tells them.
+        token: which whoever asks has to show; empty: one is drawn.
+
+    Attributes:
+        url: of the page, without the token.
+        address: with it, for the eyes of this user.
 
     Raises:
         FusionError: the port cannot be had, or the package prometheus_client is not installed.
     """
 
     def __init__(
-        self, loop: EventLoop, port: int, job: str, topology: Topology, node: int, figures: Callable[[], wire.Figures]
+        self,
+        loop: EventLoop,
+        port: int,
+        job: str,
+        topology: Topology,
+        node: int,
+        figures: Callable[[], wire.Figures],
+        token: str = "",
     ) -> None:
         try:
             from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -53,11 +65,14 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(self)
         page = Page(CONTENT_TYPE_LATEST, lambda: generate_latest(registry))
-        self._server = WebServer(port, {"/metrics": page})
+        self._closing = False
+        self._server = WebServer(port, {"/metrics": page}, token)
         self.url = f"{self._server.url}/metrics"
+        self.address = self._server.address("/metrics")
 
     def close(self) -> None:
-        """Ends it. Called on the loop's thread, when the loop runs no longer."""
+        """Ends it. Called on the loop's thread, when the loop runs no longer, and before it is closed."""
+        self._closing = True
         if self._asked is not None:
             self._asked.cancel()
         self._server.close()
@@ -72,7 +87,10 @@ class Metrics:
 
     def _take(self) -> wire.Figures:
         taken = self._asked = Future[wire.Figures]()
-        self._loop.call_from_thread(partial(self._tell, taken))
+        if self._closing:
+            taken.cancel()
+        else:
+            self._loop.call_from_thread(partial(self._tell, taken))
         try:
             return taken.result(_ANSWER)
         except TimeoutError:

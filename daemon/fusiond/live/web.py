@@ -1,23 +1,28 @@
-"""A small HTTP server for this host only: a few read-only pages, made anew for each request."""
+"""Read-only pages on this host's loopback address, made anew for each request, for those who have a token."""
 
 from __future__ import annotations
 
-import logging
+import hmac
+import os
+import secrets
 import socket
-import sys
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
-from socketserver import TCPServer
-from threading import Thread
 from typing import NamedTuple
+from urllib.parse import parse_qs, quote
 
+from fusion_rt import http_server
 from fusion_rt.errors import FusionError
+from fusion_rt.http_server import Request, response
 
 LOOPBACK = "127.0.0.1"
 _REQUEST = 5.0  # seconds for a client to say what it wants, and to take it
 _NAMES = frozenset({LOOPBACK, "localhost"})
-_log = logging.getLogger("fusiond")
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
+}
 
 
 class Page(NamedTuple):
@@ -28,87 +33,63 @@ class Page(NamedTuple):
 
 
 class WebServer:
-    """Serves pages until it is closed, one request at a time, on a thread.
+    """Serves pages until it is closed, to requests with the token: in the address, as `?token=...`, or in a header
+    `Authorization: Bearer ...`. Every user of a host reaches its loopback address.
 
     Args:
         port: on the loopback address; 0: any.
         pages: by path.
+        token: empty: one is drawn.
 
     Raises:
         FusionError: the port cannot be had.
     """
 
-    def __init__(self, port: int, pages: Mapping[str, Page]) -> None:
+    def __init__(self, port: int, pages: Mapping[str, Page], token: str = "") -> None:
         try:
-            self._server = _Server(port, pages)
+            listener = socket.create_server((LOOPBACK, port))
         except OSError as error:
-            raise FusionError(f"port {port} of {LOOPBACK} cannot be had: {error.strerror}; name another one") from None
-        self._address = self._server.server_address
-        self.url = "http://{}:{}".format(*self._address)
-        self._closing = False
-        self._thread = Thread(target=self._serve, name="web", daemon=True)
-        self._thread.start()
+            raise FusionError(
+                f"port {port} of {LOOPBACK} cannot be had: {os.strerror(error.errno or 0)}; name another one"
+            ) from None
+        self.url = "http://{}:{}".format(*listener.getsockname())
+        self._pages = pages
+        self._token = token or secrets.token_urlsafe(24)
+        self._server = http_server.Server(listener, self._answer, _REQUEST)
+
+    def address(self, path: str) -> str:
+        """Where a page is, with the token: for the eyes of this user."""
+        return f"{self.url}{path}?token={quote(self._token, safe='')}"
 
     def close(self) -> None:
-        """Ends it."""
-        self._closing = True
-        socket.create_connection(self._address).close()  # wakes the thread, which waits for nothing else
-        self._thread.join()
-        self._server.server_close()
+        """Ends it, whatever clients do."""
+        self._server.close()
 
-    def _serve(self) -> None:
-        while not self._closing:  # not `serve_forever`, which wakes up every now and then
-            self._server.handle_request()
-
-
-class _Server(TCPServer):  # not HTTPServer, which asks the name service for the name of this host
-    allow_reuse_address = True
-    server_address: tuple[str, int]
-
-    def __init__(self, port: int, pages: Mapping[str, Page]) -> None:
-        super().__init__((LOOPBACK, port), _Handler)
-        self.pages = pages
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        if isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
-            _log.debug("web: whoever asked is gone", exc_info=True)
-        else:
-            _log.exception("web: a page failed")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = _REQUEST
-    server_version = "fusiond"
-    sys_version = ""
-
-    def do_GET(self) -> None:
+    def _answer(self, request: Request) -> bytes:
         # A page of a stranger's name that resolves to this address would be allowed to read ours.
-        if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
-            self.send_error(HTTPStatus.FORBIDDEN, "this server is for this host only")
-            return
-        page = self.server.pages.get(self.path.partition("?")[0])
+        if request.headers.get("host", "").partition(":")[0] not in _NAMES:
+            return _text("403 Forbidden", "this server is for this host only")
+        path, _, query = request.target.partition("?")
+        if not self._is_known(query, request.headers.get("authorization", "")):
+            return _text("401 Unauthorized", "the address needs the token that was printed with it (?token=...), or a "
+                         "header Authorization: Bearer", {"WWW-Authenticate": "Bearer"})  # fmt: skip
+        if request.method != "GET":
+            return _text("501 Not Implemented", "there is nothing but GET here")
+        page = self._pages.get(path)
         if page is None:
-            self.send_error(HTTPStatus.NOT_FOUND)
-            return
+            return _text("404 Not Found", "there is no such page")
         try:
             body = page.make()
         except FusionError as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain; charset=utf-8", f"{error}\n".encode())
-        else:
-            self._answer(HTTPStatus.OK, page.content_type, body)
+            return _text("503 Service Unavailable", str(error))
+        return response("200 OK", body, {"Content-Type": page.content_type, **_HEADERS})
 
-    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header(
-            "Content-Security-Policy", "default-src 'self' 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-        )
-        self.end_headers()
-        self.wfile.write(body)
+    def _is_known(self, query: str, authorization: str) -> bool:
+        scheme, _, bearer = authorization.partition(" ")
+        shown = [*parse_qs(query).get("token", []), bearer.strip() if scheme.lower() == "bearer" else ""]
+        return any(hmac.compare_digest(each.encode(), self._token.encode()) for each in shown)
 
-    def log_message(self, format: str, *arguments: object) -> None:
-        _log.debug("web: " + format, *arguments)
+
+def _text(status: str, text: str, headers: Mapping[str, str] | None = None) -> bytes:
+    fields = {"Content-Type": "text/plain; charset=utf-8", **_HEADERS, **(headers or {})}
+    return response(status, f"{text}\n".encode(), fields)

@@ -60,12 +60,12 @@ def test_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(lookout, "look", rates)
     server = serve(lookout, 0, 2.0)
     try:
-        with urllib.request.urlopen(f"{server.url}/rates.json", timeout=10) as answer:
+        with urllib.request.urlopen(server.address("/rates.json"), timeout=10) as answer:
             assert json.load(answer)["jobs"][0]["stragglers"] == [1]
         done = subprocess.run(
             ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
              f"--user-data-dir={tmp_path}", "--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom",
-             f"{server.url}/"],
+             server.address("/")],
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
     finally:

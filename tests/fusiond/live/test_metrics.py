@@ -48,7 +48,7 @@ def test_prometheus_reads_all_figures(loop: EventLoop) -> None:
 
     metrics = Metrics(loop, 0, "mine", TOPOLOGY, 0, figures)  # type: ignore[arg-type]
     try:
-        text = get(metrics.url)
+        text = get(metrics.address)
     finally:
         metrics.close()
     found = {
@@ -106,7 +106,7 @@ def test_a_daemon_that_ends_does_not_wait_for_whoever_asks() -> None:
 
     def ask() -> None:
         try:
-            get(metrics.url)
+            get(metrics.address)
         except urllib.error.HTTPError as error:
             answers.append(error.code)
             error.close()
