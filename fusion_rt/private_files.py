@@ -76,7 +76,7 @@ def read_secret(path: str, variable: str) -> bytes:
     """Reads a secret from a file that only this user can read; white space around it does not count.
 
     Args:
-        path: of the file.
+        path: of the file; `~` is the home directory.
         variable: the environment variable or flag that names it, for errors.
 
     Raises:
@@ -84,7 +84,9 @@ def read_secret(path: str, variable: str) -> bytes:
     """
     name = f"{variable}={path}"
     try:
-        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        with open(
+            os.path.expanduser(path), "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+        ) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o077:
                 raise FusionError(f"{name} is not a file that only user {os.getuid()} can read: make it yours, with "

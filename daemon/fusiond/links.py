@@ -259,8 +259,8 @@ class Link:
         family = sockets_of_python.AF_INET6 if version == 6 else sockets_of_python.AF_INET
         try:
             question = sockets_of_python.socket(family, sockets_of_python.SOCK_STREAM | sockets_of_python.SOCK_NONBLOCK)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
+        except OSError as lack:
+            if lack.errno not in _NO_ROOM:
                 raise
             return  # asked again after the next attempt
         error = question.connect_ex((self._endpoint.address, self._port))

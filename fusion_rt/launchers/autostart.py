@@ -132,8 +132,7 @@ def _with_secret(meeting: Meeting, settings: Settings) -> Meeting:
         FusionError: there is none, and the settings do not say that the job may do without.
     """
     if settings.job_secret_file:
-        path = os.path.expanduser(settings.job_secret_file)
-        return replace(meeting, secret=read_secret(path, "FUSION_JOB_SECRET_FILE"))
+        return replace(meeting, secret=read_secret(settings.job_secret_file, "FUSION_JOB_SECRET_FILE"))
     if not meeting.secret:
         danger = ("this job runs on several hosts and its processes share no secret, so that whoever reaches its "
                   "rendezvous can take part in it, read its data and run code in its workers")  # fmt: skip

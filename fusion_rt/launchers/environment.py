@@ -113,6 +113,9 @@ def _from_horovodrun(environ: Mapping[str, str]) -> Environment:
     host, port = environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], _number(environ, "HOROVOD_GLOO_RENDEZVOUS_PORT")
     if _number(environ, "HOROVOD_LOCAL_SIZE") == size:
         return Environment(rank, size, local_rank, identity("horovodrun", host, str(port)))
+    if environ.get("FUSION_JOB_SECRET") and not environ.get("FUSION_JOB_SECRET_FILE"):
+        raise FusionError("horovodrun has put FUSION_JOB_SECRET on command lines that all users of the hosts can read; "
+                          "keep another secret in a file, and name that with FUSION_JOB_SECRET_FILE")  # fmt: skip
     name = environ["HOROVOD_HOSTNAME"]
     return _meeting_environment(
         environ,

@@ -275,6 +275,13 @@ def test_a_secret_of_the_persons_own_comes_first() -> None:
     assert meeting.secret == b"hush"
 
 
+def test_a_secret_that_horovodrun_has_shown_to_all_users_is_refused() -> None:
+    job = {**HOROVODRUN, "HOROVOD_LOCAL_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "FUSION_JOB_SECRET": "hush"}
+    with pytest.raises(FusionError, match="on command lines that all users of the hosts can read"):
+        detect(job)
+    detect({**job, "FUSION_JOB_SECRET_FILE": "/secret"})
+
+
 def test_workers_of_one_torchrun_share_an_id_that_no_other_has() -> None:
     files = [f"/tmp/torchelastic_x/attempt_0/{rank}/error.json" for rank in range(2)]
     first = detect({**TORCHRUN, "TORCHELASTIC_ERROR_FILE": files[0], "RANK": "0", "LOCAL_RANK": "0"}).job
