@@ -130,7 +130,7 @@ def on_gpu(elements: int, densities: list[float], rounds: int) -> Record:
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU on this machine, so nothing was measured.")
     if importlib.util.find_spec("numba_cuda") is None:
-        raise SystemExit("The kernels need the package numba-cuda: pip install 'fusion_rt[cuda]'.")
+        raise SystemExit("The kernels need the package numba-cuda: pip install numba-cuda.")
     from fusion_rt.kernels.cuda.selection import words
     from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
 

@@ -162,6 +162,37 @@ def costs(found: All) -> str:
     return table.markdown()
 
 
+def goals(found: All) -> str:
+    """What was aimed at, and what was reached, where that is known not to be the same everywhere."""
+    table = Table(["goal", "asked", "reached", ""], left=1)
+
+    def row(goal: str, asked: str, reached: Sequence[float], enough: Callable[[float], bool], unit: str = "") -> None:
+        low, high = (tables.number(edge(reached), 2) for edge in (min, max))
+        spread = low if low == high else f"{low} to {high}"
+        met = sum(map(enough, reached))
+        verdict = "met" if met == len(reached) else "missed" if not met else f"missed in {len(reached) - met}"
+        table.add(goal, asked, f"{spread}{unit}", verdict)
+
+    def times(setting: Mapping[str, object], contender: str, least: int, most: int) -> list[float]:
+        chosen = [each for each in records(found, "allreduce") if setting.items() <= each.setting.items()]
+        pairs = [each.samples for record in chosen for each in record.measures if least <= int(each.name) <= most]
+        return [ratio(samples[allreduce.GLOO], samples[contender]).value for samples in pairs]
+
+    pair: dict[str, object] = {"hosts": 1, "ranks": 2}
+    row("4 B, 2 ranks on one host: gloo / fusion_rt", "5", times(pair, allreduce.ARENA, 4, 4), lambda each: each >= 5)
+    large, one = (25_600_000, 1 << 40), (102_400_000, 102_400_000)
+    found_there = times({"hosts": 4}, allreduce.ARENA, *large)
+    row("from 25.6 MB on, 4 hosts: gloo / fusion_rt", "1.0", found_there, lambda each: each >= 1)
+    arena, copy = (times({"hosts": 1}, contender, *one) for contender in (allreduce.ARENA, allreduce.COPY))
+    row("102.4 MB outside the arena, one host: gloo / fusion_rt", f"{tables.number(min(arena), 2)}, as inside", copy,
+        lambda each: each >= min(arena))  # fmt: skip
+    python = [
+        1e3 * median(record.measure(step.PARTS["python"]).samples[step.OURS]) for record in records(found, "step")
+    ]
+    row("Python in a worker, a step of 161 tensors", "2 ms", python, lambda each: each <= 2, " ms")
+    return table.markdown()
+
+
 def starts(found: All) -> str:
     """Until the last worker had got how far."""
     (record,) = records(found, "startup")
@@ -321,6 +352,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "step": steps_overview,
     "step-details": steps_details,
     "costs": costs,
+    "goals": goals,
     "startup": starts,
     "topk": selection,
     "kernels": kernels,

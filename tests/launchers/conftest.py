@@ -44,7 +44,7 @@ def horovodrun() -> list[str]:
     """The real one, which may be installed for another Python than the workers'."""
     found = shutil.which("horovodrun", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
     if found is None:
-        pytest.skip("there is no horovodrun (pip install fusion_rt[horovod], see docs/launchers.md)")
+        pytest.skip("there is no horovodrun (pip install '.[horovod]', see docs/launchers.md)")
     with open(found) as script:
         return [script.readline().removeprefix("#!").strip(), str(HERE / "real_horovodrun.py")]
 

@@ -110,7 +110,7 @@ def _protos() -> Any:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
     except ImportError as error:
         raise TraceError(
-            f"Perfetto's format needs the package perfetto ({error}): pip install 'fusion_rt[trace]', or write "
+            f"Perfetto's format needs the package perfetto ({error}): pip install perfetto, or write "
             "Chrome's, which Perfetto loads too"
         ) from error
     return perfetto_trace_pb2

@@ -55,7 +55,7 @@ class Metrics:
         try:
             from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
         except ModuleNotFoundError:
-            raise FusionError("metrics need the package prometheus_client: pip install 'fusion_rt[metrics]'") from None
+            raise FusionError("metrics need the package prometheus_client: pip install prometheus_client") from None
         self._loop = loop
         self._figures = figures
         self._job = job

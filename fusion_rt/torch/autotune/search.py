@@ -17,10 +17,7 @@ from typing import Protocol
 from fusion_rt.errors import FusionError
 from fusion_rt.torch.autotune.space import Setting, Space
 
-MISSING = (
-    "--autotune needs optuna, which is not installed: pip install optuna (or pip install 'fusion_rt[autotune]'), or "
-    "leave --autotune out"
-)
+MISSING = "--autotune needs optuna, which is not installed: pip install optuna, or leave --autotune out"
 _LEADERS = 2
 _ASKED_AGAIN = 8
 

@@ -21,7 +21,7 @@ FORBIDDEN = (".f64", ".ftz", "fma.rn.f32")  # wider, with denormals lost, rounde
 def cuda() -> Any:
     """`numba.cuda`, as if there were an H100."""
     if importlib.util.find_spec("numba_cuda") is None:
-        pytest.skip("the package numba-cuda is not installed: pip install 'fusion_rt[cuda]' 'numba-cuda[cu12]'")
+        pytest.skip("the package numba-cuda is not installed: pip install numba-cuda 'numba-cuda[cu12]'")
     from numba import cuda
     from numba.cuda import dispatcher
     from numba.cuda.cudadrv import nvvm

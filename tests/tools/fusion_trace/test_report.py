@@ -258,7 +258,7 @@ def test_what_is_missing_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     assert "r.html cannot be written: No such file or directory" in str(shown.exception)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     shown = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert "pip install 'fusion_rt[trace]'" in str(shown.exception)
+    assert "pip install plotly" in str(shown.exception)
 
 
 def _folder(parent: Path, name: str) -> Path:

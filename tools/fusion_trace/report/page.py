@@ -29,7 +29,7 @@ def plotly_js() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise TraceError(f"a report needs the package plotly ({error}): pip install 'fusion_rt[trace]'") from error
+        raise TraceError(f"a report needs the package plotly ({error}): pip install plotly") from error
     return str(get_plotlyjs())
 
 
