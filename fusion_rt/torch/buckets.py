@@ -37,6 +37,7 @@ class Bucket(ABC):
     Attributes:
         slots: its parameters.
         missing: how many of them still wait for their gradient in this step.
+        patient: it is sent at the end of the backward pass, which computes one of its gradients in parts.
         sent: its part of this step is on its way.
         flush: why it is sent when it is.
     """
@@ -44,12 +45,13 @@ class Bucket(ABC):
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
         self.missing = len(slots)
+        self.patient = False
         self.sent = False
         self.flush = Flush.STEP
 
     def rewind(self) -> None:
         """The next step begins."""
-        self.missing = len(self.slots)
+        self.missing = len(self.slots) + self.patient
         self.sent = False
         self.flush = Flush.STEP
 

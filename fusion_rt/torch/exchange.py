@@ -1,5 +1,9 @@
 """The way of an optimizer's gradients, step after step: from the hook that sees one arrive to the reduced gradient.
 
+With all-reduce it ends before `backward()` returns (`backward.py`): `p.grad` is the reduced gradient then, and what a
+script does with it before `step()` is done on all ranks alike. A further backward pass before `step()` is reduced by
+itself: what `p.grad` holds is set aside before autograd adds to it, and added to the result.
+
 In the first step the slots only note in which order gradients arrive; that order is proposed, and the plan says which
 bucket each belongs to. From then on a hook counts its bucket down, and the last one copies the bucket's gradients into
 the arena at once and sends one message. Afterwards `p.grad` *is* the place in the arena: gradients that accumulate
@@ -11,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -24,7 +29,7 @@ from fusion_rt import wire
 from fusion_rt.client import Terms
 from fusion_rt.errors import HorovodInternalError
 from fusion_rt.settings import Settings
-from fusion_rt.torch import device
+from fusion_rt.torch import backward, device
 from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
 from fusion_rt.torch.compression import NoneCompressor
 from fusion_rt.torch.manner import Manner
@@ -39,6 +44,20 @@ from fusion_rt.torch.selected_buckets import Selections
 from fusion_rt.torch.slots import Named, Slot, in_order
 from fusion_rt.torch.tensors import TORCH_DTYPES
 from fusion_rt.trace_format import Flush
+
+_TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally."
+)
+_ZEROED_EARLY = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+_SKIPPED = (
+    "backward() has failed on this rank, and zero_grad() was called: its batch is skipped, and what it had not sent of "
+    "its gradients counts as zeros. The other ranks take a step with what is left; call optimizer.step() on this one, "
+    "too, before its next backward()"
+)
 
 _serial = itertools.count()
 _all: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
@@ -75,6 +94,11 @@ class GradientExchange:
 
     Attributes:
         idle: no gradient has arrived since the last reduction.
+        passes_left: backward passes until gradients are complete.
+        pass_number: of the backward pass that runs, or ran last.
+        backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
+        reduced: how often gradients have been reduced since the last step.
+        skipped: a backward pass has failed, and this rank takes part in the others' step without it.
         arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
         copying: buckets whose gradients are on their way from a device to the arena.
         node: what combines its gradients in this node, if anything but the daemon does.
@@ -93,7 +117,10 @@ class GradientExchange:
     def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
         self.compressor = manner.compressor
         self.sparse_as_dense = manner.sparse_as_dense
-        self.passes = passes
+        self.passes = self.passes_left = passes
+        self.pass_number = self.reduced = 0
+        self.backward: Callable[[], backward.BackwardPass | None] = backward.no_pass
+        self.skipped = False
         self.idle = True
         self.arrivals: list[Slot] = []
         self.copying: deque[Bucket] = deque()
@@ -105,6 +132,8 @@ class GradientExchange:
         self._runtime = runtime()
         self.steps = Steps(self._runtime.trace)
         self._group = self._name()
+        self._kept: list[Slot] = []  # to whose next result earlier ones are added
+        self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
         self._buckets: list[Bucket] | None = None
         self._plan = 0
@@ -152,6 +181,106 @@ class GradientExchange:
         self.idle = False
         self.steps.first_gradient()
 
+    # --- a backward pass ----------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """The first gradient of a backward pass has come.
+
+        Raises:
+            AssertionError: there were too many before `step()`.
+            RuntimeError: the one before has failed, and the others' step was not taken.
+            ValueError: as `begin`.
+        """
+        if self.skipped:
+            raise RuntimeError(_SKIPPED)
+        if self.passes_left <= 0:
+            raise AssertionError(_TOO_MANY)
+        if self.idle:
+            self.begin()
+        elif self._pass_failed:
+            for bucket in self._buckets or []:
+                if not bucket.sent:
+                    bucket.rewind()
+        self.pass_number += 1
+        backward.enter(self)
+
+    def backward_ends(self) -> bool:
+        """The backward pass is over. Returns whether gradients are to be reduced now."""
+        self.passes_left -= 1
+        if self.passes_left <= 0 and self._manner.in_backward:
+            return True
+        self.backward = backward.no_pass
+        return False
+
+    @property
+    def _pass_failed(self) -> bool:
+        return self.backward is not backward.no_pass and self.backward() is None
+
+    def reopen(self, slot: Slot) -> None:
+        """Autograd is about to add to a gradient that has been reduced, which is set aside.
+
+        Raises:
+            AssertionError, RuntimeError: it is being reduced.
+        """
+        if slot.parameter.grad is None:
+            slot.closed = False
+        elif slot.bucket is None or not slot.bucket.sent:
+            self._keep(slot)
+        elif self.passes_left <= 0:
+            raise AssertionError(_TOO_MANY)
+        elif self._pass_failed:
+            raise RuntimeError("the last backward() has failed, and gradients that it had computed are being reduced; "
+                               "call optimizer.zero_grad() and optimizer.step() before the next one")  # fmt: skip
+        else:
+            raise RuntimeError(
+                f"parameter {slot.name!r} gets its gradient in several parts in one backward pass, of which the first "
+                "is being reduced already, as it happens with torch.utils.checkpoint(use_reentrant=True) where a "
+                "module is used more than once; use use_reentrant=False"
+            )
+
+    def arrived_again(self, slot: Slot) -> None:
+        """A part of a gradient has come after another one in the same backward pass: the next parts are waited for."""
+        self._in_parts.add(slot.name)
+        bucket = slot.bucket
+        if bucket is not None and not bucket.patient:
+            bucket.patient = True
+            bucket.missing += 1
+
+    def zeroed(self) -> None:
+        """The script forgets its gradients.
+
+        Raises:
+            AssertionError: they are being reduced.
+            HorovodInternalError, ValueError: as `submit`.
+        """
+        if not self.idle and not self.skipped:
+            if self._pass_failed and self._manner.in_backward and self.passes_left <= 1:
+                self._skip()
+            elif any(bucket.sent for bucket in self._buckets or []):
+                raise AssertionError(_ZEROED_EARLY)
+            else:
+                self._end_step()
+        for slot in self.slots:
+            slot.closed = False
+        self.reduced = 0
+
+    def _skip(self) -> None:
+        """Lets the others take their step without the gradients of this rank that it has not sent."""
+        for slot in self.slots:
+            if slot.closed and not (slot.bucket and slot.bucket.sent):
+                self._keep(slot)
+            slot.parameter.grad = None
+        self.backward, self.passes_left, self.skipped = backward.no_pass, 0, True
+        warnings.warn(_SKIPPED, stacklevel=5)
+        if self._eager:
+            self.submit()
+
+    def _keep(self, slot: Slot) -> None:
+        slot.keep()
+        self._kept.append(slot)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
     def advance(self, bucket: Bucket) -> None:
         """Sends the bucket if it is complete, and what was on its way from a device."""
         if not bucket.missing:
@@ -173,9 +302,17 @@ class GradientExchange:
         if self.idle:
             self.begin()
         try:
-            for bucket in self._submit():
+            buckets = self.submit()
+            if self.skipped:  # gradients have been forgotten since they were sent
+                for slot in self.slots:
+                    slot.parameter.grad = slot.view if slot.direct else None
+            for bucket in buckets:
                 bucket.receive()
+            with torch.no_grad():
+                for slot in self._kept:
+                    slot.add_kept()
             self._steps += 1
+            self.reduced += 1
         finally:
             self._end_step()
         self._last_waited = time.perf_counter() - began
@@ -183,24 +320,30 @@ class GradientExchange:
         if self._replanning is not None:
             self._replanning.stepped(self._waited, all_here=True)
 
-    def _submit(self) -> list[Bucket]:
-        """Sends what has not been sent of this step, by a new plan if there is none. Returns all buckets."""
-        if self._buckets is None:
-            self._make_plan()
-        buckets = self._buckets or []
-        for bucket in buckets:
-            if not bucket.sent:
-                self._send(bucket)
-        while self.copying:
-            self.copying.popleft().post(wait=True)
-        return buckets
+    def submit(self) -> list[Bucket]:
+        """Sends what has not been sent of this step, by a new plan if there is none. Returns all buckets.
 
-    def complete(self) -> bool:
-        """Whether a gradient of this step is complete, so that it is being reduced or waits for that only."""
-        return not self.idle and any(slot.passes_left <= 0 for slot in self.slots)
+        Raises:
+            HorovodInternalError: the job has failed.
+            ValueError: a gradient cannot be reduced as was asked for.
+        """
+        try:
+            if self._buckets is None:
+                self._make_plan()
+            buckets = self._buckets or []
+            for bucket in buckets:
+                if not bucket.sent:
+                    self._send(bucket)
+            while self.copying:
+                self.copying.popleft().post(wait=True)
+        except BaseException:
+            self._end_step()
+            raise
+        return buckets
 
     def discard(self) -> None:
         """Forgets the gradients that have arrived since the last reduction."""
+        self.reduced = 0
         if self.idle:
             return
         with contextlib.suppress(HorovodInternalError):  # whatever becomes of them: nobody is interested any more
@@ -275,6 +418,11 @@ class GradientExchange:
     def _send(self, bucket: Bucket) -> None:
         if self._replanning is not None:
             self._replanning.sent()
+        if self._manner.in_backward:
+            for slot in bucket.slots:
+                if slot.closed:
+                    self._keep(slot)
+                slot.closed = True
         bucket.send()
         if not bucket.post(wait=False):
             self.copying.append(bucket)
@@ -295,13 +443,16 @@ class GradientExchange:
             bucket.rewind()
         self.copying.clear()
         self.arrivals.clear()
+        for slot in self._kept:
+            slot.kept = None
+        self._kept.clear()
         self._rewind()
+        self.backward = backward.no_pass
+        self.skipped = False
         self.idle = True
 
     def _rewind(self) -> None:
-        passes = self.passes
-        for slot in self.slots:
-            slot.passes_left = passes
+        self.passes_left = self.passes
         if self.compressor is not NoneCompressor:
             for slot in self.slots:
                 slot.compressed = slot.context = None
@@ -384,6 +535,8 @@ class GradientExchange:
                     owed = torch.from_numpy(due) / self._manner.reduction.prescale
                     dense.owed.append((place, owed.to(dtype)))
             self._buckets.append(dense)
+        for made in self._buckets:
+            made.patient = any(slot.name in self._in_parts for slot in made.slots)
         if not all(slot.direct for slot in self.slots):
             device.layer.pin(segment)
         for dense in self.dense:

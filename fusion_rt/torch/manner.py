@@ -28,6 +28,7 @@ class Manner:
         eager: buckets are sent as soon as they are complete, during the backward pass.
         exchange: what reduces them; None: `GradientExchange`.
         replanning: makes what replaces plans by others; None: they are for ever.
+        in_backward: a backward pass reduces gradients, and what comes back is `p.grad`; else `step()` exchanges.
     """
 
     reduction: wire.Reduction
@@ -38,3 +39,4 @@ class Manner:
     eager: bool = True
     exchange: type[GradientExchange] | None = None
     replanning: Callable[[], Replanning] | None = None
+    in_backward: bool = False

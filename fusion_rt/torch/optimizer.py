@@ -123,7 +123,7 @@ def DistributedOptimizer(
         return wrap(DistributedAdasum, optimizer, names, together, manner, backward_passes_per_step)
     kind: type[Distributed] = Distributed
     tuned = replanning(settings, "", here.rank) if takes_part(process_set) else None
-    manner = Manner(reduction, process_set, compressor, sparse_as_dense, replanning=tuned)
+    manner = Manner(reduction, process_set, compressor, sparse_as_dense, replanning=tuned, in_backward=True)
     if tuned and settings.auto == "async" and asked is None and overlap == "none":
         overlap = "none" if isinstance(optimizer, torch.optim.LBFGS) else "forward"
     if overlap != "none" and takes_part(process_set):

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from fusion_rt.torch.exchange import GradientExchange
 
 _GRADIENT = int(Kind.GRADIENT)
-_TOO_MANY = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-    "backward_passes_per_step to accumulate gradients locally."
-)
 
 
 class Named(NamedTuple):
@@ -46,7 +42,9 @@ class Slot:
         nbytes: of its gradient, while it is dense.
         together: see `Named`.
         direct: `p.grad` may be the place in the arena itself.
-        passes_left: backward passes until its gradient is complete; negative: there were too many.
+        closed: what is in `p.grad` is being reduced, or has been: autograd must not add to it.
+        kept: reduced gradients of earlier backward passes of this step, which the next result is added to.
+        seen: number of the last backward pass that has computed its gradient.
         bucket: its bucket, or None while there is no plan.
         view: its place in the bucket, in the parameter's shape and memory order; in the compressed gradient's shape, if
             the script compresses it.
@@ -55,16 +53,19 @@ class Slot:
     """
 
     __slots__ = (
+        "_adds",
         "_exchange",
-        "_hook",
+        "_hooks",
         "bucket",
+        "closed",
         "compressed",
         "context",
         "direct",
+        "kept",
         "name",
         "nbytes",
         "parameter",
-        "passes_left",
+        "seen",
         "sparse",
         "together",
         "view",
@@ -75,25 +76,37 @@ class Slot:
         self.name, self.parameter, self.together = named
         self.nbytes = self.parameter.numel() * self.parameter.element_size()
         self.direct = self._is_direct()
-        self.passes_left = exchange.passes
+        self.closed = False
+        self.kept: torch.Tensor | None = None
+        self.seen = -1
         self.bucket: Bucket | None = None
         self.view: torch.Tensor | None = None
         self.sparse = 0
         self.compressed: torch.Tensor | None = None
         self.context: Any = None
         self._take_over()
-        self._hook = self.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
+        self._adds = torch.autograd.graph.get_gradient_edge(self.parameter).node  # nobody else keeps it alive
+        self._hooks = (
+            self._adds.register_prehook(self.arriving),
+            self.parameter.register_post_accumulate_grad_hook(self.arrived),  # type: ignore[no-untyped-call]
+        )
+
+    def arriving(self, gradients: Any) -> None:
+        """The hook before: autograd is about to add to `p.grad`."""
+        if self.closed:
+            self._exchange.reopen(self)
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """The hook: autograd has added to `p.grad`."""
+        """The hook after: autograd has added to `p.grad`."""
         exchange = self._exchange
-        if exchange.idle:
-            exchange.begin()
-        self.passes_left = left = self.passes_left - 1
-        if left > 0:
+        if exchange.backward() is None:
+            exchange.backward_begins()
+        if exchange.passes_left > 1:
             return
-        if left < 0:
-            raise AssertionError(_TOO_MANY)
+        if self.seen == exchange.pass_number:
+            exchange.arrived_again(self)
+            return
+        self.seen = exchange.pass_number
         steps = exchange.steps
         steps.trace.record(_GRADIENT, self.name, self.nbytes, steps.number)
         bucket = self.bucket
@@ -105,8 +118,30 @@ class Slot:
             exchange.advance(bucket)
 
     def forget(self) -> None:
-        """Takes the hook off."""
-        self._hook.remove()
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def keep(self) -> None:
+        """Sets what is in `p.grad`, and has been reduced, aside for the next result to be added to."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        self.closed = False
+        if gradient is None or gradient.is_sparse or not self.direct or self.view is None:
+            self.kept = gradient
+        else:
+            in_arena = gradient.data_ptr() == self.view.data_ptr()
+            self.kept = gradient.detach().clone() if in_arena else gradient
+
+    def add_kept(self) -> None:
+        """Adds what has been kept to the result."""
+        kept, self.kept = self.kept, None
+        gradient = self.parameter.grad
+        if kept is None or gradient is None:
+            return
+        if kept.is_sparse or gradient.is_sparse:
+            self.parameter.grad = kept + gradient
+        else:
+            gradient.add_(kept)
 
     def value(self) -> torch.Tensor | None:
         """What is reduced; None stands for zeros."""

@@ -18,11 +18,6 @@ from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.parameters import Trained
 from fusion_rt.trace_format import Kind
 
-_ZEROED_EARLY = (
-    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
-    "This is prohibited as it can cause a race condition."
-)
-
 
 class Wrapped(torch.optim.Optimizer):
     """What is put in front of the script's optimizer class. Instances come from `wrap` only.
@@ -45,9 +40,14 @@ class Wrapped(torch.optim.Optimizer):
         self._exchange.set_passes(checked_passes(passes))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the script's optimizer's. Raises `AssertionError` when gradients have arrived that were not reduced."""
-        if not self._exchange.idle:
-            raise AssertionError(_ZEROED_EARLY)
+        """As the script's optimizer's. If the last `backward()` has failed, this rank's batch is skipped, with a
+        warning: what had not been sent of its gradients counts as zeros, and `step()` is to be called as ever.
+
+        Raises:
+            AssertionError: gradients are being reduced.
+            HorovodInternalError: the job has failed.
+        """
+        self._exchange.zeroed()
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

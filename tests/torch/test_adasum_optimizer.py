@@ -154,8 +154,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(AssertionError, match="Skipping synchronization is not supported when using Adasum"):
         optimizer.skip_synchronize()
     loss_of(model, batch_of(0, 0)).backward()
-    with pytest.raises(AssertionError, match="race condition"):
-        optimizer.zero_grad()
+    optimizer.zero_grad()  # this rank's own gradients, which nobody has seen
+    loss_of(model, batch_of(0, 0)).backward()
     with pytest.raises(AssertionError, match="Increase backward_passes_per_step"):
         loss_of(model, batch_of(0, 0)).backward()
     optimizer.step()

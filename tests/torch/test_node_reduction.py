@@ -110,10 +110,11 @@ def reduced(
         found = []
         for step in range(steps):
             optimizer.zero_grad()
+            losses = []
             for parameter in parameters[: len(parameters) - (step + hvd.rank()) % 2]:  # the last may have none
                 values = torch.randint(-9, 10, parameter.shape, generator=choose)
-                (parameter * values.to(where, dtype)).sum().backward()
-            optimizer.synchronize()
+                losses.append((parameter * values.to(where, dtype)).sum())
+            torch.autograd.backward(losses)
             found.append([parameter.grad.clone() for parameter in parameters])
         assert in_node(optimizer) == (way != "daemon")
         return found, optimizer
@@ -202,9 +203,9 @@ def test_gradients_may_arrive_in_another_order_on_each_rank() -> None:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
     for step in range(5):
         optimizer.zero_grad()
-        for index in np.random.default_rng([step, hvd.rank()]).permutation(len(parameters)):
-            (parameters[index] * (hvd.rank() + 10.0 * index + step)).sum().backward()
-        optimizer.synchronize()
+        order = np.random.default_rng([step, hvd.rank()]).permutation(len(parameters))
+        losses = [(parameters[index] * (hvd.rank() + 10.0 * index + step)).sum() for index in order]
+        torch.autograd.backward(losses)
         for index, parameter in enumerate(parameters):
             assert parameter.grad.eq(sum(range(4)) + 4 * (10.0 * index + step)).all()
         assert in_node(optimizer) == (step > 0)

@@ -23,6 +23,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.errors import HorovodInternalError
+from fusion_rt.torch import backward
 from fusion_rt.torch.buckets import Bucket, DenseBucket
 from fusion_rt.torch.compression import NoneCompressor
 from fusion_rt.torch.exchange import GradientExchange
@@ -97,7 +98,7 @@ class OverlapExchange(GradientExchange):
         if self.idle:
             self.begin()
         try:
-            buckets = [bucket for bucket in self._submit() if isinstance(bucket, DenseBucket)]
+            buckets = [bucket for bucket in self.submit() if isinstance(bucket, DenseBucket)]
             flights = [Flight([s.parameter for s in b.slots], b, b.hand_over()) for b in buckets]
             self._steps += 1
         finally:
@@ -289,7 +290,13 @@ class OverlapExchange(GradientExchange):
         super().synchronize()
 
     def complete(self) -> bool:
-        return not self._applying and super().complete()
+        """Whether the gradients of a step have been computed, and are under way."""
+        return not (self.idle or self._applying) and self.passes_left <= 0
+
+    def backward_ends(self) -> bool:
+        super().backward_ends()
+        self.backward = backward.no_pass
+        return False
 
     def release(self) -> None:
         watching.unwatch(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from fusion_rt import algorithms
 from fusion_rt.settings import Settings
 from fusion_rt.torch.overlap.exchange import OverlapExchange
-from fusion_rt.torch.synchronous import SYNCHRONIZED_TWICE, Distributed
+from fusion_rt.torch.synchronous import Distributed
 
 WAYS = ("none", "forward", "stale")
 
@@ -20,6 +19,19 @@ class Overlapped(Distributed):
     """What is put in front of the script's optimizer class with `overlap="forward"` or "stale"."""
 
     _exchange: OverlapExchange
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups. Gradients that are under way are waited for: whoever reads this may change them."""
+        exchange = self.__dict__.get("_exchange")
+        if exchange is not None and exchange.complete():
+            exchange.synchronize()
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Asks for the script's optimizer's step, and returns; it is taken as docs/overlap.md says. Afterwards `p.grad`
@@ -34,15 +46,12 @@ class Overlapped(Distributed):
                              "overlap; use overlap='none' for this optimizer")  # fmt: skip
         exchange = self._exchange
         exchange.steps.begin()
-        if self._synchronized and not self._skipping:
-            warnings.warn(SYNCHRONIZED_TWICE, stacklevel=2)
         self._script_optimizer._opt_called = True  # type: ignore[attr-defined]
-        reduced = self._skipping or (self._reduced_early and exchange.idle)
-        self._synchronized = self._reduced_early = False
-        if reduced:
+        if self._skipping or (exchange.reduced and exchange.idle):
             exchange.hold(self)
         else:
             exchange.launch(self)
+        exchange.reduced = 0
         exchange.steps.end()
         return None
 

@@ -1,0 +1,80 @@
+"""Backward passes: which exchanges take part in the one that runs, and what they do when it ends.
+
+Autograd calls what was queued for a graph task when it has run all of it, before `backward()` returns. A backward pass
+may run within a node of another one, as `torch.utils.checkpoint(use_reentrant=True)` does; it ends with the outer one.
+
+Of a pass that raises nobody is told: autograd drops what was queued. Hence nothing else keeps a `BackwardPass` alive,
+and an exchange whose pass is gone knows that it has failed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from fusion_rt.torch.exchange import GradientExchange
+
+
+class BackwardPass:
+    """A backward pass that is running.
+
+    Attributes:
+        exchanges: those for which it has computed gradients.
+    """
+
+    def __init__(self) -> None:
+        self.exchanges: list[GradientExchange] = []
+
+    def __call__(self) -> None:
+        """Autograd has run the whole graph. Raises what `GradientExchange.synchronize` raises, out of `backward()`."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+
+            def node_has_run(*_: Any) -> None:
+                handle.remove()
+                outer = _running()
+                for exchange in self.exchanges:
+                    outer.add(exchange)
+
+            handle = node.register_hook(node_has_run)
+            return
+        # All are sent before the first is waited for: ranks may have met them in different orders.
+        due = [exchange for exchange in sorted(self.exchanges, key=_serial) if exchange.backward_ends()]
+        for exchange in due:
+            exchange.submit()
+        for exchange in due:
+            exchange.synchronize()
+
+    def add(self, exchange: GradientExchange) -> None:
+        """Lets an exchange take part."""
+        if exchange not in self.exchanges:
+            self.exchanges.append(exchange)
+        exchange.backward = weakref.ref(self)
+
+
+_passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()  # by graph task
+
+
+def enter(exchange: GradientExchange) -> None:
+    """Lets an exchange take part in the backward pass that calls this from a hook."""
+    _running().add(exchange)
+
+
+def no_pass() -> None:
+    """In place of a reference to a pass, where none is running."""
+
+
+def _running() -> BackwardPass:
+    task = torch._C._current_graph_task_id()
+    found = _passes.get(task)
+    if found is None:
+        found = _passes[task] = BackwardPass()
+        torch.autograd.Variable._execution_engine.queue_callback(found)
+    return found
+
+
+def _serial(exchange: GradientExchange) -> int:
+    return exchange.serial
