@@ -267,7 +267,7 @@ class Engine:
 
     def _joined(self, rank: int) -> None:
         self.participants.joined.append(rank)
-        self.homes.gone([rank])
+        self.homes.gone([rank], joined=True)
         for run in list(self._runs.values()):
             if run.exchange is not None:
                 self._agreeing.tell_who_joined(run)

@@ -151,7 +151,7 @@ class Client:
         `flush`: why now; these are only recorded."""
         terms = terms or Terms()
         identity = (-plan, bucket)
-        clock = self._clocks.next(identity) if terms.seed else self._clocks.count(identity)
+        clock = self._clocks.next(identity) if terms.kind == "seed" else self._clocks.count(identity)
         operation = self.channel.begin(name)
         about = operation.about = (f"bucket {bucket}", clock, plan)
         self.channel.trace.record(_SUBMITTED, about[0], nbytes, clock, plan, flush)

@@ -15,16 +15,15 @@ class Terms(NamedTuple):
     Attributes:
         rescale: what the residual of each tensor is multiplied by first, if learning rates have changed.
         rates: learning rate of each parameter group, where a home takes the steps.
-        samples: how many samples it comes from; 0: it is nothing, and the home is only asked for what it has.
-        seed: it is what the bucket's home begins with.
+        samples: how many samples it comes from; 0: it has no gradient, and only counts as a contribution.
         urgency: the less, the sooner it is needed.
-        tray, share: see `wire.Ready`.
+        kind, tray, share: see `wire.Ready`.
     """
 
     rescale: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     samples: int = 1
-    seed: bool = False
+    kind: wire.PostKind = "post"
     urgency: int = 0
     tray: int = 0
     share: int = wire.OWN

@@ -11,9 +11,9 @@ import torch
 
 from fusion_rt import algorithms
 from fusion_rt.torch import ops
+from fusion_rt.torch.own_gradients import OwnGradients
 from fusion_rt.torch.replicas import DistributedReplicas
 from fusion_rt.torch.runtime import runtime
-from fusion_rt.torch.sharded import DistributedShards
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -38,8 +38,8 @@ def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
     chosen = optimizers or sorted(_made, key=lambda optimizer: optimizer._exchange.serial)
     _agree(chosen, model)
     for optimizer in chosen:
-        if isinstance(optimizer, DistributedReplicas):
-            optimizer.anchor(anew=True)
+        if isinstance(optimizer, OwnGradients):
+            optimizer._settled()
 
 
 def _agree(chosen: Iterable[Any], model: torch.nn.Module | None) -> None:
@@ -47,11 +47,11 @@ def _agree(chosen: Iterable[Any], model: torch.nn.Module | None) -> None:
     if runtime().size == 1:
         return
     for optimizer in chosen:
-        if isinstance(optimizer, (DistributedReplicas, DistributedShards)):
+        if isinstance(optimizer, OwnGradients):
             optimizer.drain()
     ops.barrier()  # whatever anybody has posted is where it belongs
     for optimizer in chosen:
-        if isinstance(optimizer, (DistributedReplicas, DistributedShards)):
+        if isinstance(optimizer, OwnGradients):
             optimizer.agree()
     ops.barrier()
     for optimizer in chosen:
@@ -83,6 +83,9 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
     finally:
         for tensor, value in zip(tensors, own, strict=True):
             tensor.copy_(value)
+        for optimizer in chosen:
+            if isinstance(optimizer, OwnGradients):
+                optimizer._note_weights()
 
 
 def consensus_distance(*optimizers: Any) -> float:
@@ -108,6 +111,10 @@ def staleness() -> dict[str, Any]:
 
 
 def _average(tensors: Iterable[torch.Tensor]) -> None:
+    """Replaces tensors by their means over all ranks, but those that have joined."""
     found = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in found):
         ops.grouped_allreduce_([tensor for tensor in found if tensor.dtype == dtype], op=ops.Average)
+    share = runtime().size / float(ops.allreduce(torch.ones(1), op=ops.Sum))
+    if share != 1.0:
+        torch._foreach_mul_(found, share)

@@ -231,7 +231,7 @@ class DenseBucket(Bucket):
 
     def _said(self) -> Terms:
         terms = self._terms()
-        return Terms(terms.rescale, terms.rates, terms.samples, terms.seed, self.urgency, terms.tray, self._share)
+        return terms._replace(urgency=self.urgency, share=self._share)
 
     def _pay(self) -> None:
         while self.owed:

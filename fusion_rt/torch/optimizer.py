@@ -25,7 +25,7 @@ from fusion_rt.torch.overlap.exchange import OverlapExchange, OverlapSlot
 from fusion_rt.torch.overlap.optimizer import Overlapped, chosen_overlap
 from fusion_rt.torch.parameters import Groups, groups_of, names_of, takes_part
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.replicas import DistributedReplicas, ReplicaExchange, slot_of
+from fusion_rt.torch.replicas import DistributedReplicas, slot_of
 from fusion_rt.torch.runtime import runtime
 from fusion_rt.torch.sharded import DistributedShards, ShardExchange, WeightSlot, optimizer_spec
 from fusion_rt.torch.synchronous import Distributed
@@ -151,12 +151,9 @@ def _by_algorithm(
     if gradients:
         manner = Manner(reduction, process_set, NoneCompressor, True, WeightSlot, exchange=ShardExchange)
         return agreement.register(wrap(DistributedShards, optimizer, names, together, manner, passes))
-    manner = Manner(reduction, process_set, NoneCompressor, True, slot_of(spec), False, ReplicaExchange)
+    manner = Manner(reduction, process_set, NoneCompressor, True, slot_of(spec), False, ShardExchange)
     replicas = wrap(DistributedReplicas, optimizer, names, together, manner, passes)
     replicas._spec = spec
-    if isinstance(spec, algorithms.DiLoCo):
-        for slot in replicas._exchange.slots:
-            slot.rate, slot.momentum = spec.outer_rate, spec.outer_momentum  # type: ignore[attr-defined]  # an OuterSlot
     return agreement.register(replicas)
 
 

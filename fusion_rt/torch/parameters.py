@@ -87,12 +87,12 @@ class Trained:
         """The parameters."""
         if not takes_part(self._process_set):
             return []
-        groups = self._optimizer().__dict__["param_groups"]  # not by `_places`, which takes twice as long, in each step
+        groups = self.optimizer().__dict__["param_groups"]  # not by `_places`, which takes twice as long, in each step
         return [p for group in groups for p in group["params"] if p.requires_grad and p.numel()]
 
     def named(self) -> list[Named]:
         """The same, with what else has to be known about them."""
-        names = self._optimizer()._parameter_names
+        names = self.optimizer()._parameter_names
         return [
             Named(names.get(parameter) or _default_name(i, j), parameter, self._together.get(parameter, 0))
             for i, j, parameter in self._places()
@@ -104,7 +104,7 @@ class Trained:
 
     def group_rates(self) -> list[float]:
         """The learning rates of the optimizer's groups; 0 where there is none."""
-        return [float(group.get("lr", 0.0)) for group in self._optimizer().__dict__["param_groups"]]
+        return [float(group.get("lr", 0.0)) for group in self.optimizer().__dict__["param_groups"]]
 
     def group_of(self, parameter: torch.Tensor) -> int:
         """Index of the group that a parameter is in."""
@@ -120,12 +120,13 @@ class Trained:
             return []
         return [
             (i, j, parameter)
-            for i, group in enumerate(self._optimizer().__dict__["param_groups"])
+            for i, group in enumerate(self.optimizer().__dict__["param_groups"])
             for j, parameter in enumerate(group["params"])
             if parameter.requires_grad and parameter.numel()
         ]
 
-    def _optimizer(self) -> Any:
+    def optimizer(self) -> Any:
+        """The optimizer."""
         return self._reference()  # not None: with it go the hooks, from which alone this is asked
 
 

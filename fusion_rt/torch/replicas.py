@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from fusion_rt import algorithms
-from fusion_rt.torch.exchange import GradientExchange
+from fusion_rt.torch.own_gradients import OwnGradients
+from fusion_rt.torch.runtime import runtime
 from fusion_rt.torch.sharded import ShardExchange, WeightSlot
-from fusion_rt.torch.wrapping import Wrapped
 
 _KEY = "fusion_rt_local"
 """Of a `state_dict`: the steps taken, and, of DiLoCo, the outer optimizer."""
@@ -24,16 +24,22 @@ class ParameterSlot(WeightSlot):
     """A parameter that is posted itself."""
 
     __slots__ = ()
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """A gradient is this rank's own affair."""
+    _exchange: ShardExchange
 
     def value(self) -> torch.Tensor | None:
         return self.parameter.detach()
 
+    def assign(self, reduced: torch.Tensor) -> None:
+        super().assign(self._mean(reduced))
+
     def anchor(self, anew: bool = False) -> None:
         """The next step is taken from where the parameter is now, which is the same on all ranks; `anew`: even if that
         had been said before."""
+
+    def _mean(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Over the ranks that have contributed."""
+        share = self._exchange.share
+        return reduced if share == 1.0 else reduced * share
 
 
 class OuterSlot(ParameterSlot):
@@ -50,9 +56,11 @@ class OuterSlot(ParameterSlot):
 
     def _take_over(self) -> None:
         super()._take_over()
+        spec = self._exchange.spec
+        assert isinstance(spec, algorithms.DiLoCo)
         self.start: torch.Tensor | None = None
         self.velocity = torch.zeros_like(self.parameter)
-        self.rate, self.momentum = 0.7, 0.9
+        self.rate, self.momentum = spec.outer_rate, spec.outer_momentum
 
     def anchor(self, anew: bool = False) -> None:
         if self.start is None or anew:
@@ -64,100 +72,66 @@ class OuterSlot(ParameterSlot):
 
     def assign(self, reduced: torch.Tensor) -> None:
         assert self.start is not None
+        reduced = self._mean(reduced)
         self.velocity.mul_(self.momentum).add_(reduced)
         self.start.sub_(reduced + self.momentum * self.velocity, alpha=self.rate)
         self.parameter.detach().copy_(self.start)
 
 
-class ReplicaExchange(ShardExchange):
-    """Parameters out; parameters, or changes of them, in.
-
-    Attributes:
-        under_way: something has been posted and not been collected.
-    """
-
-    under_way = False
-
-    def _make_plan(self) -> None:
-        if self._spec().place is algorithms.Place.SHARD:
-            super()._make_plan()
-        else:
-            GradientExchange._make_plan(self)
-
-    def discard(self) -> None:
-        """Forgets what is under way, and its answer."""
-        if self.under_way:
-            self.under_way, self.idle = False, False
-        super().discard()
-
-    def _spec(self) -> algorithms.Algorithm:
-        return algorithms.parse(self._manner.reduction.algorithm)
-
-    def post(self) -> None:
-        """Posts all parameters as they are now."""
-        self.begin()
-        self.idle = True  # gradients have nothing to do with it
-        if self._buckets is None:
-            self._make_plan()
-        for bucket in self._buckets or []:
-            self._send(bucket)
-        while self.copying:
-            self.copying.popleft().post(wait=True)
-        self.under_way = True
-
-    def collect(self) -> None:
-        """Waits for the answers to what is under way, and takes them."""
-        if self.under_way:
-            self.under_way = False
-            try:
-                for bucket in self._buckets or []:
-                    bucket.receive()
-                self._steps += 1
-            finally:
-                self._end_step()
-
-
-class DistributedReplicas(Wrapped):
+class DistributedReplicas(OwnGradients):
     """What is put in front of the script's optimizer class when ranks have models of their own."""
 
-    _exchange: ReplicaExchange
     _spec: algorithms.Algorithm
-    _taken = 0  # steps
+    _taken = 0  # steps that the script has called for, also those that a `GradScaler` skips
+    _exchanged = False  # the last one ended with an exchange that all ranks waited for
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes the script's optimizer's step, and exchanges parameters, if it is time to.
+        """Takes the script's optimizer's step, unless a `GradScaler` found that this rank's gradients are not finite,
+        and exchanges parameters, if it is time to.
 
         Raises:
             HorovodInternalError: the exchange failed.
+            ValueError: the script has set a parameter since the last step, where that cannot be taken over.
         """
         exchange, spec = self._exchange, self._spec
         exchange.steps.begin()
+        exchange.follow()
+        if self._exchanged and exchange.is_of(runtime()) and exchange.weights.changed():
+            self.anchor(anew=True)  # set where all ranks have the same, and so alike on all of them
+        else:
+            self._check_weights()
         self.anchor()
-        loss = self._step(closure)
+        loss = None if self._overflowed() else self._step(closure)
         exchange.collect()
         self._taken += 1
         period = 1 if self._taken <= getattr(spec, "after", 0) else spec.period
+        self._exchanged = self._taken % period == 0 and not spec.overlaps
         if self._taken % period == 0:
             exchange.post()
             if not spec.overlaps:
                 exchange.collect()
+        self._note_weights()
         exchange.steps.end()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
 
-    def synchronize(self) -> None:
-        """Does nothing: gradients stay each rank's own, and may be clipped."""
-
     def drain(self) -> None:
         """Takes the answer to what is under way."""
-        self._exchange.collect()
+        if self._exchange.under_way:
+            self._check_weights()
+            self._exchange.collect()
+            self._note_weights()
 
     def anchor(self, anew: bool = False) -> None:
         """All ranks have the same parameters now; see `ParameterSlot.anchor`."""
         for slot in self._exchange.slots:
             assert isinstance(slot, ParameterSlot)
             slot.anchor(anew)
+
+    def _settled(self) -> None:
+        self.anchor(anew=True)
+        super()._settled()
 
     def agree(self) -> None:
         """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
@@ -190,8 +164,9 @@ class DistributedReplicas(Wrapped):
             self.load_own_state(own)
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Goes on from an `own_state`."""
-        self._taken = int(own["taken"])
+        """Goes on from an `own_state`, and the parameters that belong to it."""
+        self._taken, self._exchanged = int(own["taken"]), False
+        self._exchange.weights.forget()
         for slot in self._exchange.slots:
             if isinstance(slot, OuterSlot) and slot.name in own.get("outer", {}):
                 start, velocity = own["outer"][slot.name]

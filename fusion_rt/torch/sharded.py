@@ -6,22 +6,34 @@ gradient. Its own state stays empty, and is with the shards.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
+import msgspec
 import torch
 
 from fusion_rt import algorithms, wire
 from fusion_rt.client import Terms
+from fusion_rt.errors import HorovodInternalError
 from fusion_rt.torch import carried, ops
 from fusion_rt.torch.buckets import DenseBucket
 from fusion_rt.torch.carried import Carried
 from fusion_rt.torch.exchange import GradientExchange
+from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.memory import Memory, Place
+from fusion_rt.torch.own_gradients import OwnGradients, Weights, not_finite
+from fusion_rt.torch.parameters import Trained
+from fusion_rt.torch.runtime import Runtime, runtime
 from fusion_rt.torch.slots import Slot, memory_order
-from fusion_rt.torch.wrapping import Wrapped
+from fusion_rt.trace_format import Kind
+
+_GRADIENT = int(Kind.GRADIENT)
 
 
 class WeightSlot(Slot):
@@ -42,11 +54,20 @@ class WeightSlot(Slot):
     def assign(self, reduced: torch.Tensor) -> None:
         assert isinstance(self.bucket, DenseBucket)
         value = self.parameter.detach()
-        reduced = reduced.to_dense() if reduced.is_sparse else reduced
         if self.bucket.added:
             value.add_(reduced)
         else:
             value.copy_(reduced)
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """A gradient is only recorded: it is posted by `step()`, as the script has left it by then."""
+        steps = self._exchange.steps
+        steps.first_gradient()
+        steps.trace.record(_GRADIENT, self.name, self.nbytes, steps.number)
+
+    def outgoing(self) -> torch.Tensor | None:
+        value = self.value()
+        return value.to_dense() if value is not None and value.is_sparse else value
 
     def _is_direct(self) -> bool:
         return False
@@ -100,62 +121,177 @@ class ShardMemory(Memory):
 
 
 class ShardExchange(GradientExchange):
-    """Gradients out, parameters in.
+    """What slots have is posted, and what they get comes back: from the homes of shards, from replicas' homes, or from
+    all ranks that take part.
 
     Attributes:
+        spec: the algorithm.
         samples: how many samples the next gradients come from.
+        under_way: something has been posted and not been collected.
+        weights: parameters as they were left by the last step; noted where the algorithm has others elsewhere.
+        share: by what the last mean is multiplied to be that over those ranks which have contributed, and not joined.
     """
 
     memory_type = ShardMemory
     samples = 1
-    _seeding = False
 
-    def _make_plan(self) -> None:
-        super()._make_plan()
-        here = self._runtime
-        members = here.client.process_sets[self._process_set(here)].ranks
-        if here.rank == members[0]:
-            self._seed()
+    def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
+        self.spec = algorithms.parse(manner.reduction.algorithm)
+        self.under_way = False
+        self.weights = Weights()
+        self.share = 1.0
+        self._said = Terms()  # with each bucket
+        self._contributors: int | None = None  # the handle of the sum of ones of all ranks that post
+        super().__init__(manner, passes, trained)
 
-    def _seed(self) -> None:
-        """The homes begin with this rank's parameters. The others have the same, as scripts see to."""
-        buckets = [bucket for bucket in self._buckets or [] if isinstance(bucket, DenseBucket)]
-        self._seeding = True
+    def post(self, samples: int | None = None) -> None:
+        """Posts what slots have; nothing, as a contribution that only counts, with `samples=0`.
+
+        Raises:
+            HorovodInternalError: it failed.
+        """
+        began = time.perf_counter()
+        self.begin()
+        self.idle = True  # nothing of a step is done before its `step()`
+        if self._buckets is None:
+            self._make_plan()
+        gradients = self.spec.signal is algorithms.Signal.GRADIENT
+        rates = tuple(self._trained.group_rates()) if gradients else ()
+        self._submit_all(Terms(rates=rates, samples=self.samples if samples is None else samples))
+        if self.spec.place is algorithms.Place.NOWHERE and self._buckets:
+            name, whose = f"{self._group}.contributors", self._manner.process_set
+            self._contributors = ops.allreduce_async(torch.ones(1), name=name, op=ops.Sum, process_set=whose)
+        self.under_way = True
+        self._last_waited = time.perf_counter() - began
+
+    def collect(self) -> None:
+        """Waits for the answers to what is under way, and has slots take them.
+
+        Raises:
+            HorovodInternalError: it failed.
+        """
+        if not self.under_way:
+            return
+        began = time.perf_counter()
+        self.under_way = False
         try:
-            for bucket in buckets:
-                for slot in bucket.slots:
-                    assert slot.view is not None
-                    slot.view.copy_(slot.parameter.detach())
-                bucket.submit()
-            for bucket in buckets:
-                bucket.abandon()
-                bucket.rewind()
+            self.share = self._share_of_mean()
+            for bucket in self.dense:
+                bucket.receive()
+            self._steps += 1
         finally:
-            self._seeding = False
+            self._end_step()
+        self._last_waited += time.perf_counter() - began
+        self._waited += self._last_waited
 
     def pull(self) -> None:
         """Takes what the homes have, and gives them nothing. All that was posted has to have been answered."""
-        if self._buckets is None:
+        self._submit_all(Terms(kind="ask"))
+        for bucket in self.dense:
+            bucket.receive()
+            bucket.rewind()
+
+    def reseed(self) -> None:
+        """Has the homes go on with the parameters of the first rank; what is under way is forgotten. To be called on
+        all ranks."""
+        self.discard()
+        if self.spec.place is algorithms.Place.SHARD:
+            ops.barrier(self._manner.process_set)  # nobody posts any more
+            if self._is_first():
+                self._give_parameters("reseed")
+            ops.barrier(self._manner.process_set)
+
+    def discard(self) -> None:
+        """Forgets what is under way, and its answer."""
+        if not self.under_way:
             return
-        samples, self.samples = self.samples, 0
-        buckets = [bucket for bucket in self._buckets if isinstance(bucket, DenseBucket)]
-        try:
-            for bucket in buckets:
+        self.under_way = False
+        with contextlib.suppress(HorovodInternalError):  # whatever becomes of it: nobody is interested any more
+            self._share_of_mean()
+        for bucket in self.dense:
+            with contextlib.suppress(HorovodInternalError):
+                bucket.abandon()
+        self._end_step()
+
+    def follow(self) -> None:
+        """Has slots for the parameters that are trained now, before the step that changes them is taken."""
+        if list(map(id, self._trained.tensors())) != list(self._slots):
+            self.collect()
+            self._give_up_plan(runtime())
+            self._watch(self._trained.named())
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the algorithm has parameters elsewhere, to which those of the script are compared or changed."""
+        return self.spec.place is algorithms.Place.SHARD or self.spec.signal is algorithms.Signal.DELTA
+
+    def check_arguments(self) -> None:
+        """Raises `ValueError` if the script has changed what the shards know since there has been a plan."""
+        optimizer = self._trained.optimizer()
+        planned = self._manner.reduction.optimizer
+        assert planned is not None
+        count = len(planned.groups)  # there may be a new group, for which there is a new plan
+        if self.is_of(runtime()) and optimizer_spec(optimizer).groups[:count] != planned.groups:
+            raise ValueError(
+                f"an argument of the optimizer other than its learning rate has changed, and with {self.spec} the "
+                "shards have what it was when the buckets were planned; leave it (as with cycle_momentum=False of "
+                "schedulers), or take an algorithm whose ranks take their own steps"
+            )
+
+    def _submit_all(self, terms: Terms) -> None:
+        self._said = terms
+        for bucket in self.dense:
+            if terms.kind == "post" and terms.samples:
+                self._send(bucket)
+            else:
                 bucket.submit()
-            for bucket in buckets:
-                bucket.receive()
-                bucket.rewind()
-        finally:
-            self.samples = samples
+                bucket.sent = True
+        while self.copying:
+            self.copying.popleft().post(wait=True)
 
     def _terms(self, slots: Sequence[Slot]) -> Terms:
-        if self._seeding:
-            return Terms(seed=True)
-        rates = tuple(self._trained.group_rates())
-        return Terms(super()._terms(slots).rescale, rates, self.samples)
+        # A residual of gradients is rescaled when the rate changes; one of parameters or their changes is not.
+        if self._said.kind == "post" and self.spec.signal is algorithms.Signal.GRADIENT:
+            return self._said._replace(rescale=super()._terms(slots).rescale)
+        return self._said
+
+    def _share_of_mean(self) -> float:
+        """See `share`."""
+        if self._contributors is None:
+            return 1.0
+        handle, self._contributors = self._contributors, None
+        return (self._manner.process_set.size() or 1) / float(ops.synchronize(handle))
+
+    def _give_up_plan(self, here: Runtime) -> None:
+        self.under_way = False
+        self.weights.forget()
+        super()._give_up_plan(here)
+
+    def _make_plan(self) -> None:
+        if self.spec.signal is algorithms.Signal.GRADIENT:
+            optimizer = optimizer_spec(self._trained.optimizer())
+            reduction = msgspec.structs.replace(self._manner.reduction, optimizer=optimizer)
+            self._manner = dataclasses.replace(self._manner, reduction=reduction)
+        super()._make_plan()
+        if self.spec.place is algorithms.Place.SHARD and self._is_first():
+            self._give_parameters("seed")  # the others have the same, as scripts see to
+
+    def _is_first(self) -> bool:
+        here = self._runtime
+        return here.rank == here.client.process_sets[self._process_set(here)].ranks[0]
+
+    def _give_parameters(self, kind: wire.PostKind) -> None:
+        for bucket in self.dense:
+            for slot in bucket.slots:
+                assert slot.view is not None
+                slot.view.copy_(slot.parameter.detach())
+        self._submit_all(Terms(kind=kind))
+        for bucket in self.dense:
+            bucket.abandon()
+            bucket.rewind()
 
 
-class DistributedShards(Wrapped):
+class DistributedShards(OwnGradients):
     """What is put in front of the script's optimizer class when shards take its steps."""
 
     _exchange: ShardExchange
@@ -171,29 +307,38 @@ class DistributedShards(Wrapped):
             raise ValueError(f"gradients come from at least one sample, not {count}")
         self._exchange.samples = count
 
-    def synchronize(self) -> NoReturn:
-        """Raises `RuntimeError`: gradients are on their way to the shards, and come back as parameters only."""
-        raise RuntimeError(
-            "with this algorithm gradients go to shards, and only parameters come back: there are no gradients to "
-            "synchronize, and none to clip; use algorithm='allreduce' for that"
-        )
-
-    skip_synchronize = synchronize
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Posts the gradients that have not been posted yet, and waits for the parameters.
+        """Posts the gradients as the script has left them, and waits for the parameters.
+
+        If a gradient of this rank is not finite, it contributes nothing to this step, and takes the parameters; that is
+        warned of, unless a `GradScaler` knows it.
 
         Raises:
             HorovodInternalError: it failed.
+            ValueError: the script has set a parameter, or an argument of the optimizer that the shards have, since the
+                last step.
         """
-        self._exchange.steps.begin()
+        exchange = self._exchange
+        exchange.steps.begin()
+        self._check_weights()
+        exchange.check_arguments()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._exchange.synchronize()
+        overflowed = self._overflowed()
+        if not overflowed and (name := not_finite(exchange.slots)):
+            overflowed = True
+            warnings.warn(
+                f"the gradient of {name!r} is not finite on this rank, which therefore contributes nothing to this "
+                f"step of {exchange.spec}",
+                stacklevel=2,
+            )
+        exchange.post(samples=0 if overflowed else None)
+        exchange.collect()
+        self._note_weights()
         self._script_optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._exchange.steps.end()
+        exchange.steps.end()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
@@ -212,7 +357,7 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
     Raises:
         ValueError: a shard cannot have it.
     """
-    kind = type(optimizer)
+    kind = getattr(optimizer, "_script_class", type(optimizer))
     if getattr(torch.optim, kind.__name__, None) is not kind:
         raise ValueError(
             f"with this algorithm shards take the steps, by an optimizer of torch.optim, which {kind.__module__}."
@@ -226,7 +371,7 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
         arguments = {
             name: value
             for name, value in group.items()
-            if name not in ("params", "lr", "initial_lr", "param_names", "fused", "foreach") and value is not None
+            if name in optimizer.defaults and name not in ("lr", "fused", "foreach") and value is not None
         }
         try:
             groups.append(json.dumps(arguments))

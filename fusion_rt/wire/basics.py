@@ -30,6 +30,7 @@ Kind: TypeAlias = Literal[
     "add_process_set", "remove_process_set",
 ]  # fmt: skip
 Op: TypeAlias = Literal["sum", "average", "min", "max", "product", "adasum"]
+PostKind: TypeAlias = Literal["post", "seed", "reseed", "ask"]
 Rates: TypeAlias = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 Line: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from fusion_rt.wire.basics import MAX_RANKS, Count, Rank, Rates
+from fusion_rt.wire.basics import MAX_RANKS, Count, PostKind, Rank, Rates
 from fusion_rt.wire.operations import OpKey
 
 
@@ -48,9 +48,10 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
     Attributes:
         epoch: the membership epoch.
         plan, bucket: which bucket.
-        kind: what the parcel is: a worker's contribution (`post`), what a home begins with (`seed`), a home's answer to
-            a contribution (`answer`, or `refused` with a sentence), or what one rank's home tells another's (`mix`,
-            `mean`), or the home of the first bucket those of the others (`told`: int64 numbers).
+        kind: what the parcel is: a worker's contribution (`post`), or its question what the home has (`ask`), what a
+            home begins with (`seed`) or goes on with (`reseed`), a home's answer to a worker (`answer`, or `refused`
+            with a sentence), or what one rank's home tells another's (`mix`, `mean`), or the home of the first bucket
+            those of the others (`told`: int64 numbers).
         home: the rank whose home it concerns; -1: the only one that the bucket has.
         rank: the worker that posted, or is answered; of what homes tell each other, the rank of the one that sends.
         clock: the worker's, of the contribution.
@@ -65,7 +66,7 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
     epoch: Count
     plan: Count
     bucket: Count
-    kind: Literal["post", "seed", "answer", "refused", "mix", "mean", "told"]
+    kind: PostKind | Literal["answer", "refused", "mix", "mean", "told"]
     home: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
     rank: Rank
     clock: Count

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from fusion_rt.topology import Topology
-from fusion_rt.wire.basics import MAX_INLINE, MAX_PATH, Count, Line, Name, Rank, Rates, Text
+from fusion_rt.wire.basics import MAX_INLINE, MAX_PATH, Count, Line, Name, PostKind, Rank, Rates, Text
 from fusion_rt.wire.operations import Place, Signature
 from fusion_rt.wire.plans import Plan, Proposal
 from fusion_rt.wire.rings import MAX_RING_PIECE
@@ -75,8 +75,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     Attributes:
         rescale: what the residual of each of its tensors is multiplied by first, when learning rates have changed.
         rates: learning rate of each parameter group, for a home that applies gradients.
-        samples: how many samples it comes from; 0: it is nothing, and the home is only asked for what it has.
-        seed: it is no contribution, but what the bucket's home begins with.
+        samples: how many samples it comes from; 0: it is a contribution without a gradient, which only counts as one.
+        kind: a contribution (`post`), or what the bucket's home begins with (`seed`), or goes on with from now on
+            (`reseed`), or a question what it has (`ask`).
         urgency: the less, the sooner this worker needs it; 0: as soon as an operation that it waits for.
         tray: what it has selected itself lies from this byte of the plan's segment on (`codecs.trays`); 0: its gradient
             lies in its place as usual.
@@ -92,7 +93,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     rescale: tuple[float, ...] = ()
     rates: Rates = ()
     samples: Count = 1
-    seed: bool = False
+    kind: PostKind = "post"
     urgency: Count = 0
     tray: Count = 0
     share: Share = OWN

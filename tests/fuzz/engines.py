@@ -24,6 +24,7 @@ _KINDS: tuple[wire.Kind, ...] = (
     "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", "add_process_set",
     "remove_process_set",
 )  # fmt: skip
+_POSTS: tuple[wire.PostKind, ...] = ("post", "post", "seed", "post", "ask", "reseed")
 _OPS: tuple[wire.Op, ...] = ("sum", "average", "min", "product", "adasum")
 _SETS = (0, 0, 0, 0, 0, 0, 1, 2)
 _TYPES = ("float32", "float32", "float32", "float64", "float16", "bfloat16", "int32", "uint8", "bool", "", "complex64")
@@ -103,7 +104,7 @@ def _act(job: SimulatedJob, program: _Program, ranks: Sequence[int], handle: int
         plan, bucket, clock = program.of((1, 1, 1, 2, 7)), program.of((0, 0, 1, 2**47)), program.of(_NUMBERS)
         rates, rescale, samples = program.some(_SCALES), program.of(((), (), (0.5,), (1.0, 2.0))), program.byte()
         for rank in ranks:
-            ready = wire.Ready(handle, plan, bucket, clock, rescale, rates, samples, bool(samples % 2))
+            ready = wire.Ready(handle, plan, bucket, clock, rescale, rates, samples, _POSTS[samples % len(_POSTS)])
             job.engine(rank).ready(rank, _checked(ready))
     elif kind == 7:
         plan, nbytes = program.of(_NUMBERS[1:4]), program.of((4096, 4096, 64, 0))

@@ -37,7 +37,7 @@ class Part:
         version: of the home, when the sender last heard from it.
         values: 1-D, all elements of the bucket; valid until the part is answered, and only to be read.
         rates: learning rate of each parameter group.
-        samples: how many samples it comes from.
+        samples: how many samples it comes from; 0: it has no gradient, and `values` says nothing.
         weight: push-sum weight.
         arrived: when it came to the home (s).
     """
@@ -107,7 +107,8 @@ class Home:
     Attributes:
         rank: whose replica it is; -1: a shard.
         leads: it is that of the plan's first bucket, which decides where the homes of all buckets have to agree.
-        present: ranks that take part; those that have left are not in it.
+        present: ranks that take part; those that have left or joined are not in it.
+        joined: ranks that have joined, and so come back when all have.
         value: the authoritative copy; of a shard, from its seed on.
         version: how many updates it has seen.
         done: how many contributions of each rank have come.
@@ -132,6 +133,7 @@ class Home:
     value: Array | None = None
     version: int = 0
     present: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
     done: dict[int, int] = field(default_factory=dict)
     slots: dict[int, dict[int, Part]] = field(default_factory=dict)
     waiting: list[Part] = field(default_factory=list)
@@ -191,6 +193,11 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
     def received(self, home: Home, part: Part) -> Iterable[Step]:
         """A part has come. `home.done` counts it already, if it is a worker's."""
 
+    def nothing(self, home: Home, part: Part) -> Iterable[Step]:
+        """A worker took a step without a gradient, since its own was not finite: that is nobody's mean, and no update,
+        but those who wait for its clock may go on. `home.done` counts it already."""
+        yield self.asked(home, part)
+
     def elapsed(self, home: Home, now: float) -> Iterable[Step]:
         """Time that was asked for with `Wake` has passed."""
         del home, now
@@ -218,7 +225,7 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
 def refuse_without(home: Home, why: str) -> Iterator[Step]:
     """Refuses what waits for a rank that does not take part any more, in slots that need all ranks."""
     for number, slot in list(home.slots.items()):
-        if any(rank not in slot and rank not in home.present for rank in range(home.ranks)):
+        if not slot.keys() | home.present | home.joined >= set(range(home.ranks)):
             del home.slots[number]
             for part in slot.values():
                 yield Refuse(part, why)
@@ -238,7 +245,7 @@ class ShardAlgorithm(HomeAlgorithm[_Spec]):
         return True
 
     def combine(self, home: Home, parts: Sequence[Part]) -> Array:
-        """The gradient to be applied, of the parts in a slot, in the order of their ranks."""
+        """The gradient to be applied, of the parts in a slot that have one, in the order of their ranks."""
         del home
         return parts[0].values
 
@@ -264,7 +271,8 @@ class ShardAlgorithm(HomeAlgorithm[_Spec]):
     def fire(self, home: Home, number: int) -> Iterator[Step]:
         """Applies a slot; its parts wait for the gate."""
         parts = [part for _, part in sorted(home.slots.pop(number).items())]
-        self.apply(home, self.combine(home, parts), parts)
+        if given := [part for part in parts if part.samples]:
+            self.apply(home, self.combine(home, given), given)
         home.waiting.extend(parts)
         return iter(())
 

@@ -33,6 +33,9 @@ class Ordered(ShardAlgorithm[_Spec]):
                 yield from self.decide(home, part)
         yield from self.follow(home)
 
+    def nothing(self, home: Home, part: Part) -> Iterator[Step]:
+        return self.received(home, part)
+
     @abstractmethod
     def decide(self, home: Home, part: Part) -> Iterator[Step]:
         """At the first home: what follows from a contribution."""
@@ -66,10 +69,12 @@ class Ordered(ShardAlgorithm[_Spec]):
                 home.orders.remove(order)
                 for part in here:
                     del came[part.rank]
-                    if kind == LATE:
+                given = [part for part in here if part.samples]
+                if kind == LATE:
+                    for part in given:
                         self.carry(home, part)
-                if kind == UPDATE and here:  # else all of them have left
-                    self.apply(home, self.combine(home, here), here)
+                elif given:  # else all of them have left, or have no gradient
+                    self.apply(home, self.combine(home, given), given)
                 yield from [self.answer(home, part) for part in here]
                 counts[1] += kind == UPDATE
                 done = True

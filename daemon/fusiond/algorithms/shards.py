@@ -13,24 +13,32 @@ from fusiond.collectives.base import Array
 
 
 class BSP(ShardAlgorithm[algorithms.BSP]):
-    """The mean of all ranks' gradients of a clock. The same bits on all ranks, wherever the shard is."""
+    """The mean of all ranks' gradients of a clock. The same bits on all ranks, wherever the shard is.
+
+    A rank that has joined counts as one with a gradient of zeros, as in an all-reduce; one without a gradient does not
+    count.
+    """
 
     def slot(self, home: Home, part: Part) -> int:
         return part.clock
 
     def ready(self, home: Home, slot: dict[int, Part]) -> bool:
-        return len(slot) == self.ranks
+        return len(slot.keys() | home.joined) == self.ranks
 
     def combine(self, home: Home, parts: Sequence[Part]) -> Array:
-        return home.mean([part.values for part in parts], len(parts))
+        contributors = {part.rank for part in parts} | home.joined
+        return home.mean([part.values for part in parts], len(contributors))
+
+    def nothing(self, home: Home, part: Part) -> Iterator[Step]:
+        return self.received(home, part)
 
     def received(self, home: Home, part: Part) -> Iterator[Step]:
         yield from super().received(home, part)
         yield from self.gone(home, part.rank)
 
     def gone(self, home: Home, rank: int) -> Iterator[Step]:
-        del rank
-        return refuse_without(home, "a rank has left, and bsp needs all of them in every step")
+        yield from super().gone(home, rank)
+        yield from refuse_without(home, "a rank has left, and bsp needs all of them in every step")
 
 
 class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
@@ -51,6 +59,10 @@ class SSP(ASP):
     def gate(self, home: Home, part: Part) -> bool:
         assert isinstance(self.spec, algorithms.SSP)
         return home.done[part.rank] - home.slowest <= self.spec.staleness
+
+    def nothing(self, home: Home, part: Part) -> Iterator[Step]:
+        home.waiting.append(part)
+        yield from self.release(home)
 
 
 class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative]):

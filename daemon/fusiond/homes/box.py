@@ -39,6 +39,7 @@ class Box:
         notes: of the contribution of each rank that is not answered yet: its staleness, its clock's distance from the
             slowest's, and how long it waited to be read (ms).
         told: what the node of each rank was told last, to which differences are sent.
+        joins: how often all ranks have joined while this home was there; senders begin new clocks each time.
     """
 
     plan: PlanState
@@ -51,6 +52,7 @@ class Box:
     turning: bool = False
     notes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     told: dict[int, Array] = field(default_factory=dict)
+    joins: int = 0
 
     @property
     def algorithm(self) -> HomeAlgorithm[Any]:

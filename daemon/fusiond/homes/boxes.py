@@ -27,7 +27,7 @@ from fusiond.homes.codings import Codings
 from fusiond.homes.here import Address, Here
 from fusiond.homes.jobs import Act, Jobs
 from fusiond.homes.parcels import unpack
-from fusiond.homes.senders import Sender, Senders
+from fusiond.homes.senders import CLOCKS_OF_A_JOIN, Sender, Senders
 from fusiond.homes.steps import Steps
 from fusiond.plans import PlanState, layout_of
 
@@ -49,6 +49,7 @@ class Boxes:
         self._steps = Steps(here, codings, senders, self.arrived, self._wake)
         self._boxes: dict[Address, Box] = {}
         self._gone: set[int] = set()
+        self._joined: set[int] = set()  # of those that are gone, who may come back
 
     def __iter__(self) -> Iterator[Box]:
         return iter(self._boxes.values())
@@ -82,6 +83,7 @@ class Boxes:
         leads = bucket.index == 0
         home = Home(rank, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, spans, leads, codec)
         home.present -= {position for position, rank in enumerate(state.members.set.ranks) if rank in self._gone}
+        home.joined = {position for position, rank in enumerate(state.members.set.ranks) if rank in self._joined}
         self._boxes[state.plan.id, bucket.index, rank] = Box(state, bucket, home)
 
     def drop(self, plan: int) -> None:
@@ -166,12 +168,15 @@ class Boxes:
             parcel.kind, position, parcel.clock, parcel.version, values, parcel.rates, parcel.samples, parcel.weight,
             arrival.came,
         )  # fmt: skip
-        if parcel.kind == "post" and not parcel.samples:  # of a shard; a replica has nothing to ask for
+        if parcel.kind == "reseed":
+            _reseed(box, values)
+        if parcel.kind in ("ask", "reseed"):  # of a shard; a replica has nothing to ask for
             return self._steps.prepared(box, [box.algorithm.asked(home, part)])
         if parcel.kind == "post":
-            if position not in home.present:  # it had joined, and is back
+            if position not in home.present and parcel.clock // CLOCKS_OF_A_JOIN > box.joins:
+                # It had joined, and is back; else it posted this before it joined, and nobody waits for more of it.
                 home.done[position] = max(home.done[position], home.slowest)
-                home.present = home.present | {position}
+                home.present, home.joined = home.present | {position}, home.joined - {position}
             home.done[position] += 1
             stale = max(home.version - parcel.version, 0)
             # At a replica only its own worker posts: there is nobody to be ahead of.
@@ -180,7 +185,9 @@ class Boxes:
                 Kind.APPLIED, f"bucket {parcel.bucket}", stale, parcel.clock, parcel.plan, peer=parcel.rank
             )
             box.notes[position] = stale, ahead, max(round(1000 * (now - arrival.came)), 0)
-        acts = self._steps.prepared(box, box.algorithm.received(home, part))
+        nothing = parcel.kind == "post" and not parcel.samples
+        steps = box.algorithm.nothing(home, part) if nothing else box.algorithm.received(home, part)
+        acts = self._steps.prepared(box, steps)
         if len(home.slots) > box.most_waiting:
             raise WireError(
                 f"contributions of {len(home.slots)} clocks wait at the home of bucket {box.bucket.index} of "
@@ -194,7 +201,9 @@ class Boxes:
         assert arrival.payload is not None
         if arrival.parcel.kind == "told":
             return np.frombuffer(arrival.payload, np.int64)
-        if arrival.parcel.kind == "post" and not arrival.parcel.samples:  # it only asks
+        if arrival.parcel.kind == "reseed":
+            return _dense(box, arrival.payload)
+        if arrival.parcel.kind == "ask" or not arrival.parcel.samples:
             return np.zeros(0)
         return unpack(self._codings.decoder(box.plan, box.bucket), arrival.payload)
 
@@ -211,15 +220,17 @@ class Boxes:
 
         self._here.outside.call_later(max(at - self._here.outside.clock(), 0.0), wake)
 
-    def gone(self, ranks: Iterable[int]) -> None:
-        """These ranks take part no longer."""
+    def gone(self, ranks: Iterable[int], joined: bool = False) -> None:
+        """These ranks take part no longer; or, if they have joined, until all have."""
         for rank in ranks:
             self._gone.add(rank)
+            (self._joined.add if joined else self._joined.discard)(rank)
             for box in list(self):
                 if rank in box.ranks:
-                    self.when_free(box, partial(self._leave, box, box.ranks.index(rank)))
+                    self.when_free(box, partial(self._leave, box, box.ranks.index(rank), joined))
 
-    def _leave(self, box: Box, position: int) -> None:
+    def _leave(self, box: Box, position: int, joined: bool) -> None:
+        box.home.joined = box.home.joined | {position} if joined else box.home.joined - {position}
         if position in box.home.present:
             box.home.present = box.home.present - {position}
             self.at(box, lambda: self._steps.prepared(box, box.algorithm.gone(box.home, position)), box.nbytes)
@@ -227,6 +238,7 @@ class Boxes:
     def returned(self, ranks: set[int]) -> None:
         """These ranks, which had joined, go on with all others."""
         self._gone -= ranks
+        self._joined -= ranks
         for box in self:
             self.when_free(box, partial(_return, box, ranks))
 
@@ -238,7 +250,7 @@ class Boxes:
         if box is None:
             return True
         mine = [
-            a for a in box.waiting if a.values is not None and (a.parcel.rank, a.parcel.kind) == (sender.rank, "post")
+            a for a in box.waiting if a.values is not None and a.parcel.rank == sender.rank and a.parcel.kind != "seed"
         ]
         for arrival in mine:
             box.waiting.remove(arrival)
@@ -287,12 +299,28 @@ def _seed(box: Box, arrival: Arrival) -> list[Act]:
     values = arrival.values
     if values is None:
         assert arrival.payload is not None
-        values = np.array(Dense().open(layout_of(box.bucket)).decoded(0, arrival.payload, box.bucket.numel))
+        values = _dense(box, arrival.payload)
     box.begin(values)
     return []
 
 
+def _reseed(box: Box, values: Array) -> None:
+    """The home goes on with these values, and its optimizer with what it remembers."""
+    assert box.home.value is not None
+    np.copyto(box.home.value, values)
+    for key, kept in box.home.aux.items():
+        if key.startswith("w_bak/"):
+            np.copyto(kept, values)
+    box.told.clear()
+
+
+def _dense(box: Box, payload: memoryview) -> Array:
+    return np.array(Dense().open(layout_of(box.bucket)).decoded(0, payload, box.bucket.numel))
+
+
 def _return(box: Box, ranks: set[int]) -> None:
     home = box.home
-    home.present = home.present | {position for position, rank in enumerate(box.ranks) if rank in ranks}
+    back = {position for position, rank in enumerate(box.ranks) if rank in ranks}
+    home.present, home.joined = home.present | back, home.joined - back
+    box.joins += 1
     home.done = dict.fromkeys(home.done, max(home.done.values()))

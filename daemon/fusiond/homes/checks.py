@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 from fusion_rt import wire
 from fusion_rt.algorithms import Partial, Signal, parse
@@ -35,19 +36,19 @@ def check_piece(here: Here, codings: Codings, node: int, state: PlanState, piece
     bucket = state.plan.buckets[piece.bucket]
     what = f"the {piece.kind} of rank {piece.rank} for bucket {piece.bucket}"
     limit = bucket.numel * DTYPES[bucket.dtype].itemsize
-    if piece.kind == "seed" and piece.nbytes != limit:
+    if piece.kind in ("seed", "reseed") and piece.nbytes != limit:
         raise WireError(f"{what} has {piece.nbytes} bytes instead of {limit}")
     if piece.kind == "refused":
         limit = _MAX_SENTENCE
     elif piece.kind == "told":
         limit = 8 * (1 + 2 * len(state.members.set.ranks))
-    elif piece.kind != "seed":
+    elif piece.kind not in ("seed", "reseed"):
         limit = max(limit, codings.decoder(state, bucket).max_encoded_nbytes(bucket.numel))
     if piece.nbytes > limit:
         raise WireError(f"{what} has {piece.nbytes} bytes, and {limit} is the most")
     if piece.kind == "answer" and (len(piece.notes) not in (2, 5) or piece.notes[:2] not in ((0, 0), (1, 0), (1, 1))):
         raise WireError(f"{what} has the notes {list(piece.notes)}, which say nothing")
-    if piece.kind == "post" and piece.samples and (wrong := wrong_rates(state, bucket, piece.rates)):
+    if piece.kind == "post" and (wrong := wrong_rates(state, bucket, piece.rates)):
         raise WireError(f"{what} cannot be taken in: {wrong}")
     if not (0 < piece.weight < math.inf):
         raise WireError(f"{what} has the weight {piece.weight}, which has to be above 0")
@@ -66,7 +67,7 @@ def _fits(here: Here, node: int, state: PlanState, piece: wire.Piece) -> bool:
             fits = fits and plan.homes[0] == node and home == here.node and piece.bucket > 0
             fits = fits and piece.nbytes % 8 == 0
         else:
-            fits = piece.kind in ("post", "seed") and home == here.node
+            fits = piece.kind in get_args(wire.PostKind) and home == here.node
             fits = fits and here.topology.node_of(piece.rank) == node
         fits = fits and piece.home == -1
     elif fits:

@@ -115,9 +115,9 @@ class Homes:
         if node != self._here.node:
             self._senders.send(sender, parcel, node, ready.rescale)
             return
-        values = posted.source.copy() if ready.seed else posted.source
+        values = posted.source.copy() if ready.kind == "seed" else posted.source
         self._boxes.arrived(Arrival(parcel, values, None, sender.since))
-        if ready.seed:
+        if ready.kind == "seed":
             self._senders.answered(parcel, ())
 
     def peer(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
@@ -145,9 +145,9 @@ class Homes:
 
     # --- membership and time ------------------------------------------------------------------------------------------
 
-    def gone(self, ranks: Iterable[int]) -> None:
-        """These ranks take part no longer."""
-        self._boxes.gone(ranks)
+    def gone(self, ranks: Iterable[int], joined: bool = False) -> None:
+        """These ranks take part no longer; or, if they have joined, until all have."""
+        self._boxes.gone(ranks, joined)
 
     def returned(self, ranks: Iterable[int]) -> None:
         """These ranks, which had joined, go on with all others. They have taken different numbers of steps, so all

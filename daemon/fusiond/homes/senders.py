@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from fusiond.plans import PlanState, layout_of
 from fusiond.requests import Part as Posted
 from fusiond.requests import RequestError
 
-_CLOCKS_OF_A_JOIN = 1 << 30  # more than a rank posts between two joins
+CLOCKS_OF_A_JOIN = 1 << 30  # more than a rank posts between two joins
 
 
 @dataclass(slots=True)
@@ -139,20 +138,19 @@ class Senders:
             return None
         if sender.post is not None:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.index} of plan {plan.id}")
-        if (ready.seed or not ready.samples) and not plan.homes:
+        if (ready.kind != "post" or not ready.samples) and not plan.homes:
             raise RequestError(
                 f"rank {rank} asks for the shard of bucket {bucket.index} of plan {plan.id}: it has none"
             )
-        kind: Literal["seed", "post"] = "seed" if ready.seed else "post"
-        if kind == "post" and ready.samples and (wrong := wrong_rates(state, bucket, ready.rates)):
+        if ready.kind == "post" and (wrong := wrong_rates(state, bucket, ready.rates)):
             raise RequestError(f"rank {rank} posts to bucket {bucket.index} of plan {plan.id}, and {wrong}")
         sender.post, sender.since, sender.warned = posted, self._here.outside.clock(), False
         sender.awaited = sender.clock
         parcel = wire.Piece(
-            self._here.epoch, plan.id, bucket.index, kind, sender.home, rank, sender.clock, sender.version, 0, 0,
+            self._here.epoch, plan.id, bucket.index, ready.kind, sender.home, rank, sender.clock, sender.version, 0, 0,
             ready.rates, ready.samples,
         )  # fmt: skip
-        if kind == "post" and ready.samples:
+        if ready.kind == "post":
             sender.clock += 1
         return sender, parcel
 
@@ -166,15 +164,15 @@ class Senders:
         if sender.codec is None:
             sender.codec = self._codings.open(sender.plan, sender.bucket)
         codec, source = sender.codec, sender.post.source
-        seed = parcel.kind == "seed"
+        seed = parcel.kind in ("seed", "reseed")
         payload: list[memoryview] = []
 
         def encode() -> None:
-            if seed or not parcel.samples:  # who only asks for what the home has sends nothing
-                payload.append(memoryview(source.tobytes() if seed else b""))
-                return
             if rescale and isinstance(codec, FeedbackBucketCodec):
                 codec.scale_residual(rescale)
+            if parcel.kind != "post" or not parcel.samples:  # who asks, or has no gradient, sends nothing
+                payload.append(memoryview(source.tobytes() if seed else b""))
+                return
             name = f"bucket {parcel.bucket}"
             self._here.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, parcel.clock, parcel.plan)
             payload.append(pack(codec, source))
@@ -183,7 +181,7 @@ class Senders:
         def send() -> None:
             sender.busy = False
             self._here.send(node, parcel, payload[0])
-            if seed:
+            if parcel.kind == "seed":
                 self.answered(parcel, ())
 
         sender.busy = True
@@ -192,7 +190,7 @@ class Senders:
     def rebase(self) -> None:
         """All count their clocks from a new base, the same on all nodes, however many they have posted so far."""
         for sender in self:
-            sender.clock = (sender.clock // _CLOCKS_OF_A_JOIN + 1) * _CLOCKS_OF_A_JOIN
+            sender.clock = (sender.clock // CLOCKS_OF_A_JOIN + 1) * CLOCKS_OF_A_JOIN
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class Steps:
         if step.added:
             return 1, 1, pack(self._codings.encoder(box.plan, box.bucket), step.values)
         told = box.told.get(step.part.rank)
-        if told is None or not step.part.samples:  # who asks for what the home has gets every bit of it
+        if told is None or step.part.kind == "ask":  # who asks for what the home has gets every bit of it
             told = box.told[step.part.rank] = step.values.copy()  # another thread may be at work on the home
             return 0, 0, memoryview(told.tobytes())
         codec = self._codings.encoder(box.plan, box.bucket)

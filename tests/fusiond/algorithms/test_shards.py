@@ -211,3 +211,102 @@ def test_the_last_one_is_not_kept_waiting_when_the_others_are_done() -> None:
     workers.post(0, START)
     workers.job.pass_time(50)
     assert workers.waits(0)
+
+
+# --- ranks without a gradient -----------------------------------------------------------------------------------------
+
+NOT_FINITE = np.full(DIM, np.nan)
+
+
+@layouts
+def test_a_rank_without_a_gradient_is_in_nobodys_mean_and_holds_nobody_up(layout: list[int]) -> None:
+    workers = Workers(layout, "bsp", START, RATE)
+    gradients = [PROBLEM(rank, 0, START) for rank in range(RANKS)]
+    for rank in range(RANKS):
+        workers.post(rank, NOT_FINITE if rank == 1 else gradients[rank], samples=int(rank != 1))
+    mean = np.mean([gradients[rank] for rank in (0, 2, 3)], axis=0)
+    np.testing.assert_allclose(workers.home(), START - RATE * mean, rtol=1e-12)
+    for rank in range(RANKS):
+        workers.collect(rank)
+        assert (workers.x[rank] == workers.home()).all()
+
+
+@pytest.mark.parametrize("algorithm", ["asp", "hogwild", "softsync", "dc_asgd", "collaborative(samples=1)", "partial"])
+@pytest.mark.parametrize("codec", ["dense", "topk(density=0.2)"])
+def test_a_contribution_without_a_gradient_changes_no_home_and_no_residual(algorithm: str, codec: str) -> None:
+    momentum = wire.OptimizerSpec("SGD", (json.dumps({"momentum": 0.9}),))
+    workers = Workers([2, 2], algorithm, START, RATE, momentum, codec)
+    for rank in range(RANKS):
+        workers.post(rank, PROBLEM(rank, 0, START))
+    workers.job.pass_time(5)
+    before = workers.home()
+    for rank in range(RANKS):
+        workers.collect(rank)
+        workers.post(rank, NOT_FINITE, samples=0)
+    workers.job.pass_time(5)
+    assert (workers.home() == before).all()
+    for rank in range(RANKS):
+        workers.collect(rank)
+        workers.post(rank, np.zeros(DIM))
+    workers.job.pass_time(5)
+    assert np.isfinite(workers.home()).all()
+
+
+def test_a_step_without_a_gradient_counts_for_those_who_wait_for_the_slowest() -> None:
+    workers = Workers([2, 2], "ssp(staleness=0)", START, RATE)
+    for rank in (0, 1, 2):
+        workers.post(rank, np.zeros(DIM))
+        assert workers.waits(rank)
+    workers.post(3, NOT_FINITE, samples=0)
+    assert not any(workers.waits(rank) for rank in range(RANKS))
+
+
+@layouts
+def test_a_rank_that_has_joined_counts_as_zeros_in_a_synchronous_mean_until_it_is_back(layout: list[int]) -> None:
+    workers = Workers(layout, "bsp", START, RATE)
+    join = [workers.job.submit(3, "join", wire.Signature("join"))]
+    workers.job.settle()
+    gradients = [PROBLEM(rank, 0, START) for rank in range(RANKS)]
+    for rank in range(3):
+        workers.post(rank, gradients[rank])
+    expected = START - RATE * np.sum(gradients[:3], axis=0) / RANKS
+    np.testing.assert_allclose(workers.home(), expected, rtol=1e-12)
+    for rank in range(3):
+        workers.collect(rank)
+        join.append(workers.job.submit(rank, "join", wire.Signature("join")))
+    workers.job.settle()
+    for rank in range(RANKS):
+        workers.post(rank, gradients[rank])
+        assert workers.waits(rank) == (rank < 3)
+    np.testing.assert_allclose(workers.home(), expected - RATE * np.mean(gradients, axis=0), rtol=1e-12)
+
+
+@layouts
+def test_synchronous_elastic_averaging_leaves_out_ranks_that_have_joined(layout: list[int]) -> None:
+    """Rank 3 joins while its last parameters are on their way to a home, which may get them before or after that."""
+    values = [np.random.default_rng(rank).standard_normal(DIM) for rank in range(RANKS)]
+    for seed in range(8):
+        workers = Workers(layout, "easgd(steps=1, alpha=0.1, synchronous_home=True)", START, RATE, None, seed=seed)
+        workers.post(3, values[3], settle=False)
+        workers.job.submit(3, "join", wire.Signature("join"))
+        for step in range(2):
+            for rank in range(3):
+                workers.post(rank, values[rank], settle=False)
+            workers.job.settle()
+            assert not any(workers.waits(rank) for rank in range(3))
+            home = workers.home()
+            for rank in range(3):
+                workers.collect(rank)
+            if step:
+                assert not workers.waits(3)
+        pull = 0.1 * sum(values[rank] - START for rank in range(3))
+        once, late = START + pull, 0.1 * (values[3] - START)
+        allowed = []
+        for when in (0, 1, 2):  # with the first of the others', between the two, or after both
+            x = once + late if when == 0 else once
+            x = x + 0.1 * (values[3] - x) if when == 1 else x
+            x = x + 0.1 * sum(values[rank] - x for rank in range(3))
+            allowed.append(x + 0.1 * (values[3] - x) if when == 2 else x)
+        for bucket in workers.plan.buckets:  # each home has its own order
+            of = np.concatenate([np.arange(DIM)[place] for _, place in workers.places(0, bucket)])
+            assert any(np.allclose(home[of], x[of], rtol=1e-12) for x in allowed), seed

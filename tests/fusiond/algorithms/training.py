@@ -74,23 +74,23 @@ class Workers:
         """The homes begin with a rank's copy."""
         for place, of in self.places(rank):
             place[:] = self.x[rank][of]
-        handles = [self._ready(rank, bucket.index, 0, seed=True) for bucket in self.plan.buckets]
+        handles = [self._ready(rank, bucket.index, 0, "seed") for bucket in self.plan.buckets]
         self.job.settle()
         assert all(self.job.is_answered(rank, handle) for handle in handles)
 
-    def post(self, rank: int, values: Array, samples: int = 1, settle: bool = True) -> None:
+    def post(self, rank: int, values: Array, samples: int = 1, settle: bool = True, kind: str = "post") -> None:
         """A rank posts."""
         for place, of in self.places(rank):
             place[:] = values[of]
         clock, self.clocks[rank] = self.clocks[rank], self.clocks[rank] + 1
-        self._handles[rank] = [self._ready(rank, b.index, clock, samples=samples) for b in self.plan.buckets]
+        self._handles[rank] = [self._ready(rank, b.index, clock, kind, samples) for b in self.plan.buckets]
         if settle:
             self.job.settle()
 
-    def _ready(self, rank: int, bucket: int, clock: int, seed: bool = False, samples: int = 1) -> int:
+    def _ready(self, rank: int, bucket: int, clock: int, kind: str = "post", samples: int = 1) -> int:
         self.job._handles += 1
         handle = self.job._handles
-        ready = wire.Ready(handle, self.plan.id, bucket, clock, (), (self.rate,), samples, seed)
+        ready = wire.Ready(handle, self.plan.id, bucket, clock, (), (self.rate,), samples, kind)  # type: ignore[arg-type]
         decoded = wire.decode_worker_message(wire.encode(ready))
         assert isinstance(decoded, wire.Ready)
         self.job.engine(rank).ready(rank, decoded)

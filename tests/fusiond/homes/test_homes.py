@@ -443,7 +443,7 @@ def test_asking_for_what_a_home_has_is_no_contribution() -> None:
     workers = Workers([2, 2], "asp", START, RATE)
     train(workers, range(2))
     before = homes_of(workers, 0).statistics()
-    workers.post(0, START, samples=0)
+    workers.post(0, START, kind="ask")
     workers.collect(0)
     assert (workers.x[0] == workers.home()).all()
     assert homes_of(workers, 0).statistics() == before
@@ -455,7 +455,7 @@ def test_asking_for_what_a_home_has_sends_nothing_and_leaves_the_residual_alone(
     train(workers, range(2))
     residuals = {key: value for of in saved(workers) for key, value in of.items() if "residual" in key}
     for rank in range(4):
-        workers.post(rank, start + 5, samples=0)
+        workers.post(rank, start + 5, kind="ask")
         workers.collect(rank)
     again = {key: value for of in saved(workers) for key, value in of.items() if "residual" in key}
     assert residuals
