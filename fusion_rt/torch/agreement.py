@@ -11,17 +11,34 @@ import torch
 
 from fusion_rt import algorithms
 from fusion_rt.torch import ops
+from fusion_rt.torch.functions import broadcast_object
 from fusion_rt.torch.own_gradients import OwnGradients
 from fusion_rt.torch.replicas import DistributedReplicas
 from fusion_rt.torch.runtime import runtime
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
+_ever = False  # has there been an optimizer in it
 
 
 def register(optimizer: Any) -> Any:
     """Lets `consensus` know of an optimizer. Returns it."""
+    global _ever
     _made.add(optimizer)
+    _ever = True
     return optimizer
+
+
+def agree_after_join(last: int) -> None:
+    """All ranks have joined, `last` after all others: it alone has taken part in every exchange. So its number of steps
+    and its outer optimizer become those of all ranks, which then exchange in the same steps again."""
+    if not _ever:  # on no rank, since all make the same optimizers
+        return
+    here = runtime()
+    mine = {o._exchange.name: o for o in _made if isinstance(o, DistributedReplicas) and o._exchange.is_of(here)}
+    states = broadcast_object({name: optimizer.own_state() for name, optimizer in mine.items()}, last)
+    for name, state in states.items():
+        if name in mine:
+            mine[name].load_own_state(state)
 
 
 def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:

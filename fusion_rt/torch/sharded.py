@@ -25,6 +25,7 @@ from fusion_rt.torch import carried, ops
 from fusion_rt.torch.buckets import DenseBucket
 from fusion_rt.torch.carried import Carried
 from fusion_rt.torch.exchange import GradientExchange
+from fusion_rt.torch.functions import allgather_object
 from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.memory import Memory, Place
 from fusion_rt.torch.own_gradients import OwnGradients, Weights, not_finite
@@ -87,6 +88,18 @@ class ShardMemory(Memory):
             self._arriving = common, mine, loads
         else:
             super().settle(common, mine, loads)
+
+    def move(self) -> None:
+        """Has homes, and what their workers have not sent, go on in the next plan, of other buckets. An operation on
+        all ranks, when nothing is under way."""
+        place = self._exchange.place()
+        assert place is not None
+        assert self._feedback is not None
+        ops.barrier(process_set=place.ranks)  # nobody posts to these homes any more
+        loads = place.here.rank == place.nodes()[place.here.client.welcome.node][0]
+        mine = self.carry() or Carried()
+        homes = carried.united(allgather_object(mine.homes, process_set=place.ranks))
+        self._arriving = Carried(homes=homes, rates=dict(self._feedback.rates)), replace(mine, homes={}), loads
 
     def _still_carried(self) -> Carried | None:
         if self._arriving is None:
@@ -214,11 +227,21 @@ class ShardExchange(GradientExchange):
         self._end_step()
 
     def follow(self) -> None:
-        """Has slots for the parameters that are trained now, before the step that changes them is taken."""
-        if list(map(id, self._trained.tensors())) != list(self._slots):
+        """Has slots for the parameters that are trained now, before the step that changes them is taken. Where that are
+        others than before it is an operation on all ranks."""
+        if list(map(id, self._trained.tensors())) == list(self._slots):
+            return
+        if self.is_of(runtime()):
             self.collect()
-            self._give_up_plan(runtime())
-            self._watch(self._trained.named())
+            if isinstance(self.memory, ShardMemory) and self.spec.place is algorithms.Place.SHARD:
+                self.memory.move()
+        self._give_up_plan(runtime())
+        self._watch(self._trained.named())
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and no other exchange's."""
+        return self._group
 
     @property
     def keeps_weights(self) -> bool:
@@ -320,6 +343,7 @@ class DistributedShards(OwnGradients):
         """
         exchange = self._exchange
         exchange.steps.begin()
+        exchange.follow()
         self._check_weights()
         exchange.check_arguments()
         loss = None
@@ -344,7 +368,8 @@ class DistributedShards(OwnGradients):
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
 
     def drain(self) -> None:
-        """Nothing is under way after a step."""
+        """Nothing is under way after a step. Raises `ValueError` if the script has set a parameter since."""
+        self._check_weights()
 
     def agree(self) -> None:
         """Takes the parameters that the shards have. To be called on all ranks, between two barriers."""

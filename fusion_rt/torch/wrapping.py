@@ -68,6 +68,10 @@ class Wrapped(torch.optim.Optimizer):
         if KEY in state_dict:
             self._exchange.memory.load_codec_state(state_dict[KEY])
 
+    def reseed(self) -> None:
+        """Goes on from the parameters as the script has set them, the same on all ranks. That needs no telling where
+        every rank steps from its own, and so does nothing here."""
+
     def statistics(self) -> OptimizerStatistics:
         """What the communication of this optimizer has cost so far."""
         return self._exchange.statistics()

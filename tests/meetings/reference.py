@@ -165,7 +165,8 @@ class AllReduce(Reference):
 
 
 class Shards(Reference):
-    """BSP: the mean of what the scripts have made of their gradients is what the one optimizer steps with."""
+    """BSP: the mean of what the scripts have made of their gradients is what the one optimizer steps with. A rank whose
+    gradients overflowed is not in it."""
 
     _step_supports_amp_scaling = True
 
@@ -175,7 +176,8 @@ class Shards(Reference):
         parameters = self._parameters()
         overflowed = self.overflowed()
         mine = [torch.zeros_like(p) if overflowed or p.grad is None else p.grad for p in parameters]
-        means = self._run.world.meet(self._run.rank, mine, _means(self._run.size))
+        without = self._run.world.meet(self._run.rank, overflowed, lambda values: sum(values.values()))
+        means = self._run.world.meet(self._run.rank, mine, _means(self._run.size - without))
         for parameter, reduced in zip(parameters, means, strict=True):
             parameter.grad = reduced.clone()
         self._inner.step()

@@ -78,8 +78,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Says that this rank has no more data, and returns when every rank has: the last one to do so.
 
-    Until then this rank counts as one that contributes zeros to the others' all-reduces. Nothing else is possible
-    meanwhile: a broadcast, say, fails on all ranks.
+    Until then this rank counts as one that contributes zeros to the others' all-reduces, and is left out of means of
+    parameters. Nothing else is possible meanwhile: a broadcast, say, fails on all ranks.
 
     Args:
         device: Horovod's; not needed.
@@ -88,11 +88,14 @@ def join(device: int = -1) -> int:
         ValueError: before `init`.
         HorovodInternalError: it failed, on all ranks.
     """
-    from fusion_rt.torch.exchange import stand_in_before_join  # which needs the operations
+    from fusion_rt.torch.agreement import agree_after_join  # which need the operations
+    from fusion_rt.torch.exchange import stand_in_before_join
 
     here = runtime()
     stand_in_before_join(here)
-    return here.client.join()
+    last = here.client.join()
+    agree_after_join(last)
+    return last
 
 
 def _cast(
