@@ -99,17 +99,18 @@ class OwnGradients(Wrapped):
             )
 
     def _overflowed(self) -> bool:
-        """Whether a `GradScaler`, which calls `step()`, found that gradients are not finite. Else it leaves gradients
-        unscaled, as it would have done itself."""
-        scale = getattr(self, "grad_scale", None)
+        """Whether a `GradScaler`, which calls `step()`, found that gradients are not finite. If it has left it to the
+        optimizer to unscale them, that is done."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             inverse = scale.double().reciprocal().float()
             for group in self.__dict__["param_groups"]:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(inverse.to(parameter.grad.device))
-            self.grad_scale = None
-        return bool(getattr(self, "found_inf", False))
+        if found is not None:
+            self.grad_scale = self.found_inf = None  # the script's optimizer has nothing to do with them
+        return bool(found)
 
 
 def not_finite(slots: Iterable[Slot]) -> str:

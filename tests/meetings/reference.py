@@ -208,6 +208,20 @@ class DiLoCo(LocalSGD):
 
     rate, momentum = 0.7, 0.5
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._taken % self.period == 0:
+            self.reseed()  # weights that the script has set where all ranks had the same are where the outer step begins
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        outer = [self._outer[id(parameter)] for parameter in self._parameters()]
+        return {**super().state_dict(), "outer": (self._taken, outer)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "outer"})
+        self._taken, outer = state_dict["outer"]
+        self._outer = {id(p): saved for p, saved in zip(self._parameters(), outer, strict=True)}
+
     def remember(self) -> None:
         self._outer: dict[int, tuple[torch.Tensor, torch.Tensor]] = getattr(self, "_outer", {})
         for p in self._parameters():
