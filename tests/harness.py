@@ -35,7 +35,7 @@ from tests import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600.0  # for one function: longer than a test may take, whose limit shows where everybody is
-END_S = 10.0  # for a process to end by itself
+END_S = 10.0  # for processes to end by themselves
 _FD = "FUSION_TEST_FD"
 
 
@@ -118,12 +118,12 @@ class Job:
         """Ends the workers, then the daemons, and waits for them; what does not end by itself is killed."""
         for connection in self._connections:
             connection.close()
-        for process in self.workers:
-            _end(process)
+        _end(self.workers)
         for process in self.daemons:
             if process.stdin is not None:
                 process.stdin.close()
-            _end(process)
+        _end(self.daemons)
+        for process in self.daemons:
             if process.stdout is not None:
                 process.stdout.close()
         shutil.rmtree(self._directory)
@@ -292,9 +292,12 @@ def _topology(nodes: Sequence[int]) -> Topology:
     return Topology(tuple(f"node{node}" for node in range(len(nodes))), ranks)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Waits until these have ended; kills those that do not."""
+    deadline = time.monotonic() + END_S
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.netlab import Netlab, preflight
+from tests import forks
 from tests.faults import soak_faults
 from tests.faults.jobs import Array
 from tests.faults.soak_faults import Fatal, Fault
@@ -308,7 +309,7 @@ def main() -> int:
             soak.run()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    after = len(os.listdir("/proc/self/fd"))
+    after = len(os.listdir("/proc/self/fd")) - len(forks.descriptors())
     if after > before:
         soak.problems.append(f"this process has {after} descriptors, and had {before}")
     summary = soak.summary()
