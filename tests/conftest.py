@@ -45,8 +45,6 @@ hypothesis.settings.load_profile("seeded")
 
 LEAK_MARK = "FUSION_TEST_LEAK_MARK"
 LONG_S = 3600.0  # limit of a test that only `-m long` runs
-# These use what a machine has once, as network namespaces: all of them run in one process, one after the other.
-MACHINE = {"tests/benchmarks/test_netlab.py", "tests/faults/test_soak.py", "tests/test_leak_check.py"}
 os.environ["PYTHONFAULTHANDLER"] = "1"  # every Python that a test starts can show where it is
 # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and what that starts inherits
 # it; tests that end a job by these could only wait then. What has a handler here is at its default in children.
@@ -69,25 +67,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives each test its limit and its group. Each process of pytest-xdist takes the files that start processes first:
-    they take longest."""
+    """Gives long tests their limit. Under pytest-xdist, those that use the machine come first, then the files that
+    start most processes: they take longest."""
     for item in items:
-        path = item.nodeid.partition("::")[0]
-        if path in MACHINE or item.get_closest_marker("root"):
-            item.add_marker(pytest.mark.xdist_group("machine"))
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_S))
     if hasattr(config, "workerinput"):
-        starting = Counter(item.path for item in items if item.get_closest_marker("multiprocess"))
-        items.sort(key=lambda item: (item.get_closest_marker("xdist_group") is None, -starting[item.path]))
+        from tests.distribution import group_of
+
+        groups = {item: group_of(item.nodeid.partition("::")[0]) for item in items}
+        starting = Counter(groups[item] for item in items if item.get_closest_marker("multiprocess"))
+        items.sort(key=lambda item: (groups[item] != "machine", -starting[groups[item]]))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.distribution import ByFile
+    from tests.distribution import ByGroup
 
     config.option.loadscopereorder = False  # by number of tests; they are in order
-    return ByFile(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return ByGroup(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

@@ -1,4 +1,4 @@
-"""A test that hangs costs its limit and nothing else, and shows where its processes were."""
+"""How tests are run: one that hangs costs its limit and nothing else, and shows where its processes were."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests import distribution
 
 TESTS = Path(__file__).parent
 CONFIG = f"[pytest]\nmarkers = multiprocess: watched\npythonpath = {TESTS.parent}\ntimeout = 2\n"
@@ -88,3 +90,9 @@ def test_a_process_that_cannot_fail_is_replaced(said: str) -> None:
     assert re.search(r"File \S+ line \d+ in test_does_not_hear_of_the_limit", said)
     assert re.search(r"FAILED \S+::test_does_not_hear_of_the_limit", said)
     assert "PASSED test_hanging.py::test_comes_last" in said
+
+
+def test_files_that_use_the_machine_are_one_group() -> None:
+    for path in ("tests/benchmarks/test_netlab.py", "tests/faults/test_soak.py", "tests/launchers/test_hosts.py"):
+        assert distribution.group_of(path) == "machine"
+    assert distribution.group_of("tests/test_units.py") == "tests/test_units.py"
