@@ -110,10 +110,11 @@ class Snapshots:
         path = self.path(plan)
         try:
             with open(path, "rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o022:
-                    raise SnapshotError(f"the snapshot {path} belongs to user {found.st_uid} or can be written by "
-                                        "others, and is not believed")  # fmt: skip
+                status = os.fstat(file.fileno())
+                if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+                    raise FusionError(
+                        f"it belongs to user {status.st_uid} or can be written by others, and is not believed"
+                    )
                 arrays = named_arrays.read(np.frombuffer(file.read(), np.uint8))
         except FileNotFoundError:
             return {}
