@@ -87,6 +87,9 @@ class Server:
         seconds: which a client has for its request and its answer together.
         most_body: bytes of a request's body.
         expected: clients that are expected at a time, all of them perhaps from one host.
+
+    Attributes:
+        ended: connections that are over.
     """
 
     def __init__(
@@ -104,6 +107,8 @@ class Server:
         self._connections: dict[_Connection, None] = {}  # the oldest first, which is the first whose time is over
         self._pending: Pending[_Connection] = Pending(_STRANGERS + expected, _STRANGERS_OF_HOST + expected)
         self._paused_until = 0.0
+        self.ended = 0
+        self._lacking = False  # there was no descriptor for the last connection
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         listener.setblocking(False)
@@ -153,10 +158,15 @@ class Server:
         except (BlockingIOError, ConnectionError):  # it was gone before it was accepted
             return
         except OSError as error:  # no descriptors or memory: those who wait keep waiting
-            _log.warning("no connection can be accepted for now: %s; tried again every %g s", error.strerror, _PAUSE)
+            if not self._lacking:  # else it has been said
+                _log.warning(
+                    "no connection can be accepted for now: %s; tried again every %g s", error.strerror, _PAUSE
+                )
+            self._lacking = True
             self._selector.unregister(self._listener)
             self._paused_until = time.monotonic() + _PAUSE
             return
+        self._lacking = False
         sock.setblocking(False)
         connection = _Connection(sock, time.monotonic() + self._seconds)
         self._connections[connection] = None
@@ -207,6 +217,7 @@ class Server:
     def _end(self, connection: _Connection) -> None:
         if connection in self._connections:
             del self._connections[connection]
+            self.ended += 1
             self._pending.remove(connection)
             self._selector.unregister(connection.sock)
             connection.sock.close()
