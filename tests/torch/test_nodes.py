@@ -70,3 +70,18 @@ def test_gradients_are_halved_between_nodes_only() -> None:
         torch.testing.assert_close(reduced, values, rtol=2 * tolerance, atol=0)
         gathered = hvd.allgather(torch.stack([parameter.grad, reduced]).view(1, -1))
         assert (gathered == gathered[0]).all(), "the ranks' results differ"
+
+
+@on_ranks
+def test_a_model_of_thousands_of_tensors_has_a_plan_of_many_frames() -> None:
+    """Its message is longer than what a daemon takes from anybody in one frame."""
+    names = [f"a_layer_that_somebody_has_given_a_long_name.{number}" for number in range(2000)]
+    parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in names}
+    inner = torch.optim.SGD(list(parameters.values()), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=list(parameters.items()))
+    torch.stack(
+        [(hvd.rank() + number) * each.sum() for number, each in enumerate(parameters.values())]
+    ).sum().backward()
+    optimizer.step()
+    for number, each in enumerate(parameters.values()):
+        assert torch.equal(each.detach(), torch.full((2,), -(1.5 + number)))
