@@ -23,7 +23,7 @@ from fusion_rt.torch.slots import Slot
 from fusion_rt.trace_format import Flush, Kind
 
 if TYPE_CHECKING:
-    from fusion_rt.torch.node.reduction import NodeReduction
+    from fusion_rt.torch.node.reduction import Combining, NodeReduction
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _FULL, _COPY_BEGIN, _COPY_END = int(Kind.FULL), int(Kind.COPY_BEGIN), int(Kind.COPY_END)
@@ -120,10 +120,11 @@ class DenseBucket(Bucket):
         self._label = f"bucket {index}"
         self._operation: Operation | None = None
         self._copying: device.Copying | None = None
+        self._combining: Combining | None = None  # this step's, in the node
 
     def rewind(self) -> None:
         super().rewind()
-        self._operation = self._copying = None
+        self._operation = self._copying = self._combining = None
 
     def fill(self) -> None:
         self._record(_FULL)
@@ -185,14 +186,11 @@ class DenseBucket(Bucket):
                 self._stage(staging.places)
             else:
                 node.fill_with_nothing(staging)
-            while self.owed:
-                place, value = self.owed.pop()
+            for place, value in self.owed:
                 start = (place.data_ptr() - self.flat.data_ptr()) // place.element_size()
                 staging.values[start : start + place.numel()].add_(value.to(staging.values.device))
-            self._copying = node.reduce(staging, self._follow)
+            self._copying = self._combining = node.reduce(staging, self._follow)
         self._share = wire.OF_NODE if node.is_leader else wire.ELSEWHERE
-        if self._copying is None:
-            self.submit()
 
     def _follow(self, values: torch.Tensor) -> device.Copying:
         """Starts to bring what the node contributes, on its device (1-D), to the arena."""
@@ -221,7 +219,12 @@ class DenseBucket(Bucket):
             elif not self._copying.done():
                 return False
             self._copying = None
-            self._pay()
+            if self._combining is None:
+                self._pay()
+            elif self._combining.why:
+                self._share = wire.ELSEWHERE  # of all ranks of the node, so that the daemon fails it everywhere at once
+            else:
+                self.owed.clear()
             self.submit()
         return True
 
@@ -279,6 +282,8 @@ class DenseBucket(Bucket):
         except HorovodInternalError as error:
             if self.node is not None and self._share != wire.OWN:
                 self.node.give_up(str(error))  # whoever waits for this rank in the node is told
+                if self._combining is not None and self._combining.why:
+                    raise HorovodInternalError(f"{error}: {self._combining.why}") from error
             raise
 
 

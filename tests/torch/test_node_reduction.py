@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -326,6 +327,37 @@ def test_what_it_is_not_for() -> None:
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def break_connections() -> None:
+    """Ends all TCP connections of this process, which are those to other ranks of its node."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family == socket.AF_INET and connection.getpeername():  # not a listener: OSError
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["the leader's", "another's"])
+@on_ranks
+def test_a_connection_that_breaks_fails_one_step_everywhere_and_then_the_daemon_reduces(rank: int) -> None:
+    model, reference = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
+    train(model, optimizer, range(3))
+    assert in_node(optimizer)
+    if hvd.rank() == rank:
+        break_connections()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whoever notices first says so
+        with pytest.raises(HorovodInternalError, match="could not"):
+            train(model, optimizer, [3])
+    optimizer.zero_grad()
+    train(model, optimizer, range(4, 6))
+    assert not in_node(optimizer)
+    plain = sgd(reference.parameters())
+    train_reference(reference, plain, range(3))
+    plain.zero_grad()
+    train_reference(reference, plain, range(4, 6))
+    assert_same(model, reference)
 
 
 def train_until(model: torch.nn.Module, optimizer: Any, dies: int) -> str:

@@ -90,7 +90,7 @@ class State(msgspec.Struct):
 
     def outcome(self) -> bool | None:
         """Whether all have connected; None while that is open."""
-        if REFUSED in self.offers:
+        if self.broken or REFUSED in self.offers:
             return False
         return all(self.connected) or None
 

@@ -2,8 +2,12 @@
 
 When a bucket is full it is copied into a tensor of its own on the device, its *staging*, and combined with those of the
 other ranks of the node into the staging of the first one, the *leader*. Only the leader's goes on to the arena. Every
-rank says `ready`, the others at once and without anything of theirs (`wire.ELSEWHERE`), so that the daemon knows of all
-of them as ever: who is late, who is lost, whose model is another one. The result comes to each by its own arena.
+rank says `ready`, the others without anything of theirs (`wire.ELSEWHERE`), so that the daemon knows of all of them as
+ever: who is late, who is lost, whose model is another one. The result comes to each by its own arena.
+
+Where a reduction fails, whoever notices says so in the ledger, at which all look while they wait. Then nobody submits
+anything for the node, so that the daemon fails the bucket on all ranks of the job at once; and from the next step on it
+reduces what would have been reduced here.
 
 Buckets are sent in the order of the plan, since all ranks have to start reductions in the same order.
 """
@@ -35,7 +39,6 @@ if TYPE_CHECKING:
 
 _POLL = 1e-4  # seconds between two looks at what another rank has to do
 _WATCH = 0.01  # seconds between two looks at whether it will
-_WORD = 2.0  # seconds in which the daemon tells why another rank is gone
 _COMBINED = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
 _NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": -float("inf"), "product": 1.0}
 
@@ -103,15 +106,18 @@ class NodeReduction:
     # --- which steps --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins: sets `reduces`.
+        """A step begins: sets `reduces`. Once a reduction in the node has failed, the daemon reduces instead.
 
         Raises:
-            HorovodInternalError: a reduction in the node has failed, or one of its ranks has.
+            HorovodInternalError: the job has failed.
         """
         if self._here.client.joins != self._joins:
             self._ledger.close()
             self._ledger = self._enrol()
-        self._raise_if_broken()
+        if self.watch():
+            self._abort()
+            self._refused, self._offer = True, REFUSED
+            return
         self.reduces = self._ledger.decide(self._step()) and (self._group is not None or self._connect())
 
     def withdraw(self) -> bool:
@@ -169,10 +175,10 @@ class NodeReduction:
             value = limits.max if self._op == "min" else limits.min
         staging.values.fill_(value)
 
-    def reduce(self, staging: Staging, follow: Callable[[torch.Tensor], Copying]) -> Copying | None:
+    def reduce(self, staging: Staging, follow: Callable[[torch.Tensor], Copying]) -> Combining:
         """Starts combining what is staged on all ranks of the node; the leader's `follow` brings it to the arena then.
 
-        Returns: on the leader, what has to be done before the bucket is submitted; None on the others.
+        Returns: what has to be done before the bucket is submitted.
         """
         assert self._group is not None
         prescale = self._plan.reduction.prescale
@@ -182,30 +188,33 @@ class NodeReduction:
         def then() -> Copying:
             return follow(staging.values)
 
-        under_way = self._group.reduce(staging.values, self._op, then if self.is_leader else None)
-        return _Watched(self, under_way) if self.is_leader else None
+        combining = Combining(self)
+        try:
+            combining.under_way = self._group.reduce(staging.values, self._op, then if self.is_leader else None)
+        except RuntimeError as error:
+            combining.fail(error)
+        return combining
 
-    def watch(self) -> None:
-        """Something is waited for that needs all ranks of the node.
+    def watch(self) -> str:
+        """Something is waited for that needs all ranks of the node. Returns why it will not come, or nothing.
 
         Raises:
-            HorovodInternalError: it will not come.
+            HorovodInternalError: the job has failed.
         """
-        self._raise_if_failed()
-        self._raise_if_broken()
+        channel = self._here.client.channel
+        channel.read_available()
+        if channel.failure is not None:
+            self.give_up(channel.failure)
+            raise HorovodInternalError(channel.failure)
+        return self._ledger.read().broken
 
-    def failed(self, error: Exception) -> HorovodInternalError:
-        """What to raise when a reduction has: what the daemon says about it, if it does so soon."""
-        deadline = time.monotonic() + _WORD
-        try:
-            while time.monotonic() < deadline:
-                self.watch()
-                time.sleep(10 * _POLL)
-        except HorovodInternalError as told:
-            return told
-        why = f"rank {self._here.rank} could not reduce gradients with the other ranks of its node: {error}"
+    def failed(self, error: Exception) -> None:
+        """A reduction has failed here: tells the other ranks of the node."""
+        who = f"rank {self._here.rank}"
+        why = f"{who} could not reduce gradients with the other ranks of its node by {self._kind}: {error}"
+        if not self._ledger.read().broken:
+            warnings.warn(f"{why}; this step fails, and from the next one on the daemon reduces them", stacklevel=2)
         self.give_up(why)
-        return HorovodInternalError(why)
 
     @property
     def limit(self) -> float:
@@ -290,26 +299,6 @@ class NodeReduction:
         if group is not None:
             group.abort()
 
-    def _raise_if_failed(self) -> None:
-        channel = self._here.client.channel
-        channel.read_available()
-        if channel.failure is not None:
-            self.give_up(channel.failure)
-            raise HorovodInternalError(channel.failure)
-
-    def _raise_if_broken(self) -> None:
-        why = self._ledger.read().broken
-        if not why:
-            return
-        self._abort()
-        deadline = time.monotonic() + _WORD
-        while time.monotonic() < deadline:
-            self._raise_if_failed()  # the daemon knows more about it
-            time.sleep(10 * _POLL)
-        raise HorovodInternalError(
-            f"{why} (gradients are combined in this node by {self._kind}, which cannot go on without one of its ranks)"
-        )
-
 
 def reduction_in_node(
     here: Runtime, plan: wire.Plan, slots: Sequence[Slot], before: NodeReduction | None
@@ -359,29 +348,47 @@ def _suitable(
     return None
 
 
-class _Watched(Copying):
-    """A reduction on the leader, and its copy to the arena."""
+class Combining(Copying):
+    """A reduction in the node, and on the leader its copy to the arena.
 
-    def __init__(self, node: NodeReduction, under_way: UnderWay) -> None:
+    Attributes:
+        why: it has failed, here or on another rank of the node, and why; empty while it has not.
+        under_way: the reduction.
+    """
+
+    def __init__(self, node: NodeReduction) -> None:
         super().__init__()
+        self.why = ""
+        self.under_way: UnderWay
         self._node = node
-        self._under_way = under_way
+        self._watched = time.monotonic()
 
     def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        if self.why:
+            return True
         try:
-            return self._under_way.done()
+            if self.under_way.done():
+                return True
         except RuntimeError as error:
-            raise self._node.failed(error) from error
+            self.fail(error)
+            return True
+        now = time.monotonic()
+        if now - self._watched > _WATCH:
+            self._watched = now
+            self.why = self._node.watch()
+        return bool(self.why)
 
     def wait(self) -> None:
-        began = watched = time.monotonic()
+        began = time.monotonic()
         pause = _POLL / 2
         while not self.done():
-            now = time.monotonic()
-            if now - watched > _WATCH:
-                self._node.watch()
-                watched = now
-            if now - began > self._node.limit:
-                raise self._node.failed(TimeoutError(f"it has taken {self._node.limit:g} s"))
+            if time.monotonic() - began > self._node.limit:
+                self.fail(TimeoutError(f"it has taken {self._node.limit:g} s"))
             time.sleep(pause)
             pause = min(1.25 * pause, 10 * _POLL)
+
+    def fail(self, error: Exception) -> None:
+        """Notes that it has failed here."""
+        self._node.failed(error)
+        self.why = self._node.watch()
