@@ -72,7 +72,7 @@ def contributions_of(local: Sequence[Part]) -> tuple[list[Part], bool]:
     if not any(shares):
         return list(local), False
     if all(share == wire.ELSEWHERE for share in shares):
-        raise RequestError(f"the {len(local)} ranks of a node could not combine their contributions among themselves")
+        raise RequestError(f"of {len(local)} ranks of a node, none has what they could not combine among themselves")
     if shares.count(wire.OF_NODE) != 1 or wire.OWN in shares:
         raise RequestError(
             f"of {len(local)} ranks of a node, {shares.count(wire.OWN)} submit their own contribution, "

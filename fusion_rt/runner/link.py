@@ -121,8 +121,8 @@ class AgentLink:
             reading.cancel()
             child.signal(signal.SIGTERM)
             child.signal(signal.SIGCONT)  # a stopped agent goes on, and can end what the kernel would leave
-        elif isinstance(error := reading.exception(), WireError):
-            problem = str(error)
+        elif isinstance(reading.exception(), WireError):
+            problem = str(reading.exception())
             self.kill()
         else:
             reading.result()

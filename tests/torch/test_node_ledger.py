@@ -99,6 +99,17 @@ def test_all_have_connected_or_none_goes_on() -> None:
     assert state.decide(0, 1)
 
 
+def test_a_step_that_some_have_begun_when_one_gives_up_is_the_last_for_all() -> None:
+    state = State.of(3)
+    for position in range(3):
+        state.enrol(position, f"gloo:{position}", 0)
+    assert [state.decide(position, 1) for position in range(3)] == [True] * 3
+    assert state.decide(0, 2)
+    state.give_up("rank 0 is gone")
+    assert [state.decide(position, 2) for position in (1, 2)] == [True, True], "as rank 0 has"
+    assert [state.decide(position, 3) for position in range(3)] == [False] * 3
+
+
 def test_the_first_reason_to_give_up_counts() -> None:
     state = enrolled()
     state.give_up("rank 1 is gone")

@@ -9,6 +9,7 @@ waiting for one that has joined (`hvd.join`). Steps are numbered by the clock of
 - *Deciding* about a step, a rank notes that it has got there.
 - *Withdrawing*, before it joins, a rank ends them with the last step that anybody has decided about. It still takes
   part in that one.
+- *Giving up*, because a reduction has failed, it ends them likewise. The last step fails then, for all.
 
 All changes are made with the file locked; the kernel frees the lock of a process that dies. No torch here.
 """
@@ -95,8 +96,9 @@ class State(msgspec.Struct):
         return all(self.connected) or None
 
     def give_up(self, why: str) -> None:
-        """None can be combined any more; the first reason counts."""
+        """None can be combined any more; the first reason counts. Steps that some rank has begun fail, no others."""
         self.broken = self.broken or why[:_MAX_WHY] or "a rank of this node has given up"
+        self.withdraw()
 
 
 class Ledger:

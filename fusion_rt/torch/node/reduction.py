@@ -117,8 +117,7 @@ class NodeReduction:
         if self.watch():
             self._abort()
             self._refused, self._offer = True, REFUSED
-            return
-        self.reduces = self._ledger.decide(self._step()) and (self._group is not None or self._connect())
+        self.reduces = self._ledger.decide(self._step()) and self._is_connected()
 
     def withdraw(self) -> bool:
         """This worker is about to join. Returns whether it has to take part in a step before, which others of its node
@@ -131,7 +130,7 @@ class NodeReduction:
         clocks = [self._here.client.next_clock(self._plan.id, bucket.index) for bucket in self._plan.buckets]
         if not any(state.includes(clock) for clock in clocks):
             return False
-        self.reduces = self._group is not None or self._connect()
+        self.reduces = self._is_connected()
         return self.reduces
 
     def give_up(self, why: str) -> None:
@@ -162,8 +161,7 @@ class NodeReduction:
         found = self._staged.get(index)
         if found is None:
             found = self._staged[index] = self._stage(flat, slots)
-        else:
-            assert self._group is not None
+        elif self._group is not None:
             self._group.settle(found.values)
         return found
 
@@ -180,7 +178,10 @@ class NodeReduction:
 
         Returns: what has to be done before the bucket is submitted.
         """
-        assert self._group is not None
+        combining = Combining(self)
+        if self._group is None:  # this step had been begun when a reduction failed
+            combining.why = self._ledger.read().broken
+            return combining
         prescale = self._plan.reduction.prescale
         if prescale != 1.0:  # before the sum: its purpose is that the sum be in range
             staging.values.mul_(prescale)
@@ -188,7 +189,6 @@ class NodeReduction:
         def then() -> Copying:
             return follow(staging.values)
 
-        combining = Combining(self)
         try:
             combining.under_way = self._group.reduce(staging.values, self._op, then if self.is_leader else None)
         except RuntimeError as error:
@@ -245,6 +245,10 @@ class NodeReduction:
             places.append(values.as_strided(view.shape, view.stride(), offset))
         return Staging(values, places)
 
+    def _is_connected(self) -> bool:
+        """Whether it is, was, or could be connected to the other ranks; see `_connect`."""
+        return self._group is not None or bool(self._ledger.read().broken) or self._connect()
+
     def _connect(self) -> bool:
         """Connects to the other ranks of the node, which do so in the same step; whether all of them have.
 
@@ -295,7 +299,6 @@ class NodeReduction:
 
     def _abort(self) -> None:
         group, self._group = self._group, None
-        self.reduces = False
         if group is not None:
             group.abort()
 
