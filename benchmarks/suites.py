@@ -103,6 +103,10 @@ SUITES = {
         (_lab(""),),
         (_lab("--parts times --steps 1 --rounds 2 --width 64 --layers 1 --rate 1gbit"),),
     ),
+    "bucket_sizes": Suite(
+        "a step by the size of buckets, on 4 hosts at 50 Mbit/s to 1 Gbit/s, beside DDP", 60,
+        (_lab(""),), (_lab("--quick"),),
+    ),
     "straggler": Suite(
         "every algorithm, with one slow worker", 35,
         (_part(""),), (_part("--seconds 2 --families bsp,asp --seeds 1"),),
