@@ -6,6 +6,7 @@ starts and gives everybody the worst of each, so that all nodes choose alike; wo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _CHUNK_SECONDS = 4.5e-3
@@ -19,6 +20,17 @@ class CostModel:
 
     latency: float = 100e-6
     seconds_per_byte: float = 1e-9
+
+    def rounded(self, latency: float = 0.0, rate: int = 0) -> CostModel:
+        """A model by which ways between nodes are chosen: the order in which numbers are added up depends on it, and so
+        the last bits of sums, which should not differ from job to job because links were measured a little faster.
+
+        Args:
+            latency: s, instead of this one's, rounded to a power of two microseconds; 0: that one.
+            rate: B/s, instead of this one's, rounded to a power of two; 0: that one.
+        """
+        latency = latency or 2.0 ** round(math.log2(1e6 * max(self.latency, 1e-6))) / 1e6
+        return CostModel(latency, 1 / rate if rate else 2.0 ** round(math.log2(self.seconds_per_byte)))
 
     def chunk_bytes(self, largest: int) -> int:
         """Payload of a chunk on such links: what they carry in `_CHUNK_SECONDS`, but at most `largest` bytes.

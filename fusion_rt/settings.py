@@ -185,6 +185,15 @@ class Settings:
         "of buckets up to FUSION_CHUNK_BYTES, larger ones go round the ring), or auto: the one that is expected to be "
         "faster.",
         variable="FUSION_DENSE_ROUTE", choices=("auto", "ring", "doubling"))
+    route_latency: float = _row(
+        0.0, FUSION, "Latency of a message between daemons from which FUSION_DENSE_ROUTE=auto and "
+        "FUSION_SPARSE_ROUTE=auto choose, so that every job chooses alike (0: measured when the job starts, and "
+        "rounded to a power of two microseconds; `fusiond status --json` has it).",
+        unit=SECONDS, variable="FUSION_ROUTE_LATENCY", least=0)
+    route_rate: int = _row(
+        0, FUSION, "Bytes a second that a link carries, for the same choice (0: measured, and rounded to a power of "
+        "two).",
+        unit=BYTES, variable="FUSION_ROUTE_RATE", least=0)
     shard_hosts: str = _row(
         "", HOSTS, "Hosts, separated by commas, whose daemons keep parameter shards; those that are not among the "
         "job's hosts get a daemon and no workers.",

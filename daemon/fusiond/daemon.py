@@ -280,7 +280,8 @@ class Daemon:
     def _started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
         from fusiond.collectives.cost import CostModel
 
-        cost = self._engine.cost = CostModel(start.latency, start.seconds_per_byte)
+        cost = CostModel(start.latency, start.seconds_per_byte)
+        self._engine.measured(cost, CostModel(start.route_latency, start.route_seconds_per_byte))
         if self._mesh is not None:
             self._mesh.limit(cost.link_credit(self._settings.link_credit), cost.acknowledged_bytes())
         if self._engine.coordinator is not None:

@@ -125,9 +125,9 @@ class Engine:
         """What a message costs on this job's links."""
         return self._runner.cost
 
-    @cost.setter
-    def cost(self, measured: CostModel) -> None:
-        self._runner.cost = measured
+    def measured(self, cost: CostModel, route: CostModel) -> None:
+        """The links are measured. Ways between nodes are chosen by `route`, which is the same on all of them."""
+        self._runner.cost, self._runner.route = cost, route
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
@@ -386,6 +386,8 @@ class Engine:
             "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,
+            "route_latency_seconds": self._runner.route.latency,
+            "route_seconds_per_byte": self._runner.route.seconds_per_byte,
             "coordinator": self._coordination.statistics(),
             "coordination": self._coordination.state(),
         }

@@ -152,6 +152,10 @@ class Run:
 class Runner:
     """Runs exchanges.
 
+    Attributes:
+        cost: of messages, as measured, which sizes of chunks follow.
+        route: the model by which the way between nodes is chosen.
+
     Args:
         topology, node: who is where, and which node this is.
         settings: sizes of chunks and windows, threads.
@@ -175,6 +179,7 @@ class Runner:
         trace: Instrument = NULL,
     ) -> None:
         self.cost = CostModel()
+        self.route = self.cost.rounded()
         self._topology = topology
         self._node = node
         self._settings = settings
@@ -262,10 +267,10 @@ class Runner:
             first = partial(codec.scale_residual, factors)
         sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
         most = self._settings.chunk_bytes
-        whole = most if dense == "doubling" else self.cost.chunk_bytes(most)
+        whole = most if dense == "doubling" else self.route.chunk_bytes(most)
 
         def exchange(port: Port) -> Exchange:
-            work = Work(port, reducer, codec, self.cost, sources, outputs, parts, sparse, dense, whole, selected)
+            work = Work(port, reducer, codec, self.route, sources, outputs, parts, sparse, dense, whole, selected)
             return algorithm.exchange(work)
 
         compiles = self._kernels_for(reducer, elements)

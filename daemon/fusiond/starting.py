@@ -115,7 +115,9 @@ class Starting:
             node, serial, nbytes = probe
             self._mesh.send_payload(node, wire.Probe(serial), bytes(nbytes))
         elif self._probe.cost is not None and not self._membership.started:
-            start = wire.Start(self._probe.cost.latency, self._probe.cost.seconds_per_byte)
+            cost = self._probe.cost
+            route = cost.rounded(self._settings.route_latency, self._settings.route_rate)
+            start = wire.Start(cost.latency, cost.seconds_per_byte, route.latency, route.seconds_per_byte)
             for node in self._others():
                 self._send(node, start)
             self.start(start)

@@ -90,10 +90,13 @@ class Start(msgspec.Struct, tag="start", array_like=True):
     Attributes:
         latency: seconds that a message without payload takes one way.
         seconds_per_byte: further seconds for each byte of payload.
+        route_latency, route_seconds_per_byte: of the model by which ways between nodes are chosen.
     """
 
     latency: float
     seconds_per_byte: float
+    route_latency: float
+    route_seconds_per_byte: float
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):

@@ -43,3 +43,40 @@ def test_a_large_message_that_happened_to_be_faster_costs_next_to_nothing_but_no
 
 def test_the_worst_link_counts() -> None:
     assert worst([CostModel(1e-3, 1e-9), CostModel(1e-4, 5e-9)]) == CostModel(1e-3, 5e-9)
+
+
+SIZES = [4 * 2**power // 3 for power in range(24)]
+
+
+def ways(link: CostModel, chunk: int) -> list[bool]:
+    """Which way arrays of every size go between 2 to 8 nodes."""
+    whole = link.chunk_bytes(chunk)
+    return [
+        way
+        for nodes in range(2, 9)
+        for nbytes in SIZES
+        for way in (link.prefers_doubling(nbytes, nodes, whole), link.prefers_gathering(nbytes, nodes))
+    ]
+
+
+def test_a_link_that_is_measured_a_little_faster_goes_the_same_ways() -> None:
+    """Or sums of three nodes would differ in their last bits from job to job."""
+    chunk = 1 << 20
+    links = [CostModel(slower * 130e-6, dearer * 3e-8) for slower in (0.8, 1, 1.2) for dearer in (0.8, 1, 1.1)]
+    assert len({tuple(ways(link, chunk)) for link in links}) > 1
+    assert len({tuple(ways(link.rounded(), chunk)) for link in links}) == 1
+
+
+def test_figures_are_rounded_to_powers_of_two_or_fixed() -> None:
+    rounded = CostModel(100e-6, 1 / 25e6).rounded()
+    assert rounded == CostModel(128e-6, 1 / (32 * 1024 * 1024))
+    assert CostModel(3e-3, 1e-7).rounded(128e-6, 32 * 1024 * 1024) == rounded
+    assert CostModel(0.0, 1e-9).rounded().latency == 1e-6
+
+
+@pytest.mark.parametrize("latency", [50e-6, 20e-3])
+def test_what_may_be_under_way_covers_a_round_trip(latency: float) -> None:
+    link = CostModel(latency, 1 / 125e6)
+    assert link.link_credit(1 << 30) >= 125e6 * (10e-3 + 2 * latency)
+    assert link.acknowledged_bytes() <= link.link_credit(1 << 30) / 3
+    assert link.link_credit(1000) == 1000

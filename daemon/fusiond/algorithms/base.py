@@ -23,7 +23,7 @@ class Work:
         port: to the other nodes.
         reducer: op, dtype and scales.
         codec: the bucket's, with its residual if it has one.
-        cost: the measured cost of messages.
+        cost: of messages, by which the way between nodes is chosen (`CostModel.rounded`).
         sources: of each local member, in rank order.
         outputs: the distinct arrays that the result goes to; in place where one is a source.
         parts: first element and number of elements of each tensor in it; there may be padding between them.
