@@ -21,6 +21,7 @@ from fusiond.running import INLINE_WORK, Run, Runner
 from fusiond.stalls import Stalls
 
 _MAX_RECIPES = 4096  # signatures remembered
+_MAX_APPROVED = 4096  # those that all ranks have agreed on; of others the coordinator is asked again
 _MAX_VERDICTS = 256  # the latest that the coordinator of a new view is told
 
 
@@ -51,9 +52,16 @@ class Agreeing:
         self._plans = plans
         self._runner = runner
         self._stalls = stalls
-        self._approved: dict[tuple[int, int], wire.Signature] = {}  # by process set and digest
+        self._approved: OrderedDict[tuple[int, int], wire.Signature] = OrderedDict()  # by process set and digest
         self._recipes: dict[wire.Signature, Recipe] = {}
         self._verdicts: OrderedDict[OpKey, wire.Verdict] = OrderedDict()  # those that say more than "approved"
+
+    def approve(self, process_set: int, digest: int, signature: wire.Signature) -> None:
+        """All ranks have agreed on a signature: its operations start without asking as long as that is remembered."""
+        self._approved[process_set, digest] = signature
+        self._approved.move_to_end((process_set, digest))
+        if len(self._approved) > _MAX_APPROVED:
+            self._approved.popitem(last=False)
 
     def recipe(self, signature: wire.Signature) -> Recipe:
         """What is known of every operation with this signature. Raises FusionError when none can be submitted."""
@@ -181,8 +189,9 @@ class Agreeing:
             return
         agreed = (run.key.process_set, run.digest)
         if run.early:  # no peer would have sent anything unless it were approved
-            self._approved[agreed] = recipe.signature
+            self.approve(*agreed, recipe.signature)
         if agreed in self._approved and kind in DIRECT_KINDS:
+            self._approved.move_to_end(agreed)
             self._start(run, (), ())
         else:
             run.asked = True
@@ -205,14 +214,14 @@ class Agreeing:
         """The coordinator says that the ranks agree."""
         run = self._runs.get(verdict.key)
         if verdict.signature is not None:  # the others' operation, while all ranks here have joined
-            self._approved[verdict.key.process_set, wire.digest(verdict.signature)] = verdict.signature
+            self.approve(verdict.key.process_set, wire.digest(verdict.signature), verdict.signature)
             for waiting in [r for r in self._runs.values() if r.peers_digest and not r.parts]:
                 self.advance(waiting)
             return
         if run is None or not run.asked:
             return
         assert run.recipe is not None
-        self._approved[run.key.process_set, run.digest] = run.recipe.signature
+        self.approve(run.key.process_set, run.digest, run.recipe.signature)
         if verdict.rows:
             self._verdicts[verdict.key] = verdict
             if len(self._verdicts) > _MAX_VERDICTS:
@@ -226,7 +235,7 @@ class Agreeing:
         if run.asked and run.exchange is None:
             assert run.recipe is not None
             if run.recipe.signature.kind in DIRECT_KINDS:  # approved, or nothing would come; the verdict is late
-                self._approved[run.key.process_set, run.digest] = run.recipe.signature
+                self.approve(run.key.process_set, run.digest, run.recipe.signature)
                 self._context.trace.record(Kind.NEGOTIATE_END, run.key.name, 0, run.key.clock)
                 self._start(run, (), ())
         elif self._participants.joined:
@@ -238,7 +247,8 @@ class Agreeing:
             awaited = self._participants.awaited_nodes(run.members)
             for node in run.members.nodes:
                 if node != self._context.node and node not in awaited:
-                    self._outside.to_node(node, wire.Began(run.key, run.digest))
+                    signature = None if run.recipe is None else run.recipe.signature
+                    self._outside.to_node(node, wire.Began(run.key, run.digest, signature))
 
     def _start(self, run: Run, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
         """An operation outside a plan, on which all ranks agree, begins here."""

@@ -400,6 +400,8 @@ class Engine:
             run = self._agreeing.run(message.key, self.participants.members(message.key.process_set))
         if not run.parts:
             run.peers_digest = message.digest
+            if message.signature is not None and wire.digest(message.signature) == message.digest:
+                self._agreeing.approve(message.key.process_set, message.digest, message.signature)
             self._agreeing.advance(run)
 
     def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:

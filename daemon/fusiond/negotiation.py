@@ -30,6 +30,36 @@ PlanKey = tuple[int, str, int]  # process set, group, clock
 DIRECT_KINDS = frozenset({"allreduce", "reducescatter", "barrier"})
 
 
+class Approved:
+    """The signatures, by process set and digest, that all ranks have agreed on, in memory that does not grow.
+
+    One that was added is always found. Few others are found, too, and that does no harm: ranks that submit something
+    else under a name notice by the digest in the data, as they do where both signatures were approved.
+    """
+
+    _BITS = 1 << 20
+
+    def __init__(self) -> None:
+        self._bits = bytearray(self._BITS // 8)
+        self._count = 0
+
+    def add(self, agreed: tuple[int, int]) -> None:
+        self._count += agreed not in self
+        place, bit = self._place(agreed)
+        self._bits[place] |= bit
+
+    def __contains__(self, agreed: tuple[int, int]) -> bool:
+        place, bit = self._place(agreed)
+        return bool(self._bits[place] & bit)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _place(self, agreed: tuple[int, int]) -> tuple[int, int]:
+        number = hash(agreed) % self._BITS
+        return number // 8, 1 << number % 8
+
+
 @dataclass
 class _PendingPlan:
     since: float
@@ -75,7 +105,7 @@ class Coordinator:
         self._settings = settings
         self._clock = clock
         self._locate = locate
-        self._approved: set[tuple[int, int]] = set()  # process set and digest
+        self._approved = Approved()
         self._pending: dict[OpKey, dict[int, wire.Request]] = {}  # what nodes have asked about and not been told
         self._inquiries = Inquiries(participants, settings, warn, locate, self._submitted, self._inquired)
         self._plans: dict[PlanKey, _PendingPlan] = {}
@@ -92,7 +122,8 @@ class Coordinator:
     def take_over(self, inherited: Inherited) -> Outgoing:
         """Goes on where the coordinator of the view before stopped."""
         self._next_plan = inherited.next_plan
-        self._approved |= inherited.approved
+        for agreed in inherited.approved:
+            self._approved.add(agreed)
         self._verdicts = inherited.verdicts
         for plan_key, made in inherited.plans.items():
             first = min(made.proposals, default=-1)

@@ -7,14 +7,16 @@ from typing import Annotated, Literal
 import msgspec
 
 from fusion_rt.wire.basics import MAX_RANKS, Count, PostKind, Rank, Rates
-from fusion_rt.wire.operations import OpKey
+from fusion_rt.wire.operations import OpKey, Signature
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
-    """To a node whose ranks have all joined: the sender has begun an operation, in which every node passes on data."""
+    """To a node whose ranks have all joined: the sender has begun an operation, in which every node passes on data.
+    `signature`: of one outside a plan, which that node may not remember."""
 
     key: OpKey
     digest: int
+    signature: Signature | None = None
 
 
 class Chunk(msgspec.Struct, tag="c", array_like=True):
