@@ -67,9 +67,9 @@ def test_memory_does_not_grow_with_the_number_of_signatures(monkeypatch: pytest.
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
-    grown = -memory_after(1, 800) + memory_after(800, 1100)
+    grown = -memory_after(1, 300) + memory_after(300, 500)
     tracemalloc.stop()
-    assert grown < 300 * 200
+    assert grown < 200 * 500
 
 
 def test_what_was_approved_is_always_found_and_little_else() -> None:
