@@ -191,10 +191,13 @@ class Daemon:
             if not self._membership.local:
                 self._starting.report("joined")
             self._loop.run()
-        except FusionError:
-            raise
-        except Exception:  # a bug here: everybody gets to read it, instead of a daemon that is just gone
-            self.fail(f"the daemon of host {self._host} failed: {quoted(traceback.format_exc())}")
+        except Exception as error:  # everybody gets to read it, instead of a daemon that is just gone
+            said = str(error) if isinstance(error, FusionError) else quoted(traceback.format_exc())
+            self.fail(f"the daemon of host {self._host} failed: {said}")
+            self._pool.close()  # after which no thread writes into the memory of workers
+            self._ending.tell_workers()
+            if isinstance(error, FusionError):
+                raise
         finally:
             watchdog.close()
             self._close()

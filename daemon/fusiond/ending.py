@@ -166,12 +166,16 @@ class Ending:
         _log.log(logging.ERROR if tell_peers else logging.INFO, "%s", error)  # an error is logged where it happened
         self._engine().fail_job(error)
         self._loop.call_later(_FREED, _free_memory)
-        for link in self._links.values():
-            self._acting.workers.send(link, wire.JobFailed(error))
+        self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory
         if tell_peers:
             self._tell_peers(wire.Abort(error))
         if not self._config.attached:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
+
+    def tell_workers(self) -> None:
+        """Those of this node hear why the job cannot go on."""
+        for link in self._links.values():
+            self._acting.workers.send(link, wire.JobFailed(self.failure))
 
     def check_over(self) -> None:
         """A daemon that nobody attends ends with the job's last worker; one that is attended, when it is told to."""

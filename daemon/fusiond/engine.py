@@ -334,6 +334,10 @@ class Engine:
         self._proposing.clear()
         self.homes.fail()
 
+    def when_quiet(self, then: Callable[[], None]) -> None:
+        """Calls `then` when no job of an operation, failed or not, is in the kernel pool: at once, or later."""
+        self._runner.when_quiet(lambda: self.homes.when_all_quiet(then))
+
     def end(self, error: str) -> None:
         """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""
         for key in list(self._runs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 from fusion_rt import wire
 from fusion_rt.codecs import Codec
@@ -88,11 +89,17 @@ class Failing:
         run = self._context.runs.pop(key, None)
         if run is not None and run.exchange is not None and run.started:
             run.exchange.abandon()
-        for rank, part in (run.parts if run is not None else {}).items():
-            if part.selected is not None and run is not None and run.exchange is None:
+        if run is not None and run.working:  # threads still write into the workers' memory
+            run.failed = partial(self._refuse_all, run, error)
+        elif run is not None:
+            self._refuse_all(run, error)
+        self._one_less()
+
+    def _refuse_all(self, run: Run, error: str) -> None:
+        for rank, part in run.parts.items():
+            if part.selected is not None and run.exchange is None:
                 part.selected.disown()
             self.refuse(rank, part.handle, error)
-        self._one_less()
 
     # --- exceptions ---------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ class Run:
         inquired: when the coordinator was last asked what is wrong (s).
         heard: when a chunk last came from a node (s).
         taking: the exchange is taking a chunk; `over`: with that one it has finished.
+        working: the kernel pool has jobs of it.
+        failed: is called when it has failed, and its jobs have ended.
     """
 
     key: OpKey
@@ -113,6 +115,8 @@ class Run:
     heard: dict[int, float] = field(default_factory=dict)
     taking: bool = False
     over: bool = False
+    working: bool = False
+    failed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.begun = self.since
@@ -189,6 +193,16 @@ class Runner:
         self._failed = failed
         self._trace = trace
         self._all_reduce = algorithms.AllReduce()  # of tensors outside a plan
+        self._working = 0  # runs
+        self._quiet: list[Callable[[], None]] = []
+
+    def when_quiet(self, then: Callable[[], None]) -> None:
+        """Calls `then` when the kernel pool has no jobs of runs: at once, or as soon as they have ended. Until then
+        they may write into the memory of workers."""
+        if self._working:
+            self._quiet.append(then)
+        else:
+            then()
 
     def start_tensor(self, run: Run, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
         """Starts an operation outside a plan; `rows` and `splits` of all members where it needs them.
@@ -321,6 +335,8 @@ class Runner:
         jobs = run.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
         jobs = recorded_jobs(jobs, self._trace, what, run.exchange.local_nbytes)
         if compiles is not None or (jobs and not small):
+            run.working = True
+            self._working += 1
             before = [job for job in (compiles, first) if job is not None]
             if before:
                 self._outside.run_jobs([partial(_one_by_one, before)], lambda error: self._run_jobs(run, jobs, error))
@@ -350,9 +366,17 @@ class Runner:
             self._failed(run, error)
 
     def _jobs_done(self, run: Run, error: BaseException | None) -> None:
+        if run.working:
+            run.working = False
+            self._working -= 1
         if self._runs.get(run.key) is not run:  # it has failed in the meantime
             assert run.exchange is not None
             run.exchange.abandon()
+            run.failed()
+            if not self._working:
+                quiet, self._quiet = self._quiet, []
+                for then in quiet:
+                    then()
             return
         if error is not None:
             self._failed(run, error)

@@ -538,3 +538,25 @@ def test_a_setting_that_cannot_be_used_is_refused(daemons: MakeDaemons) -> None:
     answer = job.answer_of(job.launch(0))
     assert isinstance(answer, StartError)
     assert answer.error.startswith("FUSION_CHUNK_BYTES: 'tiny' is not a size")
+
+
+def test_workers_hear_why_when_something_unusable_ends_the_event_loop(daemons: MakeDaemons) -> None:
+    job = daemons(2).start()
+    clients = job.join()
+    errors = []
+
+    def wait(client: Client) -> None:
+        with pytest.raises(HorovodInternalError) as raised:
+            client.wait(client.submit("x", SUM, inline=bytes(8)))
+        errors.append(str(raised.value))
+
+    waiting = threading.Thread(target=wait, args=(clients[0],))
+    waiting.start()
+    stdin = job.processes[0].stdin
+    assert stdin is not None
+    stdin.write(b"no table of peers\n")
+    stdin.flush()
+    waiting.join(TIMEOUT_S)
+    assert len(errors) == 1
+    assert errors[0].startswith("the daemon of host host0 failed: not a start-up message"), errors
+    assert job.processes[0].wait(TIMEOUT_S) != 0

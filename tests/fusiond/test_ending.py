@@ -77,6 +77,9 @@ class World:
     def fail_job(self, error: str) -> None:
         self.job_failed = error
 
+    def when_quiet(self, then: Callable[[], None]) -> None:
+        then()
+
     def leave(self, rank: int) -> None:
         """A local worker says goodbye."""
         self.membership.left.add(rank)

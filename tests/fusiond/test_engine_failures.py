@@ -443,6 +443,47 @@ def test_a_failed_job_refuses_everything_with_its_reason() -> None:
         assert node.engine.statistics()["under_way"] == 0
 
 
+def test_workers_hear_of_a_failed_operation_when_no_job_writes_into_their_memory_any_more() -> None:
+    job = SimulatedJob([2, 1])
+    size = 200_000
+    handles = {rank: job.submit(rank, "x", replace(SUM, shape=(size,)), np.ones(size, np.float32)) for rank in (0, 1)}
+    key = wire.OpKey(0, 0, "x", 0)
+    engine = job.nodes[0].engine
+    handles[2] = job.submit(2, "x", replace(SUM, shape=(size,)), np.ones(size, np.float32))
+    deliver_messages(job)
+    assert job.deferred, "jobs of the kernel pool"
+    engine.peer_message(1, wire.OpFailed(key, "no"), None)
+    engine.peer_message(1, wire.OpFailed(key, "no"), None)
+    assert not any(job.is_answered(rank, handles[rank]) for rank in (0, 1))
+    while job.step():
+        pass
+    assert [job.error(rank, handles[rank]) for rank in (0, 1)] == ["no", "no"]
+    assert engine.statistics()["under_way"] == 0
+
+
+def test_workers_hear_of_a_failed_job_when_no_job_writes_into_their_memory_any_more() -> None:
+    job = SimulatedJob([2, 1])
+    size = 200_000
+    for rank in job.ranks:
+        job.submit(rank, "x", replace(SUM, shape=(size,)), np.ones(size, np.float32))
+    deliver_messages(job)
+    engine, told = job.nodes[0].engine, list[str]()
+    engine.fail_job("rank 9 died")
+    engine.when_quiet(lambda: told.append("quiet"))
+    assert not told
+    while job.deferred:
+        job.deferred.popleft()()
+    assert told == ["quiet"]
+    engine.when_quiet(lambda: told.append("still"))
+    assert told == ["quiet", "still"]
+
+
+def deliver_messages(job: SimulatedJob) -> None:
+    """All that is under way between nodes arrives, and the kernel pool does nothing."""
+    while channels := [key for key, queue in job._channels.items() if queue]:
+        job._deliver(channels[0])
+
+
 def test_what_arrives_after_the_end_is_ignored() -> None:
     job = SimulatedJob([1, 1])
     job.submit(1, "x", SUM, VALUES)

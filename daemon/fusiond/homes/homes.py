@@ -163,6 +163,10 @@ class Homes:
         """Warns of what has waited long, and ends what has waited too long; `ask` tells what the nodes know of it."""
         self._overdue.tick(ask)
 
+    def when_all_quiet(self, then: Callable[[], None]) -> None:
+        """Calls `then` when no job of a home or a sender is in the kernel pool, after `fail`: at once, or later."""
+        self._jobs.when_all_quiet(then)
+
     def fail(self) -> None:
         """The job cannot go on."""
         self._here.over = True

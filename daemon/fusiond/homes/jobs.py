@@ -27,13 +27,21 @@ class Jobs:
         self._resume = resume
         self._jobs: Counter[int] = Counter()  # by plan: how many are under way
         self._quiet: list[tuple[int, Act]] = []  # plan, and what is to be done when no job of it is under way
+        self._all_quiet: list[Act] = []  # what is to be done when there is none of any plan, and everything is over
+        self._under_way = 0
 
     def do(self, plan: int, work: Act, nbytes: float, then: Act) -> None:
         """Runs `work` for a plan, in the kernel pool if it is much, and `then` in the event loop."""
         self._jobs[plan] += 1
+        self._under_way += 1
 
         def done(error: BaseException | None) -> None:
+            self._under_way -= 1
             if self._here.over:
+                if not self._under_way:
+                    asked, self._all_quiet = self._all_quiet, []
+                    for act in asked:
+                        act()
                 return
             if error is None:
                 then()
@@ -55,6 +63,13 @@ class Jobs:
         """Calls `then` when no job of a plan is under way: at once, or as soon as those that are have ended."""
         if self._jobs[plan]:
             self._quiet.append((plan, then))
+        else:
+            then()
+
+    def when_all_quiet(self, then: Act) -> None:
+        """As `when_quiet`, of all plans, once everything here is over."""
+        if self._under_way:
+            self._all_quiet.append(then)
         else:
             then()
 

@@ -267,5 +267,12 @@ class Senders:
             sender.post = None
 
     def fail(self, sender: Sender, post: Posted, why: str) -> None:
-        """Tells a worker that what it has posted has failed."""
-        self._here.outside.to_worker(sender.rank, wire.Failed(post.handle, why))
+        """Tells a worker that what it has posted has failed, when no thread reads or writes it any more."""
+
+        def tell() -> None:
+            self._here.outside.to_worker(sender.rank, wire.Failed(post.handle, why))
+
+        if sender.busy:
+            self._jobs.when_quiet(sender.plan.plan.id, tell)
+        else:
+            tell()
