@@ -16,12 +16,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fusion_rt.dtypes import DType
+from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.kernels.machine_code import MAX, MIN, PRODUCT, REQUEST, SUM, MachineCode, cache_folders
 
 Array: TypeAlias = npt.NDArray[Any]
 
 PAGE_BYTES = 4096
+_WIDENED = 1 << 16  # elements at a time
+_INT64 = DTYPES["int64"]
 
 _OPS = {"sum": SUM, "product": PRODUCT, "min": MIN, "max": MAX}
 _BOOL_OPS = {"sum": MAX, "product": MIN, "min": MIN, "max": MAX}  # of zeros and ones: or, and
@@ -47,8 +49,8 @@ def reduce(
     float16 and bfloat16 are computed in float32 and rounded once, to the nearest, ties to even; scale factors are first
     rounded to the type that is computed in. min and max give NaN where any source is NaN, and order -0 before +0.
     Integers wrap around; what a scale factor makes of them is truncated toward zero; the division by `divisor` is exact
-    and truncated toward zero. A bool is true when its byte is not 0: sum and max are "or", product and min are "and",
-    outputs hold 0 or 1.
+    and truncated toward zero, and what is divided was added up in int64 (`reduce_widened`). A bool is true when its
+    byte is not 0: sum and max are "or", product and min are "and", outputs hold 0 or 1.
 
     Args:
         op: "sum", "product", "min" or "max". An average is a sum with `divisor` = the number of contributions.
@@ -77,11 +79,27 @@ def reduce(
     addresses += [_address(array, dtype, n, True) for array in outputs]
     if n == 0:
         return
+    if divisor != 1 and not dtype.is_floating and dtype.itemsize < _INT64.itemsize:
+        reduce_widened(op, sources, outputs, prescale, postscale, divisor)
+        return
     kernel = _reductions.get(dtype.name) or _reduction(dtype)
     request = REQUEST.pack(code, len(sources), len(outputs), n, divisor, prescale, postscale)
     request += _address_list(len(addresses)).pack(*addresses)
     run = kernel.holding_gil if n * dtype.itemsize * len(addresses) < _SMALL_BYTES else kernel.without_gil
     run(_UNUSED, _UNUSED, request)
+
+
+def reduce_widened(
+    op: str, sources: Sequence[Array], outputs: Sequence[Array], prescale: float, postscale: float, divisor: int
+) -> None:
+    """As `reduce`, of integers of any width that are combined as int64; in outputs they wrap around."""
+    for low in range(0, len(sources[0]), _WIDENED):
+        part = slice(low, low + _WIDENED)
+        wide = [source[part].astype(np.int64, copy=False) for source in sources]
+        result = np.empty(len(wide[0]), np.int64)
+        reduce(op, _INT64, wide, [result], prescale=prescale, postscale=postscale, divisor=divisor)
+        for output in outputs:
+            output[part] = result
 
 
 def convert(source: Array, source_dtype: DType, target: Array, target_dtype: DType) -> None:

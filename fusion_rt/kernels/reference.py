@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fusion_rt.dtypes import DType
+from fusion_rt.dtypes import DTYPES, DType
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -29,9 +29,13 @@ def reduce(
     divisor: int = 1,
 ) -> None:
     """See `cpu.reduce`."""
-    parts = [_scale(dtype, widen(dtype, source), prescale) for source in sources]
-    combined = fold(lambda left, right: _combine(op, dtype, left, right), parts)
-    result = narrow(dtype, _divide(dtype, _scale(dtype, combined, postscale), divisor))
+    values, inner = [widen(dtype, source) for source in sources], dtype
+    if divisor != 1 and not dtype.is_floating:
+        values, inner = [value.astype(np.int64) for value in values], DTYPES["int64"]
+    combined = fold(
+        lambda left, right: _combine(op, inner, left, right), [_scale(inner, value, prescale) for value in values]
+    )
+    result = narrow(dtype, _divide(inner, _scale(inner, combined, postscale), divisor))
     for output in outputs:
         output[...] = result
 

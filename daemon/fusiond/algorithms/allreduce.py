@@ -50,7 +50,7 @@ class AllReduce(Algorithm):
 def _dense(work: Work) -> Exchange:
     """The cheaper of ring and recursive doubling, or the one that is wanted. The size of chunks has no say in it, so
     that tuning that changes no order in which elements are added up."""
-    nbytes, most = len(work.sources[0]) * work.reducer.dtype.itemsize, work.whole_nbytes or work.port.chunk_bytes
+    nbytes, most = len(work.sources[0]) * work.reducer.partial.itemsize, work.whole_nbytes or work.port.chunk_bytes
     if work.route == "auto":
         doubles = work.cost.prefers_doubling(nbytes, work.port.nodes, most)
     else:

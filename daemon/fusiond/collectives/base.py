@@ -19,7 +19,9 @@ import numpy.typing as npt
 
 from fusion_rt import wire
 from fusion_rt.arena import Segment
-from fusion_rt.dtypes import DType
+from fusion_rt.codecs.base import BucketCodec, Layout
+from fusion_rt.codecs.dense import Dense
+from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.errors import FusionError
 from fusion_rt.kernels import cpu
 
@@ -29,6 +31,7 @@ Job: TypeAlias = Callable[[], None]
 
 _TINY = 64  # elements up to which numpy beats the call of a kernel
 _NATIVE = ("float32", "float64")
+_INT64 = DTYPES["int64"]
 
 
 class ExchangeError(FusionError):
@@ -109,13 +112,27 @@ class Exchange(ABC):
 
 @dataclass(frozen=True)
 class Reducer:
-    """How elements are combined. `divisor` is the number of ranks when they are averaged, else 1."""
+    """How elements are combined. `divisor` is the number of ranks when they are averaged, else 1.
+
+    A sum of integers wraps around, as torch's does. An average of integers is that of their sum in int64, truncated
+    toward zero; so partial results of narrower integers are int64 (`partial`).
+    """
 
     op: str
     dtype: DType
     prescale: float = 1.0
     postscale: float = 1.0
     divisor: int = 1
+
+    @property
+    def widens(self) -> bool:
+        """Whether partial results are wider than elements."""
+        return self.divisor != 1 and not self.dtype.is_floating and self.dtype.itemsize < _INT64.itemsize
+
+    @property
+    def partial(self) -> DType:
+        """The element type of partial results."""
+        return _INT64 if self.widens else self.dtype
 
     def whole(self, sources: Sequence[Array], outputs: Sequence[Array]) -> None:
         """Everything at once, for a process set on one node: prescaled, combined, postscaled."""
@@ -157,6 +174,9 @@ class Reducer:
     def _reduce(
         self, sources: Sequence[Array], outputs: Sequence[Array], prescale: float, postscale: float, divisor: int
     ) -> None:
+        if self.widens:
+            cpu.reduce_widened(self.op, sources, outputs, prescale, postscale, divisor)
+            return
         if (
             len(sources[0]) > _TINY
             or self.op != "sum"
@@ -181,6 +201,11 @@ class Reducer:
             total = total / divisor  # anew, because an output may be the source
         for output in outputs:
             output[:] = total
+
+
+def of_partials(reducer: Reducer, codec: BucketCodec) -> BucketCodec:
+    """The codec of partial results, given that of elements."""
+    return Dense().open(Layout(reducer.partial, codec.layout.elements)) if reducer.widens else codec
 
 
 @dataclass

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
-from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, Reducer
+from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, Reducer, of_partials
 from fusiond.collectives.one_node import local_jobs
 
 _FOLD = 0
@@ -32,10 +34,10 @@ class Doubling(Exchange):
     ) -> None:
         super().__init__(port)
         self._reducer = reducer
-        self._codec = codec
+        self._codec = of_partials(reducer, codec)
         self._sources = sources
         self._outputs = outputs
-        self._value = outputs[0]
+        self._value = np.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
         self.local_nbytes = len(self._value) * reducer.dtype.itemsize * len(sources)
         power = port.nodes.bit_length() - 1
         self._pairs = 1 << power

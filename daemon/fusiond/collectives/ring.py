@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
 from fusiond.collectives.base import (
@@ -26,6 +28,7 @@ from fusiond.collectives.base import (
     Port,
     Reducer,
     chunk_starts,
+    of_partials,
 )
 from fusiond.collectives.one_node import local_jobs
 
@@ -48,11 +51,12 @@ class Ring(Exchange):
         self._codec = codec
         self._sources = sources
         self._outputs = outputs
-        self._mine = outputs[0]
+        self._mine = np.empty(len(outputs[0]), reducer.partial.storage) if reducer.widens else outputs[0]
+        self._partials = of_partials(reducer, codec)
         n, nodes = len(self._mine), port.nodes
         self.local_nbytes = n * reducer.dtype.itemsize * len(sources)
         self._bounds = [n * i // nodes for i in range(nodes + 1)]
-        self._step = max(1, port.chunk_bytes // reducer.dtype.itemsize)
+        self._step = max(1, port.chunk_bytes // reducer.partial.itemsize)
         self._right = (port.position + 1) % nodes
         self._left = (port.position - 1) % nodes
         counts = [len(chunk_starts(self._length(s), self._step)) for s in range(nodes)]
@@ -66,7 +70,7 @@ class Ring(Exchange):
         segment = self.port.position
         for start in chunk_starts(self._length(segment), self._step):
             low, high = self._range(segment, start)
-            self._send(segment, start, 0, self._codec.encode(low, self._mine[low:high]))
+            self._send(segment, start, 0, self._partials.encode(low, self._mine[low:high]))
         if self._once.complete:  # nothing to come: fewer elements than nodes, or none
             self.port.finish()
 
@@ -92,8 +96,8 @@ class Ring(Exchange):
             passed_on: memoryview | bytes = payload
         elif hop < nodes - 2:
             mine = self._mine[low:high]
-            self._reducer.combine(self._codec.decoded(low, payload, high - low), mine, mine)
-            passed_on = self._codec.encode(low, mine)
+            self._reducer.combine(self._partials.decoded(low, payload, high - low), mine, mine)
+            passed_on = self._partials.encode(low, mine)
         else:
             passed_on = self._finalize(low, high, payload)
         if hop < 2 * nodes - 3:
@@ -103,7 +107,7 @@ class Ring(Exchange):
 
     def _finalize(self, low: int, high: int, payload: memoryview) -> memoryview | bytes:
         """Computes the final value of an owned chunk, here and as it will be everywhere else."""
-        parts = [self._codec.decoded(low, payload, high - low), self._mine[low:high]]
+        parts = [self._partials.decoded(low, payload, high - low), self._mine[low:high]]
         outputs = [output[low:high] for output in self._outputs]
         self._reducer.final(parts, outputs)
         packed = self._codec.encode(low, outputs[0])

@@ -24,6 +24,7 @@ from fusiond.collectives.base import (
     Reducer,
     Result,
     chunk_starts,
+    of_partials,
 )
 
 
@@ -51,14 +52,14 @@ class ReduceScatter(Exchange):
     ) -> None:
         super().__init__(port)
         self._reducer = reducer
-        self._codec = codec
+        self._codec = of_partials(reducer, codec)
         self._sources = sources
         self._ranges = ranges
         self._homes = homes
         self._local = local
-        self._step = max(1, port.chunk_bytes // reducer.dtype.itemsize)
+        self._step = max(1, port.chunk_bytes // reducer.partial.itemsize)
         self._slots: dict[tuple[int, int], dict[int, Array]] = {}
-        self._mine: Array = np.empty(0, reducer.dtype.storage)
+        self._mine: Array = np.empty(0, reducer.partial.storage)
         self._outputs: Mapping[int, Array] = {}
         self.local_nbytes = len(sources[0]) * reducer.dtype.itemsize * len(sources)
         chunks = sum(len(self._starts(member)) for member in local)
@@ -74,7 +75,7 @@ class ReduceScatter(Exchange):
             member: result.array.view(self._reducer.dtype.storage)
             for member, result in zip(self._local, self.results, strict=True)
         }
-        self._mine = np.empty(len(self._sources[0]), self._reducer.dtype.storage)
+        self._mine = np.empty(len(self._sources[0]), self._reducer.partial.storage)
         self._reducer.local(self._sources, self._mine)
 
     def start(self) -> None:

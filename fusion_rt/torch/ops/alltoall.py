@@ -9,8 +9,8 @@ import torch
 
 from fusion_rt.client import Operation
 from fusion_rt.torch.ops.handles import hold
-from fusion_rt.torch.ops.signatures import id_of, signature_of, tensor_name
-from fusion_rt.torch.ops.transfers import Rows
+from fusion_rt.torch.ops.signatures import as_real, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Complex, Rows
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.runtime import Runtime, runtime
 from fusion_rt.torch.tensors import nbytes_of
@@ -62,7 +62,7 @@ def alltoall_async(
 class _Dealt:
     """An all-to-all under way; `like`: on whose device the received splits are wanted."""
 
-    def __init__(self, rows: Rows, like: torch.Tensor | None) -> None:
+    def __init__(self, rows: Rows | Complex, like: torch.Tensor | None) -> None:
         self._rows = rows
         self._like = like
 
@@ -79,12 +79,14 @@ class _Dealt:
 def _deal(here: Runtime, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> _Dealt:
     process_set_id = id_of(here, process_set, "alltoall")
     nbytes_of(tensor)
-    signature_of("alltoall", tensor.dtype, tensor.shape)  # refuses scalars
+    whole = as_real(tensor, "alltoall")
+    signature_of("alltoall", whole.dtype, whole.shape)  # refuses scalars
     shares = _checked(splits, len(tensor), len(here.client.process_sets[process_set_id].ranks))
-    dealt = tensor.detach()[: sum(shares)]
+    dealt = whole.detach()[: sum(shares)]
     signature = signature_of("alltoall", dealt.dtype, dealt.shape, process_set=process_set_id)
     rows = Rows(here, tensor_name("alltoall", name), signature, dealt, shares)
-    return _Dealt(rows, splits if isinstance(splits, torch.Tensor) else None)
+    dealt_out = rows if whole is tensor else Complex(rows, tensor)
+    return _Dealt(dealt_out, splits if isinstance(splits, torch.Tensor) else None)
 
 
 def _checked(splits: Splits, rows: int, members: int) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ import torch
 from fusion_rt import wire
 from fusion_rt.torch.ops.handles import hold
 from fusion_rt.torch.ops.reduce import allreduce
-from fusion_rt.torch.ops.signatures import Average, id_of, signature_of, tensor_name
-from fusion_rt.torch.ops.transfers import Transfer
+from fusion_rt.torch.ops.signatures import Average, as_real, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Complex, Transfer
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.runtime import Runtime, runtime
 
@@ -100,15 +100,17 @@ def join(device: int = -1) -> int:
 
 def _cast(
     here: Runtime, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet, in_place: bool
-) -> Transfer:
+) -> Transfer | Complex:
     process_set_id = id_of(here, process_set, "broadcast")
     ranks = here.client.process_sets[process_set_id].ranks
     if root not in ranks:
         raise ValueError(
             f"broadcast received invalid root rank {root} for provided process set, whose ranks are {list(ranks)}"
         )
-    signature = signature_of("broadcast", tensor.dtype, tensor.shape, root=root, process_set=process_set_id)
-    return Transfer(here, tensor_name("broadcast", name), signature, tensor, in_place, send=root == here.rank)
+    real = as_real(tensor, "broadcast")
+    signature = signature_of("broadcast", real.dtype, real.shape, root=root, process_set=process_set_id)
+    transfer = Transfer(here, tensor_name("broadcast", name), signature, real, in_place, send=root == here.rank)
+    return transfer if real is tensor else Complex(transfer, tensor, in_place)
 
 
 class _Broadcast(torch.autograd.Function):

@@ -17,7 +17,7 @@ from fusion_rt import wire
 from fusion_rt.client import Operation
 from fusion_rt.torch import device
 from fusion_rt.torch.ops.handles import Group, Part
-from fusion_rt.torch.ops.signatures import How, signature_of, tensor_name
+from fusion_rt.torch.ops.signatures import How, as_real, signature_of, tensor_name
 from fusion_rt.torch.runtime import Runtime
 from fusion_rt.torch.tensors import Memory, copy_in, copy_out, nbytes_of, on_device_of, over, received
 
@@ -30,6 +30,7 @@ def fuse(
     tensors: Sequence[torch.Tensor],
     op: wire.Op,
     make: Callable[[str | None, list[torch.Tensor]], Part],
+    in_place: bool = False,
 ) -> Group[Part]:
     """One operation for all tensors of a dtype.
 
@@ -37,6 +38,7 @@ def fuse(
         kind, op: of the operation.
         name: a common base name.
         make: starts the operation of this name on these tensors; its result is a sequence of as many.
+        in_place: whether results replace the tensors.
 
     Raises:
         ValueError: there are no tensors, or such as cannot be communicated so; nothing has been submitted then.
@@ -44,7 +46,8 @@ def fuse(
     if not tensors:
         raise ValueError("a grouped operation needs at least one tensor")
     places: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    real = [as_real(tensor, kind, op) for tensor in tensors]
+    for place, tensor in enumerate(real):
         nbytes_of(tensor)
         signature_of(kind, tensor.dtype, tensor.shape, op)
         places.setdefault(tensor.dtype, []).append(place)
@@ -52,8 +55,8 @@ def fuse(
     parts = []
     for number, chosen in enumerate(places.values(), 1):
         own_name = f"{base}.{number}" if base and number > 1 else base
-        parts.append((make(own_name, [tensors[place] for place in chosen]), chosen))
-    return Group(parts)
+        parts.append((make(own_name, [real[place] for place in chosen]), chosen))
+    return Group(parts, tensors, in_place)
 
 
 def _memory(here: Runtime, tensors: Sequence[torch.Tensor], nbytes: int) -> Memory:

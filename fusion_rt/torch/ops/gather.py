@@ -10,8 +10,8 @@ import torch
 from fusion_rt.torch.ops.fused import FusedGather, fuse
 from fusion_rt.torch.ops.handles import Group, hold
 from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce
-from fusion_rt.torch.ops.signatures import Average, Sum, id_of, signature_of, tensor_name
-from fusion_rt.torch.ops.transfers import Rows
+from fusion_rt.torch.ops.signatures import Average, Sum, as_real, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Complex, Rows
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.runtime import Runtime, runtime
 
@@ -63,10 +63,12 @@ def grouped_allgather_async(
     return hold(here, _gather_group(here, tensors, name, process_set))
 
 
-def gather(here: Runtime, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Rows:
+def gather(here: Runtime, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Rows | Complex:
     """Starts gathering; its operation's `sizes` are the rows that came from each rank."""
-    signature = signature_of("allgather", tensor.dtype, tensor.shape, process_set=id_of(here, process_set, "allgather"))
-    return Rows(here, tensor_name("allgather", name), signature, tensor)
+    real = as_real(tensor, "allgather")
+    signature = signature_of("allgather", real.dtype, real.shape, process_set=id_of(here, process_set, "allgather"))
+    rows = Rows(here, tensor_name("allgather", name), signature, real)
+    return rows if real is tensor else Complex(rows, tensor)
 
 
 def _gather_group(

@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from fusion_rt.client import Operation
+from fusion_rt.torch.ops.transfers import as_given
 from fusion_rt.torch.runtime import Runtime, runtime
 
 
@@ -28,12 +29,18 @@ Part = TypeVar("Part", bound=Pending)
 class Group(Generic[Part]):
     """Operations on parts of one list of tensors, which complete together.
 
+    Args:
+        tensors: the list; `in_place`: results replace them.
+
     Attributes:
         parts: operations whose results are sequences of tensors, each with the places of those in the list.
     """
 
-    def __init__(self, parts: Sequence[tuple[Part, Sequence[int]]]) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[Part, Sequence[int]]], tensors: Sequence[torch.Tensor], in_place: bool
+    ) -> None:
         self.parts = parts
+        self._tensors, self._in_place = tensors, in_place
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -46,7 +53,7 @@ class Group(Generic[Part]):
         placed: dict[int, torch.Tensor] = {}
         for part, places in self.parts:
             placed.update(zip(places, part.result(here), strict=True))
-        return tuple(placed[place] for place in range(len(placed)))
+        return tuple(as_given(placed[place], tensor, self._in_place) for place, tensor in enumerate(self._tensors))
 
 
 def hold(here: Runtime, pending: Pending) -> int:

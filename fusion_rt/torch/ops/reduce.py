@@ -11,8 +11,8 @@ from fusion_rt import wire
 from fusion_rt.torch.compression import Compression, codec_of
 from fusion_rt.torch.ops.fused import FusedReduction, fuse
 from fusion_rt.torch.ops.handles import Group, hold
-from fusion_rt.torch.ops.signatures import How, id_of, resolve, signature_of, tensor_name
-from fusion_rt.torch.ops.transfers import Transfer
+from fusion_rt.torch.ops.signatures import How, as_real, id_of, resolve, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Complex, Transfer
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.runtime import Runtime, runtime
 
@@ -36,8 +36,9 @@ def allreduce(
         compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(0.01)` and its like, or a class with `compress` and
             `decompress`. A codec that leaves something out forgets it: what is sent later, by an optimizer, is lost
             here. Only what is asked for here counts, not `fusionrun --compression`.
-        op: `Average` (the default; truncates integers, and is not for bool), `Sum`, `Min`, `Max`, `Product`, or
-            `Adasum` (for floating-point tensors).
+        op: `Average` (the default; of integers it is that of their sum in 64 bits, truncated toward zero; not for
+            bool), `Sum` (wraps around where integers overflow, as torch does), `Min`, `Max`, `Product`, or `Adasum`
+            (for floating-point tensors). Complex tensors have `Average` and `Sum`, part by part.
         prescale_factor, postscale_factor: multiply the tensor before and the result after the combination.
         process_set: the ranks that take part.
 
@@ -181,13 +182,15 @@ def grouped_allreduce_async_(
     return hold(here, _reduce_group(here, tensors, name, how, in_place=True))
 
 
-def _reduce(here: Runtime, tensor: torch.Tensor, name: str | None, how: How, in_place: bool) -> Transfer:
+def _reduce(here: Runtime, tensor: torch.Tensor, name: str | None, how: How, in_place: bool) -> Transfer | Complex:
     op, prescale, postscale, process_set, codec = how
+    real = as_real(tensor, "allreduce", op)
     signature = signature_of(
-        "allreduce", tensor.dtype, tensor.shape, op, prescale, postscale, 0,
+        "allreduce", real.dtype, real.shape, op, prescale, postscale, 0,
         id_of(here, process_set, "allreduce"), codec,
     )  # fmt: skip
-    return Transfer(here, tensor_name("allreduce", name), signature, tensor, in_place)
+    transfer = Transfer(here, tensor_name("allreduce", name), signature, real, in_place)
+    return transfer if real is tensor else Complex(transfer, tensor, in_place)
 
 
 def _reduce_group(
@@ -198,7 +201,7 @@ def _reduce_group(
     def make(own_name: str | None, chosen: list[torch.Tensor]) -> FusedReduction:
         return FusedReduction(here, own_name, chosen, how, process_set, in_place)
 
-    return fuse("allreduce", name, tensors, how.op, make)
+    return fuse("allreduce", name, tensors, how.op, make, in_place)
 
 
 # --- gradients, as Horovod defines them: the same all-reduce ----------------------------------------------------------

@@ -13,8 +13,8 @@ from fusion_rt.torch.compression import Compression, codec_of
 from fusion_rt.torch.ops.fused import FusedScatter, fuse, shares
 from fusion_rt.torch.ops.gather import allgather, grouped_allgather
 from fusion_rt.torch.ops.handles import Group, hold
-from fusion_rt.torch.ops.signatures import Average, How, Sum, id_of, signature_of, tensor_name
-from fusion_rt.torch.ops.transfers import Rows
+from fusion_rt.torch.ops.signatures import Average, How, Sum, as_real, id_of, signature_of, tensor_name
+from fusion_rt.torch.ops.transfers import Complex, Rows
 from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.runtime import Runtime, runtime
 
@@ -35,7 +35,7 @@ def reducescatter(
             as evenly as possible; the first ranks get a row more where it does not divide.
         name: pairs the ranks' operations.
         compression: `Compression.none`, `.fp16`, `.bf16`, or a class with `compress` and `decompress`.
-        op: `Average` or `Sum`.
+        op: `Average` or `Sum`, as for `allreduce`.
         process_set: the ranks that take part.
         prescale_factor, postscale_factor: multiply the tensor before and the result after the combination.
 
@@ -116,16 +116,16 @@ def _check(op: wire.Op) -> None:
         raise HorovodInternalError(f"Reducescatter currently only supports Average and Sum, not {op!r}")
 
 
-def _scatter(here: Runtime, tensor: torch.Tensor, name: str | None, how: How) -> Rows:
+def _scatter(here: Runtime, tensor: torch.Tensor, name: str | None, how: How) -> Rows | Complex:
     op, prescale, postscale, process_set, codec = how
     _check(op)
     process_set_id = id_of(here, process_set, "reducescatter")
-    signature = signature_of(
-        "reducescatter", tensor.dtype, tensor.shape, op, prescale, postscale, 0, process_set_id, codec
-    )
+    real = as_real(tensor, "reducescatter", op)
+    signature = signature_of("reducescatter", real.dtype, real.shape, op, prescale, postscale, 0, process_set_id, codec)
     ranks = here.client.process_sets[process_set_id].ranks
     rows = shares(len(tensor), len(ranks))[ranks.index(here.rank)][1]
-    return Rows(here, tensor_name("reducescatter", name), signature, tensor, rows=rows)
+    scattered = Rows(here, tensor_name("reducescatter", name), signature, real, rows=rows)
+    return scattered if real is tensor else Complex(scattered, tensor)
 
 
 def _scatter_group(here: Runtime, tensors: Sequence[torch.Tensor], name: str | None, how: How) -> Group[FusedScatter]:

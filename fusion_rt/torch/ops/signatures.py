@@ -95,6 +95,26 @@ def id_of(here: Runtime, process_set: ProcessSet, kind: str) -> int:
     return process_set_id
 
 
+def as_real(tensor: torch.Tensor, kind: wire.Kind, op: wire.Op = Sum) -> torch.Tensor:
+    """The tensor itself; of a complex one the real and imaginary parts, in another dimension at the end. They share its
+    memory, unless it is a conjugate view.
+
+    Raises:
+        ValueError: complex tensors cannot be communicated so.
+    """
+    if not tensor.is_complex():
+        return tensor
+    if op not in (Average, Sum):
+        raise ValueError(f"complex tensors travel as pairs of numbers, which {op} cannot combine; use Average or Sum")
+    if kind in _VERBS and not tensor.shape:
+        raise _scalar(kind)
+    return torch.view_as_real(tensor.detach().resolve_conj())
+
+
+def _scalar(kind: wire.Kind) -> ValueError:
+    return ValueError(f"{kind} {_VERBS[kind]} along the first dimension, which a scalar has not; use tensor.view(1)")
+
+
 @lru_cache(maxsize=4096)
 def signature_of(
     kind: wire.Kind,
@@ -119,7 +139,7 @@ def signature_of(
     """
     name = dtype_name(dtype)
     if not shape and kind in _VERBS:
-        raise ValueError(f"{kind} {_VERBS[kind]} along the first dimension, which a scalar has not; use tensor.view(1)")
+        raise _scalar(kind)
     if op == Average and dtype == torch.bool:
         raise ValueError("bool tensors have no average; use op=Sum (or), Product (and), Min or Max, or another dtype")
     if op == Adasum and not dtype.is_floating_point:

@@ -81,6 +81,46 @@ class Transfer:
         return on_device_of(here, tensor, staging)
 
 
+class Complex:
+    """A complex tensor on its way, as pairs of numbers.
+
+    Args:
+        pairs: these.
+        tensor: what goes in.
+        in_place: whether the result replaces it.
+    """
+
+    __slots__ = ("_in_place", "_pairs", "_tensor")
+
+    def __init__(self, pairs: Transfer | Rows, tensor: torch.Tensor, in_place: bool = False) -> None:
+        self._pairs, self._tensor, self._in_place = pairs, tensor, in_place
+
+    @property
+    def operation(self) -> Operation:
+        return self._pairs.operation
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        return self._pairs.operations
+
+    def result(self, here: Runtime) -> torch.Tensor:
+        """Waits, and returns the result. Raises `HorovodInternalError` if it failed."""
+        return as_given(self._pairs.result(here), self._tensor, self._in_place)
+
+
+def as_given(result: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """The result of an operation on what `as_real` makes of a tensor, as that of one on the tensor."""
+    if not tensor.is_complex():
+        return result
+    made = torch.view_as_complex(result)
+    if not in_place:
+        return made
+    if tensor.is_conj():  # whose pairs were a copy
+        with torch.no_grad():
+            tensor.copy_(made)
+    return tensor
+
+
 class Rows:
     """A tensor whose rows go to all ranks, or to some each, and which becomes what comes from all of them.
 

@@ -99,6 +99,28 @@ def test_every_size_and_op_gives_what_numpy_gives(kind: Callable[..., Exchange],
             np.testing.assert_array_equal(found, expected, f"{op} of {count}")
 
 
+@kinds
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32"])
+def test_an_average_of_integers_does_not_overflow_and_is_truncated_toward_zero(
+    kind: Callable[..., Exchange], nodes: int, dtype: str
+) -> None:
+    limits, choose = np.iinfo(dtype), np.random.default_rng(nodes)
+    parts = [
+        [choose.integers(limits.min, limits.max, 97, dtype, endpoint=True) for _ in range(1 + node % 2)]
+        for node in range(nodes)
+    ]
+    for node in parts:
+        for part in node:
+            part[:2] = limits.max, limits.min
+    everyone = np.array([part for node in parts for part in node], np.int64)
+    expected = np.trunc(everyone.sum(axis=0) / len(everyone)).astype(dtype)
+    chunk_bytes = 64 if kind is Ring else 1 << 20
+    found = AllReduce(kind, parts, dtype, "average", seed=nodes, chunk_bytes=chunk_bytes).run()
+    np.testing.assert_array_equal(np.frombuffer(found, dtype), expected)
+    wrapped = AllReduce(kind, parts, dtype, "sum", seed=nodes, chunk_bytes=chunk_bytes).run()
+    np.testing.assert_array_equal(np.frombuffer(wrapped, dtype), everyone.sum(axis=0).astype(dtype))
+
+
 @between_nodes
 @pytest.mark.parametrize("codec", ["dense", "fp16", "bf16"])
 def test_bits_are_equal_on_all_ranks_whatever_the_order_of_delivery(

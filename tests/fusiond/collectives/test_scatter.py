@@ -150,3 +150,11 @@ def test_a_chunk_that_comes_twice_is_refused() -> None:
             scattered.group.exchanges[target].receive(source, chunk, memoryview(payload))
     for (low, high), result in zip(scattered.ranges, results, strict=True):
         np.testing.assert_array_equal(result, scattered.expected[low:high])
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_an_average_of_integers_does_not_overflow(nodes: int) -> None:
+    values = [np.full(50, 200 + member, np.uint8) for member in range(nodes + 1)]
+    results = Scattered([2] + [1] * (nodes - 1), 50, "uint8", "average", values=values).run()
+    mean = sum(200 + member for member in range(nodes + 1)) // (nodes + 1)
+    assert {int(value) for result in results for value in result} == {mean}
