@@ -83,7 +83,7 @@ def added(
         velocity = (velocity + step) * np.float32(momentum) if nesterov else velocity * np.float32(momentum) + step
         step = velocity + step if nesterov else velocity
     finite = np.isfinite(residual + step)
-    if velocity is not None:
+    if velocity is not None and before is not None:
         velocity = np.where(finite, velocity, before)
     return np.where(finite, residual + step, residual), velocity
 

@@ -77,6 +77,12 @@ class SummingCodec(SummingBucketCodec):
         self._spend(4 * self.layout.elements * self._codec.contribute)
         return _Portion(0, self.layout.elements, self.nbytes)
 
+    def undo(self, portion: _Portion, values: Array) -> None:
+        pass
+
+    def missing(self) -> _Portion:
+        return _Portion(0, self.layout.elements, self.nbytes)
+
     def pack(self, portion: _Portion, low: int, high: int) -> memoryview:
         share = (high - low) / max(portion.high - portion.low, 1)
         nbytes = math.ceil(portion.nbytes * share) + _HEAD
