@@ -264,12 +264,36 @@ class Agreeing:
     def _start_bucket(self, run: Run) -> None:
         found = self._plans.find(run.key.plan, run.key.name)
         assert found is not None
+        passes = {rank: part.passes for rank, part in run.parts.items()}
+        run.digest = next(iter(passes.values()), run.peers_digest)
+        for rank, number in passes.items():
+            if number != run.digest:
+                describe = self._context.topology.describe
+                self._passes_differ(run, describe([next(iter(passes))]), describe([rank]), number)
+                return
+        for node, chunk, _ in run.early:
+            if chunk.digest != run.digest:
+                self.disagree_about_passes(run, node, chunk)
+                return
         if self._participants.joined:
             self.tell_who_joined(run)
         try:
             self._runner.start_bucket(run, *found)
         except RequestError as error:
             self._failing.everywhere(run.key, f"{run.what}: {error}")
+
+    def disagree_about_passes(self, run: Run, node: int, chunk: wire.Chunk) -> None:
+        """A peer has sent gradients of another backward pass of a step than this node's ranks have submitted."""
+        describe = self._context.topology.describe_node
+        self._passes_differ(run, describe(self._context.node), describe(node), chunk.digest)
+
+    def _passes_differ(self, run: Run, here: str, there: str, number: int) -> None:
+        self._failing.everywhere(
+            run.key,
+            f"{there} reduces the gradients of backward pass {number} of a step, and {here} those of pass "
+            f"{run.digest}; between two calls of step() or zero_grad(), all ranks have to make as many backward passes "
+            "(add up losses for one of them, or set backward_passes_per_step)",
+        )
 
     def _take_effect(self, run: Run, signature: wire.Signature, rows: Sequence[int]) -> None:
         """What an operation without data does on this node. All nodes do it before any of them completes it."""

@@ -419,6 +419,8 @@ class Engine:
         if run.digest and not chunk.key.plan and chunk.digest != run.digest:
             if not run.disputed:
                 self._stalls.disagree(run)
+        elif chunk.key.plan and run.exchange is not None and chunk.digest != run.digest:
+            self._agreeing.disagree_about_passes(run, node, chunk)
         elif run.started:
             self._runner.receive(run, node, chunk, payload)
         else:

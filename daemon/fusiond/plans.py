@@ -215,7 +215,15 @@ class Plans:
         storage = found.reducer.dtype.storage
         offset = found.bucket.offset
         values = memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage)
-        part = Part(ready.handle, values, values, rescale=ready.rescale, urgency=ready.urgency, share=ready.share)
+        part = Part(
+            ready.handle,
+            values,
+            values,
+            rescale=ready.rescale,
+            urgency=ready.urgency,
+            share=ready.share,
+            passes=ready.passes,
+        )
         if ready.share != wire.OWN and (isinstance(state.algorithm, HomeAlgorithm) or found.reducer.op == "adasum"):
             raise RequestError(
                 f"rank {rank} shares a contribution with its node in bucket {ready.bucket} of plan {ready.plan}, which "

@@ -49,6 +49,7 @@ class Part:
         urgency: the less, the sooner the worker needs it.
         selected: of a planned bucket: what the worker has selected of it, instead of the elements in `source`.
         share: of a planned bucket: whose contributions `source` has; see `wire.Ready`.
+        passes: of a planned bucket: see `wire.Ready`.
     """
 
     handle: int
@@ -60,6 +61,7 @@ class Part:
     urgency: int = 0
     selected: Selected | None = None
     share: int = wire.OWN
+    passes: int = 0
 
 
 def contributions_of(local: Sequence[Part]) -> tuple[list[Part], bool]:

@@ -486,6 +486,7 @@ class GradientExchange:
             self._runtime, self._segment, self._plan, self._agreed = here, None, 0, None
             self._group = self._name()
             self.steps.trace = here.trace
+            self.reduced = 0
         if self._segment is not None:
             here.client.arena.drop_segment(self._segment)
             self._segment = None
@@ -572,7 +573,7 @@ class GradientExchange:
 
     def _terms(self, slots: Sequence[Slot]) -> Terms:
         """What is sent with a bucket."""
-        return Terms(self.memory.rescale(slots))
+        return Terms(self.memory.rescale(slots), passes=self.reduced + 1 if self._manner.in_backward else 0)
 
     def _sparse_bucket(self, slot: Slot, sparse: int) -> SparseBucket:
         op = self._manner.reduction.op

@@ -84,6 +84,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
         share: whose contributions are in the arena: `OWN`; `OF_NODE`, those of all ranks of its node, combined and with
             the prescale applied; `ELSEWHERE`, nobody's, since this worker's are in what another rank of its node
             submits. The result is written into each worker's arena whatever its share.
+        passes: how many backward passes of a step it is the last of, which has to be the same on all ranks; 0: it is
+            not said.
     """
 
     handle: Count
@@ -97,6 +99,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     urgency: Count = 0
     tray: Count = 0
     share: Share = OWN
+    passes: Count = 0
 
 
 class SaveState(msgspec.Struct, tag="save", array_like=True):

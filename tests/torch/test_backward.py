@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_rt.torch as hvd
 from fusion_rt.torch import basics
-from tests.harness import on_ranks
+from tests.harness import Job, on_ranks
 from tests.torch.training import (
     MakeOptimizer,
     assert_equal_on_all_ranks,
@@ -236,6 +236,32 @@ def test_accumulation_without_saying_so_is_right_too() -> None:
         optimizer.step()
         plain.step()
         assert_same(model, reference)
+
+
+def uneven() -> str:
+    """One rank makes two backward passes in the third step, and another one. What each is told."""
+    model = make_model()
+    optimizer = distributed(model)
+    try:
+        for step in range(5):
+            optimizer.zero_grad()
+            for _ in range(2 if (step, hvd.rank()) == (2, 0) else 1):
+                loss_of(model, my_batch(step)).backward()
+            optimizer.step()
+    except hvd.HorovodInternalError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("nodes", [(2,), (1, 1)])
+def test_ranks_that_make_different_numbers_of_passes_are_told_so(nodes: tuple[int, ...]) -> None:
+    with Job(nodes, {"HOROVOD_START_TIMEOUT": "120", "HOROVOD_FUSION_THRESHOLD": "4KiB"}) as job:
+        for told in job.run(uneven):
+            assert "rank 0 (host node0)" in told
+            assert "rank 1 (host node" in told
+            assert "backward pass 2 of a step" in told
+            assert "all ranks have to make as many backward passes" in told
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
