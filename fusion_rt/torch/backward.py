@@ -44,9 +44,10 @@ class BackwardPass:
         # All are sent before the first is waited for: ranks may have met them in different orders.
         due = [exchange for exchange in sorted(self.exchanges, key=_serial) if exchange.backward_ends()]
         for exchange in due:
-            exchange.submit()
+            if exchange.eager:
+                exchange.submit()
         for exchange in due:
-            exchange.synchronize()
+            exchange.backward_returns()
 
     def add(self, exchange: GradientExchange) -> None:
         """Lets an exchange take part."""

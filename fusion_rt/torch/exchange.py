@@ -96,6 +96,7 @@ class GradientExchange:
         idle: no gradient has arrived since the last reduction.
         passes_left: backward passes until gradients are complete.
         pass_number: of the backward pass that runs, or ran last.
+        eager: buckets are sent as soon as they are complete, and what is left of them at the end of the backward pass.
         backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
         reduced: how often gradients have been reduced since the last step.
         skipped: a backward pass has failed, and this rank takes part in the others' step without it.
@@ -141,7 +142,7 @@ class GradientExchange:
         self._steps = self._plans = self._nbytes = 0
         self._waited = self._last_waited = 0.0
         self._agreed: wire.Plan | None = None
-        self._eager = manner.eager
+        self.eager = manner.eager
         self._replanning = None if manner.replanning is None else manner.replanning()
         settings = Settings.from_env()
         self._prioritises = settings.priority
@@ -212,6 +213,11 @@ class GradientExchange:
         self.backward = backward.no_pass
         return False
 
+    def backward_returns(self) -> None:
+        """All gradients of the backward pass have been sent, if they are to be: waits for them. Raises as
+        `synchronize`."""
+        self.synchronize()
+
     @property
     def _pass_failed(self) -> bool:
         return self.backward is not backward.no_pass and self.backward() is None
@@ -224,10 +230,10 @@ class GradientExchange:
         """
         if slot.parameter.grad is None:
             slot.closed = False
-        elif slot.bucket is None or not slot.bucket.sent:
-            self._keep(slot)
         elif self.passes_left <= 0:
             raise AssertionError(_TOO_MANY)
+        elif slot.bucket is None or not slot.bucket.sent:
+            self._keep(slot)
         elif self._pass_failed:
             raise RuntimeError("the last backward() has failed, and gradients that it had computed are being reduced; "
                                "call optimizer.zero_grad() and optimizer.step() before the next one")  # fmt: skip
@@ -272,7 +278,7 @@ class GradientExchange:
             slot.parameter.grad = None
         self.backward, self.passes_left, self.skipped = backward.no_pass, 0, True
         warnings.warn(_SKIPPED, stacklevel=5)
-        if self._eager:
+        if self.eager:
             self.submit()
 
     def _keep(self, slot: Slot) -> None:
@@ -285,7 +291,7 @@ class GradientExchange:
         """Sends the bucket if it is complete, and what was on its way from a device."""
         if not bucket.missing:
             bucket.fill()
-            if self._eager:
+            if self.eager:
                 for full in self._full(bucket):
                     full.flush = Flush.FULL
                     self._send(full)

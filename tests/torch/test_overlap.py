@@ -5,6 +5,7 @@ Without it means the same job with overlap="none", and that is compared bit by b
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -72,6 +73,16 @@ def clipped_step(model: torch.nn.Module, optimizer: Any, step: int) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
     with optimizer.skip_synchronize():
         optimizer.step()
+
+
+def plainly_clipped_step(model: torch.nn.Module, optimizer: Any, step: int) -> None:
+    """As a script for DDP has it; and one rank looks at a gradient first."""
+    optimizer.zero_grad()
+    loss_of(model, my_batch(step)).backward()
+    if hvd.rank() == 0:
+        assert next(model.parameters()).grad.isfinite().all()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step()
 
 
 def zeroing_step(model: torch.nn.Module, optimizer: Any, step: int) -> None:
@@ -149,6 +160,7 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], MakeOptimizer, Step, dict[
     "adamw": (make_model, adamw, plain_step, {}),
     "groups": (make_model, two_groups, plain_step, {}),
     "clipping": (make_model, adamw, clipped_step, {}),
+    "plain clipping": (make_model, adamw, plainly_clipped_step, {}),
     "zeroing": (make_model, sgd, zeroing_step, {}),
     "accumulation": (make_model, sgd, accumulating_step, {"backward_passes_per_step": 3}),
     "scaler": (make_model, adamw, scaled_step, {}),
@@ -212,10 +224,10 @@ def simulate_stale(
             schedule.step()
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.3])
+@pytest.mark.parametrize(("clip", "explicit"), [(0.0, True), (0.3, True), (0.3, False)])
 @pytest.mark.parametrize("make", [sgd, adamw])
 @on_ranks
-def test_stale_is_the_rule_of_one_step_delay(make: MakeOptimizer, clip: float) -> None:
+def test_stale_is_the_rule_of_one_step_delay(make: MakeOptimizer, clip: float, explicit: bool) -> None:
     model, reference = make_model(), make_model()
     optimizer, plain = distributed(model, "stale", make), make(reference.parameters())
     schedules = [torch.optim.lr_scheduler.StepLR(chosen, 5, gamma=0.5) for chosen in (optimizer, plain)]
@@ -225,12 +237,11 @@ def test_stale_is_the_rule_of_one_step_delay(make: MakeOptimizer, clip: float) -
         optimizer.zero_grad()
         loss_of(model, my_batch(step)).backward()
         assert_bitwise(model, before)
-        if clip:
+        if explicit and clip:
             optimizer.synchronize()
+        if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        else:
+        with optimizer.skip_synchronize() if explicit and clip else contextlib.nullcontext():
             optimizer.step()
         schedules[0].step()
         assert waits(optimizer)
@@ -239,6 +250,33 @@ def test_stale_is_the_rule_of_one_step_delay(make: MakeOptimizer, clip: float) -
     optimizer.synchronize_parameters()
     simulate_stale(reference, plain, range(20), schedules[1], clip)
     assert_same(model, reference)
+
+
+@on_ranks
+def test_gradients_under_way_are_not_to_be_replaced_or_added_to() -> None:
+    for overlap in ("forward", "stale"):
+        model = make_model()
+        optimizer = distributed(model, overlap)
+        train(model, optimizer, range(3))
+        optimizer.zero_grad()
+        loss_of(model, my_batch(3)).backward()
+        taken = model[0].weight.grad
+        with pytest.raises(AssertionError, match="Increase backward_passes_per_step"):
+            loss_of(model, my_batch(3)).backward()
+        if overlap == "forward":
+            with pytest.raises(AssertionError, match="race condition"):
+                optimizer.zero_grad()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was asked for before step\(\), which has it now"):
+            taken.sum()
+        hvd.synchronize_parameters()
+        assert_equal_on_all_ranks(model)
+        if overlap == "forward":
+            loss_of(model, my_batch(4)).backward()
+            model.zero_grad()
+            with pytest.raises(RuntimeError, match=r"was replaced or forgotten while it was being reduced"):
+                optimizer.step()
+            optimizer.zero_grad()
 
 
 @on_ranks
@@ -627,9 +665,8 @@ def test_what_makes_no_sense_is_refused() -> None:
 
     table = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = distributed(table, "forward", functools.partial(torch.optim.SGD, lr=0.1))
-    table(torch.tensor([hvd.rank()])).sum().backward()
     with pytest.raises(ValueError, match=r"'weight' is sparse.*sparse_as_dense=True"):
-        optimizer.step()
+        table(torch.tensor([hvd.rank()])).sum().backward()
     tables = [torch.nn.Embedding.from_pretrained(torch.ones(10, 4), freeze=False, sparse=True) for _ in range(2)]
     plain = functools.partial(torch.optim.SGD, lr=0.1)
     for chosen, way in zip(tables, ("none", "forward"), strict=True):

@@ -31,6 +31,7 @@ from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.memory import Place
 from fusion_rt.torch.overlap import watching
 from fusion_rt.torch.overlap.flights import Flight
+from fusion_rt.torch.overlap.guards import make_guard
 from fusion_rt.torch.overlap.updates import Update
 from fusion_rt.torch.overlap.uses import Uses
 from fusion_rt.torch.parameters import Trained
@@ -40,9 +41,18 @@ from fusion_rt.trace_format import Kind
 
 
 class OverlapSlot(Slot):
-    """A parameter whose gradient may arrive before its last update has been applied."""
+    """A parameter whose gradient may arrive before its last update has been applied.
 
-    __slots__ = ()
+    Attributes:
+        guard: is in `p.grad` between `backward()` and `step()`.
+    """
+
+    __slots__ = ("guard",)
+
+    def __init__(self, exchange: GradientExchange, named: Named) -> None:
+        super().__init__(exchange, named)
+        assert isinstance(exchange, OverlapExchange)
+        self.guard = make_guard(self, exchange)
 
     def arrived(self, parameter: torch.Tensor) -> None:
         assert isinstance(self._exchange, OverlapExchange)
@@ -71,6 +81,7 @@ class OverlapExchange(GradientExchange):
         self._update: Update | None = None  # that waits
         self._flights: dict[int, Flight] = {}  # by id of each of their parameters
         self._applying = False
+        self._guarded: list[tuple[OverlapSlot, torch.Tensor | None]] = []  # with this rank's gradients
         self._lock = threading.RLock()  # forward passes may run on several threads
         super().__init__(manner, passes, trained)
         watching.watch(self)
@@ -293,10 +304,37 @@ class OverlapExchange(GradientExchange):
         """Whether the gradients of a step have been computed, and are under way."""
         return not (self.idle or self._applying) and self.passes_left <= 0
 
-    def backward_ends(self) -> bool:
-        super().backward_ends()
+    def backward_returns(self) -> None:
+        """Puts guards where gradients are, instead of waiting for them."""
         self.backward = backward.no_pass
-        return False
+        for slot in self.slots:
+            assert isinstance(slot, OverlapSlot)
+            self._guarded.append((slot, slot.parameter.grad))
+            slot.parameter.grad, slot.closed = slot.guard, True
+
+    def submit(self) -> list[Bucket]:
+        self._unguard()
+        return super().submit()
+
+    def _unguard(self) -> None:
+        """Puts this rank's gradients back where guards are."""
+        while self._guarded:
+            slot, gradient = self._guarded.pop()
+            if slot.parameter.grad is slot.guard:
+                slot.parameter.grad = gradient
+                slot.closed = slot.bucket is not None and slot.bucket.sent
+            elif slot.bucket is not None and slot.bucket.sent:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} was replaced or forgotten while it was being reduced; with "
+                    "overlap, call optimizer.synchronize() after backward() first"
+                )
+
+    def _end_step(self) -> None:
+        guarded, self._guarded = self._guarded, []
+        for slot, gradient in guarded:
+            if slot.parameter.grad is slot.guard:
+                slot.parameter.grad = gradient
+        super()._end_step()
 
     def release(self) -> None:
         watching.unwatch(self)
@@ -337,7 +375,7 @@ class OverlapExchange(GradientExchange):
     def _tuned(self, tuning: wire.Tuning | None) -> None:
         late = None if tuning is None else tuning.late
         self._late = not self._manner.eager if late is None else late
-        self._eager = not self._late
+        self.eager = not self._late
 
     def _give_up_plan(self, here: Runtime) -> None:
         with self._lock:

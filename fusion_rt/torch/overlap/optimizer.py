@@ -20,19 +20,6 @@ class Overlapped(Distributed):
 
     _exchange: OverlapExchange
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. Gradients that are under way are waited for: whoever reads this may change them."""
-        exchange = self.__dict__.get("_exchange")
-        if exchange is not None and exchange.complete():
-            exchange.synchronize()
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Asks for the script's optimizer's step, and returns; it is taken as docs/overlap.md says. Afterwards `p.grad`
         is None, as after `zero_grad`.
