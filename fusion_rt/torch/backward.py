@@ -9,6 +9,7 @@ and an exchange whose pass is gone knows that it has failed.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ class BackwardPass:
         """Lets an exchange take part."""
         if exchange not in self.exchanges:
             self.exchanges.append(exchange)
-        exchange.backward = weakref.ref(self)
+        exchange.backward = weakref.ref(self, functools.partial(_forget, weakref.ref(exchange)))
 
 
 _passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()  # by graph task
@@ -75,6 +76,12 @@ def _running() -> BackwardPass:
         found = _passes[task] = BackwardPass()
         torch.autograd.Variable._execution_engine.queue_callback(found)
     return found
+
+
+def _forget(reference: weakref.ref[GradientExchange], _: Any) -> None:
+    exchange = reference()
+    if exchange is not None:
+        exchange.pass_number = 0
 
 
 def _serial(exchange: GradientExchange) -> int:

@@ -95,7 +95,7 @@ class GradientExchange:
     Attributes:
         idle: no gradient has arrived since the last reduction.
         passes_left: backward passes until gradients are complete.
-        pass_number: of the backward pass that runs, or ran last.
+        pass_number: of the backward pass that runs, and completes gradients; 0: none does.
         eager: buckets are sent as soon as they are complete, and what is left of them at the end of the backward pass.
         backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
         reduced: how often gradients have been reduced since the last step.
@@ -119,7 +119,7 @@ class GradientExchange:
         self.compressor = manner.compressor
         self.sparse_as_dense = manner.sparse_as_dense
         self.passes = self.passes_left = passes
-        self.pass_number = self.reduced = 0
+        self.pass_number = self._passes = self.reduced = 0
         self.backward: Callable[[], backward.BackwardPass | None] = backward.no_pass
         self.skipped = False
         self.idle = True
@@ -202,12 +202,15 @@ class GradientExchange:
             for bucket in self._buckets or []:
                 if not bucket.sent:
                     bucket.rewind()
-        self.pass_number += 1
         backward.enter(self)
+        if self.passes_left <= 1:
+            self._passes += 1
+            self.pass_number = self._passes
 
     def backward_ends(self) -> bool:
         """The backward pass is over. Returns whether gradients are to be reduced now."""
         self.passes_left -= 1
+        self.pass_number = 0
         if self.passes_left <= 0 and self._manner.in_backward:
             return True
         self.backward = backward.no_pass

@@ -44,7 +44,7 @@ class Slot:
         direct: `p.grad` may be the place in the arena itself.
         closed: what is in `p.grad` is being reduced, or has been: autograd must not add to it.
         kept: reduced gradients of earlier backward passes of this step, which the next result is added to.
-        seen: number of the last backward pass that has computed its gradient.
+        seen: number of the last backward pass that has completed its gradient.
         bucket: its bucket, or None while there is no plan.
         view: its place in the bucket, in the parameter's shape and memory order; in the compressed gradient's shape, if
             the script compresses it.
@@ -99,14 +99,17 @@ class Slot:
     def arrived(self, parameter: torch.Tensor) -> None:
         """The hook after: autograd has added to `p.grad`."""
         exchange = self._exchange
-        if exchange.backward() is None:
-            exchange.backward_begins()
-        if exchange.passes_left > 1:
-            return
-        if self.seen == exchange.pass_number:
-            exchange.arrived_again(self)
-            return
-        self.seen = exchange.pass_number
+        number = exchange.pass_number
+        if number == self.seen or not number:
+            if exchange.backward() is None:
+                exchange.backward_begins()
+            number = exchange.pass_number
+            if exchange.passes_left > 1:
+                return
+            if number == self.seen:
+                exchange.arrived_again(self)
+                return
+        self.seen = number
         steps = exchange.steps
         steps.trace.record(_GRADIENT, self.name, self.nbytes, steps.number)
         bucket = self.bucket
