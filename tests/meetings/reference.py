@@ -209,8 +209,8 @@ class DiLoCo(LocalSGD):
     rate, momentum = 0.7, 0.5
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._taken % self.period == 0:  # weights that the script sets there are where the outer step begins
-            self.reseed()
+        if self._taken % self.period == 0:
+            self.reseed()  # weights that the script has set here, where all ranks had the same, are where it begins
         super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
