@@ -63,9 +63,17 @@ def test_all_examples_are_here() -> None:
     assert sorted(ARGUMENTS) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
+# One of each kind: at shards, elastic, gossip, between all ranks. All run with one script; all with all is for -m long.
+KINDS = ("asp", "easgd", "adpsgd", "diloco")
+FAST = [("char_gpt.py", name) for name in ALGORITHMS]
+FAST += [(script, name) for script in ARGUMENTS if script != "char_gpt.py" for name in KINDS]
+REST = [(script, name) for script in ARGUMENTS for name in ALGORITHMS if (script, name) not in FAST]
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("script", ARGUMENTS)
+@pytest.mark.parametrize(
+    ("script", "algorithm"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.long) for pair in REST)]
+)
 def test_an_example_runs_with_every_algorithm_or_is_refused_as_documented(
     job: Job, tmp_path: Path, script: str, algorithm: str
 ) -> None:
