@@ -154,6 +154,7 @@ class ShardExchange(GradientExchange):
         self.weights = Weights()
         self.share = 1.0
         self._said = Terms()  # with each bucket
+        self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as shards have them
         self._contributors: int | None = None  # the handle of the sum of ones of all ranks that post
         super().__init__(manner, passes, trained)
 
@@ -251,10 +252,7 @@ class ShardExchange(GradientExchange):
     def check_arguments(self) -> None:
         """Raises `ValueError` if the script has changed what the shards know since there has been a plan."""
         optimizer = self._trained.optimizer()
-        planned = self._manner.reduction.optimizer
-        assert planned is not None
-        count = len(planned.groups)  # there may be a new group, for which there is a new plan
-        if self.is_of(runtime()) and optimizer_spec(optimizer).groups[:count] != planned.groups:
+        if self.is_of(runtime()) and _arguments_of(optimizer)[: len(self._arguments)] != self._arguments:
             raise ValueError(
                 f"an argument of the optimizer other than its learning rate has changed, and with {self.spec} the "
                 "shards have what it was when the buckets were planned; leave it (as with cycle_momentum=False of "
@@ -293,6 +291,7 @@ class ShardExchange(GradientExchange):
     def _make_plan(self) -> None:
         if self.spec.signal is algorithms.Signal.GRADIENT:
             optimizer = optimizer_spec(self._trained.optimizer())
+            self._arguments = _arguments_of(self._trained.optimizer())
             reduction = msgspec.structs.replace(self._manner.reduction, optimizer=optimizer)
             self._manner = dataclasses.replace(self._manner, reduction=reduction)
         super()._make_plan()
@@ -392,12 +391,7 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
         raise ValueError(f"the optimizer has {len(optimizer.param_groups)} parameter groups, and shards can have "
                          f"{wire.MAX_GROUPS}")  # fmt: skip
     groups = []
-    for group in optimizer.param_groups:
-        arguments = {
-            name: value
-            for name, value in group.items()
-            if name in optimizer.defaults and name not in ("lr", "fused", "foreach") and value is not None
-        }
+    for arguments in _arguments_of(optimizer):
         try:
             groups.append(json.dumps(arguments))
         except TypeError as error:
@@ -405,3 +399,10 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
                 f"a shard cannot have the optimizer {kind.__name__} with these arguments: {error}"
             ) from None
     return wire.OptimizerSpec(kind.__name__, tuple(groups))
+
+
+def _arguments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What a shard has to know of each parameter group; the learning rate comes with each gradient."""
+    known = optimizer.defaults.keys() - {"lr", "fused", "foreach"}
+    groups = optimizer.__dict__["param_groups"]
+    return [{name: group[name] for name in group if name in known and group[name] is not None} for group in groups]
