@@ -284,7 +284,7 @@ class ShardExchange(GradientExchange):
         return (self._manner.process_set.size() or 1) / float(ops.synchronize(handle))
 
     def _give_up_plan(self, here: Runtime) -> None:
-        self.under_way = False
+        self.under_way, self._contributors = False, None
         self.weights.forget()
         super()._give_up_plan(here)
 
