@@ -76,27 +76,34 @@ def classical(found: All) -> str:
 
 
 def codecs(found: All) -> str:
-    """Loss and bytes with each codec, by those of dense gradients."""
+    """Loss, accuracy and bytes with each codec, by those of dense gradients; with what the seeds differ by."""
     made = convergence.groups(runs.of(record) for record in records(found, "convergence"))
     shown = {model: made[model, steps] for model, (steps, _) in convergence.MODELS.items() if (model, steps) in made}
-    table = Table(
-        ["", *(f"{model}: {what}" for model in shown for what in ("test loss / dense", "right", "bytes / dense"))]
-    )
+    whats = ("test loss / dense", "from", "to", "right", "bytes / dense", "seeds")
+    table = Table(["", *(f"{model}: {what}" for model in shown for what in whats)])
     for codec in convergence.CODECS:
         row: list[str] = []
         for each in shown.values():
-            if codec not in each.codecs:
-                row += ["", "", ""]
-                continue
-            loss, accuracy = each.loss(codec) / each.loss("dense"), statistics.fmean([each.accuracy(codec)])
-            row += [
-                "diverges" if math.isnan(loss) else f"{loss:.3f}",
-                "" if math.isnan(accuracy) else f"{accuracy:.1%}",
-            ]
-            row.append(f"{each.nbytes(codec) / each.nbytes('dense'):.1%}")
+            row += _codec_cells(each, codec) if codec in each.codecs else [""] * len(whats)
         if any(row):
             table.add(codec, *row)
     return table.markdown()
+
+
+def _codec_cells(each: convergence.Runs, codec: str) -> list[str]:
+    """The mean over seeds, and the least and the most of one seed by dense gradients' of the same seed."""
+    dense = {run["seed"]: run["curve"][-1][-1] for run in each.codecs["dense"]}
+    shares = [run["curve"][-1][-1] / dense[run["seed"]] for run in each.codecs[codec] if run["seed"] in dense]
+    loss, accuracy = each.loss(codec) / each.loss("dense"), each.accuracy(codec)
+    diverges = math.isnan(loss)
+    return [
+        "diverges" if diverges else f"{loss:.3f}",
+        "" if diverges else f"{min(shares):.3f}",
+        "" if diverges else f"{max(shares):.3f}",
+        "" if math.isnan(accuracy) else f"{accuracy:.1%}",
+        f"{each.nbytes(codec) / each.nbytes('dense'):.1%}",
+        str(len(each.codecs[codec])),
+    ]
 
 
 TABLES: dict[str, Callable[[All], str]] = {
