@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 
 from benchmarks import algorithms, convergence, networks, runs, solvers, straggler
