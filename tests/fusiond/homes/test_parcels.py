@@ -153,3 +153,19 @@ def test_a_codec_that_remembers_nothing_loses_what_it_leaves_out() -> None:
 def test_a_codec_that_does_not_apply_sends_everything() -> None:
     layout = Layout(DTYPES["int64"], 8)
     assert open_codec(codecs.parse("topk"), layout).lossless
+
+
+@pytest.mark.parametrize("text", [*CODECS[3:], "topk(density=0.1, minimum=0, momentum=0.9)"])
+def test_a_contribution_that_is_not_finite_arrives_as_such_and_is_not_remembered(text: str) -> None:
+    layout = Layout(DTYPES["float32"], 1000, (Span("w", 0, 1000),))
+    codec = open_codec(codecs.parse(text), layout)
+    values = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
+    pack(codec, values)
+    before = codec.state_dict()
+    bad = values.copy()
+    bad[[3, 500]] = np.nan, np.inf
+    assert np.isnan(unpack(codec, pack(codec, bad))).any()
+    after = codec.state_dict()
+    for key in (key for key in before if key.endswith("/w")):
+        assert np.allclose(after[key], before[key], rtol=0, atol=1e-5), key
+    assert np.isfinite(unpack(codec, pack(codec, values))).all()
