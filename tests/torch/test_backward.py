@@ -114,6 +114,7 @@ def test_reading_parameter_groups_says_nothing_to_anybody() -> None:
         loss_of(model, my_batch(2 * step + 1)).backward()
         if hvd.rank() == 0:
             assert optimizer.param_groups[0]["lr"] == 0.1
+        hvd.barrier()  # where the others are meanwhile
         optimizer.step()
         plain.zero_grad()
         for part in (2 * step, 2 * step + 1):
