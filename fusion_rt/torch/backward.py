@@ -31,7 +31,7 @@ class BackwardPass:
 
     def __call__(self) -> None:
         """Autograd has run the whole graph. Raises what `GradientExchange.synchronize` raises, out of `backward()`."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None:
 
             def node_has_run(*_: Any) -> None:

@@ -33,7 +33,7 @@ def make_guard(slot: OverlapSlot, exchange: OverlapExchange) -> GradientUnderWay
     """A guard for a slot's gradient: of one element in memory, which is NaN."""
     parameter = slot.parameter
     element = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-    guard: Any = element.expand(parameter.shape).as_subclass(GradientUnderWay)  # type: ignore[arg-type]
+    guard: Any = element.expand(parameter.shape).as_subclass(GradientUnderWay)
     guard.slot, guard.exchange = slot, exchange
     return guard  # type: ignore[no-any-return]
 
