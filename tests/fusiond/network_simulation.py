@@ -82,7 +82,8 @@ class Network:
     def break_something(self) -> None:
         """Breaks one of the connections, and what is under way on it is lost."""
         standing = [connection for connection in self.connections if connection.stands]
-        self.random.choice(standing).break_off()
+        if standing:
+            self.random.choice(standing).break_off()
 
     def gone(self, node: int) -> None:
         """A node has closed its sockets, and the others notice when they have had its last words."""

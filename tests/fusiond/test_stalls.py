@@ -25,9 +25,17 @@ def plan_of(sizes: list[int]) -> wire.Proposal:
     return wire.Proposal("opt", 0, 0, wire.Reduction("sum"), tensors)
 
 
-def train(worker: VirtualWorker, proposal: wire.Proposal, steps: int, pause: float = 0.0) -> Iterator[Any]:
-    """In each step, sums up a tensor outside of the plan, fills all buckets, in an order of its own, and waits for
-    them. Checks the sums."""
+def loss(worker: VirtualWorker, clock: int) -> int:
+    """Sums up a tensor outside of the plan."""
+    signature = wire.Signature("allreduce", "float32", (1,))
+    return worker.submit(wire.Submit(next(worker.handles), "loss", clock, signature, inline=bytes(4)))
+
+
+def train(
+    worker: VirtualWorker, proposal: wire.Proposal, steps: int, pause: float = 0.0, together: bool = False
+) -> Iterator[Any]:
+    """In each step, sums up a tensor, fills all buckets, in an order of its own, and waits for them. Checks the sums.
+    `together`: waits for all ranks in the end."""
     network, choose = worker.daemon.network, worker.daemon.network.random
     handle = worker.submit(wire.Propose(next(worker.handles), proposal))
     yield [handle]
@@ -37,8 +45,7 @@ def train(worker: VirtualWorker, proposal: wire.Proposal, steps: int, pause: flo
     worker.daemon.tell(worker, wire.AddSegment(1, plan.nbytes, plan.id))
     ranks = worker.daemon.current_engine().topology.size
     for clock in range(steps):
-        signature = wire.Signature("allreduce", "float32", (1,))
-        yield [worker.submit(wire.Submit(next(worker.handles), "loss", clock, signature, inline=bytes(4)))]
+        yield [loss(worker, clock)]
         began = network.now
         handles = []
         for bucket in choose.sample(plan.buckets, len(plan.buckets)):
@@ -54,14 +61,16 @@ def train(worker: VirtualWorker, proposal: wire.Proposal, steps: int, pause: flo
         for bucket in plan.buckets:
             values = worker.memory[bucket.offset : bucket.offset + 4 * bucket.numel].view(np.float32)
             np.testing.assert_array_equal(values, sum(range(ranks)) + ranks * clock)
+    if together:
+        yield [loss(worker, steps)]
 
 
 def run(network: Network, local_sizes: list[int], sizes: list[int], steps: int = 2, **settings: Any) -> list[float]:
     """A job that trains until its last daemon has ended. Returns the seconds of all steps on all ranks."""
-    pause = settings.pop("pause", 0.0)
+    habits = {name: settings.pop(name) for name in ("pause", "together") if name in settings}
     workers = job(network, local_sizes, sum(sizes) + 4096 * len(sizes), **settings)
     for worker in workers:
-        worker.begin(train(worker, plan_of(sizes), steps, pause))
+        worker.begin(train(worker, plan_of(sizes), steps, **habits))
     network.run(lambda: all(daemon.loop.stopped for daemon in network.daemons), 10_000.0)
     failures = [failure for worker in workers for failure in worker.failures]
     assert not failures, failures
@@ -90,7 +99,7 @@ def test_links_with_a_long_way_carry_as_much_as_others(latency: float) -> None:
 def schedule(seed: int) -> None:
     """A job of any shape, on links of any kind, some of which break."""
     choose = random.Random(seed)
-    network = Network(seed, 10 ** choose.uniform(4, 6), 10 ** choose.uniform(-4, -1.5))
+    network = Network(seed, 10 ** choose.uniform(4.5, 6), 10 ** choose.uniform(-4, -1.5))
     local_sizes = [choose.choice([1, 1, 2]) for _ in range(choose.randrange(2, 6))]
     for node in range(len(local_sizes)):
         if choose.random() < 0.2:
@@ -107,6 +116,7 @@ def schedule(seed: int) -> None:
         link_credit=choose.choice([0, 1, 5000, 20_000, 2**24]),
         connections=choose.choice([1, 1, 2]),
         pause=choose.choice([0.0, 0.1]),
+        together=choose.random() < 0.5,
         start_timeout=1000.0,
     )
     for daemon in network.daemons:
