@@ -62,6 +62,14 @@ class OwnGradients(Wrapped):
         """Changes nothing, and is there so that scripts which clip synchronized gradients run as they are."""
         yield
 
+    def drain(self) -> None:
+        """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
+        raise NotImplementedError
+
+    def agree(self) -> None:
+        """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
+        raise NotImplementedError
+
     def reseed(self) -> None:
         """Goes on from the parameters as they are now, which have to be the same on all ranks: after the script has set
         them between steps (`load_state_dict`, pruning), and `hvd.broadcast_parameters`. To be called on all ranks.

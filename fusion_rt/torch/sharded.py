@@ -381,7 +381,7 @@ def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
     Raises:
         ValueError: a shard cannot have it.
     """
-    kind = getattr(optimizer, "_script_class", type(optimizer))
+    kind: type[torch.optim.Optimizer] = getattr(optimizer, "_script_class", type(optimizer))
     if getattr(torch.optim, kind.__name__, None) is not kind:
         raise ValueError(
             f"with this algorithm shards take the steps, by an optimizer of torch.optim, which {kind.__module__}."

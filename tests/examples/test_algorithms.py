@@ -48,8 +48,12 @@ def _run(directory: str, script: str, algorithm: str, arguments: tuple[str, ...]
     """The script as it is, in a job that was started with this algorithm; what it was refused with, if it was."""
     plain, argv, path, here = hvd.DistributedOptimizer, sys.argv, list(sys.path), os.getcwd()
     made: Callable[..., Any] = functools.partial(plain, algorithm=algorithm)
+    small = {"stdlib": str(EXAMPLES)}  # a text to learn that is read at once
     try:
-        with mock.patch.object(hvd, "DistributedOptimizer", made):
+        with (
+            mock.patch.object(hvd, "DistributedOptimizer", made),
+            mock.patch("sysconfig.get_paths", return_value=small),
+        ):
             run_script(directory, script, arguments, allowed="the optimizer has momentum, and")
     except ValueError as error:
         return str(error)
