@@ -46,12 +46,19 @@ def job() -> Iterator[Job]:
 
 def _run(directory: str, script: str, algorithm: str, arguments: tuple[str, ...]) -> str:
     """The script as it is, in a job that was started with this algorithm; what it was refused with, if it was."""
-    plain, argv, path, here = hvd.DistributedOptimizer, sys.argv, list(sys.path), os.getcwd()
+    sets: list[Any] = []  # which the next script adds again
+    adds, plain, argv, path, here = hvd.add_process_set, hvd.DistributedOptimizer, sys.argv, list(sys.path), os.getcwd()
+
+    def add(ranks: Any) -> Any:
+        sets.append(adds(ranks))
+        return sets[-1]
+
     made: Callable[..., Any] = functools.partial(plain, algorithm=algorithm)
     small = {"stdlib": str(EXAMPLES)}  # a text to learn that is read at once
     try:
         with (
             mock.patch.object(hvd, "DistributedOptimizer", made),
+            mock.patch.object(hvd, "add_process_set", add),
             mock.patch("sysconfig.get_paths", return_value=small),
         ):
             run_script(directory, script, arguments, allowed="the optimizer has momentum, and")
@@ -60,6 +67,8 @@ def _run(directory: str, script: str, algorithm: str, arguments: tuple[str, ...]
     finally:
         sys.argv, sys.path[:] = argv, path
         os.chdir(here)
+        for process_set in sets:
+            hvd.remove_process_set(process_set)
     return ""
 
 
