@@ -70,7 +70,8 @@ def test_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         )  # fmt: skip
     finally:
         server.close()
-    assert "CONSOLE" not in done.stderr, done.stderr
+    told = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "source: chrome://" not in line]
+    assert told == []  # what pages of the browser's own have to say, on a busy machine, is not ours
     text = re.sub(r"<[^>]*>", " ", done.stdout.partition("<body>")[2].partition("<script>")[0])
     assert "The others wait for rank 1." in text
     assert "2 nodes, 3 ranks, 10.00 steps/s" in text
