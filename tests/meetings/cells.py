@@ -6,6 +6,7 @@ Of all others, `cover` chooses so many cells that every two things meet in one, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -60,17 +61,22 @@ class Cell:
         """What meets, each with the number of its kind."""
         return tuple(enumerate((self.script, self.algorithm, self.codec, self.overlap, self.nodes)))
 
-    @property
+    @functools.cached_property
     def pairs(self) -> frozenset[tuple[tuple[int, str], tuple[int, str]]]:
         return frozenset(itertools.combinations(self.things, 2))
 
 
 def refusal(cell: Cell) -> str:
     """What the product's checks say of this algorithm with this codec and overlap; empty if they go together."""
-    spec = algorithms.parse(ALGORITHMS[cell.algorithm])
+    return _refusal(cell.algorithm, cell.codec, cell.overlap, cell.size)
+
+
+@functools.cache
+def _refusal(algorithm: str, codec: str, overlap: str, size: int) -> str:
+    spec = algorithms.parse(ALGORITHMS[algorithm])
     try:
-        algorithms.check_use(spec, codecs.parse(CODECS[cell.codec]), "average", cell.size)
-        chosen_overlap(cell.overlap, torch.optim.SGD([torch.zeros(1)], lr=0.1), spec, adasum=False)
+        algorithms.check_use(spec, codecs.parse(CODECS[codec]), "average", size)
+        chosen_overlap(overlap, torch.optim.SGD([torch.zeros(1)], lr=0.1), spec, adasum=False)
     except ValueError as error:
         return str(error)
     return ""
@@ -101,13 +107,18 @@ def cover() -> list[Cell]:
     cells = list(product())
     random.Random(0).shuffle(cells)
     missing = set().union(*(cell.pairs for cell in cells))
-    # By how many new pairs a cell would bring: those that bring most first. A cell brings ever less, so one that is
-    # looked at again and still brings as much is the best there is.
+    # By how many new pairs a cell would bring, those that bring most first. What a cell would bring only becomes less,
+    # so each is looked at again only where it would come now.
     chosen: list[Cell] = []
-    for least in range(10, 0, -1):
-        for cell in cells:
-            if len(cell.pairs & missing) >= least:
-                chosen.append(cell)
-                missing -= cell.pairs
+    found = len(next(iter(cells)).pairs)
+    waiting: dict[int, list[Cell]] = {count: [] for count in range(found + 1)} | {found: cells}
+    for count in range(found, 0, -1):
+        for cell in waiting[count]:
+            new = len(cell.pairs & missing)
+            if new < count:
+                waiting[new].append(cell)
+                continue
+            chosen.append(cell)
+            missing -= cell.pairs
     order = {name: number for number, name in enumerate(SCRIPTS)}
     return sorted(chosen, key=lambda cell: (cell.nodes, order[cell.script], str(cell)))
