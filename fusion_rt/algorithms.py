@@ -211,10 +211,11 @@ class Hogwild(Algorithm):
 @dataclass(frozen=True)
 class Partial(Algorithm):
     """Partial synchronisation, with backup workers (Chen et al., arXiv 1604.00981): the home goes on without the last
-    `backup` contributions, which count in the next update instead.
+    `backup` contributions, which count in the next update instead. A rank that waits in another operation is a backup;
+    if these are more, all of them are.
 
     `deadline`: it also goes on when median + `deadline` * MAD of the usual arrival times have passed since the first
-    contribution. 0, with backups: when ten times the longest have, and at least a second.
+    contribution; 0: there is none.
     """
 
     name = "partial"

@@ -300,6 +300,7 @@ class Agreeing:
         if signature.kind == "join":
             self._homes.returned(list(self._participants.joined))
             self._participants.joined.clear()
+            self._participants.joins += 1
             run.answer = tuple(rows)
         elif signature.kind == "add_process_set":
             run.answer = (self._participants.add(signature.ranks),)

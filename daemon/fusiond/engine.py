@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from fusion_rt import wire
@@ -86,12 +86,14 @@ class Engine:
         context = Context(topology, node, settings, outside, self.participants, trace=trace)
         self._trace = trace
         self._runs = context.runs
-        self._failing = Failing(context, on_job_failed, lambda: self._agreeing.one_less())
+        self._failing = Failing(context, on_job_failed, self._one_less)
         self._runner = Runner(
             topology, node, settings, outside, self._runs, self._delivered, self._failing.run_failed, trace
         )
         self._plans = Plans(Team(settings.kernel_threads))
-        self.homes = Homes(topology, node, settings, outside, self._failing.home_failed, epoch, trace)
+        self.homes = Homes(
+            topology, node, settings, outside, self._failing.home_failed, epoch, trace, self._operations_of
+        )
         self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)
         self.codecs = CodecService(
             self._plans, self.homes, self._runs, outside, lambda: self._failing.failure, self._failing.codec_failed
@@ -169,10 +171,12 @@ class Engine:
             self._stalls.disagree(run)
         else:
             self._agreeing.advance(run)
+        self.homes.occupied.look(rank)
 
     def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
         """A worker asks for a plan."""
         self._proposing.propose(rank, handle, proposal)
+        self.homes.occupied.look(rank)
 
     def add_plan_memory(self, rank: int, plan: int, memory: Array) -> None:
         """A worker's arena has a segment (its bytes, uint8) for the buckets of a plan."""
@@ -206,6 +210,7 @@ class Engine:
         self.progress.ready(rank, ready.bucket, self._outside.clock() - run.begun)
         run.parts[rank] = part
         self._agreeing.advance(run)
+        self.homes.occupied.look(rank)
 
     def staleness(self, rank: int, handle: int) -> None:
         """A worker asks how stale contributions have been."""
@@ -262,7 +267,7 @@ class Engine:
     def _join(self, rank: int) -> None:
         """A local rank has joined: what waits for it goes on without it."""
         for node in self._context.other_nodes():
-            self._outside.to_node(node, wire.Joined(rank))
+            self._outside.to_node(node, wire.Joined(rank, self.participants.joins))
         self._joined(rank)
 
     def _joined(self, rank: int) -> None:
@@ -306,8 +311,12 @@ class Engine:
                 self._agreeing.settle_sets(message, self._proposing.remove_set)
         elif isinstance(message, wire.Began):
             self._began(node, message)
-        elif isinstance(message, wire.Joined) and message.rank in self.topology.ranks[node]:
-            self._joined(message.rank)
+        elif isinstance(message, wire.Occupied):
+            if message.rank in self.topology.ranks[node]:
+                self.homes.occupied.told(message)
+        elif isinstance(message, wire.Joined):
+            if message.rank in self.topology.ranks[node] and message.before == self.participants.joins:
+                self._joined(message.rank)
         elif not self._questions.handle(node, message):
             self._coordination.handle(node, message)
 
@@ -316,6 +325,7 @@ class Engine:
             self._agreeing.verdict(message)
         elif isinstance(message, wire.PlanVerdict):
             self._proposing.verdict(message)
+            self.homes.occupied.look_again()
         else:
             self._stalls.answer(message)
 
@@ -474,4 +484,21 @@ class Engine:
         self._completed += 1
         self._completed_bytes += sum(part.source.nbytes for part in run.parts.values())
         self._failing.completed(run)
+        if self.homes.occupied.matters:
+            self.homes.operation_completed(wire.mark(run.key))
+        self._one_less()
+
+    def _one_less(self) -> None:
+        """A run is over, which others may have waited for."""
         self._agreeing.one_less()
+        self.homes.occupied.look_again()
+
+    def _operations_of(self, rank: int) -> Iterator[int]:
+        """The marks of the operations that a local rank has submitted, and that are not over. A rank that has joined
+        is not expected by anybody, and so its join is left out."""
+        for run in self._runs.values():
+            if rank in run.parts and run.kind != "join":
+                yield wire.mark(run.key)
+        for (process_set, group, clock), ranks in self._proposing.waiting.items():
+            if rank in ranks:
+                yield wire.mark(OpKey(process_set, 0, f"plan of {group}", clock))

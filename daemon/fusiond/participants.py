@@ -39,6 +39,7 @@ class Participants:
         lost: why, by rank, of those that did not.
         lost_nodes: those that were given up.
         joined: ranks that have joined, in the order in which this node heard of them.
+        joins: how many times all ranks had joined, and went on together.
     """
 
     def __init__(self, topology: Topology, node: int) -> None:
@@ -47,6 +48,7 @@ class Participants:
         self.lost: dict[int, str] = {}
         self.lost_nodes: set[int] = set()
         self.joined: list[int] = []
+        self.joins = 0
         self._node = node
         self._members: dict[int, Members] = {}
         self._next = GLOBAL_SET

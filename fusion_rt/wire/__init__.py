@@ -87,8 +87,9 @@ from fusion_rt.wire.local import (
     Welcome,
     WorkerMessage,
 )
-from fusion_rt.wire.operations import OpKey, Place, Signature, digest
+from fusion_rt.wire.operations import OpKey, Place, Signature, digest, mark
 from fusion_rt.wire.peers import (
+    MAX_OCCUPIED,
     Abort,
     Ack,
     Departed,
@@ -98,6 +99,7 @@ from fusion_rt.wire.peers import (
     Joined,
     Leaving,
     NewEpoch,
+    Occupied,
     PeerHello,
     Probe,
     Reopen,
@@ -143,6 +145,7 @@ __all__ = [
     "MAX_LOCATED",
     "MAX_MESSAGE",
     "MAX_NAME",
+    "MAX_OCCUPIED",
     "MAX_PACKET",
     "MAX_RANKS",
     "MAX_RING_PIECE",
@@ -195,6 +198,7 @@ __all__ = [
     "Name",
     "NewEpoch",
     "NewView",
+    "Occupied",
     "Op",
     "OpFailed",
     "OpKey",
@@ -266,4 +270,5 @@ __all__ = [
     "decode_worker_message",
     "digest",
     "encode",
+    "mark",
 ]

@@ -23,6 +23,7 @@ from fusion_rt.wire.peers import (
     Joined,
     Leaving,
     NewEpoch,
+    Occupied,
     PeerHello,
     Probe,
     Reopen,
@@ -46,8 +47,8 @@ from fusion_rt.wire.views import (
 PeerMessage: TypeAlias = (
     PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Up | NewEpoch | Start
     | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Inquiry | Report | Locate | Located | WaitingRequest
-    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Began | Chunk | Credit | Piece
-    | RingsRequest | Rings | RingPieceRequest | RingPiece
+    | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Began | Chunk | Credit
+    | Piece | RingsRequest | Rings | RingPieceRequest | RingPiece
     | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()

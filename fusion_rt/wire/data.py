@@ -52,8 +52,9 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
         plan, bucket: which bucket.
         kind: what the parcel is: a worker's contribution (`post`), or its question what the home has (`ask`), what a
             home begins with (`seed`) or goes on with (`reseed`), a home's answer to a worker (`answer`, or `refused`
-            with a sentence), or what one rank's home tells another's (`mix`, `mean`), or the home of the first bucket
-            those of the others (`told`: int64 numbers).
+            with a sentence), or what one rank's home tells another's (`mix`, `mean`; `pass`: it has nothing to mix at
+            this clock; `want`: it is at this clock and waits for the other), or the home of the first bucket those of
+            the others (`told`: int64 numbers).
         home: the rank whose home it concerns; -1: the only one that the bucket has.
         rank: the worker that posted, or is answered; of what homes tell each other, the rank of the one that sends.
         clock: the worker's, of the contribution.
@@ -63,12 +64,13 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
         weight: push-sum weight.
         notes: with an answer: whether it is to be added, whether it is coded, and how stale the contribution was: its
             version's lag, its clock's distance from the slowest's, and how long it waited to be read (ms).
+        after: mark of the operation that was completed last on the sender's node; 0: none that matters.
     """
 
     epoch: Count
     plan: Count
     bucket: Count
-    kind: PostKind | Literal["answer", "refused", "mix", "mean", "told"]
+    kind: PostKind | Literal["answer", "refused", "mix", "mean", "pass", "want", "told"]
     home: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
     rank: Rank
     clock: Count
@@ -79,3 +81,4 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
     samples: Count = 1
     weight: float = 1.0
     notes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)] = ()
+    after: Count = 0

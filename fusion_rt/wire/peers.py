@@ -8,6 +8,7 @@ import msgspec
 
 from fusion_rt.wire.basics import Count, Name, Rank, Text
 
+MAX_OCCUPIED = 8  # operations in an `Occupied`
 Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -112,6 +113,28 @@ class Departed(msgspec.Struct, tag="departed", array_like=True):
 
 
 class Joined(msgspec.Struct, tag="joined", array_like=True):
-    """A rank has joined: until all have, it contributes nothing to all-reduces and takes part in nothing else."""
+    """A rank has joined: until all have, it contributes nothing to all-reduces and takes part in nothing else.
+
+    Attributes:
+        before: how many times all ranks had joined before. What comes when they have done so again comes too late.
+    """
 
     rank: Rank
+    before: Count
+
+
+class Occupied(msgspec.Struct, tag="occupied", array_like=True):
+    """A rank waits in other operations than those at a plan's shards, which do not wait for it meanwhile; or not any
+    more.
+
+    Attributes:
+        plan: whose shards are told.
+        rank: of the worker.
+        clock: one more than that of its last contribution.
+        operations: marks (`wire.mark`) of operations that it waits in, not all if these are many; none: it is free.
+    """
+
+    plan: Count
+    rank: Rank
+    clock: Count
+    operations: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_OCCUPIED)] = ()

@@ -119,6 +119,18 @@ def test_a_rank_that_joined_before_the_plan_was_made_gets_the_one_in_force() -> 
     assert "tensor 'a' of 'opt' differs between rank 0 (host host0) and rank 3 (host host1)" in job.error(3, refused)
 
 
+def test_who_has_returned_is_not_taken_for_joined_by_a_node_that_hears_of_it_late() -> None:
+    for seed in range(30):
+        job = SimulatedJob([1, 1, 1], seed)
+        for clock in range(
+            3
+        ):  # node 1 may hear from the coordinator that all have joined before it hears that rank 2 has
+            for rank in job.ranks:
+                job.later(rank, lambda rank=rank: job.submit(rank, "join", JOIN, clock=clock))  # type: ignore[misc]  # noqa: B023
+            job.settle()
+        assert [node.engine.participants.joined for node in job.nodes] == [[]] * 3
+
+
 @pytest.mark.parametrize("local_sizes", [[2, 2], [1, 1, 1], [3]])
 @pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall", "reducescatter"])
 @pytest.mark.parametrize("known", [False, True])

@@ -139,6 +139,31 @@ def test_it_trains_like_one_process_and_consensus_makes_all_ranks_equal(text: st
     assert reached < expected + share * before, (reached, expected, before)
 
 
+# What a slow rank posts comes late; where parameters are mixed, rates are as above.
+UNEVEN = {"partial(backup=1)": 0.5, "ssp(staleness=1)": 1 / RANKS, "dpsgd": 0.5, "sgp": 1.0, "choco": 0.5,
+          "easgd(steps=1, synchronous_home=True)": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", UNEVEN)
+@on_ranks
+def test_ranks_of_unequal_speed_meet_in_barriers_and_take_unequal_numbers_of_steps(text: str) -> None:
+    model = network()
+    before = loss_of(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE * UNEVEN[text])
+    codec = "topk(density=0.3, minimum=100)" if text == "choco" else "dense"
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=codec, algorithm=text)
+    for step in range(30):
+        for _ in range(20 if hvd.rank() == 3 else 0):
+            loss_of(model)
+        fit(model, optimizer, range(step, step + 1), (hvd.rank(),))
+        if step % 3 == 2:
+            hvd.barrier()
+    fit(model, optimizer, range(30, 60 if hvd.rank() == 1 else 33), (hvd.rank(),))
+    hvd.consensus(optimizer)
+    assert_equal_on_all_ranks(model)
+    assert loss_of(model) < 0.5 * before
+
+
 # --- against what is known to come out --------------------------------------------------------------------------------
 
 

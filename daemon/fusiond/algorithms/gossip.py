@@ -9,17 +9,22 @@ import numpy as np
 
 from fusion_rt import algorithms, mixing
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Part, Send, Step, _Spec
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Part, Passed, Send, Step, _Spec
 from fusiond.collectives.base import Array
 
 _BEGIN: Array = np.zeros(1, np.int64)
+_NOTHING = memoryview(b"")
 
 
 class Gossip(HomeAlgorithm[_Spec]):
     """Sends what a worker posts to its neighbours' homes, and mixes when everybody's of a clock is there.
 
-    Of a rank that has left, its share of the weights goes to the rank itself. `scratch`: the clock to be mixed next.
+    Of a rank that has left, its share of the weights goes to the rank itself. A rank that waits in another operation
+    *passes* the clocks at which neighbours wait for it: its home does then what has to be done for the mean of all
+    ranks to stay. `scratch`: the clock to be mixed next.
     """
+
+    waits = True
 
     def __init__(self, spec: _Spec, ranks: int) -> None:
         super().__init__(spec, ranks)
@@ -29,12 +34,18 @@ class Gossip(HomeAlgorithm[_Spec]):
         if part.kind != "post" and part.clock < home.scratch.get("clock", _BEGIN)[0]:
             return  # of a rank that was taken for gone: nobody waits for it any more
         home.slots.setdefault(part.clock, {})[part.rank] = part
-        if part.kind == "post":
+        if part.rank == home.rank:
             receivers = [rank for rank, _ in self.graph.outgoing(home.rank, part.clock) if rank in home.present]
-            yield self.outgoing(home, part, receivers)
+            if part.kind == "post":
+                yield self.outgoing(home, part, receivers)
+            else:
+                yield self.passing(home, part, receivers)
+            senders = [rank for rank, _ in self.graph.incoming(home.rank, part.clock) if rank in home.present]
+            if home.leads and (silent := set(senders).difference(receivers)):  # they do not hear how far this rank is
+                yield Send(sorted(silent), "want", part.values[:0], part.clock, payload=_NOTHING)
         yield from self._mix(home)
 
-    def gone(self, home: Home, rank: int) -> Iterator[Step]:
+    def without(self, home: Home, rank: int) -> Iterator[Step]:
         del rank
         yield from self._mix(home)
 
@@ -58,8 +69,14 @@ class Gossip(HomeAlgorithm[_Spec]):
                 for late in [number for number in home.slots if number <= clock]:
                     del home.slots[late]
                 own = slot.pop(home.rank)
-                yield self.mixed(home, own, [(slot[rank], weight) for rank, weight in incoming])
-                return  # a worker posts one clock after the other
+                parts = [(slot[rank], weight) for rank, weight in incoming if slot[rank].kind == "mix"]
+                if own.kind == "post":
+                    yield self.mixed(home, own, parts)
+                else:
+                    self.passed(home, clock, parts)
+                    yield Passed(own)
+            elif home.rank in slot:
+                return  # one clock after the other
 
     def own_weight(self, home: Home, parts: list[tuple[Part, float]]) -> float:
         """What is left of 1 for the rank itself."""
@@ -73,6 +90,14 @@ class Gossip(HomeAlgorithm[_Spec]):
     @abstractmethod
     def mixed(self, home: Home, own: Part, parts: list[tuple[Part, float]]) -> Answer:
         """What the worker gets; `parts`: its neighbours', with their weights."""
+
+    def passing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+        """What the neighbours get when this rank passes: nothing, so that each keeps this rank's share for itself."""
+        del home
+        return Send(receivers, "pass", part.values, part.clock, payload=_NOTHING)
+
+    def passed(self, home: Home, clock: int, parts: list[tuple[Part, float]]) -> None:
+        """This rank has passed a clock, at which its neighbours have sent these parts."""
 
 
 class DPSGD(Gossip[algorithms.DPSGD]):
@@ -92,29 +117,41 @@ class DPSGD(Gossip[algorithms.DPSGD]):
 class SGP(Gossip[algorithms.SGP]):
     """x and omega are pushed, and the worker has z = x / omega (arXiv 1811.10792, algorithm 1).
 
-    `aux`: x and z as of the last mixing, and omega; the worker's own steps are what its z has changed by since.
+    `aux`: x and z as of the last mixing, and omega; the worker's own steps are what its z has changed by since. A rank
+    that passes pushes and takes as any other, for else all of the others' weight would flow to it, and leaves the
+    worker's z as it was. `early`: the weight that has come before the worker's first x.
     """
 
     def outgoing(self, home: Home, part: Part, receivers: list[int]) -> Send:
-        omega = home.aux.setdefault("omega", np.ones(1))
         x: Array = home.copy(part.values)
         if "x" in home.aux:
-            x += home.aux["x"] - home.aux["z"]
+            x += home.aux["x"] - home.aux.get("z", home.dtype.storage.type(0))
         home.aux["x"] = x
+        omega = home.aux.setdefault("omega", 1 + home.aux.pop("early", np.zeros(1)))
         return Send(receivers, "mix", x, part.clock, float(omega[0]))
 
     def mixed(self, home: Home, own: Part, parts: list[tuple[Part, float]]) -> Answer:
-        kind = home.dtype.storage.type
-        kept = self.kept(home, own.clock)
-        x: Array = home.aux["x"] * kind(kept)
-        omega = home.aux["omega"] * kept
+        self.passed(home, own.clock, parts)
+        z: Array = home.aux["x"] / home.dtype.storage.type(home.aux["omega"][0])
+        home.aux["z"] = z
+        home.version += 1
+        return Answer(own, z - own.values, added=True)
+
+    def passing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+        if "omega" not in home.aux:
+            return super().passing(home, part, receivers)
+        return Send(receivers, "mix", home.aux["x"], part.clock, float(home.aux["omega"][0]))
+
+    def passed(self, home: Home, clock: int, parts: list[tuple[Part, float]]) -> None:
+        kind, aux = home.dtype.storage.type, home.aux
+        name = "omega" if "omega" in aux else "early"  # its worker has not posted yet: it has nothing to push
+        kept = self.kept(home, clock) if name == "omega" else 1.0
+        x: Array = aux["x"] * kind(kept) if "x" in aux else np.zeros(home.elements, home.dtype.storage)
+        omega: Array = aux[name] * kept if name in aux else np.zeros(1)
         for part, weight in parts:
             x += kind(weight) * part.values
             omega += weight * part.weight
-        z: Array = x / kind(omega[0])
-        home.aux.update(x=x, omega=omega, z=z)
-        home.version += 1
-        return Answer(own, z - own.values, added=True)
+        aux.update({"x": x, name: omega})
 
     def kept(self, home: Home, clock: int) -> float:
         """The share of its own that a rank keeps: what it does not push to anybody who is there."""
@@ -125,26 +162,43 @@ class Choco(Gossip[algorithms.Choco]):
     """Neighbours get Q(x_i - x^_i), and the worker gamma (sum_j w_ij x^_j - x^_i) (arXiv 1902.00340, algorithm 2).
 
     `aux`: x^_i, and the weighted sum of the neighbours' x^_j, whatever their number; what a rank that has left said
-    last stays in it.
+    last stays in it; and x_i as of the last mixing. A rank that passes takes part with that, and `owed` is what its
+    worker has not got of the changes.
     """
 
     def outgoing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+        home.aux["x"] = part.values + home.aux.get("owed", home.dtype.storage.type(0))
+        return self._difference(home, part.clock, receivers)
+
+    def passing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+        if "x" not in home.aux:
+            return super().passing(home, part, receivers)
+        return self._difference(home, part.clock, receivers)
+
+    def _difference(self, home: Home, clock: int, receivers: list[int]) -> Send:
+        """Q(x_i - x^_i)."""
         codec = home.codec
         assert isinstance(codec, SummingBucketCodec)
         own = home.aux.setdefault("x_hat", np.zeros(home.elements, home.dtype.storage))
-        portion = codec.contribute(part.values - own)
+        portion = codec.contribute(home.aux["x"] - own)
         payload = codec.pack(portion, 0, home.elements)
         told: Array = np.zeros(home.elements, home.dtype.storage)
         codec.write(portion, [told], 1.0, 1)
         own += told
-        return Send(receivers, "mix", told, part.clock, payload=payload)
+        return Send(receivers, "mix", told, clock, payload=payload)
 
     def mixed(self, home: Home, own: Part, parts: list[tuple[Part, float]]) -> Answer:
+        self.passed(home, own.clock, parts)
+        home.version += 1
+        return Answer(own, home.aux.pop("owed"), added=True)
+
+    def passed(self, home: Home, clock: int, parts: list[tuple[Part, float]]) -> None:
         kind = home.dtype.storage.type
         neighbours = home.aux.setdefault("neighbours", np.zeros(home.elements, home.dtype.storage))
         for part, weight in parts:
             neighbours += kind(weight) * part.values
-        share = kind(sum(weight for _, weight in self.graph.incoming(home.rank, own.clock)))
-        change: Array = (neighbours - share * home.aux["x_hat"]) * kind(self.spec.gamma)
-        home.version += 1
-        return Answer(own, change, added=True)
+        if "x" in home.aux:  # else its worker has not posted yet
+            share = kind(sum(weight for _, weight in self.graph.incoming(home.rank, clock)))
+            change: Array = (neighbours - share * home.aux["x_hat"]) * kind(self.spec.gamma)
+            home.aux["x"] += change
+            home.aux["owed"] = change + home.aux["owed"] if "owed" in home.aux else change

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,8 @@ class Part:
     """A contribution at a home.
 
     Attributes:
-        kind: `post`: of a worker, which waits for an answer; or what another home sent, or `told`.
+        kind: `post`: of a worker, which waits for an answer; `pass`: it waits in another operation, and has nothing to
+            contribute at this clock; or what another home sent, or `told`.
         rank: who sent it.
         clock: how many its sender had posted before; of what a home sent, its clock.
         version: of the home, when the sender last heard from it.
@@ -67,7 +68,7 @@ class Send:
     """The homes of these ranks get `values`; `payload` is the same, encoded, if the algorithm encodes it itself."""
 
     ranks: Sequence[int]
-    kind: str
+    kind: Literal["mix", "mean", "pass", "want"]
     values: Array
     clock: int = 0
     weight: float = 1.0
@@ -90,6 +91,13 @@ class Wake:
 
 
 @dataclass(slots=True)
+class Passed:
+    """The clock is over that the rank of this home has passed with `part`."""
+
+    part: Part
+
+
+@dataclass(slots=True)
 class Tell:
     """The homes of the plan's other buckets are told these numbers (int64), as a part of kind `told` and this clock."""
 
@@ -97,7 +105,7 @@ class Tell:
     clock: int
 
 
-Step: TypeAlias = Answer | Send | Refuse | Wake | Tell
+Step: TypeAlias = Answer | Send | Refuse | Wake | Passed | Tell
 
 
 @dataclass
@@ -109,6 +117,8 @@ class Home:
         leads: it is that of the plan's first bucket, which decides where the homes of all buckets have to agree.
         present: ranks that take part; those that have left or joined are not in it.
         joined: ranks that have joined, and so come back when all have.
+        occupied: of ranks that wait in another operation, one more than the clock of their last contribution.
+        heard: of each rank, one more than the clock of the last contribution that has come.
         value: the authoritative copy; of a shard, from its seed on.
         version: how many updates it has seen.
         done: how many contributions of each rank have come.
@@ -134,6 +144,8 @@ class Home:
     version: int = 0
     present: set[int] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
+    occupied: dict[int, int] = field(default_factory=dict)
+    heard: dict[int, int] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
     slots: dict[int, dict[int, Part]] = field(default_factory=dict)
     waiting: list[Part] = field(default_factory=list)
@@ -153,9 +165,17 @@ class Home:
             self.version += 1
 
     @property
+    def expected(self) -> set[int]:
+        """Ranks whose next contribution may be waited for: those that take part and do not wait in another operation.
+        Of those that do, all that they had contributed before has to be here."""
+        if not self.occupied:
+            return self.present
+        return self.present - {rank for rank, clock in self.occupied.items() if clock == self.heard.get(rank, 0)}
+
+    @property
     def slowest(self) -> int:
-        """The fewest contributions of a rank that takes part."""
-        return min((self.done[rank] for rank in self.present), default=0)
+        """The fewest contributions of a rank that is expected."""
+        return min((self.done[rank] for rank in self.expected), default=0)
 
     def copy(self, values: Array) -> Array:
         """Values that stay."""
@@ -181,9 +201,11 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
 
     Attributes:
         exclusive: a home is at one part at a time; else several threads may be at work on it.
+        waits: a worker may have to wait for other ranks, and so has to hear that they wait in another operation.
     """
 
     exclusive: ClassVar[bool] = True
+    waits: ClassVar[bool] = False
 
     def __init__(self, spec: _Spec, ranks: int) -> None:
         self.spec = spec
@@ -203,8 +225,9 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
         del home, now
         return ()
 
-    def gone(self, home: Home, rank: int) -> Iterable[Step]:
-        """A rank has left, and is not in `home.present` any more: what waits only for it goes on, or is refused."""
+    def without(self, home: Home, rank: int) -> Iterable[Step]:
+        """A rank has left or joined, or waits in another operation, and is not in `home.expected` any more: what waits
+        only for it goes on. It is refused where a rank that has left for good cannot be done without."""
         del home, rank
         return ()
 
@@ -216,10 +239,10 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
     def awaited(self, home: Home) -> list[int]:
         """Whom a home waits for, as far as can be told: those missing in its oldest slot, or else the slowest."""
         if home.slots:
-            missing = [rank for rank in sorted(home.present) if rank not in home.slots[min(home.slots)]]
+            missing = [rank for rank in sorted(home.expected) if rank not in home.slots[min(home.slots)]]
             if missing:
                 return missing
-        return [rank for rank in sorted(home.present) if home.done[rank] == home.slowest]
+        return [rank for rank in sorted(home.expected) if home.done[rank] == home.slowest]
 
 
 def refuse_without(home: Home, why: str) -> Iterator[Step]:
@@ -293,7 +316,7 @@ class ShardAlgorithm(HomeAlgorithm[_Spec]):
     def asked(self, home: Home, part: Part) -> Answer:
         return self.answer(home, part)
 
-    def gone(self, home: Home, rank: int) -> Iterator[Step]:
+    def without(self, home: Home, rank: int) -> Iterator[Step]:
         del rank
         for number in [number for number, slot in home.slots.items() if slot and self.ready(home, slot)]:
             yield from self.fire(home, number)

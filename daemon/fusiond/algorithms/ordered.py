@@ -12,17 +12,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fusiond.algorithms.home import Home, Part, ShardAlgorithm, Step, Tell, _Spec
+from fusiond.algorithms.home import Home, HomeAlgorithm, Part, Step, Tell, _Spec
 
 LATE, UPDATE = 0, 1
 """What an order is: contributions that come too late for their update; those that make up an update."""
+IN_TIME = 1
+"""The slot of what counts towards the next update, at the first home."""
 
 
-class Ordered(ShardAlgorithm[_Spec]):
+class Ordered(HomeAlgorithm[_Spec]):
     """An order names contributions by rank and clock; updates are made in the order in which they were decided.
 
     `slots`: 0 has what has come and waits for an order. `scratch`: how many updates were ordered, and made.
     """
+
+    waits = True
 
     def received(self, home: Home, part: Part) -> Iterator[Step]:
         if part.kind == "told":
@@ -36,13 +40,34 @@ class Ordered(ShardAlgorithm[_Spec]):
     def nothing(self, home: Home, part: Part) -> Iterator[Step]:
         return self.received(home, part)
 
-    @abstractmethod
     def decide(self, home: Home, part: Part) -> Iterator[Step]:
         """At the first home: what follows from a contribution."""
+        slot = home.slots.setdefault(IN_TIME, {})
+        slot[part.rank] = part
+        if self.ready(home, slot):
+            yield self.order_update(home)
 
     @abstractmethod
-    def carry(self, home: Home, part: Part) -> None:
+    def ready(self, home: Home, slot: dict[int, Part]) -> bool:
+        """At the first home: whether what has come makes up an update."""
+
+    @abstractmethod
+    def update(self, home: Home, parts: Sequence[Part]) -> Iterator[Step]:
+        """Makes an update of these contributions, and answers them."""
+
+    def carry(self, home: Home, part: Part) -> Iterator[Step]:
         """A contribution is late; its sender is answered."""
+        raise NotImplementedError
+
+    def without(self, home: Home, rank: int) -> Iterator[Step]:
+        del rank
+        if (slot := home.slots.get(IN_TIME)) and self.ready(home, slot):
+            yield self.order_update(home)
+        yield from self.follow(home)
+
+    def order_update(self, home: Home) -> Step:
+        """Orders an update of what has come in time."""
+        return self.order(home, UPDATE, [part for _, part in sorted(home.slots.pop(IN_TIME).items())])
 
     def order(self, home: Home, kind: int, parts: Sequence[Part]) -> Step:
         """Gives an order, to this home and all others."""
@@ -64,7 +89,7 @@ class Ordered(ShardAlgorithm[_Spec]):
                 wanted = dict(zip(pairs[::2], pairs[1::2], strict=True))
                 here = [came[rank] for rank, clock in wanted.items() if rank in came and came[rank].clock == clock]
                 missing = wanted.keys() - {part.rank for part in here}
-                if missing & home.present or (kind == UPDATE and number != counts[1]):
+                if missing & (home.present | home.joined) or (kind == UPDATE and number != counts[1]):
                     continue
                 home.orders.remove(order)
                 for part in here:
@@ -72,9 +97,9 @@ class Ordered(ShardAlgorithm[_Spec]):
                 given = [part for part in here if part.samples]
                 if kind == LATE:
                     for part in given:
-                        self.carry(home, part)
+                        yield from self.carry(home, part)
                 elif given:  # else all of them have left, or have no gradient
-                    self.apply(home, self.combine(home, given), given)
-                yield from [self.answer(home, part) for part in here]
+                    yield from self.update(home, given)
+                yield from [self.asked(home, part) for part in here if not part.samples]
                 counts[1] += kind == UPDATE
                 done = True

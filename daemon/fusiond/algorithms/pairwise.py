@@ -74,7 +74,7 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
         else:
             home.aux["changes"] = home.copy(change)
 
-    def gone(self, home: Home, rank: int) -> Iterator[Step]:
+    def without(self, home: Home, rank: int) -> Iterator[Step]:
         home.slots.get(0, {}).pop(rank, None)
         if home.scratch.get("asked", _NOBODY)[0] == rank:
             del home.scratch["asked"], home.scratch["sent"]

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Home, Part, Step, Wake
-from fusiond.algorithms.ordered import LATE, UPDATE, Ordered
-from fusiond.collectives.base import Array
+from fusiond.algorithms.home import Answer, Home, Part, Step, Wake
+from fusiond.algorithms.ordered import IN_TIME, LATE, Ordered
 
 _REMEMBERED = 64  # arrival times that the deadline is learned from
-_PATIENCE = 1.0  # seconds that an update without a deadline waits at least
-_IN_TIME = 1  # the slot of what counts towards the next update, at the first home
+_PATIENCE = 1.0  # seconds that an update waits at least while the deadline is being learned
 
 
 class Partial(Ordered[algorithms.Partial]):
     """Backup workers (arXiv 1604.00981), with two differences: what comes late is carried over to the next update
     instead of being dropped, so that no gradient is lost; and hence the sum is divided by all ranks.
+
+    Whoever waits in another operation is a backup, and if these are more than `backup`, all of them are.
 
     `aux`: what is carried.
     """
@@ -30,50 +30,47 @@ class Partial(Ordered[algorithms.Partial]):
             home.noticed["late", part.rank] += 1
             yield self.order(home, LATE, [part])
             return
-        slot = home.slots.setdefault(_IN_TIME, {})
-        slot[part.rank] = part
-        if self.ready(home, slot):
-            yield self._update(home)
-        elif len(slot) == 1 and (limit := self._limit(home)) < math.inf:
+        yield from super().decide(home, part)
+        if len(home.slots.get(IN_TIME, ())) == 1 and (limit := self._limit(home)) < math.inf:
             yield Wake(part.arrived + limit)
 
     def ready(self, home: Home, slot: dict[int, Part]) -> bool:
-        return len(slot) >= max(len(home.present) - self.spec.backup, 1)
+        missing = home.present - slot.keys()
+        return len(missing) <= max(self.spec.backup, len(missing - home.expected))
 
-    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+    def update(self, home: Home, parts: Sequence[Part]) -> Iterator[Step]:
+        assert home.optimizer is not None
+        assert home.value is not None
         carried = home.aux.pop("carried", None)
         values = [part.values for part in parts]
-        return home.mean(values if carried is None else [*values, carried], self.ranks)
+        gradient = home.mean(values if carried is None else [*values, carried], self.ranks)
+        home.optimizer.step(gradient, parts[-1].rates)
+        home.updated()
+        for part in parts:
+            yield Answer(part, home.value)
 
-    def carry(self, home: Home, part: Part) -> None:
+    def carry(self, home: Home, part: Part) -> Iterator[Step]:
+        assert home.value is not None
         carried = home.aux.setdefault("carried", np.zeros(home.elements, home.dtype.storage))
         carried += part.values
+        yield Answer(part, home.value)
 
     def elapsed(self, home: Home, now: float) -> Iterator[Step]:
-        if slot := home.slots.get(_IN_TIME):
+        if slot := home.slots.get(IN_TIME):
             due = min(part.arrived for part in slot.values()) + self._limit(home)
             if now >= due:
-                yield self._update(home)
+                yield self.order_update(home)
             elif due < math.inf:  # it was asked for by an update that is over
                 yield Wake(due)
         yield from self.follow(home)
 
-    def gone(self, home: Home, rank: int) -> Iterator[Step]:
-        del rank
-        if (slot := home.slots.get(_IN_TIME)) and self.ready(home, slot):
-            yield self._update(home)
-        yield from self.follow(home)
-
-    def _update(self, home: Home) -> Step:
-        return self.order(home, UPDATE, [part for _, part in sorted(home.slots.pop(_IN_TIME).items())])
-
     def _limit(self, home: Home) -> float:
-        """How long after its first part an update waits for the others: median + deadline * MAD of what is usual; with
-        no deadline, far longer than it ever took: then the others do something else than to contribute."""
-        if not self.spec.backup and not self.spec.deadline:
+        """How long after its first part an update waits for the others: median + deadline * MAD of what is usual, and
+        far longer than it ever took while that is being learned."""
+        if not self.spec.deadline:
             return math.inf
         times = home.aux.get("arrivals", np.zeros(1))
-        if not self.spec.deadline or len(times) < 2 * self.ranks:
+        if len(times) < 2 * self.ranks:
             return max(_PATIENCE, 10 * float(times.max()))
         median = float(np.median(times))
         return median + self.spec.deadline * float(np.median(np.abs(times - median)))
@@ -83,7 +80,7 @@ def _note_arrival(home: Home, part: Part) -> None:
     """Remembers, in `aux`, how long after the first part of the update it belongs to this one has come. `scratch`: when
     this update, and the one before, had their first."""
     opened = home.scratch.setdefault("opened", np.full(2, math.nan))
-    if part.version >= home.version and not home.slots.get(_IN_TIME):
+    if part.version >= home.version and not home.slots.get(IN_TIME):
         opened[:] = part.arrived, opened[0]
     since = opened[0] if part.version >= home.version else opened[1]
     if not math.isnan(since):

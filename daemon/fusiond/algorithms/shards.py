@@ -34,10 +34,10 @@ class BSP(ShardAlgorithm[algorithms.BSP]):
 
     def received(self, home: Home, part: Part) -> Iterator[Step]:
         yield from super().received(home, part)
-        yield from self.gone(home, part.rank)
+        yield from self.without(home, part.rank)
 
-    def gone(self, home: Home, rank: int) -> Iterator[Step]:
-        yield from super().gone(home, rank)
+    def without(self, home: Home, rank: int) -> Iterator[Step]:
+        yield from super().without(home, rank)
         yield from refuse_without(home, "a rank has left, and bsp needs all of them in every step")
 
 
@@ -54,7 +54,9 @@ class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
 
 class SSP(ASP):
     """As ASP, but whoever is too far ahead of the slowest rank is answered when that has caught up: with the home as
-    it is then (pull after the gate)."""
+    it is then (pull after the gate). A rank that waits in another operation holds nobody back."""
+
+    waits = True
 
     def gate(self, home: Home, part: Part) -> bool:
         assert isinstance(self.spec, algorithms.SSP)

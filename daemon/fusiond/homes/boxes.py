@@ -40,13 +40,24 @@ class Boxes:
         jobs: the threads.
         codings: the codecs.
         senders: get the answers to what was posted here.
+        wanted: called with what shows how far a neighbour of a replica's rank is.
+        passed: see `Steps`.
     """
 
-    def __init__(self, here: Here, jobs: Jobs, codings: Codings, senders: Senders) -> None:
+    def __init__(
+        self,
+        here: Here,
+        jobs: Jobs,
+        codings: Codings,
+        senders: Senders,
+        wanted: Callable[[wire.Piece], None],
+        passed: Callable[[Box, int], None],
+    ) -> None:
         self._here = here
         self._jobs = jobs
         self._codings = codings
-        self._steps = Steps(here, codings, senders, self.arrived, self._wake)
+        self._wanted = wanted
+        self._steps = Steps(here, codings, senders, self.arrived, self._wake, passed)
         self._boxes: dict[Address, Box] = {}
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # of those that are gone, who may come back
@@ -111,9 +122,13 @@ class Boxes:
         """Something is to be taken in."""
         parcel = arrival.parcel
         box = self._boxes.get((parcel.plan, parcel.bucket, parcel.home))
-        if box is not None:  # else its plan is no longer in force
+        if box is None:
+            return  # its plan is no longer in force
+        if parcel.kind != "want":
             box.waiting.append(arrival)
             self._turn(box)
+        if parcel.kind in ("mix", "pass", "want") and parcel.rank != box.ranks[box.home.rank]:
+            self._wanted(parcel)
 
     def resume(self, plan: int) -> None:
         """The homes of a plan may begin what waits."""
@@ -178,6 +193,7 @@ class Boxes:
                 home.done[position] = max(home.done[position], home.slowest)
                 home.present, home.joined = home.present | {position}, home.joined - {position}
             home.done[position] += 1
+            home.heard[position] = parcel.clock + 1
             stale = max(home.version - parcel.version, 0)
             # At a replica only its own worker posts: there is nobody to be ahead of.
             ahead = max(home.done[position] - home.slowest, 0) if home.rank < 0 else 0
@@ -203,7 +219,7 @@ class Boxes:
             return np.frombuffer(arrival.payload, np.int64)
         if arrival.parcel.kind == "reseed":
             return _dense(box, arrival.payload)
-        if arrival.parcel.kind == "ask" or not arrival.parcel.samples:
+        if arrival.parcel.kind in ("ask", "pass") or not arrival.parcel.samples:
             return np.zeros(0)
         return unpack(self._codings.decoder(box.plan, box.bucket), arrival.payload)
 
@@ -230,10 +246,28 @@ class Boxes:
                     self.when_free(box, partial(self._leave, box, box.ranks.index(rank), joined))
 
     def _leave(self, box: Box, position: int, joined: bool) -> None:
-        box.home.joined = box.home.joined | {position} if joined else box.home.joined - {position}
-        if position in box.home.present:
-            box.home.present = box.home.present - {position}
-            self.at(box, lambda: self._steps.prepared(box, box.algorithm.gone(box.home, position)), box.nbytes)
+        home = box.home
+        home.joined = home.joined | {position} if joined else home.joined - {position}
+        home.present = home.present - {position}
+        self._without(box, position)
+
+    def occupied(self, plan: int, rank: int, clock: int | None) -> None:
+        """A rank waits in another operation, after it has contributed so many clocks to the shards of a plan; None: it
+        does not any more."""
+        for box in list(self):
+            if box.plan.plan.id == plan and rank in box.ranks:
+                self.when_free(box, partial(self._occupy, box, box.ranks.index(rank), clock))
+
+    def _occupy(self, box: Box, position: int, clock: int | None) -> None:
+        if clock is None:
+            box.home.occupied.pop(position, None)
+            return
+        box.home.occupied[position] = clock
+        self._without(box, position)
+
+    def _without(self, box: Box, position: int) -> None:
+        """What waits for a rank at a home may go on."""
+        self.at(box, lambda: self._steps.prepared(box, box.algorithm.without(box.home, position)), box.nbytes)
 
     def returned(self, ranks: set[int]) -> None:
         """These ranks, which had joined, go on with all others."""

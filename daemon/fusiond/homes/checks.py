@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import get_args
 
 from fusion_rt import wire
-from fusion_rt.algorithms import Partial, Signal, parse
+from fusion_rt.algorithms import Signal, parse
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
+from fusiond.algorithms.ordered import Ordered
 from fusiond.homes.codings import Codings
 from fusiond.homes.here import Here
 from fusiond.plans import PlanState
@@ -40,6 +41,8 @@ def check_piece(here: Here, codings: Codings, node: int, state: PlanState, piece
         raise WireError(f"{what} has {piece.nbytes} bytes instead of {limit}")
     if piece.kind == "refused":
         limit = _MAX_SENTENCE
+    elif piece.kind in ("pass", "want"):
+        limit = 0
     elif piece.kind == "told":
         limit = 8 * (1 + 2 * len(state.members.set.ranks))
     elif piece.kind not in ("seed", "reseed"):
@@ -63,7 +66,7 @@ def _fits(here: Here, node: int, state: PlanState, piece: wire.Piece) -> bool:
         if piece.kind in ("answer", "refused"):
             fits = home == node and piece.rank in state.members.local
         elif piece.kind == "told":
-            fits = isinstance(parse(plan.reduction.algorithm), Partial)  # nobody else's homes tell others anything
+            fits = isinstance(state.algorithm, Ordered)  # nobody else's homes tell others anything
             fits = fits and plan.homes[0] == node and home == here.node and piece.bucket > 0
             fits = fits and piece.nbytes % 8 == 0
         else:
@@ -71,6 +74,6 @@ def _fits(here: Here, node: int, state: PlanState, piece: wire.Piece) -> bool:
             fits = fits and here.topology.node_of(piece.rank) == node
         fits = fits and piece.home == -1
     elif fits:
-        fits = piece.kind in ("mix", "mean") and here.topology.node_of(piece.rank) == node
+        fits = piece.kind in ("mix", "mean", "pass", "want") and here.topology.node_of(piece.rank) == node
         fits = fits and 0 <= piece.home < len(ranks) and ranks[piece.home] in state.members.local
     return fits

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from fusion_rt import wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
@@ -25,6 +27,7 @@ class Here:
         outside: acts for it.
         epoch: the membership epoch.
         trace: what is done is recorded there.
+        after: the mark of the operation that was completed last here, which goes with all that is sent.
         over: the job cannot go on. `Homes` says so; then nothing is sent and nothing is begun.
     """
 
@@ -34,6 +37,7 @@ class Here:
     outside: Outside
     epoch: int
     trace: Instrument = NULL
+    after: int = 0
     over: bool = False
 
     def has(self, rank: int) -> bool:
@@ -43,5 +47,5 @@ class Here:
     def send(self, node: int, parcel: wire.Piece, payload: memoryview) -> None:
         """Sends a parcel, whose payload nobody will change, to another node."""
         if not self.over:
-            for piece, data in pieces(parcel, payload, self.settings.chunk_bytes):
+            for piece, data in pieces(replace(parcel, after=self.after), payload, self.settings.chunk_bytes):
                 self.outside.send_piece(node, piece, data)

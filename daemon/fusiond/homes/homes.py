@@ -8,7 +8,7 @@ from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
-from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace import Instrument
 from fusiond.collectives.base import Array
 from fusiond.homes.box import Arrival
 from fusiond.homes.boxes import Boxes
@@ -16,6 +16,7 @@ from fusiond.homes.codings import Codings
 from fusiond.homes.here import Here
 from fusiond.homes.incoming import Incoming
 from fusiond.homes.jobs import Act, Jobs
+from fusiond.homes.occupied import Occupied, Operations
 from fusiond.homes.overdue import Ask, Overdue
 from fusiond.homes.senders import Senders
 from fusiond.homes.staleness import Meters
@@ -28,6 +29,9 @@ from fusiond.running import Outside
 class Homes:
     """All homes of one engine.
 
+    Attributes:
+        occupied: ranks that wait in other operations.
+
     Args:
         topology, node: who is where, and which node this is.
         settings: sizes and time-outs.
@@ -35,6 +39,7 @@ class Homes:
         failed: called with an exception when something cannot be gone on with.
         epoch: the membership epoch.
         trace: what is done is recorded there.
+        operations: see `Occupied`.
     """
 
     def __init__(
@@ -45,7 +50,8 @@ class Homes:
         outside: Outside,
         failed: Callable[[BaseException], None],
         epoch: int,
-        trace: Instrument = NULL,
+        trace: Instrument,
+        operations: Operations,
     ) -> None:
         self._failed = failed
         self._plans: dict[int, PlanState] = {}
@@ -53,8 +59,18 @@ class Homes:
         self._here = Here(topology, node, settings, outside, epoch, trace)
         self._jobs = Jobs(self._here, failed, lambda plan: self._boxes.resume(plan))
         self._codings = Codings()
-        self._senders = Senders(self._here, self._jobs, self._codings)
-        self._boxes = Boxes(self._here, self._jobs, self._codings, self._senders)
+        self._senders = Senders(
+            self._here, self._jobs, self._codings, lambda plan, rank: self.occupied.answered(plan, rank)
+        )
+        self._boxes = Boxes(
+            self._here,
+            self._jobs,
+            self._codings,
+            self._senders,
+            lambda parcel: self.occupied.wanted(parcel),
+            lambda box, clock: self.occupied.passed(box, clock),
+        )
+        self.occupied = Occupied(self._here, self._senders, self._boxes, operations)
         self._overdue = Overdue(self._here, self._senders, self._boxes)
         self._incoming = Incoming(self._here, self._codings)
         self._states = States(self._senders, self._boxes, self._codings)
@@ -73,6 +89,7 @@ class Homes:
         self._latest = max(self._latest, plan.id)
         self._senders.open(state)
         self._boxes.open(state)
+        self.occupied.open(state)
         try:
             self._states.begin(state)
         except FusionError as error:
@@ -96,6 +113,7 @@ class Homes:
         del self._plans[plan]
         self._senders.drop(plan, why)
         self._boxes.drop(plan)
+        self.occupied.drop(plan)
         self._codings.drop(plan)
         self._incoming.drop(plan)
 
@@ -129,6 +147,8 @@ class Homes:
         if piece.epoch != self._here.epoch or self._here.over:
             return
         state = self._plans.get(piece.plan)
+        if piece.after:
+            self.occupied.completed(piece.after)
         if state is None:
             if piece.plan > self._latest:
                 self._incoming.keep(node, piece, payload)
@@ -155,12 +175,18 @@ class Homes:
         self._senders.rebase()
         self._boxes.returned(set(ranks))
 
+    def operation_completed(self, mark: int) -> None:
+        """An operation that is not of homes is completed on this node; `mark`: `wire.mark` of it."""
+        self._here.after = mark
+        self.occupied.completed(mark)
+
     def end(self, error: str) -> None:
         """Whoever waits for an answer gets this sentence instead: this membership epoch is over elsewhere."""
         self._senders.end(error)
 
     def tick(self, ask: Ask) -> None:
         """Warns of what has waited long, and ends what has waited too long; `ask` tells what the nodes know of it."""
+        self.occupied.tick()
         self._overdue.tick(ask)
 
     def when_all_quiet(self, then: Callable[[], None]) -> None:
@@ -170,6 +196,7 @@ class Homes:
     def fail(self) -> None:
         """The job cannot go on."""
         self._here.over = True
+        self.occupied.clear()
         self._senders.forget()
         self._boxes.clear()
         self._incoming.clear()
@@ -217,3 +244,4 @@ class Homes:
             self._states.keep(process_set, group, state)
         else:
             self._states.restore(plan, state)
+            self.occupied.restored(plan.plan.id)

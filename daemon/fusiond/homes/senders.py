@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,9 @@ class Sender:
     Attributes:
         plan, bucket, rank: which.
         codec: of its contributions to a home elsewhere.
-        clock: how many it has posted.
+        clock: that of its next contribution.
+        posted: one more than that of its last one.
+        passing: the clock before is passed, and not over yet.
         version: of the home, in the last answer.
         post: what it has posted and is not answered yet; `awaited`: its clock; and since when (s).
         busy: a thread reads what it has posted, or writes its answer.
@@ -45,6 +47,8 @@ class Sender:
     rank: int
     codec: BucketCodec | None = None
     clock: int = 0
+    posted: int = 0
+    passing: bool = False
     version: int = 0
     post: Posted | None = None
     awaited: int = 0
@@ -57,6 +61,11 @@ class Sender:
     def home(self) -> int:
         """The rank of the home that it posts to; -1: a shard."""
         return -1 if self.plan.plan.homes else self.plan.members.set.ranks.index(self.rank)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something of it is not over at its home."""
+        return self.post is not None or self.passing
 
     @property
     def home_address(self) -> Address:
@@ -76,15 +85,17 @@ class Senders:
         here: this node.
         jobs: encode and decode what is much.
         codings: the codecs.
+        over: called with a plan, and a rank that has been answered in one of its buckets.
 
     Attributes:
         meters: of what has been answered.
     """
 
-    def __init__(self, here: Here, jobs: Jobs, codings: Codings) -> None:
+    def __init__(self, here: Here, jobs: Jobs, codings: Codings, over: Callable[[int, int], None]) -> None:
         self._here = here
         self._jobs = jobs
         self._codings = codings
+        self._over = over
         self._senders: dict[Address, Sender] = {}
         self.meters = Meters()
 
@@ -97,6 +108,10 @@ class Senders:
     def get(self, address: Address) -> Sender | None:
         """The one at an address, if there is one."""
         return self._senders.get(address)
+
+    def of(self, plan: int, rank: int) -> list[Sender]:
+        """Those of a local rank, in the order of buckets."""
+        return [sender for (of, _, whose), sender in self._senders.items() if (of, whose) == (plan, rank)]
 
     @property
     def idle(self) -> bool:
@@ -152,6 +167,7 @@ class Senders:
         )  # fmt: skip
         if ready.kind == "post":
             sender.clock += 1
+            sender.posted, sender.passing = sender.clock, False
         return sender, parcel
 
     def send(self, sender: Sender, parcel: wire.Piece, node: int, rescale: Sequence[float]) -> None:
@@ -239,6 +255,7 @@ class Senders:
             if len(notes) > 1:
                 self.meters.note(*notes[1:])
         self._here.outside.to_worker(parcel.rank, wire.Done(handle, None, tuple(notes[:1])))
+        self._over(parcel.plan, parcel.rank)
 
     def refused(self, parcel: wire.Piece, why: str) -> None:
         """A home has refused a worker's contribution."""

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusiond.algorithms.home import Answer, Refuse, Send, Step, Tell
+from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell
 from fusiond.homes.box import Arrival, Box
 from fusiond.homes.codings import Codings
 from fusiond.homes.here import Here
@@ -30,6 +30,7 @@ class Steps:
         senders: get the answers to what was posted here.
         arrived: takes what is for another home on this node.
         wake: has a home looked at again, at that time (s).
+        passed: is told of a clock that is over, which the rank of a home has passed.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Steps:
         senders: Senders,
         arrived: Callable[[Arrival], None],
         wake: Callable[[Box, float], None],
+        passed: Callable[[Box, int], None],
     ) -> None:
         self._here = here
         self._codings = codings
         self._senders = senders
         self._arrived = arrived
         self._wake = wake
+        self._passed = passed
 
     def prepared(self, box: Box, steps: Iterable[Step]) -> list[Act]:
         """What the event loop is to do for these steps. Values are encoded, or where they belong, when this returns."""
@@ -56,6 +59,8 @@ class Steps:
                 acts.extend(self._send(box, step))
             elif isinstance(step, Refuse):
                 acts.append(partial(self._refuse, box, step))
+            elif isinstance(step, Passed):
+                acts.append(partial(self._passed, box, step.part.clock))
             elif isinstance(step, Tell):
                 acts.extend(self._tell(box, step))
             else:
@@ -100,8 +105,8 @@ class Steps:
     def _send(self, box: Box, step: Send) -> list[Act]:
         here, ranks = self._here, box.ranks
         parcel = wire.Piece(
-            here.epoch, box.plan.plan.id, box.bucket.index, "mean" if step.kind == "mean" else "mix", 0,
-            ranks[box.home.rank], step.clock, box.home.version, 0, 0, weight=step.weight,
+            here.epoch, box.plan.plan.id, box.bucket.index, step.kind, 0, ranks[box.home.rank], step.clock,
+            box.home.version, 0, 0, weight=step.weight,
         )  # fmt: skip
         nodes = {position: here.topology.node_of(ranks[position]) for position in step.ranks}
         acts: list[Act] = []

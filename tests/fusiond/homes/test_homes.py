@@ -336,9 +336,8 @@ def test_ranks_that_have_joined_at_different_clocks_go_on_together() -> None:
     assert not any(box.home.slots for node in range(2) for box in boxes_of(workers, node))
 
 
-@pytest.mark.parametrize("algorithm", ["bsp", "easgd(synchronous_home=True)"])
-def test_what_needs_all_ranks_is_refused_from_then_on_when_one_has_left(algorithm: str) -> None:
-    workers = Workers([2, 2], algorithm, START, RATE)
+def test_what_needs_all_ranks_is_refused_from_then_on_when_one_has_left() -> None:
+    workers = Workers([2, 2], "bsp", START, RATE)
     workers.job.leave(3)
     workers.post(0, START)
     assert "a rank has left" in workers.job.error(0, workers._handles[0][0])

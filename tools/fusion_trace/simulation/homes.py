@@ -157,6 +157,19 @@ class Homes:
             acts: list[Any] = []
             self._host.work(partial(self._take_in, box, part, acts), partial(self._took_in, box, acts))
 
+    def left(self, rank: int) -> None:
+        """A rank has ended, and been answered: shards do not wait for it any more."""
+        for box in self._boxes.values():
+            if box.home.rank < 0 and self._algorithm.waits:
+                box.home.present = box.home.present - {rank}
+                acts: list[Any] = []
+                box.free -= 1
+                self._host.work(partial(self._go_on_without, box, rank, acts), partial(self._took_in, box, acts))
+
+    def _go_on_without(self, box: _Box, rank: int, acts: list[Any]) -> None:
+        """A thread of the pool."""
+        acts.extend(self._prepared(box, self._algorithm.without(box.home, rank)))
+
     def _take_in(self, box: _Box, part: Part, acts: list[Any]) -> None:
         """A thread of the pool."""
         nbytes = self._buckets[box.bucket].nbytes
@@ -204,9 +217,10 @@ class Homes:
                 host.send(node, min(largest, nbytes - start), box.bucket,
                           peer.answer_came, step.part.rank, box.bucket, version, last)  # fmt: skip
         elif isinstance(step, Send):
+            if step.kind == "want":
+                return  # an empty message, and here no rank is ever occupied
             for rank in step.ranks:
-                kind = "mean" if step.kind == "mean" else "mix"
-                part = Part(kind, box.home.rank, step.clock, box.home.version, step.values, weight=step.weight)
+                part = Part(step.kind, box.home.rank, step.clock, box.home.version, step.values, weight=step.weight)
                 if node_of(rank) == host.node:
                     self._arrived(box.bucket, rank, part)
                 else:

@@ -87,13 +87,19 @@ class Job:
             else:
                 homes = places or place(buckets, cluster.nodes)
                 daemons.append(Homes(host, daemons, buckets, codec, spec, homes, self._answered))
+        self._daemons = daemons
         self.workers = [
-            Worker(self.simulator, rank, program, daemons[cluster.node_of(rank)].submit)
+            Worker(self.simulator, rank, program, daemons[cluster.node_of(rank)].submit, self._ended)
             for rank, program in enumerate(programs)
         ]
 
     def _answered(self, rank: int, bucket: int) -> None:
         self.workers[rank].answered(bucket)
+
+    def _ended(self, rank: int) -> None:
+        for daemon in self._daemons:
+            if isinstance(daemon, Homes):
+                daemon.left(rank)
 
     def run(self) -> Outcome:
         """Goes on until nothing is left to happen.

@@ -40,6 +40,7 @@ class Worker:
 
     Args:
         submit: called with (rank, bucket, clock).
+        ended: called with the rank when its program has ended.
 
     Attributes:
         ends: when each step ended (s).
@@ -47,12 +48,17 @@ class Worker:
     """
 
     def __init__(
-        self, simulator: Simulator, rank: int, program: Program, submit: Callable[[int, int, int], None]
+        self,
+        simulator: Simulator,
+        rank: int,
+        program: Program,
+        submit: Callable[[int, int, int], None],
+        ended: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.rank = rank
         self.ends: list[float] = []
         self.waited: list[float] = []
-        self._simulator, self._submit = simulator, submit
+        self._simulator, self._submit, self._ended = simulator, submit, ended
         self._program = program
         self._clocks: dict[int, int] = {}
         self._under_way: set[int] = set()
@@ -95,3 +101,4 @@ class Worker:
             self.waited.append(self._waited)
             self._waited = 0.0
             self._actions = iter(next(self._steps, ()))
+        self._ended(self.rank)
