@@ -26,6 +26,7 @@ class Inbox:
     there are more than any message has. Closes connections of strangers when there are too many.
 
     Args:
+        socket, monitor, connections: a listening socket, what tells of its connections, and these themselves.
         peers: connections that the peers may be opening at a time, all of them from one host.
 
     Attributes:
@@ -33,7 +34,9 @@ class Inbox:
         strangers: those of them that have ended without a message of a peer: scans, half-open ones, refused keys.
     """
 
-    def __init__(self, loop: EventLoop, socket: Socket, monitor: Socket, take: Take, peers: int) -> None:
+    def __init__(
+        self, loop: EventLoop, socket: Socket, monitor: Socket, connections: AcceptedSockets, take: Take, peers: int
+    ) -> None:
         self.accepted = 0
         self.strangers = 0
         self._loop = loop
@@ -43,7 +46,7 @@ class Inbox:
         self._peers: set[int] = set()  # descriptors of connections from which a peer was heard
         self._pending: Pending[int] = Pending(_STRANGERS + peers, _STRANGERS_OF_HOST + peers)
         self._addresses: dict[int, Address] = {}  # of the pending ones
-        self._accepted_sockets = AcceptedSockets(socket)
+        self._accepted_sockets = connections
         self._closed = False
 
     def start(self) -> None:

@@ -74,8 +74,10 @@ class Reception:
         control, control_port = sockets.control_inbox()
         payload, payload_port = sockets.payload_inbox(2 * max(settings.chunk_bytes, probe.LARGE))
         most = 2 * nodes * settings.connections  # each peer's, and those that replace them
-        self._control = Inbox(loop, control, sockets.monitor(control), self._take_control, most)
-        self._payload = Inbox(loop, payload, sockets.monitor(payload), self._take_payload, most)
+        self._control, self._payload = (
+            Inbox(loop, inbox, sockets.monitor(inbox), sockets.accepted(inbox), take, most)
+            for inbox, take in ((control, self._take_control), (payload, self._take_payload))
+        )
         self.ports = control_port, payload_port
 
     def start(self) -> None:

@@ -34,6 +34,7 @@ import zmq
 
 from fusion_rt.bootstrap import Endpoint
 from fusion_rt.settings import Settings
+from fusiond.accepted_sockets import AcceptedSockets
 
 LINGER = 2000  # ms that last words may take
 NOW = int(zmq.NOBLOCK)  # plain integers: to combine enumeration members costs a microsecond a message
@@ -118,6 +119,10 @@ class Sockets:
         monitor.rcvhwm = 0
         monitor.connect(address)
         return monitor
+
+    def accepted(self, inbox: Socket) -> AcceptedSockets:
+        """The connections of a listening socket."""
+        return AcceptedSockets(inbox)
 
     def _inbox(self, max_frame: int, queue: int, encrypted: bool) -> tuple[Socket, int]:
         socket = self.context.socket(zmq.ROUTER)

@@ -297,17 +297,21 @@ class VirtualSockets:
     def encrypts_payload(self, address: str) -> bool:
         return True
 
-    def control_inbox(self, most: int) -> tuple[Inbox, int]:
+    def control_inbox(self) -> tuple[Inbox, int]:
         return self._inbox(1)
 
     def payload_inbox(self, most: int) -> tuple[Inbox, int]:
         return self._inbox(2)
 
-    def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> Connection:
-        return Connection(self._network, self._node, token)
+    def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> tuple[Connection, Monitor]:
+        connection = Connection(self._network, self._node, token)
+        return connection, connection.monitor
 
     def monitor(self, socket: Connection | Inbox) -> Monitor:
         return socket.monitor if isinstance(socket, Connection) else Monitor(self._network, self._node)
+
+    def accepted(self, inbox: Inbox) -> Any:
+        return MagicMock()  # nobody is a stranger
 
     def _inbox(self, port: int) -> tuple[Inbox, int]:
         inbox = self._network.inboxes[self._address, port] = Inbox(self._network, self._node)
