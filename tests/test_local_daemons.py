@@ -86,7 +86,7 @@ def test_another_users_daemon_is_not_asked(
     found: Found, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "peer_credentials", lambda sock: (1, os.getuid() + 1, 1))
-    with pytest.raises(FusionError, match=r"user \d+ listens at .*, and is not asked anything"):
+    with pytest.raises(FusionError, match=r"user \d+ listens at .*, and not a daemon of user \d+"):
         ask(found, wire.StatusRequest(), 10)
 
 

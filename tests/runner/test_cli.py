@@ -142,7 +142,7 @@ def test_hosts_from_a_script(tmp_path: Path) -> None:
     plan = plan_of("--host-discovery-script", str(script), "--slots", "3", "--max-np", "4", "x")
     assert plan.hosts == (Host("a", 2), Host("b", 3))
     assert plan.environment[b"HOROVOD_ELASTIC"] == b"1"
-    assert plan.elastic == ElasticPlan(1, 1, 4, 600.0, None, (10.0, 300.0), str(script), 3)
+    assert plan.elastic == ElasticPlan(1, 1, 4, 600.0, 100, (10.0, 300.0), str(script), 3)
     assert not plan.warnings
 
 

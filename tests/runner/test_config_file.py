@@ -128,7 +128,7 @@ def test_an_unknown_key_is_told_with_the_nearest(path: Path, text: str, key: str
     [
         ("- a\n- b", "has to be a mapping with keys such as 'params:', not a list"),
         ("just text", "has to be a mapping with keys such as 'params:', not text"),
-        ("params: 5", "params in {path} has to be a mapping, such as 'params: {{fusion_threshold_mb: ...}}', not"),
+        ("params: 5", "params in {path} has to be a mapping, such as 'params: {{"),
         ("params: {fusion_threshold_mb: [1]}", "has to be a number, or text with a unit, not a list"),
         ("params: {fusion_threshold_mb: true}", "has to be a number, or text with a unit, not yes or no"),
         ("params: {compression: 3}", "params.compression in {path} has to be text, not a number"),

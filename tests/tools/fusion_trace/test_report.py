@@ -204,7 +204,8 @@ def test_the_page_in_a_browser(made: Made, tmp_path: Path) -> None:
          path.as_uri()],
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    assert "CONSOLE" not in done.stderr, done.stderr
+    told = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "source: chrome://" not in line]
+    assert told == []  # what pages of the browser's own have to say, on a busy machine, is not ours
     assert f'data-drawn="{len(made.charts)}"' in done.stdout
     assert done.stdout.count("main-svg") >= len(made.charts)
     assert "<img" not in done.stdout.partition("<body")[2].partition('<script type="application/json"')[0]
