@@ -116,7 +116,8 @@ class Client:
         unnamed = name is None
         if name is None:
             name = f"{signature.kind}.noname"
-        identity = (signature.process_set, name)
+        process_set = signature.process_set
+        identity = (process_set, name)
         if identity in self._in_flight:
             self.channel.read_available()  # it may have ended, and nobody has looked
         if identity in self._in_flight:
@@ -126,9 +127,9 @@ class Client:
             )
         operation = self.channel.begin(name)
         where = None if place is None else wire.Place(*place)
-        clock = self._clocks.next(identity)
+        clock = self._clocks.next(process_set, name)
         packet = local.Packet(wire.encode(wire.Submit(operation.handle, name, clock, signature, where, inline, splits)))
-        self._clocks.count(identity)
+        self._clocks.count(process_set, name)
         if not unnamed:
             self._in_flight.add(identity)
             operation.release = lambda: self._in_flight.discard(identity)
@@ -150,8 +151,7 @@ class Client:
         """Says that this worker's part of a planned bucket is in the arena; `terms` go with it. `nbytes`: its size, and
         `flush`: why now; these are only recorded."""
         terms = terms or Terms()
-        identity = (-plan, bucket)
-        clock = self._clocks.next(identity) if terms.kind == "seed" else self._clocks.count(identity)
+        clock = self._clocks.next(-plan, bucket) if terms.kind == "seed" else self._clocks.count(-plan, bucket)
         operation = self.channel.begin(name)
         about = operation.about = (f"bucket {bucket}", clock, plan)
         self.channel.trace.record(_SUBMITTED, about[0], nbytes, clock, plan, flush)
@@ -161,7 +161,7 @@ class Client:
 
     def next_clock(self, plan: int, bucket: int) -> int:
         """The clock of the next `ready` of a planned bucket."""
-        return self._clocks.next((-plan, bucket))
+        return self._clocks.next(-plan, bucket)
 
     def propose(self, proposal: wire.Proposal) -> Operation:
         """Asks for a plan; the answer is the operation's `plan`."""
@@ -214,6 +214,7 @@ class Client:
         members = self.process_sets[process_set].ranks
         self.wait(self.submit("process_set", wire.Signature("remove_process_set", ranks=members)))
         del self.process_sets[process_set]
+        self._clocks.remove(process_set)
 
     # --- what the daemon remembers, and writes ------------------------------------------------------------------------
 

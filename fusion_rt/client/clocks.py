@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections import defaultdict
 
 _CLOCKS_OF_A_JOIN = 1 << 24  # clocks between one join and the next
 
-Identity: TypeAlias = tuple[int, str | int]  # a process set and a name; or a plan, less than 0, and its bucket
-
 
 class Clocks:
-    """Counts the operations of each identity.
+    """Counts the operations of each name in a process set, and those of each bucket in a plan.
+
+    A name is remembered as long as its process set: the clock of its next operation has to be the same on all ranks,
+    and no rank knows which names the others have under way, or are about to use again. It is kept by the count alone,
+    without where the count begins, since small numbers take no memory of their own.
 
     Args:
         first: where each count begins.
@@ -22,20 +24,26 @@ class Clocks:
     def __init__(self, first: int) -> None:
         self.joins = 0
         self._first = first
-        self._next: dict[Identity, int] = {}
+        # By process set and name; or by plan, less than 0, and bucket.
+        self._counts: defaultdict[int, dict[str | int, int]] = defaultdict(dict)
 
-    def next(self, identity: Identity) -> int:
-        """The clock of the next operation."""
-        return self._next.get(identity, self._first)
+    def next(self, owner: int, name: str | int) -> int:
+        """The clock of the next operation of a name in a process set, or of a bucket in a plan (-its id)."""
+        return self._first + self._counts[owner].get(name, 0)
 
-    def count(self, identity: Identity) -> int:
+    def count(self, owner: int, name: str | int) -> int:
         """The clock of this operation, which the next one does not have any more."""
-        clock = self._next.get(identity, self._first)
-        self._next[identity] = clock + 1
-        return clock
+        counts = self._counts[owner]
+        before = counts.get(name, 0)
+        counts[name] = before + 1
+        return self._first + before
 
     def joined(self) -> None:
         """All ranks have joined, and have not taken the same number of steps: from here on they count alike again."""
         self.joins += 1
         self._first += _CLOCKS_OF_A_JOIN
-        self._next.clear()
+        self._counts.clear()
+
+    def remove(self, process_set: int) -> None:
+        """A process set has been removed, and no other one will have its id."""
+        self._counts.pop(process_set, None)

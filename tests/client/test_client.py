@@ -12,6 +12,7 @@ from fusion_rt import local, wire
 from fusion_rt.arena import Segment
 from fusion_rt.client import Client
 from fusion_rt.errors import HorovodInternalError
+from fusion_rt.topology import ProcessSet
 from tests.client.daemon import SUM, TIMEOUT_S, Daemon, failure
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -34,6 +35,18 @@ def test_the_clock_counts_operations_of_a_name(daemon: Daemon, client: Client) -
         assert (submitted.name, submitted.clock) == (name, clock)
         daemon.send(wire.Done(operation.handle, bytes(8)))
         client.wait(operation)
+
+
+def test_names_of_a_process_set_are_forgotten_when_it_is_removed(daemon: Daemon, client: Client) -> None:
+    client.process_sets[3] = ProcessSet(3, (0, 1))
+    in_the_set = wire.Signature("barrier", process_set=3)
+    first = client.submit("x", in_the_set)
+    for handle in (first.handle, first.handle + 1):
+        daemon.send(wire.Done(handle))
+    client.remove_process_set(3)
+    client.submit("x", in_the_set)
+    clocks = [submit.clock for submit in (daemon.receive() for _ in range(3)) if isinstance(submit, wire.Submit)]
+    assert clocks == [0, 0, 0]  # of "x", of the removal, and of "x"
 
 
 def test_a_name_can_be_under_way_once(daemon: Daemon, client: Client) -> None:
