@@ -58,10 +58,12 @@ def measure_fusion() -> Clock:
     import torch
 
     from fusion_rt import client, local
-    from fusion_rt.torch import slots, synchronous
+    from fusion_rt.torch import backward, slots, synchronous
 
     clock = Clock()
+    clock.measure(slots.Slot, "arriving", "python")
     clock.measure(slots.Slot, "arrived", "python")
+    clock.measure(backward.BackwardPass, "__call__", "python")
     clock.measure(synchronous.Distributed, "step", "python")
     clock.measure(synchronous.Distributed, "zero_grad", "python")
     clock.measure(torch, "_foreach_copy_", "copy")

@@ -24,6 +24,17 @@ class HorovodInternalError(FusionError, RuntimeError):
     """
 
 
+class StepGivenUp(HorovodInternalError):
+    """No rank may take a step, because a rank's backward pass has failed; the text names the rank and its exception."""
+
+    SAYS = "gave this step up"  # by which it is known
+
+
+def failure_of(text: str) -> HorovodInternalError:
+    """The exception for an operation that has failed on all ranks, and why."""
+    return StepGivenUp(text) if StepGivenUp.SAYS in text else HorovodInternalError(text)
+
+
 class HostsUpdatedInterrupt(FusionError, RuntimeError):
     """The hosts of an elastic job have changed: `elastic.run` keeps the state and brings it to all ranks.
 

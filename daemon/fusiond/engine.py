@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError
+from fusion_rt.errors import FusionError, StepGivenUp
 from fusion_rt.kernels.team import Team
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
@@ -203,6 +203,12 @@ class Engine:
             if part.selected is not None:
                 part.selected.disown()
             self._failing.refuse(rank, ready.handle, why)
+            return
+        if ready.gives_up:
+            who = self.topology.describe([rank])
+            sentence = f"{who} {StepGivenUp.SAYS}: {ready.gives_up}; all ranks have to skip this batch"
+            self._failing.everywhere(key, sentence)
+            self._failing.refuse(rank, ready.handle, sentence)
             return
         run = self._agreeing.run(key, state.members)
         if rank in run.parts:

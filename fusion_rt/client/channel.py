@@ -20,7 +20,7 @@ from fusion_rt import local, wire
 from fusion_rt.arena import Segment
 from fusion_rt.client import joining
 from fusion_rt.client.operation import Operation
-from fusion_rt.errors import FusionError, HorovodInternalError
+from fusion_rt.errors import FusionError, HorovodInternalError, failure_of
 from fusion_rt.trace import NULL, Instrument
 from fusion_rt.trace_format import Kind
 
@@ -116,7 +116,7 @@ class Channel:
             self._read_until(operation)
             self.trace.record(_WAIT_END, name, 0, clock, plan)
         if operation.error is not None:
-            raise HorovodInternalError(operation.error)
+            raise failure_of(operation.error)
         return operation
 
     def read_available(self) -> None:

@@ -17,7 +17,7 @@ class Terms(NamedTuple):
         rates: learning rate of each parameter group, where a home takes the steps.
         samples: how many samples it comes from; 0: it has no gradient, and only counts as a contribution.
         urgency: the less, the sooner it is needed.
-        kind, tray, share, passes: see `wire.Ready`.
+        kind, tray, share, passes, gives_up: see `wire.Ready`.
     """
 
     rescale: tuple[float, ...] = ()
@@ -28,6 +28,7 @@ class Terms(NamedTuple):
     tray: int = 0
     share: int = wire.OWN
     passes: int = 0
+    gives_up: str = ""
 
 
 class Operation:

@@ -10,13 +10,18 @@ and an exchange whose pass is gone knows that it has failed.
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusion_rt.errors import HorovodInternalError
+
 if TYPE_CHECKING:
     from fusion_rt.torch.exchange import GradientExchange
+
+_POLL = 1e-3  # seconds
 
 
 class BackwardPass:
@@ -42,13 +47,26 @@ class BackwardPass:
 
             handle = node.register_hook(node_has_run)
             return
-        # All are sent before the first is waited for: ranks may have met them in different orders.
+        # All are sent before the first is waited for: ranks may have met them in different orders, and not all of them.
         due = [exchange for exchange in sorted(self.exchanges, key=_serial) if exchange.backward_ends()]
-        for exchange in due:
-            if exchange.eager:
+        eager = [exchange for exchange in due if exchange.eager]
+        for exchange in eager:
+            exchange.propose()
+        while eager:
+            planned = [exchange for exchange in eager if len(eager) == 1 or exchange.is_planned()]
+            for exchange in planned:
                 exchange.submit()
+                eager.remove(exchange)
+            if not planned:
+                time.sleep(_POLL)
+        errors = []
         for exchange in due:
-            exchange.backward_returns()
+            try:
+                exchange.backward_returns()
+            except HorovodInternalError as error:  # the others, too, are over when this is
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def add(self, exchange: GradientExchange) -> None:
         """Lets an exchange take part."""

@@ -15,7 +15,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation, Terms
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.errors import HorovodInternalError, failure_of
 from fusion_rt.torch import device, ops
 from fusion_rt.torch.process_sets import ProcessSet
 from fusion_rt.torch.runtime import Runtime
@@ -70,6 +70,10 @@ class Bucket(ABC):
     def post(self, wait: bool) -> bool:
         """Goes on with what could not be submitted at once, having waited for it or if it is ready; whether it was."""
         return True
+
+    def give_up(self, why: str) -> None:
+        """This rank has no part of this step: where it can be said, the step fails on all ranks. `why`: a sentence."""
+        self.send()
 
     @abstractmethod
     def receive(self) -> None:
@@ -171,6 +175,13 @@ class DenseBucket(Bucket):
                 return
         self._pay()
         self._operation = ready(*self._identity, self._said(), self.nbytes, self.flush)
+
+    def give_up(self, why: str) -> None:
+        if self.node is not None and self.node.reduces:
+            self.node.give_up(why)
+        self._share = wire.OWN
+        self._operation = self._here.client.ready(*self._identity, Terms(gives_up=why))
+        self.sent = True
 
     def send_nothing(self) -> None:
         """Takes part in a reduction in the node without changing its result."""
@@ -283,7 +294,7 @@ class DenseBucket(Bucket):
             if self.node is not None and self._share != wire.OWN:
                 self.node.give_up(str(error))  # whoever waits for this rank in the node is told
                 if self._combining is not None and self._combining.why:
-                    raise HorovodInternalError(f"{error}: {self._combining.why}") from error
+                    raise failure_of(f"{error}: {self._combining.why}") from error
             raise
 
 

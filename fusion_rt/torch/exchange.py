@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +26,9 @@ from typing import ClassVar
 import torch
 
 from fusion_rt import wire
-from fusion_rt.client import Terms
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.client import Operation, Terms
+from fusion_rt.errors import HorovodInternalError, StepGivenUp
+from fusion_rt.quoting import quoted
 from fusion_rt.settings import Settings
 from fusion_rt.torch import backward, device
 from fusion_rt.torch.buckets import Bucket, DenseBucket, SparseBucket
@@ -49,14 +50,10 @@ _TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
 )
+_MOST = 500  # characters of an exception that other ranks are told
 _ZEROED_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
     "This is prohibited as it can cause a race condition."
-)
-_SKIPPED = (
-    "backward() has failed on this rank, and zero_grad() was called: its batch is skipped, and what it had not sent of "
-    "its gradients counts as zeros. The other ranks take a step with what is left; call optimizer.step() on this one, "
-    "too, before its next backward()"
 )
 
 _serial = itertools.count()
@@ -99,7 +96,6 @@ class GradientExchange:
         eager: buckets are sent as soon as they are complete, and what is left of them at the end of the backward pass.
         backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
         reduced: how often gradients have been reduced since the last step.
-        skipped: a backward pass has failed, and this rank takes part in the others' step without it.
         arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
         copying: buckets whose gradients are on their way from a device to the arena.
         node: what combines its gradients in this node, if anything but the daemon does.
@@ -121,7 +117,6 @@ class GradientExchange:
         self.passes = self.passes_left = passes
         self.pass_number = self._passes = self.reduced = 0
         self.backward: Callable[[], backward.BackwardPass | None] = backward.no_pass
-        self.skipped = False
         self.idle = True
         self.arrivals: list[Slot] = []
         self.copying: deque[Bucket] = deque()
@@ -137,6 +132,8 @@ class GradientExchange:
         self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
         self._buckets: list[Bucket] | None = None
+        self._closing: Bucket | None = None  # sent when a backward pass has ended, and so succeeds if all ranks' have
+        self._proposed: Operation | None = None
         self._plan = 0
         self._segment: int | None = None
         self._steps = self._plans = self._nbytes = 0
@@ -189,19 +186,15 @@ class GradientExchange:
 
         Raises:
             AssertionError: there were too many before `step()`.
-            RuntimeError: the one before has failed, and the others' step was not taken.
+            HorovodInternalError: the job has failed.
             ValueError: as `begin`.
         """
-        if self.skipped:
-            raise RuntimeError(_SKIPPED)
+        if self._pass_failed:
+            self.pass_has_failed()
         if self.passes_left <= 0:
             raise AssertionError(_TOO_MANY)
         if self.idle:
             self.begin()
-        elif self._pass_failed:
-            for bucket in self._buckets or []:
-                if not bucket.sent:
-                    bucket.rewind()
         backward.enter(self)
         if self.passes_left <= 1:
             self._passes += 1
@@ -230,16 +223,16 @@ class GradientExchange:
 
         Raises:
             AssertionError, RuntimeError: it is being reduced.
+            HorovodInternalError: the job has failed.
         """
+        if self._pass_failed:
+            self.pass_has_failed()
         if slot.parameter.grad is None:
             slot.closed = False
         elif self.passes_left <= 0:
             raise AssertionError(_TOO_MANY)
         elif slot.bucket is None or not slot.bucket.sent:
             self._keep(slot)
-        elif self._pass_failed:
-            raise RuntimeError("the last backward() has failed, and gradients that it had computed are being reduced; "
-                               "call optimizer.zero_grad() and optimizer.step() before the next one")  # fmt: skip
         else:
             raise RuntimeError(
                 f"parameter {slot.name!r} gets its gradient in several parts in one backward pass, of which the first "
@@ -260,11 +253,11 @@ class GradientExchange:
 
         Raises:
             AssertionError: they are being reduced.
-            HorovodInternalError, ValueError: as `submit`.
+            HorovodInternalError: the job has failed.
         """
-        if not self.idle and not self.skipped:
-            if self._pass_failed and self._manner.in_backward and self.passes_left <= 1:
-                self._skip()
+        if not self.idle:
+            if self._pass_failed and self._manner.in_backward:
+                self.pass_has_failed()
             elif any(bucket.sent for bucket in self._buckets or []):
                 raise AssertionError(_ZEROED_EARLY)
             else:
@@ -273,16 +266,50 @@ class GradientExchange:
             slot.closed = False
         self.reduced = 0
 
-    def _skip(self) -> None:
-        """Lets the others take their step without the gradients of this rank that it has not sent."""
-        for slot in self.slots:
-            if slot.closed and not (slot.bucket and slot.bucket.sent):
-                self._keep(slot)
-            slot.parameter.grad = None
-        self.backward, self.passes_left, self.skipped = backward.no_pass, 0, True
-        warnings.warn(_SKIPPED, stacklevel=5)
-        if self.eager:
-            self.submit()
+    def pass_has_failed(self) -> None:
+        """A backward pass has raised, and the script goes on. If gradients were to be reduced at its end, this rank
+        gives the step up for all ranks; else the pass has been made, and nobody has to know.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+        """
+        if not self._manner.in_backward:
+            for bucket in self._buckets or []:
+                if not bucket.sent:
+                    bucket.rewind()
+        elif self.passes_left > 1:
+            self.passes_left -= 1
+            self.backward, self.pass_number = backward.no_pass, 0
+        else:
+            self._give_up()
+
+    def _give_up(self) -> str:
+        """Lets this step fail on all ranks: what was sent is over when this returns. Returns why."""
+        error = sys.exc_info()[1]
+        what = "an exception" if error is None else quoted(f"{type(error).__name__}: {error}")[:_MOST]
+        why = f"its backward pass raised {what}"
+        try:
+            if self._buckets is None:
+                self._make_plan()
+            while self.copying:
+                self.copying.popleft().post(wait=True)
+            for bucket in self._buckets or []:
+                if not bucket.sent:
+                    bucket.give_up(why)
+            self._await_sent()
+            for slot in self.slots:
+                if slot.closed:
+                    slot.parameter.grad, slot.closed = None, False
+        finally:
+            self._end_step()
+        return why
+
+    def _await_sent(self) -> None:
+        """Waits until nothing that was sent is being reduced, whatever comes of it."""
+        for bucket in self._buckets or []:
+            if bucket.sent:
+                with contextlib.suppress(HorovodInternalError):
+                    bucket.abandon()
 
     def _keep(self, slot: Slot) -> None:
         slot.keep()
@@ -296,8 +323,9 @@ class GradientExchange:
             bucket.fill()
             if self.eager:
                 for full in self._full(bucket):
-                    full.flush = Flush.FULL
-                    self._send(full)
+                    if full is not self._closing:
+                        full.flush = Flush.FULL
+                        self._send(full)
         while self.copying and self.copying[0].post(wait=False):
             self.copying.popleft()
 
@@ -305,16 +333,14 @@ class GradientExchange:
         """Reduces what has not been sent yet and waits until every `p.grad` is the reduced gradient.
 
         Raises:
-            HorovodInternalError: a reduction failed, on all ranks.
+            HorovodInternalError: a reduction failed, on all ranks, or this rank's backward pass has.
         """
         began = time.perf_counter()
+        self.check_pass()
         if self.idle:
             self.begin()
         try:
             buckets = self.submit()
-            if self.skipped:  # gradients have been forgotten since they were sent
-                for slot in self.slots:
-                    slot.parameter.grad = slot.view if slot.direct else None
             for bucket in buckets:
                 bucket.receive()
             with torch.no_grad():
@@ -322,12 +348,20 @@ class GradientExchange:
                     slot.add_kept()
             self._steps += 1
             self.reduced += 1
+        except HorovodInternalError:
+            self._await_sent()
+            raise
         finally:
             self._end_step()
         self._last_waited = time.perf_counter() - began
         self._waited += self._last_waited
         if self._replanning is not None:
             self._replanning.stepped(self._waited, all_here=True)
+
+    def check_pass(self) -> None:
+        """A step is to be taken. Raises `StepGivenUp` if the last backward pass has failed, on all ranks."""
+        if self._pass_failed and self._manner.in_backward:
+            raise StepGivenUp(f"this rank {StepGivenUp.SAYS}: {self._give_up()}; all ranks have to skip this batch")
 
     def submit(self) -> list[Bucket]:
         """Sends what has not been sent of this step, by a new plan if there is none. Returns all buckets.
@@ -356,12 +390,11 @@ class GradientExchange:
         if self.idle:
             return
         with contextlib.suppress(HorovodInternalError):  # whatever becomes of them: nobody is interested any more
+            if self._pass_failed and self._manner.in_backward:
+                self._give_up()
             while self.copying:
                 self.copying.popleft().post(wait=True)
-        for bucket in self._buckets or []:
-            if bucket.sent:
-                with contextlib.suppress(HorovodInternalError):
-                    bucket.abandon()
+        self._await_sent()
         self._end_step()
 
     def set_passes(self, passes: int) -> None:
@@ -456,8 +489,7 @@ class GradientExchange:
             slot.kept = None
         self._kept.clear()
         self._rewind()
-        self.backward = backward.no_pass
-        self.skipped = False
+        self.backward, self.pass_number = backward.no_pass, 0
         self.idle = True
 
     def _rewind(self) -> None:
@@ -484,7 +516,7 @@ class GradientExchange:
     def _give_up_plan(self, here: Runtime) -> None:
         for slot in self.slots:
             slot.bucket = slot.view = None
-        self._buckets = None
+        self._buckets = self._closing = self._proposed = None
         if here is self._runtime:
             self.selections.lay_down(self._place(here))
         self.selections.forget()
@@ -500,9 +532,12 @@ class GradientExchange:
             here.client.arena.drop_segment(self._segment)
             self._segment = None
 
-    def _make_plan(self) -> None:
+    def propose(self) -> None:
+        """Asks for a plan if there is none, and does not wait for it."""
+        if self._buckets is not None or self._proposed is not None:
+            return
         here, client = self._runtime, self._runtime.client
-        order = {slot.name: slot for slot in in_order([*self.arrivals, *self.slots])}
+        order = self._in_order()
         if not order:
             self._buckets = []
             return
@@ -513,7 +548,22 @@ class GradientExchange:
         proposal = wire.Proposal(self._group, process_set, self._plan, self._manner.reduction, specs)
         if self._replanning is not None:
             proposal = self._replanning.proposal(here, proposal, self.may_be_late and self._manner.eager)
-        plan = client.wait(client.propose(proposal)).plan
+        self._proposed = client.propose(proposal)
+
+    def is_planned(self) -> bool:
+        """Whether `submit` would not wait for a plan."""
+        return self._proposed is None or self._runtime.client.poll(self._proposed)
+
+    def _in_order(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in in_order([*self.arrivals, *self.slots])}
+
+    def _make_plan(self) -> None:
+        self.propose()
+        if self._proposed is None:
+            return
+        here, client, order = self._runtime, self._runtime.client, self._in_order()
+        proposed, self._proposed = self._proposed, None
+        plan = client.wait(proposed).plan
         assert plan is not None
         if self._replanning is not None:
             self._replanning.planned(plan)
@@ -545,6 +595,7 @@ class GradientExchange:
                     owed = torch.from_numpy(due) / self._manner.reduction.prescale
                     dense.owed.append((place, owed.to(dtype)))
             self._buckets.append(dense)
+        self._closing = self._buckets[-1] if self._buckets and self._manner.in_backward else None
         for made in self._buckets:
             made.patient = any(slot.name in self._in_parts for slot in made.slots)
         if not all(slot.direct for slot in self.slots):

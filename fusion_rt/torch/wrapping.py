@@ -40,8 +40,8 @@ class Wrapped(torch.optim.Optimizer):
         self._exchange.set_passes(checked_passes(passes))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the script's optimizer's. If the last `backward()` has failed, this rank's batch is skipped, with a
-        warning: what had not been sent of its gradients counts as zeros, and `step()` is to be called as ever.
+        """As the script's optimizer's. If the last `backward()` has failed, no rank takes this step: on the others,
+        `backward()` raises `HorovodInternalError`, which names this rank and its exception.
 
         Raises:
             AssertionError: gradients are being reduced.

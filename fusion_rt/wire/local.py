@@ -86,6 +86,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
             submits. The result is written into each worker's arena whatever its share.
         passes: how many backward passes of a step it is the last of, which has to be the same on all ranks; 0: it is
             not said.
+        gives_up: why this worker has no part of this step, which fails on all ranks; empty: it has one.
     """
 
     handle: Count
@@ -100,6 +101,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     tray: Count = 0
     share: Share = OWN
     passes: Count = 0
+    gives_up: Text = ""
 
 
 class SaveState(msgspec.Struct, tag="save", array_like=True):

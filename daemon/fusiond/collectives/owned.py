@@ -79,6 +79,7 @@ class Compressed(Exchange):
         self._spoiled = self._blanked = (
             False  # a contribution is not finite; outputs are zeros where nothing is written
         )
+        self._written = False
         self._tag = self._spoiled_tag = b""
         self._sent_nbytes = 0
         self._assemblies: dict[tuple[int, int], pieces.Assembly] = {}
@@ -101,10 +102,15 @@ class Compressed(Exchange):
         self._spoiled = self._codec.spoiled
 
     def abandon(self) -> None:
-        """What this node has sent is no part of any result, and neither is what it has made of its range."""
+        """No rank takes this step. As long as nothing is written where the gradient was, the codec becomes what it was
+        before; else what this node has sent, which is no part of any result, goes back to the residual."""
         if self._mine is not None:
             self._revoke()
-            self._codec.reclaim(self._mine)
+            if self._written or self._chosen is not None:
+                self._codec.reclaim(self._mine)
+            else:
+                self._codec.undo(self._mine, self._values)
+            self._codec.step -= 1  # which nodes that had not begun have not counted
             self._mine = None
 
     def _begin(self) -> None:
@@ -144,6 +150,7 @@ class Compressed(Exchange):
         return view[_TAG.size :]
 
     def _write(self, portion: Portion) -> None:
+        self._written = True
         if self._codec.blank and not self._blanked:
             for output in self._outputs:
                 output[:] = 0

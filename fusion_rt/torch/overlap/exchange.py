@@ -13,16 +13,18 @@ writes parameters otherwise.
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fusion_rt import wire
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.errors import HorovodInternalError, StepGivenUp
 from fusion_rt.torch import backward
 from fusion_rt.torch.buckets import Bucket, DenseBucket
 from fusion_rt.torch.compression import NoneCompressor
@@ -80,6 +82,7 @@ class OverlapExchange(GradientExchange):
         self._uses = Uses()
         self._update: Update | None = None  # that waits
         self._flights: dict[int, Flight] = {}  # by id of each of their parameters
+        self._last: Flight | None = None  # the plan's last, which fails if a rank has given the step up
         self._applying = False
         self._guarded: list[tuple[OverlapSlot, torch.Tensor | None]] = []  # with this rank's gradients
         self._lock = threading.RLock()  # forward passes may run on several threads
@@ -104,6 +107,7 @@ class OverlapExchange(GradientExchange):
             HorovodInternalError: an earlier reduction failed, on all ranks.
             ValueError: a gradient is sparse.
         """
+        self.check_pass()
         self.finish()
         began = time.perf_counter()
         if self.idle:
@@ -121,6 +125,7 @@ class OverlapExchange(GradientExchange):
             self._replanning.stepped(self._waited, all_here=False)
         update = Update(optimizer)
         taken = {id(parameter) for flight in flights for parameter in flight.parameters}
+        self._last = flights[-1] if flights else None
         rest = [p for p in update.parameters() if p.grad is not None and id(p) not in taken]
         if rest:  # parameters that are not trained any more, and still have a gradient
             flights.append(Flight(rest, gradients=[parameter.grad for parameter in rest]))
@@ -144,6 +149,9 @@ class OverlapExchange(GradientExchange):
         for flight in flights:
             for parameter in flight.parameters:
                 parameter.grad = None
+                parameter.__deepcopy__ = partial(self._copied, parameter)  # type: ignore[attr-defined]
+                parameter.__reduce_ex__ = partial(self._reduced, parameter)  # type: ignore[method-assign, assignment]
+            flight.mark()
         watching.watch(self)
         if self._uses.recording:
             self._uses.conclude([slot.parameter for slot in self.slots])
@@ -181,6 +189,8 @@ class OverlapExchange(GradientExchange):
     def _land(self, flight: Flight) -> None:
         update = self._update
         assert update is not None
+        if self._is_given_up():
+            return
         flights = list(dict.fromkeys(self._flights.values())) if update.whole else [flight]
         try:
             began = time.perf_counter()
@@ -189,6 +199,7 @@ class OverlapExchange(GradientExchange):
             elapsed = time.perf_counter() - began
             self._last_waited += elapsed
             self._waited += elapsed
+            self._check_untouched(update, flights)
             self.steps.trace.record(Kind.APPLY_BEGIN, "", 0, self.steps.number)
             self._apply(update, flights)
             self.steps.trace.record(Kind.APPLY_END, "", 0, self.steps.number)
@@ -196,10 +207,47 @@ class OverlapExchange(GradientExchange):
             self._drop()
             raise
         for one in flights:
+            one.unmark()
             for parameter in one.parameters:
                 self._flights.pop(id(parameter), None)
         if not self._flights:
             self._rest()
+
+    def _is_given_up(self) -> bool:
+        """Whether a rank has given up the step whose gradients wait, so that no rank takes it; waits until that is
+        known. No part of an update is applied before: ranks would have different parts."""
+        if self._last is None:
+            return False
+        try:
+            self._last.await_end()
+        except StepGivenUp as error:
+            self._drop()
+            warnings.warn(f"an update is left out, on all ranks: {error}", stacklevel=2)
+            return True
+        except BaseException:
+            self._drop()
+            raise
+        self._last = None
+        return False
+
+    def _copied(self, parameter: torch.Tensor, memo: Any) -> Any:
+        """`copy.deepcopy` of a parameter that has an update to come."""
+        self.finish()
+        return copy.deepcopy(parameter, memo)
+
+    def _reduced(self, parameter: torch.Tensor, protocol: Any) -> Any:
+        """As `object.__reduce_ex__`, of a parameter that has an update to come."""
+        self.finish()
+        return parameter.__reduce_ex__(protocol)
+
+    def _check_untouched(self, update: Update, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            for parameter in flight.touched():
+                name = update.optimizer._parameter_names.get(parameter, "")
+                raise ValueError(
+                    f"parameter {name!r} was changed between step() and the end of that step, which with overlap comes "
+                    "later; call optimizer.synchronize_parameters() before changing parameters, or use overlap='none'"
+                )
 
     def _apply(self, update: Update, flights: Sequence[Flight]) -> None:
         """Takes the step, with the gradients in their parameters' `grad` meanwhile."""
@@ -226,17 +274,17 @@ class OverlapExchange(GradientExchange):
         self._flights = {}
         self._rest()
         for flight in flights:
-            if flight.bucket is not None and flight.operation is not None:
-                with contextlib.suppress(HorovodInternalError):  # the first one has been raised
-                    flight.bucket.await_end(flight.operation)
+            flight.unmark()
+            with contextlib.suppress(HorovodInternalError):  # the first one has been raised
+                flight.await_end()
 
     def await_flights(self) -> None:
-        for flight in dict.fromkeys(self._flights.values()):
-            if flight.bucket is not None and flight.operation is not None:
-                flight.bucket.await_end(flight.operation)
+        if self._flights and not self._is_given_up():
+            for flight in dict.fromkeys(self._flights.values()):
+                flight.await_end()
 
     def _rest(self) -> None:
-        self._update = None
+        self._update = self._last = None
         if not self._uses.recording:
             watching.unwatch(self)
 
@@ -303,6 +351,24 @@ class OverlapExchange(GradientExchange):
     def complete(self) -> bool:
         """Whether the gradients of a step have been computed, and are under way."""
         return not (self.idle or self._applying) and self.passes_left <= 0
+
+    def backward_begins(self) -> None:
+        if self.reduced or (self.passes_left <= 0 and not self._pass_failed):
+            self._refuse_pass()
+        super().backward_begins()
+
+    def reopen(self, slot: Slot) -> None:
+        if not self._pass_failed and (self.reduced or self.passes_left <= 0):
+            self._refuse_pass()
+        super().reopen(slot)
+
+    def _refuse_pass(self) -> None:
+        way = "stale" if self._late else "forward"
+        raise ValueError(
+            f"overlap={way!r} takes one backward pass before step(), whose gradients are being reduced already; add up "
+            "losses for one backward pass, say how many passes there are by backward_passes_per_step, or use "
+            "overlap='none'"
+        )
 
     def backward_returns(self) -> None:
         """Puts guards where gradients are, instead of waiting for them."""

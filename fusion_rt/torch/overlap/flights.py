@@ -5,13 +5,16 @@ Until a flight has been received, nothing else may be written to its bucket's pl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from fusion_rt.client import Operation
 from fusion_rt.errors import HorovodInternalError
+from fusion_rt.torch import device
 from fusion_rt.torch.buckets import DenseBucket
+from fusion_rt.torch.slots import memory_order
 
 
 class Flight:
@@ -38,6 +41,7 @@ class Flight:
         self.operation = operation
         self.gradients = list(gradients)
         self.failure: HorovodInternalError | None = None
+        self._marks: list[int] = []
 
     def receive(self) -> None:
         """Waits for the gradients. Those that have come since for the next step are left alone.
@@ -56,6 +60,29 @@ class Flight:
         else:
             self.gradients = self._landed(self.bucket, self.operation)
         self.operation = None
+
+    def await_end(self) -> None:
+        """Waits until they have been reduced. Raises `HorovodInternalError` if that failed, on all ranks."""
+        if self.failure is not None:
+            raise self.failure
+        if self.bucket is not None and self.operation is not None:
+            self.bucket.await_end(self.operation)
+
+    def mark(self) -> None:
+        """The script must not change the parameters from now on, and who copies them is told."""
+        self._marks = [_mark(parameter) for parameter in self.parameters]
+
+    def touched(self) -> Iterator[torch.Tensor]:
+        """The parameters that have changed since."""
+        for parameter, mark in zip(self.parameters, self._marks, strict=True):
+            if _mark(parameter) != mark:
+                yield parameter
+
+    def unmark(self) -> None:
+        """Nobody who copies parameters has to be told any more."""
+        for parameter in self.parameters:
+            for name in ("__deepcopy__", "__reduce_ex__"):
+                parameter.__dict__.pop(name, None)
 
     def leave_arena(self) -> None:
         """Keeps the gradients, or why there are none, elsewhere than in the arena."""
@@ -77,3 +104,14 @@ class Flight:
         finally:
             for slot, gradient in zip(bucket.slots, kept, strict=True):
                 slot.parameter.grad = gradient
+
+
+def _mark(parameter: torch.Tensor) -> int:
+    """What changes with a parameter's elements: the sum of their bits, which `p.data.clamp_()` changes, too; on a
+    device, where that would have to be waited for, its version."""
+    if not device.layer.is_host(parameter):
+        return parameter._version
+    in_order = parameter.detach().permute(memory_order(parameter))
+    octets = in_order.reshape(-1).view(torch.uint8).numpy()
+    whole = len(octets) // 8 * 8
+    return int(octets[:whole].view(np.uint64).sum()) + sum(octets[whole:].tolist())
