@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
+import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,21 @@ _passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDicti
 def enter(exchange: GradientExchange) -> None:
     """Lets an exchange take part in the backward pass that calls this from a hook."""
     _running().add(exchange)
+
+
+def leaves_of_failed(error: BaseException) -> list[torch.Tensor]:
+    """The leaves of the graph of the backward pass that raised this; none if it comes from elsewhere."""
+    engine = torch.autograd.graph._engine_run_backward.__code__
+    passes = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is engine]
+    roots = passes[0].f_locals.get("t_outputs", ()) if passes else ()
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 def no_pass() -> None:

@@ -50,6 +50,7 @@ _TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
 )
+_KNOWN_TO = "_known_to_fusion_rt"  # of an exception: the exchanges that have seen to it; it is not to be kept alive
 _MOST = 500  # characters of an exception that other ranks are told
 _ZEROED_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
@@ -255,10 +256,11 @@ class GradientExchange:
             AssertionError: they are being reduced.
             HorovodInternalError: the job has failed.
         """
-        if not self.idle:
-            if self._pass_failed and self._manner.in_backward:
-                self.pass_has_failed()
-            elif any(bucket.sent for bucket in self._buckets or []):
+        failed = self._manner.in_backward and (self._pass_failed or self._pass_was_raised())
+        if failed:
+            self.pass_has_failed()
+        elif not self.idle:
+            if any(bucket.sent for bucket in self._buckets or []):
                 raise AssertionError(_ZEROED_EARLY)
             else:
                 self._end_step()
@@ -273,6 +275,10 @@ class GradientExchange:
         Raises:
             HorovodInternalError: the job has failed.
         """
+        if (error := sys.exc_info()[1]) is not None:
+            error.__dict__.setdefault(_KNOWN_TO, set()).add(self.serial)
+        if self.idle:
+            self.begin()
         if not self._manner.in_backward:
             for bucket in self._buckets or []:
                 if not bucket.sent:
@@ -282,6 +288,15 @@ class GradientExchange:
             self.backward, self.pass_number = backward.no_pass, 0
         else:
             self._give_up()
+
+    def _pass_was_raised(self) -> bool:
+        """Whether the script is handling what a backward pass of this exchange raised before any gradient came."""
+        error = sys.exc_info()[1]
+        if not self.idle or error is None or isinstance(error, HorovodInternalError):
+            return False
+        if self.serial in error.__dict__.get(_KNOWN_TO, ()):
+            return False
+        return any(id(parameter) in self._slots for parameter in backward.leaves_of_failed(error))
 
     def _give_up(self) -> str:
         """Lets this step fail on all ranks: what was sent is over when this returns. Returns why."""

@@ -261,7 +261,7 @@ def test_gradients_under_way_are_not_to_be_replaced_or_added_to() -> None:
         optimizer.zero_grad()
         loss_of(model, my_batch(3)).backward()
         taken = model[0].weight.grad
-        with pytest.raises(AssertionError, match="Increase backward_passes_per_step"):
+        with pytest.raises(ValueError, match=rf"overlap='{overlap}' takes one backward pass before step\(\)"):
             loss_of(model, my_batch(3)).backward()
         if overlap == "forward":
             with pytest.raises(AssertionError, match="race condition"):
@@ -576,14 +576,45 @@ def test_models_can_be_copied() -> None:
     model = make_model()
     optimizer = distributed(model, "forward")
     train(model, optimizer, range(3))
-    hvd.synchronize_parameters()
+    assert waits(optimizer)
     copied = copy.deepcopy(model)
+    assert not waits(optimizer)
+    assert_bitwise(copied, model)
     train(model, optimizer, range(3, 5))
     assert waits(optimizer)
     copied.state_dict()
     copied.load_state_dict(make_model(seed=2).state_dict())
     assert waits(optimizer), "the copy is another model"
     assert_bitwise(copied, make_model(seed=2))
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    assert not waits(optimizer)
+    saved.seek(0)
+    assert_bitwise(torch.load(saved, weights_only=False), model)
+    assert not any(parameter.__dict__ for parameter in model.parameters())
+
+
+@on_ranks
+def test_weights_changed_while_their_update_waits_are_refused() -> None:
+    def masked(model: torch.nn.Sequential) -> None:
+        with torch.no_grad():
+            model[2].weight.mul_(0.5)
+
+    def clamped(model: torch.nn.Sequential) -> None:
+        model[2].weight.data.clamp_(-0.01, 0.01)  # which no version tells of
+
+    for overlap in ("forward", "stale"):
+        for change in (masked, clamped):
+            model = make_model()
+            optimizer = distributed(model, overlap)
+            train(model, optimizer, range(2))
+            optimizer.synchronize_parameters()
+            change(model)
+            train(model, optimizer, range(2, 3))
+            change(model)
+            with pytest.raises(ValueError, match=r"'2\.weight' was changed.*overlap.*synchronize_parameters\(\)"):
+                train(model, optimizer, range(3, 4))
+            optimizer.zero_grad()
 
 
 @on_ranks

@@ -149,8 +149,8 @@ class OverlapExchange(GradientExchange):
         for flight in flights:
             for parameter in flight.parameters:
                 parameter.grad = None
-                parameter.__deepcopy__ = partial(self._copied, parameter)  # type: ignore[attr-defined]
-                parameter.__reduce_ex__ = partial(self._reduced, parameter)  # type: ignore[method-assign, assignment]
+                parameter.__dict__["__deepcopy__"] = partial(self._copied, parameter)
+                parameter.__dict__["__reduce_ex__"] = partial(self._reduced, parameter)
             flight.mark()
         watching.watch(self)
         if self._uses.recording:
@@ -238,7 +238,8 @@ class OverlapExchange(GradientExchange):
     def _reduced(self, parameter: torch.Tensor, protocol: Any) -> Any:
         """As `object.__reduce_ex__`, of a parameter that has an update to come."""
         self.finish()
-        return parameter.__reduce_ex__(protocol)
+        reduce: Any = parameter.__reduce_ex__
+        return reduce(protocol)
 
     def _check_untouched(self, update: Update, flights: Sequence[Flight]) -> None:
         for flight in flights:

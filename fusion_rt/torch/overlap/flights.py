@@ -110,7 +110,7 @@ def _mark(parameter: torch.Tensor) -> int:
     """What changes with a parameter's elements: the sum of their bits, which `p.data.clamp_()` changes, too; on a
     device, where that would have to be waited for, its version."""
     if not device.layer.is_host(parameter):
-        return parameter._version
+        return int(parameter._version)
     in_order = parameter.detach().permute(memory_order(parameter))
     octets = in_order.reshape(-1).view(torch.uint8).numpy()
     whole = len(octets) // 8 * 8
