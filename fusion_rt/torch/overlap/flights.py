@@ -41,7 +41,7 @@ class Flight:
         self.operation = operation
         self.gradients = list(gradients)
         self.failure: HorovodInternalError | None = None
-        self._marks: list[int] = []
+        self._marks: list[tuple[int, int]] = []
 
     def receive(self) -> None:
         """Waits for the gradients. Those that have come since for the next step are left alone.
@@ -106,12 +106,13 @@ class Flight:
                 slot.parameter.grad = gradient
 
 
-def _mark(parameter: torch.Tensor) -> int:
-    """What changes with a parameter's elements: the sum of their bits, which `p.data.clamp_()` changes, too; on a
-    device, where that would have to be waited for, its version."""
+def _mark(parameter: torch.Tensor) -> tuple[int, int]:
+    """What changes with a parameter's elements: its version, and the sum of their bits, since `p.data` has another
+    version; not on a device, where that would have to be waited for."""
+    version: int = parameter._version
     if not device.layer.is_host(parameter):
-        return int(parameter._version)
+        return version, 0
     in_order = parameter.detach().permute(memory_order(parameter))
     octets = in_order.reshape(-1).view(torch.uint8).numpy()
     whole = len(octets) // 8 * 8
-    return int(octets[:whole].view(np.uint64).sum()) + sum(octets[whole:].tolist())
+    return version, int(octets[:whole].view(np.uint64).sum()) + sum(octets[whole:].tolist())
