@@ -360,6 +360,44 @@ def test_a_connection_that_breaks_fails_one_step_everywhere_and_then_the_daemon_
     assert_same(model, reference)
 
 
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("rank", [0, 3], ids=["a leader", "no leader"])
+@on_ranks
+def test_a_failed_backward_pass_fails_one_step_everywhere_and_then_the_daemon_reduces(rank: int, overlap: str) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("out of memory, say")
+
+    model, reference = make_model(), make_model()
+    optimizer: Any = hvd.DistributedOptimizer(sgd(model.parameters()), overlap=overlap)
+    train(model, optimizer, range(3))
+    assert in_node(optimizer)
+    optimizer.zero_grad()
+    told = ""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            loss = loss_of(model, my_batch(3))
+            if hvd.rank() == rank:
+                hook = model[0].weight.register_hook(fail)
+            loss.backward()
+            optimizer.step()
+        except RuntimeError as error:
+            told = str(error)
+            optimizer.zero_grad()
+        if hvd.rank() == rank:
+            hook.remove()
+        optimizer.synchronize_parameters() if overlap != "none" else None
+        told += "".join(str(warning.message) for warning in warned)
+    assert (f"rank {rank} " in told and "out of memory, say" in told) or hvd.rank() == rank, told
+    train(model, optimizer, range(4, 7))
+    hvd.synchronize_parameters()
+    plain = sgd(reference.parameters())
+    train_reference(reference, plain, range(3))
+    plain.zero_grad()
+    train_reference(reference, plain, range(4, 7))
+    assert_same(model, reference)
+
+
 def train_until(model: torch.nn.Module, optimizer: Any, dies: int) -> str:
     """Takes steps; in the fourth, one rank dies in its backward pass. Returns what the others are told."""
     train(model, optimizer, range(3))
