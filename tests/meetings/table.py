@@ -63,11 +63,15 @@ def _page(outcomes: Mapping[Cell, Outcome], sentences: Mapping[Pair, str]) -> st
     for kind in kinds:
         names = [frozenset((algorithm, kind)) in sentences for algorithm in cells.ALGORITHMS]
         lines.append(_row([kind, *("no" if refused else "yes" for refused in names)]))
-    lines += ["", "Refused, with what is said of it:", ""]
-    order = [*SCRIPTS, *cells.ALGORITHMS, *kinds]
+    lines += ["", "What is refused, and what is said of it (of the first, where there are several):", ""]
+    order = [*SCRIPTS, *kinds, *cells.ALGORITHMS]
+    together: dict[str, list[str]] = {}
     for pair in sorted(sentences, key=lambda pair: sorted(map(order.index, pair))):
         one, other = sorted(pair, key=order.index)
-        lines.append(f"- **{one}** and **{other}**: {sentences[pair]}")
+        together.setdefault(one, []).append(other)
+    for one, others in together.items():
+        said = sentences[frozenset((one, others[0]))]
+        lines.append(f"- **{one}** with {', '.join(f'**{other}**' for other in others)}: {said}")
     return "\n".join([*lines, ""])
 
 
@@ -83,5 +87,7 @@ def read(document: Path) -> Documented:
     """
     text = document.read_text(encoding="utf-8")
     page = text.split(BEGIN)[1].split(END)[0]
-    found = re.findall(r"^- \*\*(.+?)\*\* and \*\*(.+?)\*\*:", page, re.MULTILINE)
-    return Documented(frozenset(frozenset(pair) for pair in found))
+    found = re.findall(r"^- \*\*(.+?)\*\* with (\*\*.+?\*\*): ", page, re.MULTILINE)
+    return Documented(
+        frozenset(frozenset((one, each)) for one, rest in found for each in re.findall(r"\*\*(.+?)\*\*", rest))
+    )
