@@ -389,3 +389,28 @@ def test_chunks_are_as_urgent_as_for_the_worker_that_needs_them_soonest() -> Non
     assert job.urgencies == {(0, "0", 4), (1, "0", 2)}
     job.submit_all("loss", wire.Signature("allreduce", "float32", (3,)), [np.ones(3, np.float32)] * 4)
     assert {urgency for _, name, urgency in job.urgencies if name == "loss"} == {0}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_that_gives_a_step_up_fails_it_on_all_ranks_and_the_next_one_is_as_ever(seed: int) -> None:
+    job = SimulatedJob([2, 1], seed)
+    training = Training(job, replace(PROPOSAL, reduction=wire.Reduction("average", codec="topk(density=0.5)")))
+    bucket = training.plan.buckets[0]
+    for clock in range(2):
+        handles = {}
+        for rank in np.random.default_rng(seed).permutation(job.size).tolist():
+            training.elements(rank, bucket)[:] = 1.0
+            if clock == 0 and rank == 1:
+                handles[rank] = 901
+                job.engine(rank).ready(rank, wire.Ready(901, training.plan.id, 0, 0, gives_up="its pass raised X"))
+            else:
+                handles[rank] = job.ready(rank, training.plan, 0, clock)
+        job.settle()
+        answers = [job.answer(rank, handle)[0] for rank, handle in handles.items()]
+        if clock == 0:
+            said = {answer.message for answer in answers if isinstance(answer, wire.Failed)}
+            assert len(said) == 1
+            assert "rank 1" in str(said)
+            assert "gave this step up: its pass raised X; all ranks have to skip this batch" in str(said)
+        else:
+            assert all(isinstance(answer, wire.Done) for answer in answers), answers
