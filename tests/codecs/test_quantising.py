@@ -214,8 +214,8 @@ def test_what_is_not_finite_makes_a_payload_nan_and_leaves_the_residual_as_it_wa
             sent = decoded(codec, codec.encode(0, values), 0, 200)
             assert np.isnan(sent[:136]).all()
             after = codec.state_dict()
-            for name in sorted(before.keys() - {"step"}):
-                assert np.allclose(after[name], before[name], rtol=0, atol=2e-6), name
+            for memory in sorted(before.keys() - {"step"}):
+                assert np.allclose(after[memory], before[memory], rtol=0, atol=2e-6), memory
             assert np.isfinite(decoded(codec, codec.encode(0, np.zeros(200, np.float32)), 0, 200)).all()
 
 

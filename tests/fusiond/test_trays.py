@@ -55,8 +55,8 @@ def test_what_a_worker_has_selected_is_its_nodes_contribution() -> None:
     expected[7] = REST
     for memory in (job.segment[: job.planned.nbytes], job.memory[1]):
         assert np.array_equal(memory.view(np.float32), expected)
-    indices, _, step = job.tray.answered()
-    assert (len(indices), step) == (0, 1), "all of it was sent"
+    indices, _, step, undone = job.tray.answered()
+    assert (len(indices), step, undone) == (0, 1, False), "all of it was sent"
 
 
 def test_trays_that_cannot_be_are_refused_with_their_place() -> None:
