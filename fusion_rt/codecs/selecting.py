@@ -31,7 +31,7 @@ from fusion_rt.codecs.feedback import F32
 from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans, merged, strongest
 from fusion_rt.codecs.rules import Rules, joined
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusion_rt.codecs.trays import SPOILED, Shape, Tray
+from fusion_rt.codecs.trays import Shape, Tray
 from fusion_rt.codecs.values import FORMATS
 from fusion_rt.dtypes import DType
 from fusion_rt.kernels import coding, cpu, selection
@@ -216,7 +216,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         """
         began, ks = time.perf_counter(), self._ks()
         given = self._given(tray)
-        self.spoiled = bool(tray.verdict[0] == SPOILED)
+        self.spoiled = tray.spoiled
         sent, rest = self.rounded(given)
         self.reclaim(rest)
         self._count_step(sent, ks, began)

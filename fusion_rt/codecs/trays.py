@@ -6,11 +6,13 @@ again. So the sum of all residuals, corrections and results is what was given, a
 
 A tray is words (int32, or float32 where they are values), one part after the other:
 
-* how many corrections there are; a word that the worker sets to `SPOILED` where its gradient is not finite, and the
-  daemon to `UNDONE` where some node's was not: then the worker takes its gradient out of its residual again, after the
-  corrections, which have all that was selected; and the number of steps that the codec has taken (int64);
-* for each group of elements that are compared with each other: how many are selected, three words that the daemon does
-  not read, indices (ascending, as many as there is room for), and values;
+* how many corrections there are; a word that the worker sets to `SPOILED` where its gradient could not be added to
+  elements that are always sent, and the daemon to `UNDONE` where some node's gradient was not finite: then the worker
+  takes its own out of its residual again, after the corrections, which have all that was selected; and the number of
+  steps that the codec has taken (int64);
+* for each group of elements that are compared with each other: how many are selected, two words that the daemon does
+  not read, whether there are elements to which the gradient could not be added (0 or 1), indices (ascending, as many
+  as there is room for), and values;
 * the values of the elements that are always sent;
 * indices and values of the corrections.
 """
@@ -40,6 +42,7 @@ SPOILED, UNDONE = 1, 2
 
 ALIGNMENT = 64  # bytes; trays begin at a multiple
 _WORD = 4
+_SPOILED_WORD = 3  # of a group
 _SPARE = 64  # corrections for which there is room besides
 
 
@@ -112,7 +115,12 @@ class Tray:
 
     def clear(self) -> None:
         """There are no corrections."""
-        self._count[0] = 0
+        self._count[0] = self.verdict[0] = 0
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the worker has found its gradient not to be finite."""
+        return int(self.verdict[0]) == SPOILED or any(words[_SPOILED_WORD] for words in self.groups)
 
     def selected(self) -> tuple[Array, Array, Array]:
         """What the worker has selected: indices, values, and the values that are always sent; copies.

@@ -120,8 +120,7 @@ def take(request):  # type: ignore[no-untyped-def]
     indices, values, size = peek64(request, 0), peek64(request, 1), peek64(request, 2)
     threshold, quota = peek64(request, 3), peek64(request, 4)
     out_indices, out_values = peek64(request, 5), peek64(request, 6)
-    residual, velocity = peek64(request, 7), peek64(request, 8)
-    taken = 0
+    residual, taken = peek64(request, 7), 0
     for j in range(size):
         bits = peek32(values, j)
         magnitude = bits & _MAGNITUDE
@@ -137,9 +136,7 @@ def take(request):  # type: ignore[no-untyped-def]
         taken += 1
         if residual != 0:
             poke32(residual, i, 0)
-        if velocity != 0:
-            poke32(velocity, i, 0)
-    poke64(request, 9, taken)
+    poke64(request, 8, taken)
 
 
 @njit

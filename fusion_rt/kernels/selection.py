@@ -204,16 +204,14 @@ def take(
     out_indices: Array,
     out_values: Array,
     residual: Array | None = None,
-    velocity: Array | None = None,
 ) -> int:
     """Copies the elements whose magnitude is above the threshold, and the first `quota` of those that are at it, and
-    puts a zero in their place in `residual` and `velocity`. Returns how many; the outputs have to have room."""
+    puts a zero in their place in `residual`. Returns how many; the outputs have to have room."""
     words = _take(
         indices.ctypes.data, values.ctypes.data, len(indices), threshold, quota,
-        out_indices.ctypes.data, out_values.ctypes.data,
-        _address(residual), _address(velocity), 0,
+        out_indices.ctypes.data, out_values.ctypes.data, _address(residual), 0,
     )  # fmt: skip
-    return int(words[9])
+    return int(words[8])
 
 
 def put(indices: Array, values: Array, out: Array, low: int = 0, add: bool = False, team: Team = ALONE) -> None:

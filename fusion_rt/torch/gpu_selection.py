@@ -29,8 +29,9 @@ from fusion_rt.torch import device
 class Selector(Protocol):
     """Selects from some ranges of a bucket, step by step, as `kernels.cuda.side.SideSelector` does."""
 
-    def start(self, gradient: torch.Tensor, k: int, *, masked: bool = False) -> None:
-        """Queues a step: adds the gradient to the residual, takes the k largest out, and copies them to the host."""
+    def start(self, gradient: torch.Tensor, k: int) -> None:
+        """Queues a step: adds the gradient to the residual where the sum is finite, takes the k largest out, and copies
+        them to the host, with whether all of it could be added."""
 
     def ready(self) -> bool:
         """Whether that is done."""
@@ -116,8 +117,8 @@ class BucketSelection(device.Copying):
         """Queues a step.
 
         Args:
-            gradient: of the whole bucket, on the device, float32, zeros between tensors; what is not finite in it
-                becomes zero, and it may be scaled. It stays as it is from then on until `correct`.
+            gradient: of the whole bucket, on the device, float32, zeros between tensors; may be scaled. It stays
+                as it is from then on until `correct`.
             factors: by what the residual of each tensor is multiplied first, if any.
         """
         if self._bound:
@@ -128,9 +129,6 @@ class BucketSelection(device.Copying):
         self._side.follow(gradient)
         self._given, self._masked = gradient, []
         with self._side.beside():
-            largest = torch.linalg.vector_norm(gradient, math.inf)
-            self._verdict.copy_((~torch.isfinite(largest)).to(torch.int32).mul_(SPOILED), non_blocking=True)
-            gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             for span, factor in zip(self._layout.spans, factors, strict=False):
                 if factor != 1.0:
                     self._residual[span.start : span.end].mul_(factor)
@@ -149,16 +147,20 @@ class BucketSelection(device.Copying):
 
     def _send_always(self, gradient: torch.Tensor) -> None:
         """As the selectors, of the elements that are always sent."""
-        added = gradient[self._always]
-        if self._velocity is not None:
-            speed, momentum = self._velocity[self._always], self._codec.momentum
+        added, before = gradient[self._always], self._residual[self._always]
+        if self._velocity is None:
+            finite = torch.isfinite(before + added)
+        else:
+            old, momentum = self._velocity[self._always], self._codec.momentum
             if self._codec.nesterov:
-                speed = (speed + added).mul_(momentum)
+                speed = (old + added).mul_(momentum)
                 added = speed + added
             else:
-                speed = added = speed.mul_(momentum).add_(added)
-            self._velocity[self._always] = speed
-        self._sent_always.copy_(self._residual[self._always].add_(added), non_blocking=True)
+                speed = added = (old * momentum).add_(added)
+            finite = torch.isfinite(before + added)
+            self._velocity[self._always] = torch.where(finite, speed, old)
+        self._sent_always.copy_(torch.where(finite, before + added, before), non_blocking=True)
+        self._verdict.copy_((~finite).any().to(torch.int32) * SPOILED, non_blocking=True)
         self._residual[self._always] = 0
 
     def done(self) -> bool:
@@ -195,15 +197,17 @@ class BucketSelection(device.Copying):
         """The opposite of what selectors add; see `kernels.selection.withdraw`."""
         assert self._given is not None
         step = gradient = self._given
+        added = torch.isfinite(gradient)
         if self._velocity is not None:
-            step, momentum = self._velocity.clone(), self._codec.momentum
+            velocity, momentum = self._velocity, self._codec.momentum
             if self._codec.nesterov:
-                step.add_(gradient)
-                self._velocity.div_(momentum).sub_(gradient)
+                step, before = velocity + gradient, velocity / momentum - gradient
             else:
-                self._velocity.sub_(gradient).div_(momentum)
+                step, before = velocity.clone(), (velocity - gradient) / momentum
+            velocity.copy_(torch.where(added & torch.isfinite(before), before, velocity))
         if self._codec.feedback:
-            self._residual.sub_(step)
+            before = self._residual - step
+            self._residual.copy_(torch.where(added & torch.isfinite(before), before, self._residual))
         else:
             self._residual.zero_()
 

@@ -156,13 +156,13 @@ def test_the_largest_are_found_exactly_and_taken_by_parts(
     middle = round(cut * n)
     bounds = [(0, middle), (middle, n)]
     found = selection.largest([[values[low:high]] for low, high in bounds], k)
-    residual, velocity = values.copy(), np.ones(n, np.float32)
+    residual = values.copy()
     indices, taken = np.empty(n, np.int32), np.empty(n, np.float32)
     done = 0
     for (low, high), quota, count in zip(bounds, found.quotas, found.counts, strict=True):
         got = selection.take(
             np.arange(low, high, dtype=np.int32), values[low:high], found.threshold, quota,
-            indices[done:], taken[done:], residual, velocity,
+            indices[done:], taken[done:], residual,
         )  # fmt: skip
         assert got == count
         done += got
@@ -172,7 +172,6 @@ def test_the_largest_are_found_exactly_and_taken_by_parts(
     left = values.copy()
     left[expected] = 0
     assert residual.tobytes() == left.tobytes()
-    assert (velocity == 0).sum() == (velocity != 1).sum() == done
 
 
 def test_what_is_not_finite_is_the_largest() -> None:

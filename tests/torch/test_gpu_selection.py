@@ -62,7 +62,7 @@ class HostSelector:
         self._under_way = False
         self._asked = 0
 
-    def start(self, gradient: torch.Tensor, k: int, *, masked: bool = False) -> None:
+    def start(self, gradient: torch.Tensor, k: int) -> None:
         assert not self._under_way
         self._under_way, self._asked = True, 0
         inside = self._inside
@@ -73,14 +73,13 @@ class HostSelector:
         taken = reference.largest(residual, k)
         room = (len(self._out) - HEADER) // 2
         self._out[0] = len(taken)
+        self._out[3] = not bool(gradient.isfinite().all())
         self._out[HEADER : HEADER + len(taken)] = inside[taken]
         self._out[HEADER + room : HEADER + room + len(taken)] = residual[taken].view(np.int32)
         residual[taken] = 0
         self._residual[inside] = residual
         if velocity is not None:
             assert self._velocity is not None
-            if masked:
-                velocity[taken] = 0
             self._velocity[inside] = velocity
 
     def ready(self) -> bool:

@@ -21,9 +21,10 @@ THRESHOLD = 0  # digits of the magnitude of the smallest to take, as far as know
 LEFT = 1  # how many to take of those that have these digits
 FLOOR = 2  # the magnitude from which elements are collected
 COLLECTED, SELECTED = 3, 4  # how many elements were
-STATE = 5
+SPOILED = 5  # 1 where a part of the gradient could not be added, since the last `take`
+STATE = 6
 
-HEADER = 4  # words before the indices in what `take` writes: selected, threshold, collected, unused
+HEADER = 4  # words before the indices in what `take` writes: selected, threshold, collected, spoiled
 BINS = 2048
 MAGNITUDE_BITS = 31
 DIGITS = ((20, 11, MAGNITUDE_BITS), (10, 10, 20), (0, 10, 10))  # (shift, bits, shift of the one before)
@@ -32,7 +33,7 @@ COARSE = DIGITS[0][0]
 NO_GRADIENT, PLAIN, MOMENTUM, NESTEROV = range(4)
 FROM_STATE = -1  # as a threshold: the one that `survey` has found
 
-_MAGNITUDE = 0x7FFFFFFF
+_MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000
 _ITEMS = 4  # elements that a thread has on their way at once
 _ALL_LANES = 0xFFFFFFFF
 _WARP = 32
@@ -90,22 +91,32 @@ def build(threads: int, warps: bool) -> Kernels:
             return before, total
 
     @device
-    def advance(residual, gradient, velocity, rule, momentum, factor, i):  # type: ignore[no-untyped-def]
-        """Adds to one element, and gives what it then is."""
+    def finite(value):  # type: ignore[no-untyped-def]
+        return bits_of(value) & _MAGNITUDE < _INFINITE
+
+    @device
+    def advance(residual, gradient, velocity, rule, momentum, factor, i, state):  # type: ignore[no-untyped-def]
+        """Adds to one element, with a velocity, and gives what it then is."""
         step = multiply(gradient[i], factor)
-        if rule == MOMENTUM:
-            step = multiply(velocity[i], momentum) + step
-            velocity[i] = step
-        elif rule == NESTEROV:
+        if rule == NESTEROV:
             speed = multiply(velocity[i] + step, momentum)
-            velocity[i] = speed
             step = speed + step
-        value = residual[i] + step
-        residual[i] = value
+        else:
+            speed = multiply(velocity[i], momentum) + step
+            step = speed
+        value = residual[i]
+        if finite(value + step):
+            value += step
+            velocity[i] = speed
+            residual[i] = value
+        else:
+            state[SPOILED] = 1
         return value
 
     @device
-    def load(residual, gradient, velocity, rule, momentum, factor, first, end, values):  # type: ignore[no-untyped-def]
+    def load(  # type: ignore[no-untyped-def]
+        residual, gradient, velocity, rule, momentum, factor, first, end, values, state
+    ):
         """The elements of this thread in the tile that begins at `first`, after addition; 0 beyond the end. All are
         read before the first is written, so that they are on their way together."""
         steps = cuda.local.array(_ITEMS, np.float32)
@@ -120,13 +131,16 @@ def build(threads: int, warps: bool) -> Kernels:
             for item in range(_ITEMS):
                 i = first + item * width + lane
                 if i < end:
-                    values[item] += steps[item]
-                    residual[i] = values[item]
+                    if finite(values[item] + steps[item]):
+                        values[item] += steps[item]
+                        residual[i] = values[item]
+                    else:
+                        state[SPOILED] = 1
         elif rule != NO_GRADIENT:
             for item in range(_ITEMS):
                 i = first + item * width + lane
                 if i < end:
-                    values[item] = advance(residual, gradient, velocity, rule, momentum, factor, i)
+                    values[item] = advance(residual, gradient, velocity, rule, momentum, factor, i, state)
 
     @device
     def clear(bins):  # type: ignore[no-untyped-def]
@@ -195,7 +209,7 @@ def build(threads: int, warps: bool) -> Kernels:
         if part < len(parts):
             end = parts[part, 1]
             for first in range(parts[part, 0], end, tile):
-                load(residual, gradient, velocity, rule, momentum, factor, first, end, values)
+                load(residual, gradient, velocity, rule, momentum, factor, first, end, values, state)
                 for item in range(_ITEMS):
                     magnitude = bits_of(values[item]) & _MAGNITUDE
                     if magnitude >= floor and magnitude > 0:
@@ -219,7 +233,7 @@ def build(threads: int, warps: bool) -> Kernels:
             end = parts[part, 1]
             found = 0
             for first in range(parts[part, 0], end, tile):
-                load(residual, gradient, velocity, rule, momentum, factor, first, end, values)
+                load(residual, gradient, velocity, rule, momentum, factor, first, end, values, state)
                 for item in range(_ITEMS):
                     i = first + item * width + lane
                     hit = i < end and bits_of(values[item]) & _MAGNITUDE >= threshold
@@ -319,13 +333,15 @@ def build(threads: int, warps: bool) -> Kernels:
 
     @cuda.jit
     def take(  # type: ignore[no-untyped-def]
-        residual, velocity, clear_velocity, parts, candidates, counts, starts, quotas, room, out, state
+        residual, parts, candidates, counts, starts, quotas, room, out, state
     ):
         threshold, floor = state[THRESHOLD], state[FLOOR]
         if cuda.grid(1) == 0:
             out[0] = state[SELECTED]
             out[1] = threshold
             out[2] = state[COLLECTED]
+            out[3] = state[SPOILED]
+            state[SPOILED] = 0
         part, lane = part_of_group(), cuda.threadIdx.x % width
         if part < len(parts):
             found = counts[part]
@@ -348,8 +364,6 @@ def build(threads: int, warps: bool) -> Kernels:
                     out[HEADER + position + before] = i
                     out[HEADER + room + position + before] = bits
                     residual[i] = np.float32(0)
-                    if clear_velocity:
-                        velocity[i] = np.float32(0)
                 position += total
 
     @cuda.jit

@@ -13,7 +13,6 @@ no survey, so it is one pass, 12 bytes an element. Where there is no room to put
 the following steps walk through that part as a whole, so the result never depends on how much room there is.
 
 Nothing here waits for the device: thresholds and counts stay on it. All functions take a `stream` (of `numba.cuda`).
-Which NaN it is that an addition gives is up to the device, which matters only where more NaNs than k are found.
 
 The tests run it in Numba's simulator, without warps, and compile it to PTX, with them. It has not run on a GPU.
 """
@@ -127,11 +126,13 @@ class Taken:
         count: of elements.
         threshold: the magnitude of the smallest of them; 1 where there were no more than k.
         collected: how many elements had reached the threshold of `collect`.
+        spoiled: whether there were elements to which the gradient could not be added; see `Memory`.
     """
 
     def __init__(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> None:
         room = (len(words) - HEADER) // 2
         self.count, self.threshold, self.collected = (int(word) for word in words[:3])
+        self.spoiled = bool(words[3])
         self.indices = words[HEADER : HEADER + self.count]
         self.values = words[HEADER + room : HEADER + room + self.count].view(np.float32)
 
@@ -141,37 +142,31 @@ def words(k: int) -> int:
     return HEADER + 2 * k
 
 
-def take_largest(
-    memory: Memory, found: Found, k: int, out: DeviceArray, masked: bool = False, floor: int = 0, stream: Any = 0
-) -> None:
+def take_largest(memory: Memory, found: Found, k: int, out: DeviceArray, floor: int = 0, stream: Any = 0) -> None:
     """Adds, and takes the k largest out of the residual; of equal ones the first, and no zeros.
 
     Args:
         k: at least 1; fewer are taken where there are fewer.
         out: int32, `words(k)` of them or more, which `Taken` reads.
-        masked: whether the velocity starts again at 0 where elements are taken.
         floor: a magnitude below which no element is expected to be taken. Smaller ones are then not counted in the
             survey, which is faster; where that was wrong it is slower, and the result is the same.
 
     Raises:
-        ValueError: `out` has no room for k elements, or there is no velocity that could be masked.
+        ValueError: `out` has no room for k elements.
     """
-    _check(memory, k, out, masked)
+    _check(k, out)
     survey(memory, found, k, floor, stream)
-    added = Memory(memory.residual, velocity=memory.velocity)
-    collect(added, found, None, stream)
+    collect(Memory(memory.residual), found, None, stream)
     largest(memory.residual, found, k, stream)
-    take(added, found, out, masked, stream)
+    take(memory.residual, found, out, stream)
 
 
-def take_above(
-    memory: Memory, found: Found, threshold: int, k: int, out: DeviceArray, masked: bool = False, stream: Any = 0
-) -> None:
+def take_above(memory: Memory, found: Found, threshold: int, k: int, out: DeviceArray, stream: Any = 0) -> None:
     """As `take_largest`, but only elements whose magnitude is at least `threshold` are taken."""
-    _check(memory, k, out, masked)
+    _check(k, out)
     collect(memory, found, threshold, stream)
     largest(memory.residual, found, k, stream)
-    take(Memory(memory.residual, velocity=memory.velocity), found, out, masked, stream)
+    take(memory.residual, found, out, stream)
 
 
 def survey(memory: Memory, found: Found, k: int, floor: int = 0, stream: Any = 0) -> None:
@@ -204,16 +199,15 @@ def largest(residual: DeviceArray, found: Found, k: int, stream: Any = 0) -> Non
         )  # fmt: skip
 
 
-def take(memory: Memory, found: Found, out: DeviceArray, masked: bool = False, stream: Any = 0) -> None:
+def take(residual: DeviceArray, found: Found, out: DeviceArray, stream: Any = 0) -> None:
     """Writes the elements that `largest` has found, ascending, and puts a zero in their place. `out` has to have room
     for them."""
-    velocity = memory.residual if memory.velocity is None else memory.velocity
     found.code.place[found.grid(stream)](
-        memory.residual, found.parts, found.candidates, found.counts, found.starts, found.quotas, found.state
+        residual, found.parts, found.candidates, found.counts, found.starts, found.quotas, found.state
     )
     found.code.scan[1, found.code.threads, stream](found.counts, found.starts, found.quotas, found.state)
     found.code.take[found.grid(stream)](
-        memory.residual, velocity, masked, found.parts, found.candidates, found.counts, found.starts, found.quotas,
+        residual, found.parts, found.candidates, found.counts, found.starts, found.quotas,
         (len(out) - HEADER) // 2, out, found.state,
     )  # fmt: skip
 
@@ -245,13 +239,11 @@ def divide(ranges: Sequence[Range], parts: int, least: int) -> np.ndarray[Any, n
     return np.array(rows or [(0, 0)], np.int32)
 
 
-def _check(memory: Memory, k: int, out: DeviceArray, masked: bool) -> None:
+def _check(k: int, out: DeviceArray) -> None:
     if k < 1 or len(out) < words(k):
         raise ValueError(
             f"k has to be at least 1, and out to have {words(max(1, k))} words; k is {k}, the words {len(out)}"
         )
-    if masked and memory.velocity is None:
-        raise ValueError("there is no velocity that could start again at 0 where elements are taken")
 
 
 def _blocks(n: int, code: Kernels) -> int:

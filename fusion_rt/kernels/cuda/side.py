@@ -177,16 +177,13 @@ class SideSelector:
             self._found = found or Found(ranges, stream=layer.stream)
             self._pinned = layer.pin(out)
 
-    def start(
-        self, gradient: Tensor, k: int, threshold: int | None = None, factor: float = 1.0, masked: bool = False
-    ) -> None:
+    def start(self, gradient: Tensor, k: int, threshold: int | None = None, factor: float = 1.0) -> None:
         """Queues a step: adds gradient * factor and takes elements out of the residual.
 
         Args:
             gradient: float32, on the device, as long as the residual.
             k: how many.
             threshold: a magnitude that the elements have to reach; None: exactly the k largest are taken.
-            masked: whether the velocity starts again where elements are taken.
         """
         if self._event is not None:
             raise RuntimeError("a selection is still under way; finish it before the next")
@@ -203,9 +200,9 @@ class SideSelector:
             memory.gradient, memory.factor = self._wrapped[1], factor
             layer.follow(gradient)
             if threshold is None:
-                selection.take_largest(memory, self._found, k, self._device_out, masked, self._floor, layer.stream)
+                selection.take_largest(memory, self._found, k, self._device_out, self._floor, layer.stream)
             else:
-                selection.take_above(memory, self._found, threshold, k, self._device_out, masked, layer.stream)
+                selection.take_above(memory, self._found, threshold, k, self._device_out, layer.stream)
             layer.copy(self._out, self._pinned)
             self._event = layer.mark()
 

@@ -45,20 +45,20 @@ class Worker:
 
     def select(self, gradient: Array) -> None:
         residual, tray = self.residual, self.tray
+        tray.clear()
         finite = np.isfinite(gradient)
-        tray.verdict[0] = 0 if finite[INSIDE].all() else SPOILED
+        tray.verdict[0] = 0 if finite[self.always].all() else SPOILED
         gradient = self.given = np.where(finite, gradient, np.float32(0))
         residual[INSIDE] += gradient[INSIDE]
         for group, words, room in zip(self.codec.rules.groups(LAYOUT), tray.groups, tray.shape.rooms, strict=True):
             inside = np.concatenate([np.arange(*r, dtype=np.int32) for r in group.ranges])
             taken = inside[reference.largest(residual[inside], group.k(self.step, self.codec.warmup))]
-            words[0] = len(taken)
+            words[0], words[3] = len(taken), not finite[inside].all()
             words[HEADER : HEADER + len(taken)] = taken
             words[HEADER + room : HEADER + room + len(taken)] = residual[taken].view(np.int32)
             residual[taken] = 0
         tray.dense[:] = residual[self.always]
         residual[self.always] = 0
-        tray.clear()
 
     def correct(self) -> None:
         indices, values, self.step, undone = self.tray.answered()
@@ -102,15 +102,15 @@ class SelectedJob(Job):
 
 @kinds
 @pytest.mark.parametrize("positions", [(0, 1, 2), (1,)])
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(("bad", "element"), [(0, 4000), (1, 4000), (1, 730)])  # 730 is always sent
 def test_a_gradient_that_is_not_finite_spoils_one_step_whoever_selects(
-    kind: Callable[..., Compressed], positions: Sequence[int], bad: int
+    kind: Callable[..., Compressed], positions: Sequence[int], bad: int, element: int
 ) -> None:
     job = SelectedJob(kind, 3, CODECS[1], positions)
     job.step(gradients(3, 1))
     before = [worker.residual + as_array(job.codecs[at]) for at, worker in job.workers.items()]
     values = gradients(3, 2)
-    values[bad][4000] = np.inf
+    values[bad][element] = np.inf
     assert np.isnan(job.step(values)).all()
     after = [worker.residual + as_array(job.codecs[at]) for at, worker in job.workers.items()]
     assert np.allclose(after, before, rtol=0, atol=2e-6)

@@ -45,7 +45,7 @@ def signatures(types: Any) -> dict[str, tuple[Any, ...]]:
         "count": (*found, types.int64, types.int64, types.int64, types.int64, ints, ints, longs),
         "place": (*found, ints, ints, longs),
         "scan": (ints, ints, ints, longs),
-        "take": (floats, floats, types.boolean, rows, rows, ints, ints, ints, types.int64, ints, longs),
+        "take": (floats, rows, rows, ints, ints, ints, types.int64, ints, longs),
         "gather": (floats, ints, types.int64, floats),
         "put": (ints, floats, types.int64, floats, types.int64, types.boolean),
     }

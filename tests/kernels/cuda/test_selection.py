@@ -16,6 +16,7 @@ from fusion_rt.kernels import reference
 from fusion_rt.kernels.cuda import selection
 from fusion_rt.kernels.cuda.selection import NOTHING, Found, Memory, Range, Taken, words
 from fusion_rt.kernels.cuda.shim import cuda
+from tests.kernels.test_selection import addable
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +50,7 @@ def device(array: Array | None) -> Any:
 
 def select(
     residual: Array, k: int, gradient: Array | None = None, velocity: Array | None = None, *, nesterov: bool = False,
-    factor: float = 1.0, ranges: list[Range] | None = None, threshold: int | None = None, masked: bool = False,
+    factor: float = 1.0, ranges: list[Range] | None = None, threshold: int | None = None,
     floor: int = 0, room: int | None = None, parts: int = 2, found: Found | None = None,
 ) -> tuple[Taken, Array, Found]:  # fmt: skip
     """Selects, and checks the result and everything that has changed against the reference."""
@@ -61,17 +62,19 @@ def select(
     found = found or Found(ranges, CODE, room, parts)
     out = cuda.to_device(np.full(words(k + 1), -7, np.int32))
     if threshold is None:
-        selection.take_largest(memory, found, k, out, masked, floor)
+        selection.take_largest(memory, found, k, out, floor)
     else:
-        selection.take_above(memory, found, threshold, k, out, masked)
+        selection.take_above(memory, found, threshold, k, out)
     taken, left = Taken(out.copy_to_host()), memory.residual.copy_to_host()
 
-    total, moved = residual.copy(), velocity
+    total, moved, rule = residual.copy(), velocity, "nesterov" if nesterov else "momentum"
+    assert taken.spoiled == (
+        gradient is not None and not addable(residual, gradient, velocity, rule, factor)[inside].all()
+    )
     if gradient is not None:
         added, moved = reference.added(residual, gradient, velocity, 0.9, nesterov, factor)
         total[inside] = added[inside]
         moved = None if moved is None or velocity is None else np.where(inside, moved, velocity)
-    # Which NaN a sum gives is up to the machine; the largest are those of what the device has added.
     whole = left.copy()
     whole[taken.indices] = taken.values
     same(whole, total)
@@ -83,8 +86,6 @@ def select(
     assert taken.values.tobytes() == whole[expected].tobytes()
     assert (left[expected].view(np.int32) == 0).all()
     if moved is not None:
-        if masked:
-            moved[expected] = 0
         same(memory.velocity.copy_to_host(), moved.astype(np.float32))
     if taken.count == k:
         assert taken.threshold <= reference.magnitudes(taken.values).min()
@@ -99,7 +100,7 @@ def test_the_largest_are_those_of_the_reference(rule: str, special: float, k: in
     residual, gradient, velocity = (numbers(n, k + i, special) for i in range(3))
     select(
         residual, k, None if rule == "none" else gradient, velocity if rule in ("momentum", "nesterov") else None,
-        nesterov=rule == "nesterov", factor=0.3, masked=rule == "momentum",
+        nesterov=rule == "nesterov", factor=0.3,
     )  # fmt: skip
 
 
@@ -144,6 +145,23 @@ def test_what_is_not_finite_is_taken_first() -> None:
     values = np.array([1, np.nan, 3.4e38, -np.inf, np.inf, -np.nan, 2], np.float32)
     assert select(values, 2)[0].indices.tolist() == [1, 5]
     assert select(values, 3)[0].indices.tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize("rule", ["plain", "momentum", "nesterov"])
+@pytest.mark.parametrize("threshold", [None, 1])
+def test_a_gradient_that_is_not_finite_is_left_out_and_told_of_once(rule: str, threshold: int | None) -> None:
+    rng = np.random.default_rng(5)
+    residual, gradient, velocity = rng.standard_normal((3, 40), np.float32)
+    bad = gradient.copy()
+    bad[[3, 20, 39]] = np.nan, np.inf, -np.inf
+    bad[7] = residual[7] = 3e38  # neither of them is infinite
+    moving = None if rule == "plain" else velocity
+    how: dict[str, Any] = {"nesterov": rule == "nesterov", "threshold": threshold}
+    taken, left, found = select(residual, 9, bad, moving, **how)
+    assert taken.spoiled
+    assert np.isfinite(left).all()
+    taken, _, _ = select(left, 9, gradient, moving, found=found, **how)
+    assert not taken.spoiled
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 1), (1, 1), (1, 5), (6, 6), (6, 99)])
@@ -198,8 +216,6 @@ def test_what_cannot_be_done_is_refused() -> None:
             selection.take_largest(memory, found, k, out)
         with pytest.raises(ValueError, match=f"k is {k}"):
             selection.take_above(memory, found, 1, k, out)
-    with pytest.raises(ValueError, match="no velocity"):
-        selection.take_largest(memory, found, 2, out, masked=True)
     with pytest.raises(ValueError, match="no instructions of warps"):
         selection.kernels(64, warps=True)
     with pytest.raises(ValueError, match="at most 1024"):

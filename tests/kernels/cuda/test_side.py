@@ -4,6 +4,7 @@ substitutes for what torch does on a GPU, which calls are made in which order.""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -101,7 +102,7 @@ def test_steps_select_what_the_reference_does_and_keep_the_rest() -> None:
     threshold = None
     for step in range(3):
         bucket.copy_(torch.randn(n, generator=generator))
-        selector.start(bucket, k, threshold=threshold, factor=0.5, masked=True)
+        selector.start(bucket, k, threshold=threshold, factor=0.5)
         selector.after()
         assert not selector.ready()
         taken = selector.finish()
@@ -112,8 +113,7 @@ def test_steps_select_what_the_reference_does_and_keep_the_rest() -> None:
         assert taken.indices.tolist() == expected.tolist(), step
         assert taken.values.tobytes() == residual[expected].tobytes()
         assert np.shares_memory(taken.values, out)
-        residual[expected], moved[expected] = 0, 0
-        velocity = moved
+        residual[expected], velocity = 0, moved
         assert selector.residual.numpy().tobytes() == residual.tobytes()
         assert selector.velocity.numpy().tobytes() == velocity.tobytes()
         threshold = taken.threshold if step == 1 else None
@@ -301,7 +301,8 @@ class SimulatedSide:
     ],
 )
 def test_a_worker_selects_what_the_daemons_codec_does(text: str) -> None:
-    """Whole steps of `gpu_selection`, with these kernels, beside the codec: the same bits are sent, and kept."""
+    """Whole steps of `gpu_selection`, with these kernels, beside the codec: the same bits are sent, and kept, also
+    where the gradient is not finite here, or on another node."""
     layout = codecs.Layout(
         DTYPES["float32"], 48, (codecs.Span("a", 0, 20), codecs.Span("bias", 20, 5), codecs.Span("b", 26, 22))
     )
@@ -313,9 +314,12 @@ def test_a_worker_selects_what_the_daemons_codec_does(text: str) -> None:
     worker = BucketSelection(SimulatedSide(), codec, layout, tray, 0, 2, torch.device("cpu"))
     daemons, plain = codec.open(layout), codec.open(layout)
     generator = torch.Generator().manual_seed(2)
-    for step in range(3):
+    not_finite = {2: {30: math.nan, 31: math.inf, 22: -math.inf}, 4: {22: math.nan}, 5: {3: -math.inf}}
+    for step in range(7):
         gradient = torch.randn(48, generator=generator)
         gradient[25] = 0
+        for element, value in not_finite.get(step, {}).items():
+            gradient[element] = value
         factors = (1.0, 2.0, 0.5) if step == 1 else ()
         worker.start(gradient, factors)
         assert not worker.done()
@@ -326,9 +330,14 @@ def test_a_worker_selects_what_the_daemons_codec_does(text: str) -> None:
         expected = plain.accumulate_and_select(gradient.numpy())
         for name in ("indices", "values", "dense"):
             assert getattr(sent, name).tobytes() == getattr(expected, name).tobytes(), (step, name)
-        daemons.correct(tray)
+        assert daemons.spoiled == plain.spoiled == (step in not_finite)
+        undone = step in (2, 3, 4, 5)
+        if undone:
+            daemons.undo(sent, gradient.numpy())
+            plain.undo(expected, gradient.numpy())
+        daemons.correct(tray, undone)
         worker.correct()
         state = plain.state_dict()
         found = worker.add_to(daemons.state_dict())
-        assert all(np.array_equal(found[key], state[key]) for key in found)
+        assert all(np.array_equal(found[key], state[key]) and np.isfinite(found[key]).all() for key in found), step
         assert any(key.startswith("velocity/") for key in found) == ("momentum" in text)
