@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -60,7 +62,11 @@ def mpirun() -> list[str]:
 
 
 def logs(directory: Path) -> dict[str, str]:
-    """What daemons that have ended had to say, and which of them have left something else."""
+    """What daemons had to say, and which of them have left something else, when all of them have ended: they may do so
+    a moment after their launcher."""
+    for lock in directory.glob("*/lock"):
+        with contextlib.suppress(FileNotFoundError), lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # a daemon's until it ends, in whichever way
     found = {path.name: sorted(os.listdir(path)) for path in directory.iterdir()}
     texts = {name: quiet((directory / name / "log").read_text()) for name, files in found.items() if "log" in files}
     return {name: texts.get(name, "") for name, files in found.items() if files != ["log"] or texts[name]}
