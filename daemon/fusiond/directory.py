@@ -80,9 +80,9 @@ class Directory:
             os.unlink(os.path.join(self._path, OWN_STACKS))
         shutil.rmtree(os.path.join(self._path, bootstrap.RANKS_DIRECTORY), ignore_errors=True)
         os.unlink(self._lock_path)
-        os.close(self._lock)
         if not os.listdir(self._path):
             os.rmdir(self._path)
+        os.close(self._lock)  # who waits for it finds nothing more
 
 
 def listen(path: str) -> socket.socket:
