@@ -35,9 +35,7 @@ ALONE, OURS = "none", "fusion_rt"
 STEP = "a step"
 RATES = ("50mbit", "100mbit", "200mbit", "500mbit", "1gbit")
 SIZES = ("0.25", "0.5", "1", "2", "4", "8", "16", "32", "64")  # MiB
-MESSAGE = (
-    0.3e-3  # seconds of a processor for a message between daemons, sent and taken; docs/design.md, "The data path"
-)
+MESSAGE = 0.3e-3  # seconds of a processor for a message between daemons, sent and taken; estimated, not measured
 SLACK = 1.05
 MIB = 1024 * 1024
 WARM_UP = 2  # steps that do not count: plans and memory
@@ -92,7 +90,7 @@ def time_steps(width: int, layers: int, size: float, steps: int, rounds: int) ->
 
 
 def worker(width: int, layers: int, size: float, steps: int, rounds: int) -> None:
-    """What each rank runs; rank 0 prints the result."""
+    """Each rank runs this; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 

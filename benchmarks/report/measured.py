@@ -163,7 +163,7 @@ def costs(found: All) -> str:
 
 
 def goals(found: All) -> str:
-    """What was aimed at, and what was reached, where that is known not to be the same everywhere."""
+    """The table lists goals that were missed somewhere: what was aimed at, and what was reached."""
     table = Table(["goal", "asked", "reached", ""], left=1)
 
     def row(goal: str, asked: str, reached: Sequence[float], enough: Callable[[float], bool], unit: str = "") -> None:

@@ -92,7 +92,7 @@ class Gossip(HomeAlgorithm[_Spec]):
         """What the worker gets; `parts`: its neighbours', with their weights."""
 
     def passing(self, home: Home, part: Part, receivers: list[int]) -> Send:
-        """What the neighbours get when this rank passes: nothing, so that each keeps this rank's share for itself."""
+        """Neighbours get nothing when this rank passes, so that each keeps this rank's share for itself."""
         del home
         return Send(receivers, "pass", part.values, part.clock, payload=_NOTHING)
 

@@ -126,7 +126,7 @@ class Reducer:
 
     @property
     def widens(self) -> bool:
-        """Whether partial results are wider than elements."""
+        """Says whether partial results are wider than elements."""
         return self.divisor != 1 and not self.dtype.is_floating and self.dtype.itemsize < _INT64.itemsize
 
     @property
