@@ -50,7 +50,7 @@ def worker(sizes: list[int], rounds: int, with_horovod: bool) -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    launch.process_group(hvd)
     horovod = peers.horovod() if with_horovod else None
     result: dict[str, dict[str, list[float]]] = {}
     for nbytes in sizes:

@@ -98,7 +98,7 @@ def worker(width: int, layers: int, size: float, steps: int, rounds: int) -> Non
 
     hvd.init()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    launch.process_group(hvd)
     result = time_steps(width, layers, size, steps, rounds)
     if hvd.rank() == 0:
         launch.tell(result)

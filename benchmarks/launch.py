@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from benchmarks.netlab import Netlab
 
 MARK = "RESULT "  # in front of the JSON that rank 0 prints
-PORT = "29512"  # where torch.distributed meets on a netlab host, on which nobody else listens
+MEETING = "FUSION_BENCHMARK_MEETING"  # address of rank 0's host, at which torch.distributed meets
 
 
 def tell(result: Any) -> None:
@@ -24,8 +23,24 @@ def tell(result: Any) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Variables for workers that also use torch.distributed: where to meet, and one thread each."""
-    return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    """Variables for workers on this host: one thread each."""
+    return {**os.environ, MEETING: "127.0.0.1", "OMP_NUM_THREADS": "1"}
+
+
+def process_group(hvd: Any) -> None:
+    """Makes torch.distributed's default group, with gloo, of the ranks of this job.
+
+    They meet at a port that the system has given to rank 0 and that rank 0 already holds when the others hear of it: a
+    port that was found free before the job began may be taken by then.
+    """
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
+
+    host, rank, size = os.environ[MEETING], hvd.rank(), hvd.size()
+    store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = hvd.broadcast_object(store.port if store else None, root_rank=0, name="benchmarks.process_group")
+    store = store or TCPStore(host, port, size, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
 def fusionrun(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
@@ -50,7 +65,7 @@ def on_lab(
     """
     hosts = ",".join(f"{host.name}:{per_host}" for host in lab.hosts)
     launch = ["-np", str(per_host * len(lab.hosts)), "-H", hosts, "--rsh-agent", lab.agent]
-    meeting = {"MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": PORT}
+    meeting = {MEETING: lab.hosts[0].address}
     defaults = {"FUSION_ENCRYPTION": "control", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
     return _run(launch, arguments, {**os.environ, **defaults, **meeting, **(variables or {})})
 
@@ -99,11 +114,3 @@ def daemon() -> dict[str, Any]:
     found: dict[str, Any]
     (found,) = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return found
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port

@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import launch, results
-from benchmarks.launch import fusionrun
 from benchmarks.results import Measure, Record
 from benchmarks.step import LR, shapes
 
@@ -55,7 +54,7 @@ def worker(steps: int, rounds: int, compute: float, priority: bool = False) -> N
 
     hvd.init()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    launch.process_group(hvd)
     runs: dict[str, tuple[Any, Any]] = {}
     for name in COMPARED if priority else RUNTIMES:
         model = make_model(compute)
@@ -177,7 +176,7 @@ def measure(hosts: int, rate: str, ranks: int, arguments: Sequence[str]) -> Meas
     """
     command = ["-m", "benchmarks.step", "--overlap", "--worker", *arguments]
     if hosts == 1:
-        return {"hosts": 1, "rate": "", **fusionrun(ranks, command)}
+        return {"hosts": 1, "rate": "", **launch.fusionrun(ranks, command)}
     found: Measured = launch.on_hosts(hosts, rate or None, command)
     return {"hosts": hosts, "rate": rate, **found}
 

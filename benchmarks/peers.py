@@ -11,6 +11,8 @@ import os
 import sys
 from typing import Any
 
+from benchmarks.launch import MEETING
+
 DDP, FP16, POWERSGD = "DDP", "DDP, fp16 hook", "DDP, PowerSGD hook"
 HOROVOD = "Horovod"
 
@@ -62,7 +64,7 @@ def horovod() -> Any:
         HOROVOD_LOCAL_SIZE=str(hvd.local_size()),
         HOROVOD_CROSS_RANK=str(hvd.cross_rank()),
         HOROVOD_CROSS_SIZE=str(hvd.cross_size()),
-        HOROVOD_GLOO_RENDEZVOUS_ADDR=os.environ["MASTER_ADDR"],
+        HOROVOD_GLOO_RENDEZVOUS_ADDR=os.environ[MEETING],
         HOROVOD_GLOO_RENDEZVOUS_PORT=str(meeting[0]),
         HOROVOD_GLOO_IFACE="lo" if hvd.cross_size() == 1 else "eth0",
         HOROVOD_CONTROLLER="gloo",

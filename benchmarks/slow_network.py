@@ -141,7 +141,7 @@ def worker(measure: Callable[[], dict[str, Any]]) -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    launch.process_group(hvd)
     result = measure()
     if hvd.rank() == 0:
         launch.tell(result)

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import arguments as shared
 from benchmarks import peers, results, sampling, tables
-from benchmarks.launch import environment, free_port
+from benchmarks.launch import environment
 from benchmarks.results import Measure, Record
 from benchmarks.tables import Table
 
@@ -87,7 +87,7 @@ def measure(runtime: str, ranks: int) -> list[float]:
     """
     launcher = {
         "fusionrun": ["-m", "fusion_rt.runner", "-np", str(ranks), sys.executable],
-        "torchrun": ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"],
+        "torchrun": ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"],
         "horovodrun": ["-c", _HOROVODRUN, "--gloo", "-np", str(ranks), sys.executable],
     }[runtime]
     command = [sys.executable, *launcher, "-m", "benchmarks.startup", "--worker", runtime]

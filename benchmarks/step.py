@@ -133,7 +133,7 @@ def worker(steps: int, rounds: int, names: list[str]) -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    launch.process_group(hvd)
     turns = Turns(steps)
     horovod: Any = peers.horovod() if HOROVOD in names else None
     runs: dict[str, Callable[[], float]] = {}
