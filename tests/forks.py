@@ -32,11 +32,11 @@ from fusion_rt import elastic
 
 ROOT = Path(__file__).resolve().parent.parent
 DAEMON = (
-    "fusiond.cli",
-    "fusiond.daemon",
-    "fusiond.engine",
-    "fusiond.workers",
-    "fusiond.kernel_pool",
+    "fusiond.app.cli",
+    "fusiond.app.daemon",
+    "fusiond.engine.engine",
+    "fusiond.workers.connections",
+    "fusiond.host.thread_pool",
     "fusion_rt.client",
 )
 WORKER = (*DAEMON, "fusion_rt.torch", "fusion_rt.torch.elastic", "torch._dynamo", "tests.harness")

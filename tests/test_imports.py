@@ -30,7 +30,7 @@ AREAS = (
     "fusion_rt.runner",
     "fusion_rt.shim",
     "fusiond",
-    "fusiond.shard_optimizer",
+    "fusiond.algorithms.shard_optimizer",
     "fusion_trace",
     "fusion_trace.simulation",
 )
@@ -47,9 +47,9 @@ ALLOWED = {
         "fusion_rt.torch",
         "torch",
     },
-    "fusiond": {"fusion_rt", "fusiond", "fusiond.shard_optimizer"},
+    "fusiond": {"fusion_rt", "fusiond", "fusiond.algorithms.shard_optimizer"},
     # The one module of the daemon that may import torch: late, for the optimizers of shards.
-    "fusiond.shard_optimizer": {"fusion_rt", "fusiond", "torch"},
+    "fusiond.algorithms.shard_optimizer": {"fusion_rt", "fusiond", "torch"},
     "fusion_trace": {"fusion_rt", "fusion_trace", "fusion_trace.simulation"},
     # It runs the daemon's own exchanges and algorithms.
     "fusion_trace.simulation": {"fusion_rt", "fusion_trace", "fusion_trace.simulation", "fusiond"},
@@ -118,12 +118,12 @@ def test_imports_point_one_way() -> None:
         ("fusion_rt.client", "def late():\n    from torch import nn"),
         ("fusion_rt.client", "from fusion_rt import torch"),
         ("fusion_rt.client", "from . import runner"),
-        ("fusion_rt.client", "import fusiond.loop"),
+        ("fusion_rt.client", "import fusiond.host.loop"),
         ("fusion_rt.kernels.cpu", "from ..torch import ops"),
-        ("fusion_rt.runner.cli", "from fusiond import cli"),
+        ("fusion_rt.runner.cli", "from fusiond.app import cli"),
         ("fusion_rt.torch.ops", "from ..runner import cli"),
-        ("fusion_trace.cli", "from fusiond import planning"),
-        ("fusiond.loop", "import importlib\nimportlib.import_module('fusion_rt.torch')"),
+        ("fusion_trace.cli", "from fusiond.control import planning"),
+        ("fusiond.host.loop", "import importlib\nimportlib.import_module('fusion_rt.torch')"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, source: str) -> None:
@@ -134,7 +134,7 @@ def test_a_wrong_import_is_seen(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("fusion_rt.torch.ops", "import torch\nfrom fusion_rt import client\nfrom . import handles"),
-        ("fusiond.loop", "from fusion_rt.wire import Ready\nfrom . import plan\nimport torchlike"),
+        ("fusiond.host.loop", "from fusion_rt.wire import Ready\nfrom . import plan\nimport torchlike"),
         ("fusion_rt.kernels.cpu", "from . import reference\nfrom .. import settings"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_right_import_is_left_alone(module: str, source: str) -> None:
 @pytest.mark.parametrize("area", ["fusiond", "fusion_rt.runner", "fusion_trace"])
 def test_importing_all_of_it_leaves_torch_out(area: str) -> None:
     names = [name for name in modules() if area_of(name) == area and not name.endswith("__main__")]
-    assert f"{area}.cli" in names, f"{area} has no command line module {area}.cli"
+    assert any(name.endswith(".cli") for name in names), f"{area} has no command line module"
     code = f"import sys, importlib; [importlib.import_module(n) for n in {names}]; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"importing {area} imports torch, or fails:\n{done.stderr}"

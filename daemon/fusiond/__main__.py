@@ -1,5 +1,5 @@
 """`python -m fusiond`."""
 
-from fusiond.cli import main
+from fusiond.app.cli import main
 
 main()

@@ -25,7 +25,7 @@ print(json.dumps({
 }))
 """
 _ASK_DAEMON = """
-import json, zmq, fusiond.cli
+import json, zmq, fusiond.app.cli
 from fusion_rt.algorithms import ALGORITHMS
 from fusion_rt.codecs import CODECS
 print(json.dumps({

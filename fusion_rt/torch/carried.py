@@ -1,8 +1,8 @@
 """What an optimizer's node remembers, on its way from one membership epoch to the next, whose nodes, buckets and homes
 are others.
 
-The daemon saves it by bucket and rank (`fusiond.remembered`, `fusiond.homes.state`). Here it is taken apart by tensor,
-and put together for the buckets of another plan:
+The daemon saves it by bucket and rank (`fusiond.buckets.codec_state`, `fusiond.shards.checkpoint`). Here it is taken
+apart by tensor, and put together for the buckets of another plan:
 
 - *residuals* (and velocities, of codecs with momentum correction), whether of a node's part of an all-reduce or of
   what its workers send to homes: gradients that have not been sent. Anybody may send them, so all that counts is that

@@ -20,6 +20,6 @@ def hang_on_request(path: str) -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=hang_on_request, args=(os.environ["FUSION_TEST_HANG"],), daemon=True).start()
-    from fusiond.cli import main
+    from fusiond.app.cli import main
 
     main()

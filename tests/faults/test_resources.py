@@ -29,12 +29,12 @@ from fusion_rt.arena import Segment
 from fusion_rt.bootstrap import RANKS_DIRECTORY, DaemonConfig
 from fusion_rt.errors import ArenaError, FusionError, HorovodInternalError
 from fusion_rt.topology import Topology
-from fusiond import leftovers
-from fusiond.cli import app
-from fusiond.directory import Directory, listen
-from fusiond.leftovers import remove_dead
-from fusiond.loop import EventLoop
-from fusiond.workers import WorkerLink, Workers
+from fusiond.app.cli import app
+from fusiond.host import leftovers
+from fusiond.host.leftovers import remove_dead
+from fusiond.host.loop import EventLoop
+from fusiond.host.runtime_directory import Directory, listen
+from fusiond.workers.connections import WorkerLink, Workers
 from tests.fusiond.algorithms.training import Workers as TrainingWorkers
 from tests.fusiond.processes import Daemons, kill, together
 from tests.fusiond.simulation import SimulatedJob

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fusiond import inbox
+from fusiond.transport import inbox
 from tests.faults.jobs import ProxiedDaemons, Workers
 from tests.fusiond.processes import TIMEOUT_S, Daemons
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fusiond import flow
+from fusiond.transport import flow_control
 from tests.fusiond.processes import Daemons
 
 
 @pytest.fixture
 def small_loans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Payloads from 1 KiB on are borrowed, so that a simulated job borrows memory with little data."""
-    monkeypatch.setattr(flow, "BORROW_FROM", 1024)
+    monkeypatch.setattr(flow_control, "BORROW_FROM", 1024)
 
 
 @pytest.fixture(scope="module")

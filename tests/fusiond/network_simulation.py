@@ -29,10 +29,10 @@ from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.trace import NULL
-from fusiond.daemon import Daemon
-from fusiond.loop import Timer
-from fusiond.sockets import MORE
-from fusiond.workers import WorkerLink
+from fusiond.app.daemon import Daemon
+from fusiond.host.loop import Timer
+from fusiond.transport.sockets import MORE
+from fusiond.workers.connections import WorkerLink
 
 Array = npt.NDArray[Any]
 Callback = Callable[[], None]
@@ -335,14 +335,14 @@ class VirtualDaemon(Daemon):
         address = f"10.0.0.{node + 1}"
         sockets = VirtualSockets(network, node, address)
         with (
-            patch("fusiond.daemon.EventLoop", lambda: self.loop),
-            patch("fusiond.daemon.open_ring", lambda *_: NULL),
-            patch("fusiond.daemon.listen", MagicMock()),
-            patch("fusiond.daemon.Directory", MagicMock()),
-            patch("fusiond.daemon.StackReader", MagicMock()),
-            patch("fusiond.daemon.Desk", MagicMock()),
-            patch("fusiond.mesh.Sockets", lambda *_: sockets),
-            patch("fusiond.reception.KeyGate", MagicMock()),
+            patch("fusiond.app.daemon.EventLoop", lambda: self.loop),
+            patch("fusiond.app.daemon.open_ring", lambda *_: NULL),
+            patch("fusiond.app.daemon.listen", MagicMock()),
+            patch("fusiond.app.daemon.Directory", MagicMock()),
+            patch("fusiond.app.daemon.StackReader", MagicMock()),
+            patch("fusiond.app.daemon.Desk", MagicMock()),
+            patch("fusiond.transport.mesh.Sockets", lambda *_: sockets),
+            patch("fusiond.transport.reception.KeyGate", MagicMock()),
         ):
             super().__init__(DaemonConfig("job", node, topology, address, attached=False), settings)
         assert self._mesh is not None

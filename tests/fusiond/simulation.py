@@ -21,9 +21,9 @@ from fusion_rt import wire
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.settings import Settings
 from fusion_rt.topology import ProcessSet, Topology
-from fusiond import flow
 from fusiond.collectives.base import Job, Result
-from fusiond.engine import Engine
+from fusiond.engine.engine import Engine
+from fusiond.transport import flow_control
 
 Array = npt.NDArray[Any]
 GARBAGE = 0xA5
@@ -126,7 +126,7 @@ class SimulatedJob:
             **{"chunk_bytes": 4096, "window_bytes": 4 * 4096, "fusion_threshold": 1024, **settings}
         )
         self.now = 0.0
-        self.borrow_from = flow.BORROW_FROM
+        self.borrow_from = flow_control.BORROW_FROM
         self.answers: dict[int, list[tuple[wire.DaemonMessage, Array | None]]] = {}
         self.warnings: list[str] = []
         self.whereabouts: dict[int, wire.Whereabouts] = {}  # of the ranks that say where they are

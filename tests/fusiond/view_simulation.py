@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from fusion_rt import wire
 from fusion_rt.bootstrap import DaemonConfig
-from fusiond.engine import Engine
-from fusiond.from_peers import FromPeers
+from fusiond.app.peer_dispatch import FromPeers
+from fusiond.engine.engine import Engine
 from fusiond.live.figures import Gathering
-from fusiond.losses import Losses
-from fusiond.membership import Membership
-from fusiond.starting import Starting
+from fusiond.membership.epoch import Membership
+from fusiond.membership.failures import Losses
+from fusiond.membership.startup import Starting
 from tests.fusiond.simulation import Node, SimulatedJob
 
 

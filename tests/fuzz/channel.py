@@ -14,9 +14,9 @@ from functools import cache
 from fusion_rt import local, wire
 from fusion_rt.arena import Segment
 from fusion_rt.errors import FusionError
-from fusiond.directory import listen
-from fusiond.loop import EventLoop
-from fusiond.workers import WorkerLink, Workers
+from fusiond.host.loop import EventLoop
+from fusiond.host.runtime_directory import listen
+from fusiond.workers.connections import WorkerLink, Workers
 from tests.fuzz.engine import Target
 
 _PAGE = 4096

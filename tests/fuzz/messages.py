@@ -16,7 +16,7 @@ from fusion_rt.errors import FusionError, WireError
 from fusion_rt.launchers import entries, kvstore
 from fusion_rt.runner import messages
 from fusion_rt.topology import Topology
-from fusiond import delivery
+from fusiond.transport import delivery
 from tests.fuzz.engine import Target
 
 TOPOLOGY = Topology(("a", "b"), ((0, 2), (1,)))

@@ -17,8 +17,8 @@ from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.settings import Settings
-from fusiond import remembered
-from fusiond.snapshots import SnapshotError, Snapshots
+from fusiond.buckets import codec_state
+from fusiond.engine.snapshots import SnapshotError, Snapshots
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import SimulatedJob
 from tests.fuzz.engine import Target
@@ -77,21 +77,21 @@ def _codec_states() -> list[bytes]:
     """One for each codec, after a step; the first byte says which."""
     found = []
     for number, text in enumerate(_CODECS):
-        bucket: Any = remembered.open_bucket(codecs.parse(text), _LAYOUT, 2)
+        bucket: Any = codec_state.open_bucket(codecs.parse(text), _LAYOUT, 2)
         bucket.encode(0, np.sin(np.arange(600)).astype(np.float32))
         bucket.bounds = (0, 300, 600)
-        found.append(bytes([number]) + _packed(remembered.saved([bucket])))
+        found.append(bytes([number]) + _packed(codec_state.saved([bucket])))
     return found
 
 
 @cache
 def _bucket(number: int) -> Any:
-    return remembered.open_bucket(codecs.parse(_CODECS[number % len(_CODECS)]), _LAYOUT, 2)
+    return codec_state.open_bucket(codecs.parse(_CODECS[number % len(_CODECS)]), _LAYOUT, 2)
 
 
 def _restore(data: bytes) -> bool:
     bucket = _bucket(data[0] if data else 0)
-    remembered.restore([bucket], named_arrays.read(np.frombuffer(data[1:], np.uint8)))
+    codec_state.restore([bucket], named_arrays.read(np.frombuffer(data[1:], np.uint8)))
     bucket.encode(0, np.ones(600, np.float32))  # it goes on from whatever it was given
     return True
 

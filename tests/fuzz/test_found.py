@@ -21,7 +21,8 @@ from fusion_rt.errors import FusionError, SettingError, WireError
 from fusion_rt.launchers.nodelist import expand
 from fusion_rt.runner import config_file, messages
 from fusion_rt.units import parse_seconds, parse_size
-from fusiond import remembered, shard_optimizer
+from fusiond.algorithms import shard_optimizer
+from fusiond.buckets import codec_state
 
 
 def test_an_empty_packet_with_a_descriptor_leaves_no_descriptor_behind() -> None:
@@ -37,9 +38,9 @@ def test_an_empty_packet_with_a_descriptor_leaves_no_descriptor_behind() -> None
 @pytest.mark.parametrize("step", [-1, 2**48])
 def test_a_saved_number_of_steps_that_cannot_be_is_refused(step: int) -> None:
     layout = Layout(DTYPES["float32"], 400, (Span("a", 0, 400, (20, 20)),))
-    bucket = remembered.open_bucket(codecs.parse("powersgd(rank=1, minimum=0)"), layout, 2)
+    bucket = codec_state.open_bucket(codecs.parse("powersgd(rank=1, minimum=0)"), layout, 2)
     with pytest.raises(CodecError, match="steps, which cannot be"):
-        remembered.restore([bucket], {**remembered.saved([bucket]), "0:step": np.array(step)})
+        codec_state.restore([bucket], {**codec_state.saved([bucket]), "0:step": np.array(step)})
 
 
 @pytest.mark.parametrize("text", ["1e308GB", "9" * 400])

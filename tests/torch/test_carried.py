@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fusion_rt import wire
 from fusion_rt.torch import carried
 from fusion_rt.torch.carried import Arrays, Carried
-from fusiond.planning import make_plan
+from fusiond.control.planning import make_plan
 
 SIZES = {"a": 5, "b": 40, "c": 7, "d": 120}
 

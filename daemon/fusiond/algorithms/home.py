@@ -2,7 +2,7 @@
 
 A home is one bucket's authoritative copy: a shard, which all ranks contribute to, or one rank's replica, which mixes
 with its neighbours'. Contributions (`Part`) come to it one at a time; the algorithm says what follows (`Step`s): who is
-answered, who is sent something. It does no I/O and has no clock; `fusiond.homes` carries its steps out.
+answered, who is sent something. It does no I/O and has no clock; `fusiond.shards` carries its steps out.
 
 Ranks are named by their *position* among the ranks of the process set, 0 to n - 1.
 """
@@ -22,8 +22,8 @@ from fusion_rt import algorithms
 from fusion_rt.codecs.base import BucketCodec
 from fusion_rt.dtypes import DType
 from fusion_rt.kernels import cpu
+from fusiond.algorithms.shard_optimizer import ShardOptimizer
 from fusiond.collectives.base import Array
-from fusiond.shard_optimizer import ShardOptimizer
 
 
 @dataclass(slots=True)

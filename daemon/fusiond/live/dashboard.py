@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from fusion_rt.errors import FusionError
-from fusiond.live.looking import Lookout
+from fusiond.live.client import Lookout
 from fusiond.live.rates import Rates
 from fusiond.live.web import Page, WebServer
 

@@ -11,7 +11,7 @@ import msgspec
 
 from fusion_rt import wire
 from fusion_rt.topology import Topology
-from fusiond.rounds import Rounds
+from fusiond.core.queries import Rounds
 
 PATIENCE = 2.0  # seconds for an answer: whoever looks on wants to see the others meanwhile
 

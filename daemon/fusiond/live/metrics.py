@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from fusion_rt import wire
 from fusion_rt.errors import FusionError
 from fusion_rt.topology import Topology
+from fusiond.host.loop import EventLoop
 from fusiond.live.web import Page, WebServer
-from fusiond.loop import EventLoop
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

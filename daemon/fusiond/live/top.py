@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fusiond.live.looking import Lookout
+from fusiond.live.client import Lookout
 from fusiond.live.rates import LinkRates, NodeRates, RankRates, Rates
-from fusiond.report import WIDTH, size
+from fusiond.live.status_report import WIDTH, size
 
 _MOST = 32  # rows of a table; a screen has no more
 

@@ -27,7 +27,8 @@ class WorkerServer:
 
     Args:
         directory: is made, for this user alone, and holds the socket. Its lock is this process's as long as it lives:
-            of an agent that was killed, the directory is removed by the next daemon that starts (`fusiond.leftovers`).
+            of an agent that was killed, the directory is removed by the next daemon that starts (see
+            `fusiond.host.leftovers`).
         slots: is asked which slots have a worker now.
         on_rejoin: is told the slot of a worker that asks for a place, and its message.
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from fusion_rt import algorithms, wire
 from fusion_rt.topology import ProcessSet
-from fusiond.homes.box import Box
-from fusiond.homes.overdue import key_of
+from fusiond.shards.shard import Box
+from fusiond.shards.timeouts import key_of
 from tests.fusiond.simulation import Array, SimulatedJob
 
 LAYOUTS = ([3], [2, 1], [1, 1, 1], [4], [2, 2], [1, 1, 1, 1], [0, 3, 1])

@@ -8,8 +8,8 @@ import pytest
 
 from fusion_rt import codecs, mixing, wire
 from fusion_rt.errors import WireError
-from fusiond.homes.parcels import open_codec, pack, unpack
-from fusiond.plans import layout_of
+from fusiond.buckets.plans import layout_of
+from fusiond.shards.messages import open_codec, pack, unpack
 from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array

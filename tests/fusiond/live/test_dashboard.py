@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fusion_rt.errors import FusionError
+from fusiond.live.client import Lookout
 from fusiond.live.dashboard import Latest, serve
-from fusiond.live.looking import Lookout
 from fusiond.live.rates import Rates, compare
 from tests.fusiond.live.looks import document, link, rank, told
 

@@ -14,8 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fusion_rt.errors import FusionError
+from fusiond.host.loop import EventLoop
 from fusiond.live.metrics import Metrics, families
-from fusiond.loop import EventLoop
 from tests.fusiond.live.looks import TOPOLOGY, link, rank, told
 
 FIGURES = told((rank(0, 3, 6, 0.25), rank(1, 4, 8, 0.5)), (link(1, 900, lost=True),), operations=12, bytes=480)

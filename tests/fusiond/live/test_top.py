@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fusion_rt import wire
-from fusiond.cli import app
+from fusiond.app.cli import app
 from fusiond.live.rates import compare
 from fusiond.live.top import page
 from tests.fusiond.live.looks import document, link, rank, told

@@ -17,13 +17,13 @@ from fusion_rt import trace, wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.trace_format import Kind
-from fusiond.loop import EventLoop
+from fusiond.host.loop import EventLoop
 from fusiond.timeline import instrument
-from fusiond.timeline.chronicle import Chronicle
-from fusiond.timeline.desk import Desk
+from fusiond.timeline.controller import Desk
 from fusiond.timeline.events import Dropped, Event, Order, Plan, Tensor, Told, decode
 from fusiond.timeline.instrument import Tee
-from fusiond.timeline.scribe import Book
+from fusiond.timeline.writer import Chronicle
+from fusiond.timeline.writer_process import Book
 
 PLAN = wire.Plan(
     3, "g", 0, wire.Reduction(), (wire.Bucket(0, "float32", 6, 0, (wire.PlannedTensor("w", 0, 6, (2, 3)),)),), 24
@@ -165,7 +165,7 @@ def test_a_desk_starts_switches_and_ends_timelines(tmp_path: Path) -> None:
     assert done(lambda then: desk.start(0, first, False, then)) == ""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # of an earlier one, which has ended by itself
-            if "fusiond.timeline.scribe" in child.cmdline():
+            if "fusiond.timeline.writer_process" in child.cmdline():
                 child.kill()
     while collects():
         loop.turn()

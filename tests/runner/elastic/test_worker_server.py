@@ -20,7 +20,7 @@ from fusion_rt.elastic import AgentConnection, Assignment, HostsChanged, Rejoin,
 from fusion_rt.errors import FusionError
 from fusion_rt.runner.elastic import workers
 from fusion_rt.runner.elastic.workers import WorkerServer
-from fusiond.leftovers import remove_dead
+from fusiond.host.leftovers import remove_dead
 
 TIMEOUT_S = 20.0
 

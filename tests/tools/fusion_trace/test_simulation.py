@@ -241,7 +241,7 @@ def test_who_waits_for_a_straggler_depends_on_the_algorithm() -> None:
 
 def test_a_bucket_home_is_where_a_plan_has_it() -> None:
     from fusion_rt.wire import Bucket as Planned
-    from fusiond.planning import place_homes
+    from fusiond.control.planning import place_homes
 
     sizes = [7, 3, 9, 9, 1, 4, 4]
     planned = [

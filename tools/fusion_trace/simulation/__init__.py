@@ -9,7 +9,7 @@ and what is not, is in docs/simulation.md.
     ghosts.py     arrays that have a length only, and what computes with them
     codings.py    what codecs make of a bucket: bytes, and time
     daemons.py    one node's daemon: threads, and the way to others; what it does:
-    exchanges.py  ... all-reduces: fusiond.collectives, fusiond.flow
+    exchanges.py  ... all-reduces: fusiond.collectives, fusiond.transport.flow_control
     homes.py      ... homes: fusiond.algorithms
     workers.py    training processes: compute, submit, wait
     jobs.py       all of it, joined; what came of it

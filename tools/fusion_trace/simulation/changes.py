@@ -187,7 +187,7 @@ def _fused(
 
 
 def _groups(tensors: Sequence[Tensor], threshold: int) -> list[list[Tensor]]:
-    """As `fusiond.planning` fuses tensors of one dtype."""
+    """As `fusiond.control.planning` fuses tensors of one dtype."""
     groups: list[list[Tensor]] = []
     for tensor in tensors:
         if groups and sum(t.nbytes for t in groups[-1]) + tensor.nbytes <= threshold:

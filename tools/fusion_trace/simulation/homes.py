@@ -1,7 +1,7 @@
 """One node's homes of buckets: the daemon's own training algorithms, on arrays of one element.
 
 A home takes one contribution at a time, on a thread of the pool, and what the algorithm says is carried out as in
-`fusiond.homes`: answers to workers, parcels to other homes, waking up later. Parcels are as large as those of the
+`fusiond.shards`: answers to workers, parcels to other homes, waking up later. Parcels are as large as those of the
 bucket.
 """
 

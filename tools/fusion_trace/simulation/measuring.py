@@ -26,7 +26,7 @@ from fusion_trace.simulation.ghosts import F32
 from fusion_trace.simulation.model import Bucket, CodecCosts, Costs
 from fusiond.collectives.base import Array, Reducer
 from fusiond.collectives.ring import Ring
-from fusiond.flow import FlowPort
+from fusiond.transport.flow_control import FlowPort
 
 _TURNS = 5
 _KEY = wire.OpKey(0, 1, "0", 0)

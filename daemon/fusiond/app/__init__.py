@@ -1,0 +1,1 @@
+"""The daemon: its parts joined, its messages dispatched, its command line."""

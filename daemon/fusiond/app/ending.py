@@ -1,0 +1,210 @@
+"""Who is gone, and what ends with it: a part of the job, the job, or this daemon."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fusion_rt import bootstrap, wire
+from fusion_rt.settings import Settings
+from fusiond.app.effects import Acting
+from fusiond.membership.epoch import Membership
+from fusiond.membership.failures import Losses
+from fusiond.transport.mesh import Mesh
+
+if TYPE_CHECKING:
+    from fusiond.engine.engine import Engine
+    from fusiond.host.loop import EventLoop
+    from fusiond.workers.connections import WorkerLink
+
+_log = logging.getLogger("fusiond")
+_FREED = 0.2  # seconds after a failure in which what kernels and connections still had in hand is done with
+_LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when nobody ends the daemon before
+
+
+class Ending:
+    """Of one daemon, whose other parts it uses.
+
+    Args:
+        config, settings: who this node is; whether losses are tolerated.
+        links: the connections of the local workers, by rank.
+        engine: gives the one of this membership epoch.
+        begin_epoch: begins the next one.
+
+    Attributes:
+        losses: what follows from lost nodes and workers.
+        failure: why the job cannot go on; empty while it can.
+        exit_code: the daemon's.
+    """
+
+    def __init__(
+        self,
+        config: bootstrap.DaemonConfig,
+        settings: Settings,
+        membership: Membership,
+        loop: EventLoop,
+        mesh: Mesh | None,
+        acting: Acting,
+        links: Mapping[int, WorkerLink],
+        engine: Callable[[], Engine],
+        begin_epoch: Callable[[], None],
+    ) -> None:
+        self.losses = Losses(config.topology, config.node, settings.tolerate_losses, membership, self)
+        self.failure = ""
+        self.exit_code = 0
+        self._config = config
+        self._host = config.topology.hosts[config.node]
+        self._tolerates = settings.tolerate_losses
+        self._membership = membership
+        self._loop = loop
+        self._mesh = mesh
+        self._acting = acting
+        self._links = links
+        self._engine = engine
+        self._begin_epoch = begin_epoch
+        self._stopped = False  # somebody has asked for the end
+        self._ended: set[int] = set()  # peers that have ended because their workers were done
+
+    # --- who is gone --------------------------------------------------------------------------------------------------
+
+    def worker_lost(self, rank: int, error: str) -> None:
+        """A worker has failed: the job goes on without it, or fails."""
+        self.losses.worker_lost(rank, error)
+        self._loop.call_later(_FREED, _free_memory)
+
+    def worker_departed(self, rank: int) -> None:
+        """A local rank takes part no longer, and all nodes hear of it, each when it has what is on its way to it."""
+        self._engine().depart([rank])
+        if self._mesh is not None:
+            for node in self._others():
+                self._mesh.send_last(node, wire.Departed((rank,)))
+        self.losses.departed()
+
+    def departed(self) -> None:
+        """Workers have left in good order, here or elsewhere."""
+        self.losses.departed()
+        self.check_over()
+
+    def peer_lost(self, node: int, why: str) -> None:
+        """A peer cannot be heard any more."""
+        if not self.failure:
+            self.losses.peer_lost(node, why)
+
+    def starter_gone(self) -> None:
+        """Whoever attended this daemon is gone, and it goes, too."""
+        if self._links:
+            # The others will see that this node is gone, and decide what becomes of the job.
+            why = f"whoever started the daemon of host {self._host} is gone"
+            if self._tolerates:
+                self.losses.gone_on_without(why)
+            self.fail(why, tell_peers=not self._tolerates)
+        self._loop.stop()
+
+    def signalled(self, name: str) -> None:
+        """The daemon is told to stop. One whose workers are done delivers first what it owes to others."""
+        if not (self._membership.everyone_left or self._everyone_departed):
+            self.fail(f"the daemon of host {self._host} was told to stop ({name})")
+        if self._mesh is None or self.failure:
+            self._loop.stop()
+        else:
+            self._mesh.when_received(self._loop.stop)
+            self._loop.call_later(_LAST_WORDS, self._loop.stop)
+
+    def stop(self, reason: str) -> None:
+        """Somebody has asked for the job's end."""
+        _log.warning("asked to stop: %s", reason)
+        self._stopped = True
+        self.fail(f"the job was stopped on host {self._host}: {reason or 'by request'}")
+        self._loop.call_later(_LAST_WORDS, self._loop.stop)
+        self.check_over()
+
+    def gone(self) -> frozenset[int]:
+        """Nodes that need not be asked anything."""
+        return frozenset(self._ended | self._engine().participants.lost_nodes)
+
+    # --- losses' Outside ----------------------------------------------------------------------------------------------
+
+    def to_node(self, node: int, message: wire.PeerMessage) -> None:
+        self._acting.to_node(node, message)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
+        return self._loop.call_later(seconds, callback)
+
+    def warn(self, text: str) -> None:
+        self._acting.warn(text)
+
+    def current_engine(self) -> Engine:
+        return self._engine()
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to be done for anybody here. Where losses are tolerated, the others' are agreed upon
+        as long as there is anybody."""
+        return self._everyone_departed or (self._membership.everyone_left and not self._tolerates)
+
+    def peers_gone(self, nodes: Sequence[int], why: str) -> None:
+        for node in nodes:
+            self._ended.add(node)
+            self._engine().depart(self._config.topology.ranks[node])
+            if self._mesh is not None and node != self._config.node:
+                self._mesh.lose(node, why)
+        self.check_over()
+
+    def begin_epoch(self) -> None:
+        self._begin_epoch()
+
+    # --- what ends ----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: str, tell_peers: bool = True) -> None:
+        """The job cannot go on. Everybody gets the first reason."""
+        if self.failure:
+            return
+        self.failure = error
+        self.exit_code = 1
+        self.losses.views.end()
+        _log.log(logging.ERROR if tell_peers else logging.INFO, "%s", error)  # an error is logged where it happened
+        self._engine().fail_job(error)
+        self._loop.call_later(_FREED, _free_memory)
+        self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory
+        if tell_peers:
+            self._tell_peers(wire.Abort(error))
+        if not self._config.attached:
+            self._loop.call_later(_LAST_WORDS, self._loop.stop)
+
+    def tell_workers(self) -> None:
+        """Those of this node hear why the job cannot go on."""
+        for link in self._links.values():
+            self._acting.workers.send(link, wire.JobFailed(self.failure))
+
+    def check_over(self) -> None:
+        """A daemon that nobody attends ends with the job's last worker; one that is attended, when it is told to."""
+        gone = self._everyone_departed and (self._stopped or not self._may_return)
+        if (self._stopped or not self._config.attached) and not self._links and (self.failure or gone):
+            self._loop.stop()
+
+    @property
+    def _everyone_departed(self) -> bool:
+        return len(self._engine().participants.departed) == self._config.topology.size
+
+    @property
+    def _may_return(self) -> bool:
+        """Whether workers that have left may come back: here, or, to a node that has none left, anywhere."""
+        if self._membership.awaited:
+            return self._acting.workers.may_return
+        others = [node for node in self._membership.nodes if node != self._config.node]
+        return any(self._membership.has_workers(node) and node not in self._ended for node in others)
+
+    def _tell_peers(self, message: wire.PeerMessage) -> None:
+        if self._mesh is not None:
+            for node in self._others():
+                self._acting.to_node(node, message)
+
+    def _others(self) -> list[int]:
+        return [node for node in range(len(self._config.topology.hosts)) if node != self._config.node]
+
+
+def _free_memory() -> None:
+    """Lets go of memory of workers that only what has failed still refers to: operations are cycles of references, and
+    a daemon that has nothing to do would keep them, and with them the memory, for ever."""
+    gc.collect()

@@ -1,0 +1,132 @@
+"""The rings of a job's nodes, for tools: each daemon reads those of its own node, and asks the others for theirs.
+
+A daemon reads nothing but the rings that its own workers and it itself have in this job's directory, whoever asks: a
+peer says a file's name, which has to be one of these, and how much of it, which is bounded.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+from fusion_rt import trace_files, wire
+from fusion_rt.topology import Topology
+from fusiond.core.queries import Rounds
+
+PATIENCE = 5.0  # seconds for an answer
+_Answer = wire.Rings | wire.RingPiece
+
+
+class RingFiles:
+    """One daemon's part in that.
+
+    Args:
+        directory: of this job's rings on this host.
+        topology, node: who is where, and which node this is.
+        to_node: sends a message to another node.
+        call_later: calls back after so many seconds.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        topology: Topology,
+        node: int,
+        to_node: Callable[[int, wire.PeerMessage], None],
+        call_later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        self._directory = directory
+        self._topology = topology
+        self._node = node
+        self._to_node = to_node
+        self._rounds: Rounds[_Answer] = Rounds(self._send, call_later, PATIENCE)
+
+    def tell(self, without: frozenset[int], then: Callable[[dict[str, Any]], None]) -> None:
+        """Tells the rings of all nodes but those that are gone, as JSON types; `rings` is None of a silent node."""
+        nodes = [node for node in range(len(self._topology.hosts)) if node not in without]
+
+        def told(answers: dict[int, _Answer]) -> None:
+            rings = {node: answer.files for node, answer in answers.items() if isinstance(answer, wire.Rings)}
+            entries = [
+                {
+                    "node": node,
+                    "host": host,
+                    "rings": [{"name": file.name, "nbytes": file.nbytes} for file in rings[node]]
+                    if node in rings
+                    else None,
+                }
+                for node, host in enumerate(self._topology.hosts)
+            ]
+            then({"nodes": entries})
+
+        self._rounds.ask(dict.fromkeys(nodes, wire.RingsRequest), told)
+
+    def read(self, request: wire.JobRingRequest, then: Callable[[dict[str, Any]], None]) -> None:
+        """Tells a piece of a ring of any node, as JSON types: `data` in base64, or why it cannot be had."""
+        if request.node >= len(self._topology.hosts):
+            then({"data": "", "why_not": f"there is no node {request.node} in this job"})
+            return
+
+        def told(answers: dict[int, _Answer]) -> None:
+            answer = answers.get(request.node)
+            if isinstance(answer, wire.RingPiece):
+                then({"data": base64.b64encode(answer.data).decode(), "why_not": answer.why_not})
+            else:
+                host = self._topology.hosts[request.node]
+                then({"data": "", "why_not": f"node {request.node} (host {host}) does not answer"})
+
+        piece = request.name, request.offset, request.nbytes
+        self._rounds.ask({request.node: lambda serial: wire.RingPieceRequest(serial, *piece)}, told)
+
+    def handle(self, node: int, message: wire.PeerMessage) -> bool:
+        """Takes a message of another node, or of this one. Returns whether it was for this."""
+        if isinstance(message, wire.RingsRequest):
+            self._send(node, wire.Rings(message.serial, self._here()))
+        elif isinstance(message, wire.RingPieceRequest):
+            self._send(node, self._piece(message))
+        elif isinstance(message, (wire.Rings, wire.RingPiece)):
+            self._rounds.answered(node, message.serial, message)
+        else:
+            return False
+        return True
+
+    def _names(self) -> list[str]:
+        """Of the rings that this node may have."""
+        ranks = self._topology.ranks[self._node]
+        return [trace_files.ring_name("node", self._node), *(trace_files.ring_name("rank", rank) for rank in ranks)]
+
+    def _here(self) -> tuple[wire.RingFile, ...]:
+        found = []
+        for name in self._names():
+            try:
+                status = os.lstat(os.path.join(self._directory, name))
+            except OSError:  # nothing is recorded there
+                continue
+            if stat.S_ISREG(status.st_mode):
+                found.append(wire.RingFile(name, status.st_size))
+        return tuple(found)
+
+    def _piece(self, asked: wire.RingPieceRequest) -> wire.RingPiece:
+        if asked.name not in self._names():
+            return wire.RingPiece(asked.serial, b"", f"node {self._node} has no such ring")
+        try:
+            fd = os.open(
+                os.path.join(self._directory, asked.name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            )
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    return wire.RingPiece(asked.serial, b"", "it is no file")
+                return wire.RingPiece(asked.serial, os.pread(fd, asked.nbytes, asked.offset))
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return wire.RingPiece(asked.serial, b"", f"it cannot be read: {error.strerror}")
+
+    def _send(self, node: int, message: wire.PeerMessage) -> None:
+        if node == self._node:
+            self.handle(node, message)
+        else:
+            self._to_node(node, message)

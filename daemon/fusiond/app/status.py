@@ -1,0 +1,101 @@
+"""What a daemon says about itself, and how it logs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+
+from fusion_rt import __version__, bootstrap, wire
+from fusion_rt.settings import Settings
+from fusiond.host.log_writer import LogWriter
+from fusiond.membership.epoch import Membership
+
+if TYPE_CHECKING:
+    from fusiond.engine.engine import Engine
+    from fusiond.transport.mesh import Mesh
+
+
+def state_of(failure: str, membership: Membership) -> str:
+    """In one word."""
+    return "failed" if failure else "running" if membership.started else "starting"
+
+
+def role_of(config: bootstrap.DaemonConfig, settings: Settings) -> str:
+    """What a node is there for: `worker`, `shard`, or `worker and shard` where shard hosts were named."""
+    if not config.topology.ranks[config.node]:
+        return "shard"
+    is_shard = bool(settings.shard_hosts) and config.node in config.topology.homes(settings.shard_hosts)
+    return "worker and shard" if is_shard else "worker"
+
+
+def identity(
+    config: bootstrap.DaemonConfig, settings: Settings, membership: Membership, failure: str, began: float
+) -> dict[str, object]:
+    """Who a daemon is, who is there, and what it has used; `began`: when, by the monotonic clock (s)."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    topology = config.topology
+    return {
+        "version": __version__,
+        "job": config.job,
+        "pid": os.getpid(),
+        "node": config.node,
+        "host": topology.hosts[config.node],
+        "nodes": len(topology.hosts),
+        "size": topology.size,
+        "role": role_of(config, settings),
+        "ranks": list(membership.local),
+        "joined": sorted(membership.joined),
+        "left": sorted(membership.left),
+        "epoch": membership.epoch,
+        "state": state_of(failure, membership),
+        "failure": failure,
+        "uptime_seconds": round(time.monotonic() - began, 3),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 3),
+    }
+
+
+def figures(
+    serial: int, engine: Engine, mesh: Mesh | None, membership: Membership, failure: str, began: float
+) -> wire.Figures:
+    """What a daemon does right now; `serial`: of whoever asks."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    operations, nbytes, under_way = engine.counts()
+    dense, packed = engine.sent_bytes()
+    staleness = engine.homes.meters.version_lag
+    return wire.Figures(
+        serial,
+        os.getpid(),
+        state_of(failure, membership),
+        failure[: wire.MAX_LINE],
+        time.monotonic() - began,
+        usage.ru_utime + usage.ru_stime,
+        psutil.Process().memory_info().rss,
+        operations,
+        nbytes,
+        under_way,
+        dense,
+        packed,
+        staleness.count,
+        staleness.mean,
+        tuple(
+            wire.RankFigures(rank, progress.steps, progress.parts, progress.late)
+            for rank, progress in engine.progress.ranks.items()
+        ),
+        () if mesh is None else mesh.figures(),
+    )
+
+
+def configure_logging(level: str, timestamp: bool) -> None:
+    """One line a message on standard error, from `level` on; `timestamp`: each begins with the time."""
+    names = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
+    logging.basicConfig(
+        handlers=[LogWriter(sys.stderr.fileno())],
+        level=names.get(level, level),
+        format=("%(asctime)s " if timestamp else "") + "fusiond[%(process)d] %(levelname)s: %(message)s",
+    )

@@ -1,0 +1,1 @@
+"""Plans and their buckets: memory, recipes, state of codecs."""

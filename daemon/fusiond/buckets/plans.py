@@ -1,0 +1,308 @@
+"""The plans in force on a node: their buckets' state, and the memory of the local workers in which they lie. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from fusion_rt import codecs, wire
+from fusion_rt.algorithms import parse
+from fusion_rt.codecs import CodecError
+from fusion_rt.codecs.trays import layout_of as layout_of
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.kernels.team import ALONE, Team
+from fusiond import algorithms
+from fusiond.algorithms import Algorithm, HomeAlgorithm
+from fusiond.buckets import codec_state
+from fusiond.buckets.codec_state import State
+from fusiond.buckets.recipes import Part, RequestError, reducer_of
+from fusiond.buckets.worker_selection import selected
+from fusiond.collectives.base import Array, Reducer
+from fusiond.core.participants import Members
+
+
+@dataclass(frozen=True)
+class BucketState:
+    """A bucket of a plan in force. `codec` holds its residual, if it has one, from step to step.
+
+    `parts`: first element and number of elements of each tensor.
+    """
+
+    bucket: wire.Bucket
+    name: str
+    reducer: Reducer
+    codec: codecs.BucketCodec
+    parts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class PlanState:
+    """A plan in force. `past`: sums of the statistics of plans that it has replaced."""
+
+    plan: wire.Plan
+    members: Members
+    algorithm: Algorithm | HomeAlgorithm[Any]
+    buckets: tuple[BucketState, ...]
+    past: Counter[str]
+
+    @property
+    def codecs(self) -> list[codecs.BucketCodec]:
+        """Of its buckets."""
+        return [bucket.codec for bucket in self.buckets]
+
+
+class Plans:
+    """All plans in force, by id.
+
+    Args:
+        team: the threads that a bucket's codec may use.
+    """
+
+    def __init__(self, team: Team = ALONE) -> None:
+        self._team = team
+        self._plans: dict[int, PlanState] = {}
+        self._memory: dict[tuple[int, int], Array] = {}  # plan and rank: the plan's segment in that worker's arena
+        self._waiting: dict[tuple[int, str], State] = {}  # process set and group: loaded before there was a plan
+
+    def __iter__(self) -> Iterator[PlanState]:
+        return iter(self._plans.values())
+
+    def install(self, plan: wire.Plan, members: Members) -> str:
+        """Puts a plan in force; it replaces the one that its group had, and takes over what that one's codecs remember.
+        Does nothing when it is in force already.
+
+        Returns: why a state that had been loaded is not used; empty if there is nothing to say.
+        """
+        if plan.id in self._plans:
+            return ""
+        state: State = {}
+        past: Counter[str] = Counter()
+        old = self._of_group(plan.process_set, plan.group)
+        if old is not None:
+            state, past = codec_state.saved(old.codecs), _sums(old)
+            del self._plans[old.plan.id]
+            for rank in members.local:
+                self.drop_memory(rank, old.plan.id)
+        algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
+        # What travels to homes and back is coded there.
+        codec = codecs.parse("dense" if isinstance(algorithm, HomeAlgorithm) else plan.reduction.codec)
+        installed = self._plans[plan.id] = PlanState(
+            plan,
+            members,
+            algorithm,
+            tuple(
+                BucketState(
+                    bucket,
+                    str(bucket.index),
+                    reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks)),
+                    codec_state.open_bucket(codec, layout_of(bucket), len(members.nodes), self._team),
+                    tuple((tensor.start, tensor.numel) for tensor in bucket.tensors),
+                )
+                for bucket in plan.buckets
+            ),
+            past,
+        )
+        loaded = self._waiting.pop((plan.process_set, plan.group), None)
+        if loaded is not None:
+            try:
+                codec_state.restore(installed.codecs, loaded, strict=True)
+                return ""
+            except CodecError as error:
+                why = f"a state was loaded for {plan.group!r}, and it starts without: {error}"
+        else:
+            why = ""
+        codec_state.restore(installed.codecs, state)
+        return why
+
+    def why_not_without(self, nodes: Collection[int], ranks: Collection[int]) -> str:
+        """Why what is planned here cannot go on without these nodes and ranks; empty if it can."""
+        for state in self:
+            algorithm = state.plan.reduction.algorithm
+            if parse(algorithm).synchronous and not set(ranks).isdisjoint(state.members.set.ranks):
+                return f"{algorithm} needs every rank"
+        plans = [state.plan for state in self if state.plan.homes]
+        homes = [f"{b.index} of {p.group!r}" for p in plans for b in p.buckets if p.homes[b.index] in nodes]
+        return f"it has the homes of buckets {', '.join(homes)}" if homes else ""
+
+    def remove_set(self, process_set: int) -> None:
+        """Drops the plans of a process set that has been removed."""
+        for state in [s for s in self if s.plan.process_set == process_set]:
+            del self._plans[state.plan.id]
+            for rank in state.members.local:
+                self.drop_memory(rank, state.plan.id)
+        for key in [key for key in self._waiting if key[0] == process_set]:
+            del self._waiting[key]
+
+    def save(self, process_set: int, group: str, common: bool) -> State:
+        """What the codecs of a group's plan remember, or will when there is one; copies."""
+        state = self._of_group(process_set, group)
+        if state is not None:
+            return codec_state.saved(state.codecs, common)
+        waiting = self._waiting.get((process_set, group), {})
+        return codec_state.only_common(waiting) if common else dict(waiting)
+
+    def load(self, process_set: int, group: str, state: State, common: bool) -> None:
+        """Gives that back to the plan in force, or keeps it for the next one.
+
+        Args:
+            common: what is of another node is left out; does nothing where as many steps have been taken.
+
+        Raises:
+            CodecError: the state is not of this plan; nothing has changed then.
+        """
+        if common:
+            if codec_state.steps_of(state) == codec_state.steps_of(self.save(process_set, group, True)):
+                return
+            state = codec_state.only_common(state)
+        found = self._of_group(process_set, group)
+        if found is not None:
+            codec_state.restore(found.codecs, state, strict=True)
+        else:
+            self._waiting[process_set, group] = {key: value.copy() for key, value in state.items()}
+
+    def plan_of(self, process_set: int, group: str) -> int:
+        """The id of a group's plan in force; 0 if there is none."""
+        found = self._of_group(process_set, group)
+        return 0 if found is None else found.plan.id
+
+    def get(self, plan: int) -> PlanState:
+        """A plan in force, by its id."""
+        return self._plans[plan]
+
+    def add_memory(self, rank: int, plan: int, memory: Array) -> None:
+        """A worker's arena has a segment (its bytes, uint8) for the buckets of a plan. Raises `RequestError`."""
+        state = self._plans.get(plan)
+        if state is None or len(memory) < state.plan.nbytes or rank not in state.members.local:
+            raise RequestError(f"rank {rank} offers memory for plan {plan}, which is not its plan in force")
+        self._memory[plan, rank] = memory
+
+    def drop_memory(self, rank: int, plan: int) -> None:
+        """The worker has given that segment up."""
+        self._memory.pop((plan, rank), None)
+
+    def find(self, plan: int, bucket: str) -> tuple[PlanState, BucketState] | None:
+        """A bucket by its name in operation keys; None when there is no such plan in force, or no such bucket."""
+        state = self._plans.get(plan)
+        if state is None or not bucket.isdecimal() or int(bucket) >= len(state.buckets):
+            return None
+        return state, state.buckets[int(bucket)]
+
+    def part(self, rank: int, ready: wire.Ready) -> tuple[PlanState, BucketState, Part]:
+        """What a worker's `Ready` is about.
+
+        Raises:
+            RequestError: there is no such bucket, or the worker gave no memory for it, or `rescale` or `tray` makes no
+                sense.
+        """
+        state = self._plans.get(ready.plan)
+        memory = self._memory.get((ready.plan, rank))
+        if state is None or memory is None or ready.bucket >= len(state.buckets):
+            raise RequestError(
+                f"rank {rank} is ready in bucket {ready.bucket} of plan {ready.plan}, which is not in force"
+            )
+        found = state.buckets[ready.bucket]
+        if ready.rescale and not (
+            len(ready.rescale) == len(found.parts) and all(0 < factor < math.inf for factor in ready.rescale)
+        ):
+            raise RequestError(
+                f"rank {rank} rescales the residual of bucket {ready.bucket} of plan {ready.plan}, which has "
+                f"{len(found.parts)} tensors, by {list(ready.rescale)}"
+            )
+        storage = found.reducer.dtype.storage
+        offset = found.bucket.offset
+        values = memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage)
+        part = Part(
+            ready.handle,
+            values,
+            values,
+            rescale=ready.rescale,
+            urgency=ready.urgency,
+            share=ready.share,
+            passes=ready.passes,
+        )
+        if ready.share != wire.OWN and (isinstance(state.algorithm, HomeAlgorithm) or found.reducer.op == "adasum"):
+            raise RequestError(
+                f"rank {rank} shares a contribution with its node in bucket {ready.bucket} of plan {ready.plan}, which "
+                f"needs each rank's own"
+            )
+        if ready.tray:
+            whose = f"bucket {ready.bucket} of plan {ready.plan} on rank {rank}"
+            if len(state.members.local) > 1 and ready.share != wire.OF_NODE:
+                raise RequestError(f"{whose} was selected by its worker, which is not the only one of its node")
+            part.selected = selected(whose, found.codec, memory, ready.tray, state.plan.nbytes)
+        return state, found, part
+
+    def statistics(self) -> list[Mapping[str, object]]:
+        """Id, group, number of buckets, bytes and codec of each; and `tuning`, what of it was tuned, and why."""
+        return [
+            {
+                "id": s.plan.id,
+                "group": s.plan.group,
+                "buckets": len(s.buckets),
+                "nbytes": s.plan.nbytes,
+                "codec": s.plan.reduction.codec,
+                "tuning": None if s.plan.tuning is None else msgspec.to_builtins(s.plan.tuning),
+            }
+            for s in self
+        ]
+
+    def compression(self) -> dict[str, dict[str, float]]:
+        """What compression has saved and cost on this node, by group and in "total": `bytes_dense` that would have been
+        sent to other nodes, `bytes_packed` that were, the share `saved`; how many elements were `asked` for, and
+        `selected`; the `seconds` it took; and the L2 norm of what is left, `residual_norm`."""
+        groups = {}
+        for state in self:
+            if any(codec_statistics(codec) is not None for codec in state.codecs):
+                where = f" of process set {state.plan.process_set}" if state.plan.process_set else ""
+                groups[state.plan.group + where] = _sums(state)
+        total: Counter[str] = Counter()
+        for sums in groups.values():
+            total.update(sums)
+        return {name: _told(sums) for name, sums in {**groups, "total": total}.items()}
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that would have been sent to other nodes without compression, and that were, as far as it counts."""
+        sums: Counter[str] = Counter()
+        for state in self:
+            sums.update(state.past)
+            for codec in state.codecs:
+                sums.update(codec_statistics(codec) or {})
+        return int(sums["dense_nbytes"]), int(sums["packed_nbytes"])
+
+    def _of_group(self, process_set: int, group: str) -> PlanState | None:
+        return next((s for s in self if (s.plan.process_set, s.plan.group) == (process_set, group)), None)
+
+
+def codec_statistics(codec: codecs.BucketCodec) -> dict[str, float] | None:
+    """What a bucket's codec has counted; None if it does not count."""
+    count = getattr(codec, "statistics", None)
+    return None if count is None else dict(count())
+
+
+def _sums(state: PlanState) -> Counter[str]:
+    """Of all buckets, and of the plans before this one; `squared_norm` of this one only."""
+    sums = Counter(state.past)
+    del sums["squared_norm"]
+    for codec in state.codecs:
+        sums.update(codec_statistics(codec) or {})
+        if hasattr(codec, "residual_norm"):
+            sums["squared_norm"] += codec.residual_norm() ** 2
+    return sums
+
+
+def _told(sums: Counter[str]) -> dict[str, float]:
+    dense, packed = sums["dense_nbytes"], sums["packed_nbytes"]
+    return {
+        "bytes_dense": dense,
+        "bytes_packed": packed,
+        "saved": 1 - packed / dense if dense else 0.0,
+        "asked": sums["asked"],
+        "selected": sums["selected"],
+        "seconds": float(sums["seconds"]),
+        "residual_norm": math.sqrt(sums["squared_norm"]),
+    }

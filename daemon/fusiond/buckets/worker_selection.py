@@ -1,0 +1,69 @@
+"""What a local worker has selected of a bucket itself, on its GPU: see `fusion_rt.codecs.trays`."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from fusion_rt.codecs import CodecError, Selection
+from fusion_rt.codecs.selecting import SelectingBucketCodec
+from fusion_rt.codecs.trays import ALIGNMENT, Tray
+from fusiond.buckets.recipes import RequestError
+from fusiond.collectives.base import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """A part of a run, in place of a gradient.
+
+    Attributes:
+        whose: the worker and the bucket, for people.
+    """
+
+    whose: str
+    codec: SelectingBucketCodec
+    tray: Tray
+
+    def contribute(self) -> Selection:
+        """The node's contribution. Raises `RequestError` when it cannot be one; nothing has changed then."""
+        try:
+            return self.codec.adopt(self.tray)
+        except CodecError as error:
+            raise RequestError(f"{self.whose} was selected wrongly by its worker: {error}") from None
+
+    def correct(self, undone: bool) -> None:
+        """The operation is over: the worker is told by what to correct its residual."""
+        self.codec.correct(self.tray, undone)
+
+    def disown(self) -> None:
+        """The operation has failed before it began: what was taken goes back, with the next corrections."""
+        with contextlib.suppress(CodecError):  # what is no selection is nothing that could go back
+            self.codec.disown(self.tray)
+
+
+def selected(whose: str, codec: object, memory: Array, offset: int, least: int) -> Selected:
+    """What a worker says that it has selected.
+
+    Args:
+        whose: see `Selected`.
+        codec: of the bucket.
+        memory: the plan's segment (uint8), in which the tray is.
+        offset: where the tray begins.
+        least: where the plan's buckets end.
+
+    Raises:
+        RequestError: the codec selects itself, or no tray can be there.
+    """
+    if not isinstance(codec, SelectingBucketCodec):
+        raise RequestError(f"{whose} was selected by its worker, but its codec here takes whole gradients only")
+    try:
+        shape = codec.tray()
+    except CodecError as error:
+        raise RequestError(f"{whose} was selected by its worker: {error}") from None
+    if offset % ALIGNMENT or not least <= offset <= len(memory) - shape.nbytes:
+        raise RequestError(
+            f"{whose} was selected by its worker into byte {offset} of a segment of {len(memory)} bytes, of which the "
+            f"first {least} have the plan's buckets; a tray takes {shape.nbytes} bytes, and begins at a multiple of "
+            f"{ALIGNMENT}"
+        )
+    return Selected(whose, codec, Tray(shape, memory[offset:]))

@@ -1,0 +1,1 @@
+"""Agreement between nodes on what is run, and reports of what waits for whom."""

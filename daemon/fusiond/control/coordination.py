@@ -1,0 +1,199 @@
+"""The way to the coordinator, wherever it is, and from it to the nodes. No I/O.
+
+Every view but the first begins with what each node hands over to its coordinator, which goes on where the one before
+stopped. From the beginning of a view until the coordinator says that this is `Settled`, what comes from it is of the
+view before, and is dropped: the node has handed over what it was to be about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fusion_rt import wire
+from fusion_rt.wire import OpKey
+from fusiond.control.handover import inherit, settle_sets
+from fusiond.control.inquiries import Outgoing
+from fusiond.control.negotiation import Coordinator
+from fusiond.control.questions import Questions
+from fusiond.control.survey import whereabouts
+from fusiond.operations.context import Context
+
+_MAX_WAITING = 65536  # messages of a node that wait for the coordinator to begin
+
+
+class Coordination:
+    """One engine's access to the coordinator.
+
+    Args:
+        context: the engine's.
+        questions: ask where ranks are.
+        receive: the engine's, for messages of the coordinator to this node.
+        on_job_failed: called with a sentence when a node said what no node of this job would say.
+        epoch: the membership epoch.
+
+    Attributes:
+        coordinator: if it is here, and decides.
+        node: where it is.
+        settling: what was under way at the beginning of the view is being put together.
+        dropped: messages of coordinators of views before.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        questions: Questions,
+        receive: Callable[[int, wire.PeerMessage, memoryview | None], None],
+        on_job_failed: Callable[[str], None],
+        epoch: int,
+    ) -> None:
+        self._context = context
+        self._questions = questions
+        self._receive = receive
+        self._on_job_failed = on_job_failed
+        self.node = next(node for node, ranks in enumerate(context.topology.ranks) if ranks)
+        self.settling = False
+        self.dropped = 0
+        self._epoch = epoch
+        self._number = 0
+        self._nodes: tuple[int, ...] = ()
+        self._handovers: dict[int, wire.Handover] = {}  # the latest of each node
+        self._after: dict[int, list[wire.PeerMessage]] = {}  # what a node said after that, if it waits
+        self.coordinator = self._make() if context.node == self.node else None
+
+    def _make(self) -> Coordinator:
+        context, outside = self._context, self._context.outside
+        return Coordinator(context.participants, context.settings, outside.clock, outside.warn, self._locate)
+
+    def view_begins(self, view: wire.View, coordinator: int, handover: wire.Handover) -> None:
+        """Another view begins here, with what this node hands over."""
+        self.node = coordinator
+        self.settling = True
+        self.coordinator = None
+        self._number, self._nodes = view.number, view.nodes
+        if coordinator == self._context.node:
+            self.handed_over(coordinator, handover)
+        else:
+            self._context.outside.to_node(coordinator, handover)
+
+    def handed_over(self, node: int, handover: wire.Handover) -> None:
+        """A node hands over; maybe before this one has heard of the view."""
+        known = self._handovers.get(node)
+        if handover.epoch == self._epoch and (known is None or known.number < handover.number):
+            self._handovers[node] = handover
+            self._after[node] = []
+            self._begin()
+
+    def _begin(self) -> None:
+        """Decides from now on, if it is this node that does, and all have handed over."""
+        told = {node: self._handovers.get(node) for node in self._nodes}
+        here = self.settling and self.node == self._context.node
+        if not here or any(handover is None or handover.number != self._number for handover in told.values()):
+            return
+        handovers = {node: handover for node, handover in told.items() if handover is not None}
+        participants = self._context.participants
+        next_set, sets = settle_sets(handovers, participants)
+        settled = wire.Settled(self._epoch, self._number, next_set, sets)
+        self._send([(node, settled) for node in self._nodes])
+        self.coordinator = self._make()
+        inherited = inherit(handovers, participants, self._number)
+        self._send(self.coordinator.take_over(inherited))
+        for node, message in inherited.open:
+            self.handle(node, message)
+        for node in self._nodes:
+            for message in self._after.pop(node):
+                self.handle(node, message)
+
+    def is_settled(self, settled: wire.Settled) -> bool:
+        """The coordinator decides from now on; whether that is about the view that has begun here."""
+        if (settled.epoch, settled.number) != (self._epoch, self._number) or not self.settling:
+            return False
+        self.settling = False
+        return True
+
+    def takes(self, node: int) -> bool:
+        """Whether a message of the coordinator is to be taken: not one of a view that is over."""
+        if self.settling or node != self.node:
+            self.dropped += 1
+            return False
+        return True
+
+    def ask(self, message: wire.PeerMessage) -> None:
+        """Sends the coordinator a message."""
+        if self._context.node == self.node:
+            self.handle(self._context.node, message)
+        else:
+            self._context.outside.to_node(self.node, message)
+
+    def handle(self, node: int, message: wire.PeerMessage) -> None:
+        """A node's message to the coordinator has come here. It waits until there is one, unless it is of a view
+        before: then it has been handed over."""
+        handover = self._handovers.get(node)
+        if self.coordinator is None or (handover is not None and handover.number > self._number):
+            waiting = self._after.get(node)
+            if waiting is None or len(waiting) >= _MAX_WAITING:
+                self.dropped += 1
+            else:
+                waiting.append(message)
+            return
+        answer = self.coordinator.handle(node, message)
+        if answer is None:
+            host = self._context.topology.hosts[node]
+            self._on_job_failed(
+                f"node {node} (host {host}) sent a {type(message).__name__} that no node of this job would send"
+            )
+            return
+        self._send(answer)
+
+    def joined(self) -> None:
+        """A rank has joined."""
+        if self.coordinator is not None:
+            self._send(self.coordinator.joined())
+
+    def forget(self, key: OpKey) -> None:
+        """An operation has failed."""
+        if self.coordinator is not None:
+            self.coordinator.forget(key)
+
+    def forget_set(self, process_set: int) -> None:
+        """A process set has been removed."""
+        if self.coordinator is not None:
+            self.coordinator.forget_set(process_set)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        if self.coordinator is not None:
+            self._send(self.coordinator.tick())
+
+    def under_way(self) -> list[wire.Waiting]:
+        """The plans that wait for proposals, if the coordinator is here."""
+        return [] if self.coordinator is None else self.coordinator.under_way()
+
+    def _locate(self, ranks: Sequence[int], finish: Callable[[str], Outgoing]) -> Outgoing:
+        asks = self.coordinator
+
+        def found(text: str) -> None:
+            if self.coordinator is asks:  # else another view has begun, and what was open is decided there
+                self._send(finish(text))
+
+        whereabouts(self._context, self._questions, ranks, found)
+        return []
+
+    @property
+    def idle(self) -> bool:
+        """Whether time cannot end anything."""
+        return self.coordinator is None or self.coordinator.idle
+
+    def statistics(self) -> dict[str, int] | None:
+        """The coordinator's, if it is here."""
+        return None if self.coordinator is None else self.coordinator.statistics()
+
+    def state(self) -> dict[str, object]:
+        """At which `node` the coordinator is, whether a view is `settling`, and messages `dropped`."""
+        return {"node": self.node, "settling": self.settling, "dropped": self.dropped}
+
+    def _send(self, messages: Outgoing) -> None:
+        for node, message in messages:
+            if node == self._context.node:
+                self._receive(node, message, None)
+            else:
+                self._context.outside.to_node(node, message)

@@ -1,0 +1,375 @@
+"""The coordinator: checks that the ranks agree, fixes plans, and tells everybody what was decided. No I/O.
+
+Node 0's daemon runs it, until a view has another coordinator. It takes requests of nodes and returns messages for
+nodes; it is asked
+
+- before an operation whose signature it has not approved before (an approved all-reduce needs no round trip: a node
+  that submitted something else notices by the digest in the data), and always before one that needs the others' sizes;
+- for every plan;
+- when a node found a disagreement, waited too long, or waits while ranks leave: then it inquires (`inquiries`), and
+  what was found out ends the operation or lets it go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from fusion_rt import algorithms, wire
+from fusion_rt.settings import Settings
+from fusion_rt.wire import OpKey
+from fusiond.control import planning
+from fusiond.control.handover import Inherited
+from fusiond.control.inquiries import Inquiries, Locate, Outgoing
+from fusiond.core.participants import Participants
+
+PlanKey = tuple[int, str, int]  # process set, group, clock
+
+# Kinds in which every node contributes to every result: data that does not match is noticed before anything completes.
+DIRECT_KINDS = frozenset({"allreduce", "reducescatter", "barrier"})
+
+
+class Approved:
+    """The signatures, by process set and digest, that all ranks have agreed on, in memory that does not grow.
+
+    One that was added is always found. Few others are found, too, and that does no harm: ranks that submit something
+    else under a name notice by the digest in the data, as they do where both signatures were approved.
+    """
+
+    _BITS = 1 << 20
+
+    def __init__(self) -> None:
+        self._bits = bytearray(self._BITS // 8)
+        self._count = 0
+
+    def add(self, agreed: tuple[int, int]) -> None:
+        self._count += agreed not in self
+        place, bit = self._place(agreed)
+        self._bits[place] |= bit
+
+    def __contains__(self, agreed: tuple[int, int]) -> bool:
+        place, bit = self._place(agreed)
+        return bool(self._bits[place] & bit)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def _place(self, agreed: tuple[int, int]) -> tuple[int, int]:
+        number = hash(agreed) % self._BITS
+        return number // 8, 1 << number % 8
+
+
+@dataclass
+class _PendingPlan:
+    since: float
+    proposals: dict[int, wire.Proposal] = field(default_factory=dict)
+    warned: bool = False
+    ending: bool = False
+
+
+@dataclass
+class _Made:
+    """The plan in force of a group: what its first rank proposed, and who has it."""
+
+    plan: wire.Plan
+    proposal_rank: int
+    proposal: wire.Proposal
+    holders: set[int]
+
+
+class Coordinator:
+    """Decides for all nodes.
+
+    Args:
+        participants: shared with the engine, which keeps it up to date.
+        settings: largest bucket, and time-outs.
+        clock: now, in seconds.
+        warn: tells people that something is late.
+        locate: finds out where ranks are; see `Locate` in `inquiries`.
+
+    Attributes:
+        seconds_per_byte: of the links to other nodes, as far as they have been measured.
+    """
+
+    def __init__(
+        self,
+        participants: Participants,
+        settings: Settings,
+        clock: Callable[[], float],
+        warn: Callable[[str], None],
+        locate: Locate = lambda ranks, finish: finish(""),
+    ) -> None:
+        self._participants = participants
+        self._topology = participants.topology
+        self._settings = settings
+        self._clock = clock
+        self._locate = locate
+        self._approved = Approved()
+        self._pending: dict[OpKey, dict[int, wire.Request]] = {}  # what nodes have asked about and not been told
+        self._inquiries = Inquiries(participants, settings, warn, locate, self._submitted, self._inquired)
+        self._plans: dict[PlanKey, _PendingPlan] = {}
+        self._made: dict[tuple[int, str], _Made] = {}
+        self._next_plan = 1
+        self._verdicts: dict[OpKey, wire.Verdict] = {}  # of the view before, which some nodes may not have heard
+        self.seconds_per_byte: dict[int, float] = {}
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether any plan is in force."""
+        return bool(self._made)
+
+    def take_over(self, inherited: Inherited) -> Outgoing:
+        """Goes on where the coordinator of the view before stopped."""
+        self._next_plan = inherited.next_plan
+        for agreed in inherited.approved:
+            self._approved.add(agreed)
+        self._verdicts = inherited.verdicts
+        for plan_key, made in inherited.plans.items():
+            first = min(made.proposals, default=-1)
+            if first >= 0:  # else nobody who proposed it is left
+                members = self._participants.members(plan_key[0])
+                self._made[plan_key] = _Made(made.plan, first, made.proposals[first], set(members.set.ranks))
+        return list(inherited.news)
+
+    def handle(self, node: int, message: wire.PeerMessage) -> Outgoing | None:
+        """What to send because of a node's message; None when no node of this job would send it."""
+        if not self._makes_sense(node, message):
+            return None
+        if isinstance(message, wire.PlanRequest):
+            process_set = message.proposal.process_set
+        else:
+            assert isinstance(message, (wire.Request, wire.Mismatch, wire.Report))
+            process_set = message.key.process_set
+        if process_set not in self._participants:  # it has been removed since
+            return []
+        if isinstance(message, wire.Request):
+            return self.request(node, message)
+        if isinstance(message, wire.Mismatch):
+            return self.mismatch(message)
+        if isinstance(message, wire.Report):
+            return self.report(node, message)
+        return self.plan_request(message)
+
+    def _makes_sense(self, node: int, message: wire.PeerMessage) -> bool:
+        """Whether a message is about a process set that there is or was, and about ranks of its sender."""
+        if isinstance(message, wire.PlanRequest):
+            process_set, ranks = message.proposal.process_set, {message.rank}
+        elif isinstance(message, (wire.Request, wire.Report)):
+            process_set, ranks = message.key.process_set, set(message.signatures)
+        elif isinstance(message, wire.Mismatch):
+            process_set, ranks = message.key.process_set, set()
+        else:
+            return False
+        if process_set not in self._participants:
+            return self._participants.is_over(process_set)
+        members = self._participants.members(process_set)
+        local = set(members.set.local(self._topology, node))
+        if isinstance(message, wire.Request):
+            awaited = {rank for rank in local if self._participants.is_awaited(rank, members)}
+            return bool(ranks) and ranks <= local and awaited <= ranks
+        return ranks <= local
+
+    def request(self, node: int, request: wire.Request) -> Outgoing:
+        """A node's local ranks have all submitted an operation."""
+        key = request.key
+        signature = next(iter(request.signatures.values()))
+        if key in self._verdicts:
+            return [(node, self._verdicts[key])]
+        approved = signature.kind in DIRECT_KINDS and (key.process_set, wire.digest(signature)) in self._approved
+        if approved and key not in self._pending and key not in self._inquiries:
+            return [(node, wire.Verdict(key))]
+        self._pending.setdefault(key, {})[node] = request
+        refusal = self._refused_after_join(key)
+        if refusal:
+            return refusal
+        if any(wire.digest(s) != wire.digest(signature) for s in self._submitted(key).values()):
+            return self._inquiries.inquire(key)
+        return self._decide(key)
+
+    def mismatch(self, message: wire.Mismatch) -> Outgoing:
+        """A node found that ranks disagree about an operation, or has waited too long for some."""
+        return self._inquiries.inquire(message.key, message.waited)
+
+    def report(self, node: int, report: wire.Report) -> Outgoing:
+        """A node answers an inquiry."""
+        return self._inquiries.report(node, report)
+
+    def _inquired(self, key: OpKey, error: str) -> Outgoing:
+        """An inquiry is over: the operation fails, or goes on if nothing is wrong."""
+        if error:
+            self.forget(key)
+            return [(node, wire.OpFailed(key, error)) for node in self._participants.members(key.process_set).nodes]
+        return self._decide(key)
+
+    def joined(self) -> Outgoing:
+        """A rank has joined: what waits for it goes on without it, or fails."""
+        out: Outgoing = []
+        for key in list(self._pending):
+            out += self._refused_after_join(key) or self._decide(key)
+        for plan_key, pending in list(self._plans.items()):
+            out += self._decide_plan(plan_key, pending)
+        return out
+
+    def plan_request(self, request: wire.PlanRequest) -> Outgoing:
+        """One rank proposes a plan."""
+        proposal = request.proposal
+        plan_key = (proposal.process_set, proposal.group, proposal.clock)
+        made = self._made.get(plan_key[:2])
+        # It had joined while the others made their plan.
+        if made is not None and request.rank not in made.holders and not proposal.anew:
+            error = planning.disagreement({made.proposal_rank: made.proposal, request.rank: proposal}, self._topology)
+            made.holders.add(request.rank)
+            verdict = wire.PlanVerdict(*plan_key, None if error else made.plan, error)
+            return [(self._topology.node_of(request.rank), verdict)]
+        pending = self._plans.setdefault(plan_key, _PendingPlan(self._clock()))
+        pending.proposals[request.rank] = proposal
+        return self._decide_plan(plan_key, pending)
+
+    def _decide_plan(self, plan_key: PlanKey, pending: _PendingPlan) -> Outgoing:
+        """Makes the plan once every rank that is awaited has proposed it."""
+        algorithm = next(iter(pending.proposals.values())).reduction.algorithm
+        if algorithms.parse(algorithm).synchronous:
+            why = self._participants.why_not_since(algorithm, self._participants.members(plan_key[0]))
+            if why:
+                return self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {why}")
+        if self._missing(plan_key, pending):
+            return []
+        error = planning.disagreement(pending.proposals, self._topology)
+        if error:
+            return self._plan_verdict(plan_key, None, error)
+        first = min(pending.proposals)
+        merged = planning.merge(pending.proposals)
+        threshold = self._settings.fusion_threshold
+        homes = planning.home_shares(merged, self._participants, self._settings.shard_hosts, self.seconds_per_byte)
+        plan = planning.make_plan(self._next_plan, merged, threshold, homes)
+        self._next_plan += 1
+        self._made[plan_key[:2]] = _Made(plan, first, pending.proposals[first], set(pending.proposals))
+        return self._plan_verdict(plan_key, plan, "")
+
+    def _missing(self, plan_key: PlanKey, pending: _PendingPlan) -> list[int]:
+        members = self._participants.members(plan_key[0])
+        awaited = [rank for rank in members.set.ranks if self._participants.is_awaited(rank, members)]
+        return [rank for rank in awaited if rank not in pending.proposals]
+
+    def tick(self) -> Outgoing:
+        """Ends proposals that have waited too long, or wait for a rank that has left."""
+        out: Outgoing = []
+        for plan_key, pending in list(self._plans.items()):
+            missing = self._missing(plan_key, pending)
+            waited = self._clock() - pending.since
+            gone = [rank for rank in missing if rank in self._participants.departed]
+            who = self._topology.describe(gone or missing)
+            if gone and waited > 1:
+                out += self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {who} has left the job")
+            elif waited > self._settings.operation_timeout and not pending.ending:
+                pending.ending = True
+                error = f"no plan for {plan_key[1]!r}: {who} did not propose it within {waited:.0f} s"
+                out += self._locate(missing, partial(self._end_plan, plan_key, pending, error))
+            elif waited > self._settings.stall_warning_time and not pending.warned:
+                pending.warned = True
+                self._inquiries.warn(f"the plan of {plan_key[1]!r} has waited {waited:.0f} s for {who}", missing)
+        return out
+
+    def _end_plan(self, plan_key: PlanKey, pending: _PendingPlan, error: str, where: str) -> Outgoing:
+        if self._plans.get(plan_key) is not pending:  # it has been made meanwhile
+            return []
+        return self._plan_verdict(plan_key, None, error + where)
+
+    def under_way(self) -> list[wire.Waiting]:
+        """The plans that wait for proposals, as who asks is told."""
+        return [
+            wire.Waiting(
+                "plan",
+                OpKey(process_set, 0, group, clock),
+                f"the plan of {group!r}"[: wire.MAX_LINE],
+                self._clock() - pending.since,
+                awaits=tuple(self._missing((process_set, group, clock), pending)),
+            )
+            for (process_set, group, clock), pending in self._plans.items()
+        ]
+
+    def forget(self, key: OpKey) -> None:
+        """An operation has failed."""
+        self._pending.pop(key, None)
+        self._inquiries.forget(key)
+
+    def forget_set(self, process_set: int) -> None:
+        """A process set has been removed."""
+        for key in [key for key in (*self._pending, *self._inquiries) if key.process_set == process_set]:
+            self.forget(key)
+        for plan_key in [key for key in self._plans if key[0] == process_set]:
+            del self._plans[plan_key]
+        for made in [key for key in self._made if key[0] == process_set]:
+            del self._made[made]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no proposal waits for other ranks, so that time cannot end anything."""
+        return not self._plans
+
+    def statistics(self) -> dict[str, int]:
+        """Numbers of `pending` operations and plans, `approved` signatures and `plans` made."""
+        return {
+            "pending": len({*self._pending, *self._inquiries}) + len(self._plans),
+            "approved": len(self._approved),
+            "plans": self._next_plan - 1,
+        }
+
+    def _decide(self, key: OpKey) -> Outgoing:
+        """Lets an operation start that all nodes have asked about, or whose signature has been approved meanwhile."""
+        requests = self._pending.get(key)
+        if requests is None or self._inquiries.awaits_reports(key):
+            return []
+        signature = next(iter(next(iter(requests.values())).signatures.values()))
+        agreed = (key.process_set, wire.digest(signature))
+        direct = signature.kind in DIRECT_KINDS
+        if direct and agreed in self._approved:  # not every node will ask
+            self.forget(key)
+            return [(node, wire.Verdict(key)) for node in requests]
+        members = self._participants.members(key.process_set)
+        awaited = members.nodes if signature.kind == "join" else self._participants.awaited_nodes(members)
+        if any(node not in requests for node in awaited):
+            return []
+        verdict = self._verdict(key, requests)
+        self.forget(key)
+        self._approved.add(agreed)
+        out: Outgoing = []
+        for node in members.nodes:
+            out.append((node, verdict if node in requests else wire.Verdict(key, signature=signature)))
+        for other in list(self._pending) if direct else ():
+            out += self._decide(other)
+        return out
+
+    def _refused_after_join(self, key: OpKey) -> Outgoing:
+        """Fails an operation that ranks which have joined cannot take part in, and that cannot do without them."""
+        submitted = self._submitted(key)
+        if not submitted:  # it has been decided
+            return []
+        members = self._participants.members(key.process_set)
+        kind = next(iter(submitted.values())).kind
+        why = self._participants.why_not(kind, members, submitted)
+        if not why:
+            return []
+        self.forget(key)
+        return [(node, wire.OpFailed(key, f"tensor {key.name!r}: {why}")) for node in members.nodes]
+
+    def _submitted(self, key: OpKey) -> dict[int, wire.Signature]:
+        """What ranks have submitted, as far as nodes have asked."""
+        requests = self._pending.get(key, {}).values()
+        return {rank: signature for request in requests for rank, signature in request.signatures.items()}
+
+    def _verdict(self, key: OpKey, requests: Mapping[int, wire.Request]) -> wire.Verdict:
+        signatures = self._submitted(key)
+        if next(iter(signatures.values())).kind == "join":
+            return wire.Verdict(key, tuple(self._participants.joined[-1:]))
+        members = [r for r in self._participants.members(key.process_set).set.ranks if r in signatures]
+        splits = {rank: s for request in requests.values() for rank, s in request.splits.items()}
+        rows = tuple(signatures[rank].shape[0] if signatures[rank].shape else 1 for rank in members)
+        return wire.Verdict(key, rows, tuple(splits.get(rank, ()) for rank in members))
+
+    def _plan_verdict(self, plan_key: PlanKey, plan: wire.Plan | None, error: str) -> Outgoing:
+        del self._plans[plan_key]
+        verdict = wire.PlanVerdict(*plan_key, plan, error)
+        nodes = set(self._participants.members(plan_key[0]).nodes)
+        return [(node, verdict) for node in sorted(nodes.union(() if plan is None else plan.homes))]

@@ -1,0 +1,1 @@
+"""Ground types of the daemon."""

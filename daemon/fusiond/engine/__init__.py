@@ -1,0 +1,1 @@
+"""The engine of a node, which joins operations, shards and control."""

@@ -1,0 +1,132 @@
+"""What workers ask about codecs: that their kernels are there, what they remember, and what they have saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+
+from fusion_rt import named_arrays, wire
+from fusion_rt.codecs import Codec, Layout
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.errors import FusionError
+from fusion_rt.wire import OpKey
+from fusiond.buckets.codec_state import State
+from fusiond.buckets.plans import Plans
+from fusiond.collectives.base import Array, Result
+from fusiond.operations.executor import Outside, Run
+from fusiond.shards import Homes
+
+
+class CodecService:
+    """Of one engine.
+
+    Args:
+        plans: those in force, with their codecs.
+        homes: of their buckets, on this node.
+        runs: what is under way.
+        outside: acts for it.
+        failure: why the job cannot go on; empty if it can.
+        failed: called with a codec whose kernels cannot be had, and why.
+    """
+
+    def __init__(
+        self,
+        plans: Plans,
+        homes: Homes,
+        runs: Mapping[OpKey, Run],
+        outside: Outside,
+        failure: Callable[[], str],
+        failed: Callable[[Codec, BaseException], None],
+    ) -> None:
+        self._plans, self._homes, self._runs, self._outside = plans, homes, runs, outside
+        self._failure, self._failed = failure, failed
+        self._prepared: set[tuple[Codec, str]] = set()  # codecs whose kernels for an element type are there
+
+    def save_state(self, rank: int, asked: wire.SaveState) -> None:
+        """A worker asks for what the codecs of a plan remember."""
+        if not self._may_touch_state(rank, asked):
+            return
+        plan = self._plans.plan_of(asked.process_set, asked.group)
+        self._homes.when_quiet(plan, lambda: self._save(rank, asked, {} if asked.common else self._homes.save(plan)))
+
+    def _save(self, rank: int, asked: wire.SaveState, of_homes: State) -> None:
+        result: list[Result] = []
+
+        def collect() -> None:
+            state = self._plans.save(asked.process_set, asked.group, asked.common) | of_homes
+            result.append(Result.allocate(named_arrays.nbytes_of(state)))
+            named_arrays.write(state, result[0].array)
+
+        def answer(error: BaseException | None) -> None:
+            if error is not None:
+                self._refuse(rank, asked.handle, f"the state of {asked.group!r} cannot be saved: {error}")
+                return
+            segment = result[0].segment
+            inline = result[0].array.tobytes() if segment is None else None
+            nbytes = 0 if segment is None else segment.nbytes
+            self._outside.to_worker(rank, wire.Done(asked.handle, inline, (), nbytes), result[0])
+            if segment is not None:
+                segment.close()
+
+        # Nothing of the plan begins here before the rank that waits for the answer is ready for it.
+        self._outside.run_jobs([collect], answer)
+
+    def load_state(self, rank: int, given: wire.LoadState, data: Array) -> None:
+        """A worker gives that back (uint8)."""
+        if not self._may_touch_state(rank, given):
+            return
+        try:
+            state = named_arrays.read(data)
+            of_homes = {key: value for key, value in state.items() if key.startswith(("home:", "sender:"))}
+            of_codecs = {key: value for key, value in state.items() if key not in of_homes}
+            self._plans.load(given.process_set, given.group, of_codecs, given.common)
+            if of_homes and not given.common:
+                self._homes.load(given.process_set, given.group, of_homes)
+        except FusionError as error:
+            self._refuse(rank, given.handle, f"the state of {given.group!r} cannot be loaded on rank {rank}: {error}")
+        else:
+            self._outside.to_worker(rank, wire.Done(given.handle))
+
+    def statistics(self, rank: int, handle: int) -> None:
+        """A worker asks what compression has saved and cost."""
+        self._outside.to_worker(rank, wire.Done(handle, json.dumps(self._plans.compression()).encode()))
+
+    def _may_touch_state(self, rank: int, message: wire.SaveState | wire.LoadState) -> bool:
+        """Whether a plan's state is at rest; if not, says so."""
+        why = self._failure()
+        plan = self._plans.plan_of(message.process_set, message.group)
+        if plan and any(run.key.plan == plan and run.exchange is not None for run in self._runs.values()):
+            why = (
+                f"gradients of {message.group!r} are being exchanged; save or load the state of an optimizer between "
+                "step() and the next backward()"
+            )
+        if why:
+            self._refuse(rank, message.handle, why)
+        return not why
+
+    def kernels_of(self, codec: Codec, dtypes: Iterable[str], then: Callable[[], None]) -> bool:
+        """Whether a codec's kernels for these element types are there. If not, they are loaded or compiled beside the
+        event loop, which may take seconds the first time on a host, and `then` is called."""
+        missing = [
+            name
+            for name in dtypes
+            if not codec.lossless and codec.applies_to(DTYPES[name]) and (codec, name) not in self._prepared
+        ]
+        if not missing:
+            return True
+
+        def prepare() -> None:
+            for name in missing:
+                codec.open(Layout(DTYPES[name], 1))
+
+        def prepared(error: BaseException | None) -> None:
+            if error is not None:
+                self._failed(codec, error)
+            self._prepared.update((codec, name) for name in missing)
+            then()
+
+        self._outside.run_jobs([prepare], prepared)
+        return False
+
+    def _refuse(self, rank: int, handle: int, error: str) -> None:
+        self._outside.to_worker(rank, wire.Failed(handle, error))

@@ -1,0 +1,510 @@
+"""The engine: what this node does about every operation, from the workers' submissions to their results. No I/O.
+
+Events come in as method calls (a worker submitted, a peer's message came, time passed); what is to be done goes out
+through an `Outside`. One thread calls it. An operation is gathered until all local members have submitted it, agreed
+upon (`negotiation`) unless its signature is known, and then run as an `Exchange` (`running`, `collectives`), whose
+chunks may come before any of that and wait.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from fusion_rt import wire
+from fusion_rt.errors import FusionError, StepGivenUp
+from fusion_rt.kernels.team import Team
+from fusion_rt.settings import Settings
+from fusion_rt.topology import Topology
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Kind
+from fusion_rt.wire import OpKey
+from fusiond.algorithms import HomeAlgorithm
+from fusiond.buckets.plans import Plans
+from fusiond.buckets.recipes import RequestError
+from fusiond.collectives.base import Array
+from fusiond.collectives.cost import CostModel
+from fusiond.control import under_way
+from fusiond.control.coordination import Coordination
+from fusiond.control.negotiation import Coordinator
+from fusiond.control.questions import Questions
+from fusiond.control.shard_stalls import HomeStalls
+from fusiond.control.stalls import Stalls
+from fusiond.control.survey import Survey, survey
+from fusiond.core.participants import Participants
+from fusiond.core.tracing import record_plan
+from fusiond.engine.agreement import Agreeing
+from fusiond.engine.codec_service import CodecService
+from fusiond.engine.proposals import Proposing
+from fusiond.engine.snapshots import Snapshots
+from fusiond.operations.context import Context
+from fusiond.operations.executor import Outside, Run, Runner
+from fusiond.operations.outcomes import Failing
+from fusiond.operations.progress import Progress
+from fusiond.shards import Homes
+from fusiond.transport.flow_control import CreditExceeded, window_chunks
+
+_OF_COORDINATOR = wire.Verdict | wire.PlanVerdict | wire.Inquiry
+_MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them
+_MAX_EARLY_BYTES = 1 << 32  # of these chunks
+
+
+class Engine:
+    """All operations of a node.
+
+    Args:
+        topology, node: who is where, and which node this is.
+        settings: sizes and time-outs.
+        outside: acts for the engine.
+        on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
+        epoch: the membership epoch.
+        trace: what is done is recorded there.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        node: int,
+        settings: Settings,
+        outside: Outside,
+        on_job_failed: Callable[[str], None],
+        epoch: int = 0,
+        trace: Instrument = NULL,
+    ) -> None:
+        self.topology = topology
+        self.node = node
+        self.participants = Participants(topology, node)
+        self._outside = outside
+        self._epoch = epoch
+        self._completed = 0
+        self._completed_bytes = 0
+        self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
+        self.progress = Progress(topology.ranks[node])
+        context = Context(topology, node, settings, outside, self.participants, trace=trace)
+        self._trace = trace
+        self._runs = context.runs
+        self._failing = Failing(context, on_job_failed, self._one_less)
+        self._runner = Runner(
+            topology, node, settings, outside, self._runs, self._delivered, self._failing.run_failed, trace
+        )
+        self._plans = Plans(Team(settings.kernel_threads))
+        self.homes = Homes(
+            topology, node, settings, outside, self._failing.home_failed, epoch, trace, self._operations_of
+        )
+        self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)
+        self.codecs = CodecService(
+            self._plans, self.homes, self._runs, outside, lambda: self._failing.failure, self._failing.codec_failed
+        )
+        self._context = context
+        self._questions = Questions(context, os.getpid(), self._under_way, self._failing.is_over)
+        self._home_stalls = HomeStalls(context, self._questions)
+        self._coordination = Coordination(context, self._questions, self.peer_message, on_job_failed, epoch)
+        self._stalls = Stalls(context, self._failing, self._coordination)
+        self._agreeing = Agreeing(
+            context, self._coordination, self._failing, self.homes, self._plans, self._runner, self._stalls
+        )
+        self._proposing = Proposing(
+            context,
+            self._coordination,
+            self._failing,
+            self.codecs,
+            self.homes,
+            self._plans,
+            self.snapshots,
+            self._agreeing.advance,
+        )
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The coordinator, if it is here."""
+        return self._coordination.coordinator
+
+    @property
+    def cost(self) -> CostModel:
+        """What a message costs on this job's links."""
+        return self._runner.cost
+
+    def measured(self, cost: CostModel, route: CostModel) -> None:
+        """The links are measured. Ways between nodes are chosen by `route`, which is the same on all of them."""
+        self._runner.cost, self._runner.route = cost, route
+
+    # --- from the local workers ---------------------------------------------------------------------------------------
+
+    def submit(self, rank: int, submit: wire.Submit, memory: Array | None) -> None:
+        """A worker submits an operation; `memory` is its tensor's bytes (uint8) in the arena, if it is there."""
+        signature = submit.signature
+        key = OpKey(signature.process_set, 0, submit.name, submit.clock)
+        if why := self._failing.why(key):
+            self._failing.refuse(rank, submit.handle, why)
+            return
+        try:
+            recipe = self._agreeing.recipe(signature)
+            part = recipe.part(rank, submit, memory)
+        except FusionError as error:
+            # The other ranks may have submitted the same and would wait for this one: it fails for all.
+            sentence = f"rank {rank} submitted tensor {submit.name!r} wrongly: {error}"
+            if signature.process_set in self.participants:
+                self._failing.everywhere(key, sentence)
+            self._failing.refuse(rank, submit.handle, sentence)
+            return
+        if len(recipe.members.nodes) > 1:
+            again = partial(self.submit, rank, submit, memory)
+            if not self.codecs.kernels_of(recipe.codec, [recipe.layout.dtype.name], again):
+                return
+        if why := self.participants.why_not_since(signature.kind, recipe.members) if self.participants.lost else "":
+            self._failing.here(key, f"tensor {submit.name!r}: {why}")
+            self._failing.refuse(rank, submit.handle, f"tensor {submit.name!r}: {why}")
+            return
+        run = self._agreeing.run(key, recipe.members)
+        if rank in run.parts:
+            raise RequestError(f"rank {rank} submitted tensor {submit.name!r} twice under one clock")
+        if run.recipe is None:
+            run.recipe = recipe
+        run.parts[rank] = part
+        self._trace.record(Kind.READY, submit.name, part.source.nbytes, submit.clock, peer=rank)
+        if signature.kind == "join":
+            self._join(rank)
+        if run.recipe is not recipe and run.recipe.signature.common() != signature.common():
+            self._stalls.disagree(run)
+        else:
+            self._agreeing.advance(run)
+        self.homes.occupied.look(rank)
+
+    def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
+        """A worker asks for a plan."""
+        self._proposing.propose(rank, handle, proposal)
+        self.homes.occupied.look(rank)
+
+    def add_plan_memory(self, rank: int, plan: int, memory: Array) -> None:
+        """A worker's arena has a segment (its bytes, uint8) for the buckets of a plan."""
+        self._plans.add_memory(rank, plan, memory)
+
+    def drop_plan_memory(self, rank: int, plan: int) -> None:
+        """The worker has given that segment up."""
+        self._plans.drop_memory(rank, plan)
+
+    def ready(self, rank: int, ready: wire.Ready) -> None:
+        """A worker's part of a planned bucket is in the arena."""
+        state, bucket, part = self._plans.part(rank, ready)
+        name, nbytes = f"bucket {ready.bucket}", part.source.nbytes
+        self._trace.record(Kind.READY, name, nbytes, ready.clock, ready.plan, peer=rank)
+        if isinstance(state.algorithm, HomeAlgorithm):
+            self.progress.ready(rank, ready.bucket)
+            if self._failing.failure:
+                self._failing.refuse(rank, ready.handle, self._failing.failure)
+            else:
+                self.homes.post(rank, ready, state, bucket.bucket, part)
+            return
+        key = OpKey(state.plan.process_set, ready.plan, bucket.name, ready.clock)
+        if why := self._failing.why(key):
+            if part.selected is not None:
+                part.selected.disown()
+            self._failing.refuse(rank, ready.handle, why)
+            return
+        if ready.gives_up:
+            who = self.topology.describe([rank])
+            sentence = f"{who} {StepGivenUp.SAYS}: {ready.gives_up}; all ranks have to skip this batch"
+            self._failing.everywhere(key, sentence)
+            self._failing.refuse(rank, ready.handle, sentence)
+            return
+        run = self._agreeing.run(key, state.members)
+        if rank in run.parts:
+            raise RequestError(f"rank {rank} is ready twice in bucket {ready.bucket} of plan {ready.plan}")
+        self.progress.ready(rank, ready.bucket, self._outside.clock() - run.begun)
+        run.parts[rank] = part
+        self._agreeing.advance(run)
+        self.homes.occupied.look(rank)
+
+    def staleness(self, rank: int, handle: int) -> None:
+        """A worker asks how stale contributions have been."""
+        self._outside.to_worker(rank, wire.Done(handle, json.dumps(self.homes.statistics()).encode()))
+
+    def depart(self, ranks: Sequence[int]) -> None:
+        """Ranks have left in good order, here or elsewhere."""
+        self.participants.departed.update(ranks)
+        self.homes.gone(ranks)
+
+    def why_not_without(self, losses: Sequence[wire.Loss]) -> str:
+        """Why this job cannot go on without these nodes and workers, as far as this node knows; empty if it can.
+
+        A node that has no part in any plan leaves that to those that have, unless it coordinates and there is no plan
+        yet: then nothing says that the job can.
+        """
+        if self.coordinator is not None and not (self.coordinator.has_plans or any(self._plans)):
+            return "what is under way needs every rank"
+        nodes = {loss.node for loss in losses if loss.rank < 0}
+        lost = {loss.rank for loss in losses if loss.rank >= 0}.union(*(self.topology.ranks[node] for node in nodes))
+        return self._plans.why_not_without(nodes, lost)
+
+    def view_begins(self, view: wire.View, coordinator: int) -> None:
+        """Nodes or workers have been given up, and a node coordinates that may be another one than before."""
+        new = {}
+        for loss in view.lost:
+            ranks = self.topology.ranks[loss.node] if loss.rank < 0 else (loss.rank,)
+            new.update({rank: loss.why for rank in ranks if rank not in self.participants.lost})
+        self._trace.record(Kind.VIEW, "", len(view.nodes), view.number)
+        self.participants.lost_nodes.update(loss.node for loss in view.lost if loss.rank < 0)
+        self.participants.lose(new)
+        self._agreeing.lose(list(new))
+        self.homes.gone(new)
+        self._coordination.view_begins(view, coordinator, self._handover(view.number))
+        self._agreeing.resume()
+
+    def _handover(self, number: int) -> wire.Handover:
+        agreeing, proposing = self._agreeing, self._proposing
+        return wire.Handover(
+            self._epoch,
+            number,
+            self.participants.next_set,
+            self.participants.sets(),
+            agreeing.approved,
+            agreeing.verdicts,
+            (*self._failing.latest(), *proposing.refused),
+            proposing.last,
+            proposing.made,
+            agreeing.unanswered,
+            agreeing.disputed,
+            proposing.unanswered,
+        )
+
+    def _join(self, rank: int) -> None:
+        """A local rank has joined: what waits for it goes on without it."""
+        for node in self._context.other_nodes():
+            self._outside.to_node(node, wire.Joined(rank, self.participants.joins))
+        self._joined(rank)
+
+    def _joined(self, rank: int) -> None:
+        self.participants.joined.append(rank)
+        self.homes.gone([rank], joined=True)
+        for run in list(self._runs.values()):
+            if run.exchange is not None:
+                self._agreeing.tell_who_joined(run)
+            elif run.kind != "join":
+                self._agreeing.advance(run)
+        self._coordination.joined()
+
+    # --- from the peers -----------------------------------------------------------------------------------------------
+
+    def peer_message(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
+        """A peer's message that is about operations."""
+        if self._failing.failure:
+            self._questions.handle(node, message)
+            return
+        if isinstance(message, wire.Chunk):
+            assert payload is not None
+            if message.key.clock // wire.CLOCKS_OF_AN_EPOCH == self._epoch:
+                self._chunk(node, message, payload)
+        elif isinstance(message, wire.Piece):
+            assert payload is not None
+            self.homes.peer(node, message, payload)
+        elif isinstance(message, wire.Credit):
+            run = self._runs.get(message.key)
+            if run is not None and run.port is not None and node in run.members.nodes:
+                run.port.credit(run.members.nodes.index(node), message.chunks)
+        elif isinstance(message, _OF_COORDINATOR):
+            if self._coordination.takes(node):
+                self._decided(message)
+        elif isinstance(message, wire.OpFailed):
+            self._failing.here(message.key, message.error)
+            self._coordination.forget(message.key)
+        elif isinstance(message, wire.Handover):
+            self._coordination.handed_over(node, message)
+        elif isinstance(message, wire.Settled):
+            if self._coordination.is_settled(message):
+                self._agreeing.settle_sets(message, self._proposing.remove_set)
+        elif isinstance(message, wire.Began):
+            self._began(node, message)
+        elif isinstance(message, wire.Occupied):
+            if message.rank in self.topology.ranks[node]:
+                self.homes.occupied.told(message)
+        elif isinstance(message, wire.Joined):
+            if message.rank in self.topology.ranks[node] and message.before == self.participants.joins:
+                self._joined(message.rank)
+        elif not self._questions.handle(node, message):
+            self._coordination.handle(node, message)
+
+    def _decided(self, message: wire.Verdict | wire.PlanVerdict | wire.Inquiry) -> None:
+        if isinstance(message, wire.Verdict):
+            self._agreeing.verdict(message)
+        elif isinstance(message, wire.PlanVerdict):
+            self._proposing.verdict(message)
+            self.homes.occupied.look_again()
+        else:
+            self._stalls.answer(message)
+
+    def tick(self) -> None:
+        """Time has passed: ends what has waited too long. Called about once a second while anything is under way."""
+        self._stalls.tick()
+        self.homes.tick(self._home_stalls.ask)
+        self._coordination.tick()
+
+    def fail_job(self, error: str) -> None:
+        """The job cannot go on: everything under way, and everything later, fails with this sentence."""
+        if self._failing.failure:
+            return
+        self._failing.failure = error
+        self._runs.clear()
+        self._proposing.clear()
+        self.homes.fail()
+
+    def when_quiet(self, then: Callable[[], None]) -> None:
+        """Calls `then` when no job of an operation, failed or not, is in the kernel pool: at once, or later."""
+        self._runner.when_quiet(lambda: self.homes.when_all_quiet(then))
+
+    def end(self, error: str) -> None:
+        """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""
+        for key in list(self._runs):
+            self._failing.here(key, f"{self._runs[key].what}: {error}")
+        self._proposing.end(error)
+        self.homes.end(error)
+        self.fail_job(error)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way that a tick could end."""
+        nothing = not self._runs and not self._proposing.waiting and self.homes.idle
+        return nothing and self._coordination.idle
+
+    @property
+    def quiet_seconds(self) -> float:
+        """For how long no operation between ranks has begun or gone on."""
+        return self._outside.clock() - max((run.since for run in self._runs.values()), default=-math.inf)
+
+    def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
+        """Asks all nodes who waits for whom; `everyone`: and where also those are that nobody waits for."""
+        survey(self._context, self._questions, everyone, then)
+
+    def _under_way(self) -> list[wire.Waiting]:
+        found = under_way.operations(self._context) + under_way.proposals(self._context, self._proposing.waiting)
+        return found + self.homes.under_way() + self._coordination.under_way()
+
+    def record_plans(self) -> None:
+        """Records the plans in force again: what was recorded first may be overwritten by now."""
+        for state in self._plans:
+            record_plan(self._trace, state.plan)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Operations that are complete here, their bytes, and operations that are not."""
+        return self._completed + self.homes.meters.version_lag.count, self._completed_bytes, len(self._runs)
+
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes that would have been sent to other nodes without compression, and that were, as far as it counts."""
+        return self._plans.traffic()
+
+    def statistics(self) -> dict[str, object]:
+        """Operations `under_way` and `completed`, their `bytes` on this node, and the `plans` in force."""
+        return {
+            "under_way": len(self._runs),
+            "completed": self._completed,
+            "bytes": self._completed_bytes,
+            "plans": self._plans.statistics(),
+            "compression": self._plans.compression(),
+            "homes": self.homes.statistics(),
+            "process_sets": self.participants.statistics(),
+            "latency_seconds": self.cost.latency,
+            "seconds_per_byte": self.cost.seconds_per_byte,
+            "route_latency_seconds": self._runner.route.latency,
+            "route_seconds_per_byte": self._runner.route.seconds_per_byte,
+            "coordinator": self._coordination.statistics(),
+            "coordination": self._coordination.state(),
+        }
+
+    def _began(self, node: int, message: wire.Began) -> None:
+        run = self._runs.get(message.key)
+        if run is None:
+            if not self._may_begin(node, message.key):
+                return
+            run = self._agreeing.run(message.key, self.participants.members(message.key.process_set))
+        if not run.parts:
+            run.peers_digest = message.digest
+            if message.signature is not None and wire.digest(message.signature) == message.digest:
+                self._agreeing.approve(message.key.process_set, message.digest, message.signature)
+            self._agreeing.advance(run)
+
+    def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        run = self._runs.get(chunk.key)
+        if run is None:
+            if not self._may_begin(node, chunk.key):
+                return
+            run = self._agreeing.run(chunk.key, self.participants.members(chunk.key.process_set))
+        if node not in run.members.nodes:
+            return
+        if run.digest and not chunk.key.plan and chunk.digest != run.digest:
+            if not run.disputed:
+                self._stalls.disagree(run)
+        elif chunk.key.plan and run.exchange is not None and chunk.digest != run.digest:
+            self._agreeing.disagree_about_passes(run, node, chunk)
+        elif run.started:
+            self._runner.receive(run, node, chunk, payload)
+        else:
+            self._check_credit(run, node, len(payload))
+            run.early.append((node, chunk, payload))
+            run.early_from[node] += 1
+            run.peers_digest = chunk.digest
+            self._agreeing.peer_has_begun(run)
+
+    def _check_credit(self, run: Run, node: int, nbytes: int) -> None:
+        """A chunk has come that has to wait; for those that wait nothing is granted.
+
+        Raises:
+            CreditExceeded: it is more than the node may send.
+        """
+        found = self._plans.find(run.key.plan, run.key.name)
+        if found is not None or not run.key.plan:
+            tuning = None if found is None else found[0].plan.tuning
+            chunk_bytes, window_bytes = self._runner.limits(tuning or wire.Tuning())
+            granted = window_chunks(window_bytes, chunk_bytes)
+            if run.early_from[node] >= granted:
+                raise CreditExceeded(f"it sent more than the {granted} messages of {run.what} that it was granted")
+        self._early_bytes += nbytes
+        if self._early_bytes > _MAX_EARLY_BYTES:
+            waiting = (len(payload) for other in self._runs.values() for _, _, payload in other.early)
+            self._early_bytes = nbytes + sum(waiting)
+            if self._early_bytes > _MAX_EARLY_BYTES:
+                raise CreditExceeded(
+                    f"{self._early_bytes} bytes of operations wait that the workers here have not reached, "
+                    f"and no more than {_MAX_EARLY_BYTES} are kept"
+                )
+
+    def _may_begin(self, node: int, key: OpKey) -> bool:
+        """Whether a peer may be the first to say anything about an operation here."""
+        if self._failing.is_over(key) or self.participants.is_over(key.process_set):
+            return False
+        if key.process_set in self.participants and not self._too_early():
+            return True
+        self._failing.on_job_failed(
+            f"node {node} (host {self.topology.hosts[node]}) sent data of {key.name!r}, which has no place here: it is "
+            "in an unknown process set, or one of too many operations under way"
+        )
+        return False
+
+    def _too_early(self) -> bool:
+        """Whether peers are ahead of the workers here in as many operations as they may be."""
+        return len(self._runs) >= _MAX_EARLY and sum(not run.parts for run in self._runs.values()) >= _MAX_EARLY
+
+    def _delivered(self, run: Run) -> None:
+        """The workers have their results."""
+        self._completed += 1
+        self._completed_bytes += sum(part.source.nbytes for part in run.parts.values())
+        self._failing.completed(run)
+        if self.homes.occupied.matters:
+            self.homes.operation_completed(wire.mark(run.key))
+        self._one_less()
+
+    def _one_less(self) -> None:
+        """A run is over, which others may have waited for."""
+        self._agreeing.one_less()
+        self.homes.occupied.look_again()
+
+    def _operations_of(self, rank: int) -> Iterator[int]:
+        """The marks of the operations that a local rank has submitted, and that are not over. A rank that has joined
+        is not expected by anybody, and so its join is left out."""
+        for run in self._runs.values():
+            if rank in run.parts and run.kind != "join":
+                yield wire.mark(run.key)
+        for (process_set, group, clock), ranks in self._proposing.waiting.items():
+            if rank in ranks:
+                yield wire.mark(OpKey(process_set, 0, f"plan of {group}", clock))

@@ -1,0 +1,175 @@
+"""Plans on their way into force: what the local workers have proposed, and what came of it. No I/O."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+from fusion_rt import codecs, wire
+from fusion_rt.errors import FusionError
+from fusiond.algorithms import HomeAlgorithm
+from fusiond.buckets.plans import Plans
+from fusiond.buckets.recipes import check_proposal
+from fusiond.control.coordination import Coordination
+from fusiond.control.negotiation import PlanKey
+from fusiond.core.tracing import record_plan
+from fusiond.engine.codec_service import CodecService
+from fusiond.engine.snapshots import Snapshots
+from fusiond.operations.context import Context
+from fusiond.operations.executor import Run
+from fusiond.operations.outcomes import Failing
+from fusiond.shards import Homes
+
+_REMEMBERED = 64  # proposals that were refused, so that a new coordinator can tell nodes that have not heard of it
+
+
+class Proposing:
+    """Of one engine, whose other parts it uses.
+
+    Args:
+        advance: called with runs that may have waited for a plan.
+
+    Attributes:
+        waiting: the workers' handles of proposals without an answer, by rank.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        coordination: Coordination,
+        failing: Failing,
+        codec_service: CodecService,
+        homes: Homes,
+        plans: Plans,
+        snapshots: Snapshots,
+        advance: Callable[[Run], None],
+    ) -> None:
+        self.waiting: dict[PlanKey, dict[int, int]] = {}
+        self._context = context
+        self._coordination = coordination
+        self._failing = failing
+        self._codecs = codec_service
+        self._homes = homes
+        self._plans = plans
+        self._snapshots = snapshots
+        self._advance = advance
+        self._proposed: dict[PlanKey, dict[int, wire.Proposal]] = {}  # those of `waiting`
+        self._made: dict[tuple[int, str], wire.MadePlan] = {}  # by process set and group
+        self._refused: OrderedDict[PlanKey, wire.PlanVerdict] = OrderedDict()
+        self._last = 0  # id of a plan
+
+    def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
+        """A worker asks for a plan."""
+        if self._failing.failure:
+            self._failing.refuse(rank, handle, self._failing.failure)
+            return
+        try:
+            codec = codecs.parse(proposal.reduction.codec)
+            members = self._context.participants.members(proposal.process_set)
+            check_proposal(proposal, len(members.set.ranks))
+        except FusionError as error:
+            self._failing.refuse(rank, handle, f"rank {rank} cannot plan {proposal.group!r}: {error}")
+            return
+        if rank not in members.local:
+            self._failing.refuse(rank, handle, f"rank {rank} is not in process set {proposal.process_set}")
+            return
+        if len(members.nodes) > 1:
+            dtypes = {tensor.dtype for tensor in proposal.tensors}
+            if not self._codecs.kernels_of(codec, dtypes, partial(self.propose, rank, handle, proposal)):
+                return
+        key = (proposal.process_set, proposal.group, proposal.clock)
+        self.waiting.setdefault(key, {})[rank] = handle
+        self._proposed.setdefault(key, {})[rank] = proposal
+        self._coordination.ask(wire.PlanRequest(rank, proposal))
+
+    def verdict(self, verdict: wire.PlanVerdict) -> None:
+        """The coordinator has made a plan, or says why there is none."""
+        key = (verdict.process_set, verdict.group, verdict.clock)
+        if verdict.process_set not in self._context.participants:  # it has been removed since
+            return
+        if verdict.plan is not None and not self._has_kernels(verdict.plan, partial(self.verdict, verdict)):
+            return
+        waiting = self.waiting.pop(key, {})
+        proposed = self._proposed.pop(key, {})
+        plan = verdict.plan
+        if plan is None:
+            self._refused[key] = verdict
+            if len(self._refused) > _REMEMBERED:
+                self._refused.popitem(last=False)
+            for rank, handle in waiting.items():
+                self._failing.refuse(rank, handle, verdict.error)
+            return
+        self._last = max(self._last, plan.id)
+        before = self._made.get(key[:2])
+        if before is not None and before.plan.id == plan.id:
+            proposed = {**before.proposals, **proposed}
+        self._made[key[:2]] = wire.MadePlan(verdict.clock, plan, proposed)
+        self._install(plan)
+        for rank, handle in waiting.items():
+            self._context.outside.to_worker(rank, wire.Planned(handle, plan))
+        for run in [r for r in self._context.runs.values() if r.key.plan == plan.id]:
+            self._advance(run)
+
+    def _has_kernels(self, plan: wire.Plan, again: Callable[[], None]) -> bool:
+        """Whether those of its codec are there, if that is none that was proposed here; else calls back later."""
+        if plan.tuning is None or not plan.tuning.codec:
+            return True
+        if len(self._context.participants.members(plan.process_set).nodes) == 1:
+            return True
+        return self._codecs.kernels_of(codecs.parse(plan.reduction.codec), {b.dtype for b in plan.buckets}, again)
+
+    def _install(self, plan: wire.Plan) -> None:
+        why = self._plans.install(plan, self._context.participants.members(plan.process_set))
+        if why:
+            self._context.outside.warn(why)
+        record_plan(self._context.trace, plan)
+        state = self._plans.get(plan.id)
+        if isinstance(state.algorithm, HomeAlgorithm) and self._homes.install(state):
+            try:
+                self._snapshots.restore(plan)
+            except FusionError as error:
+                self._failing.on_job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
+
+    def remove_set(self, process_set: int) -> None:
+        """Forgets the plans of a process set; who waits for one is told."""
+        for plan_key in [key for key in self.waiting if key[0] == process_set]:
+            del self._proposed[plan_key]
+            for rank, handle in self.waiting.pop(plan_key).items():
+                self._failing.refuse(rank, handle, f"process set {process_set} was removed")
+        for made in [key for key in self._made if key[0] == process_set]:
+            del self._made[made]
+
+    def end(self, error: str) -> None:
+        """Whoever waits is told that nothing will come."""
+        for waiting in self.waiting.values():
+            for rank, handle in waiting.items():
+                self._failing.refuse(rank, handle, error)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets who waits."""
+        self.waiting.clear()
+        self._proposed.clear()
+
+    # --- for the coordinator of a new view ----------------------------------------------------------------------------
+
+    @property
+    def last(self) -> int:
+        """The highest id of a plan that was ever in force here."""
+        return self._last
+
+    @property
+    def made(self) -> tuple[wire.MadePlan, ...]:
+        """The plans in force."""
+        return tuple(self._made.values())
+
+    @property
+    def refused(self) -> tuple[wire.PlanVerdict, ...]:
+        """The latest that said why there is no plan."""
+        return tuple(self._refused.values())
+
+    @property
+    def unanswered(self) -> tuple[wire.PlanRequest, ...]:
+        """Proposals that wait for the coordinator."""
+        return tuple(wire.PlanRequest(rank, p) for ranks in self._proposed.values() for rank, p in ranks.items())

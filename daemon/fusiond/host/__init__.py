@@ -1,0 +1,1 @@
+"""The process and its host: event loop, threads, files, signals."""

@@ -1,0 +1,52 @@
+"""Work on files that may not answer: a dead network file system holds a thread for ever, and must hold nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from fusiond.host.loop import EventLoop
+from fusiond.host.thread_pool import Job, Then
+
+_CLOSE_S = 1.0  # seconds that the end of a daemon waits for files
+
+
+class FileWork:
+    """Runs each job on a thread of its own, so that neither the event loop nor the kernel pool waits for files.
+
+    Args:
+        loop: where completions run.
+    """
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._threads: set[threading.Thread] = set()
+        self._is_over = False
+
+    def run(self, job: Job, then: Then) -> None:
+        """Runs a job; when it has ended, `then` gets its exception, or None, in the loop."""
+
+        def work() -> None:
+            failure: BaseException | None = None
+            try:
+                job()
+            except BaseException as error:  # handed to `then`
+                failure = error
+
+            def ended() -> None:
+                self._threads.discard(thread)
+                then(failure)
+
+            if not self._is_over:
+                self._loop.call_from_thread(ended)
+
+        thread = threading.Thread(target=work, name="files", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def close(self) -> None:
+        """Waits for the jobs for at most a second; those that have not ended then end with the process."""
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._is_over = True

@@ -1,0 +1,108 @@
+"""The directory of one daemon, which holds its socket, its log and a lock."""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import shutil
+import socket
+import time
+from contextlib import suppress
+
+from fusion_rt import bootstrap
+from fusion_rt.errors import FusionError
+from fusion_rt.local_daemons import OWN_STACKS
+from fusion_rt.stacks import STACK_SIGNAL
+from fusiond.host import leftovers
+
+_BACKLOG = 256
+_CLEANING = 1.0  # seconds that it may take to remove what a dead daemon has left
+
+
+class Directory:
+    """Taken for this daemon: one runs for each job and node, and the kernel frees the lock when it dies.
+
+    Args:
+        root: FUSION_RUNTIME_DIR.
+        config: whose it is.
+
+    Raises:
+        FusionError: another one runs, or the directory is not this user's alone.
+    """
+
+    def __init__(self, root: str, config: bootstrap.DaemonConfig) -> None:
+        self._path = bootstrap.job_directory(root, config.job, config.node)
+        self._lock_path = os.path.join(self._path, "lock")
+        self.socket_path = bootstrap.socket_path(root, config.job, config.node)
+        bootstrap.make_private_directory(root)
+        self._lock = self._take(config)
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        leftovers.remove_dead(root, keep=self._path)
+
+    def show_stacks(self) -> None:
+        """Has this process write the stack of its main thread into a file here on STACK_SIGNAL, until it ends."""
+        path = os.path.join(self._path, OWN_STACKS)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=False, chain=False)
+
+    def _take(self, config: bootstrap.DaemonConfig) -> int:
+        """The lock, which this process has from now on."""
+        deadline = time.monotonic() + _CLEANING
+        while True:
+            bootstrap.make_private_directory(self._path)
+            try:
+                fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                continue  # somebody has just removed what a dead daemon had left here
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(fd, self._lock_path):
+                    return fd
+                os.close(fd)
+            except BlockingIOError:
+                pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                if os.path.exists(f"/proc/{pid}") or time.monotonic() > deadline:
+                    raise FusionError(
+                        f"a daemon of job {config.job!r} runs on this host already (pid {pid}); stop it with "
+                        f"`fusiond stop --job {config.job}`, or give the new job another name"
+                    ) from None
+                time.sleep(0.01)  # whoever cleans up after that daemon has the lock for a moment
+
+    def release(self) -> None:
+        """Removes what is no longer needed; a log with something in it stays, for `fusiond logs`."""
+        log = os.path.join(self._path, "log")
+        if os.path.exists(log) and os.path.getsize(log) == 0:
+            os.unlink(log)
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._path, OWN_STACKS))
+        shutil.rmtree(os.path.join(self._path, bootstrap.RANKS_DIRECTORY), ignore_errors=True)
+        os.unlink(self._lock_path)
+        if not os.listdir(self._path):
+            os.rmdir(self._path)
+        os.close(self._lock)  # who waits for it finds nothing more
+
+
+def listen(path: str) -> socket.socket:
+    """A socket at this path, which workers may connect to from now on; they are served when it is looked at.
+
+    Args:
+        path: in a directory that is there already, and locked by this daemon.
+    """
+    if os.path.exists(path):
+        os.unlink(path)  # of a daemon that died
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    listener.bind(path)
+    os.chmod(path, 0o600)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether an open file is still the one at that path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,78 @@
+"""What tells a daemon from outside that something is to be done: signals, and its standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Protocol
+
+from fusion_rt import bootstrap
+from fusion_rt.errors import FusionError, WireError
+from fusiond.host.loop import EventLoop
+
+
+class Handler(Protocol):
+    """What the daemon does about it."""
+
+    def signalled(self, name: str) -> None:
+        """The daemon is told to stop."""
+
+    def peers_known(self, table: bootstrap.PeerTable) -> None:
+        """The table of the peers has come. Raises FusionError when it cannot be used."""
+
+    def starter_gone(self) -> None:
+        """Standard input has ended: so has whoever started the daemon."""
+
+
+def watch_signals(loop: EventLoop, handler: Handler) -> None:
+    """SIGTERM, SIGINT and SIGHUP come to the handler in the event loop."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    loop.add_reader(reader, lambda: handler.signalled(signal.Signals(os.read(reader, 1)[0]).name))
+
+
+class StandardInput:
+    """Lines of standard input, after the configuration.
+
+    Args:
+        loop: watches it.
+        fd: its descriptor.
+        start: what has been read from it already.
+        handler: hears of it.
+
+    Raises:
+        FusionError: it is not a pipe.
+    """
+
+    def __init__(self, loop: EventLoop, fd: int, start: bytes, handler: Handler) -> None:
+        self._loop = loop
+        self._fd = fd
+        self._data = start
+        self._handler = handler
+        os.set_blocking(fd, False)
+        try:
+            loop.add_reader(fd, self._read)
+        except PermissionError:
+            raise FusionError("standard input has to be a pipe, from which the peers' table and the end of the job "
+                              "are read") from None  # fmt: skip
+        self._take_lines()
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._fd, 1 << 20)
+        except BlockingIOError:
+            return
+        self._data += data
+        if len(self._data) > bootstrap.MAX_LINE:
+            raise WireError(f"more than {bootstrap.MAX_LINE} bytes without a line's end on standard input")
+        self._take_lines()
+        if not data:
+            self._loop.remove(self._fd)
+            self._handler.starter_gone()
+
+    def _take_lines(self) -> None:
+        while b"\n" in self._data:
+            line, self._data = self._data.split(b"\n", 1)
+            self._handler.peers_known(bootstrap.decode_line(line, bootstrap.PeerTable))

@@ -1,0 +1,1 @@
+"""Operations under way on one node, and their outcomes."""

@@ -1,0 +1,44 @@
+"""What the parts of an engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fusion_rt.settings import Settings
+from fusion_rt.topology import Topology
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.wire import OpKey
+from fusiond.core.participants import Participants
+from fusiond.operations.executor import Outside, Run
+
+
+@dataclass(frozen=True)
+class Context:
+    """One engine's surroundings and what is under way in it.
+
+    Attributes:
+        topology, node: who is where, and which node this is.
+        settings: sizes and time-outs.
+        outside: acts for the engine.
+        participants: the process sets, and who is away.
+        runs: every operation under way on this node.
+        trace: what is done is recorded there.
+    """
+
+    topology: Topology
+    node: int
+    settings: Settings
+    outside: Outside
+    participants: Participants
+    runs: dict[OpKey, Run] = field(default_factory=dict)
+    trace: Instrument = NULL
+
+    @property
+    def host(self) -> str:
+        """Of this node."""
+        return self.topology.hosts[self.node]
+
+    def other_nodes(self) -> list[int]:
+        """All nodes but this one and those that are lost."""
+        away = {self.node, *self.participants.lost_nodes}
+        return [node for node in range(len(self.topology.hosts)) if node not in away]

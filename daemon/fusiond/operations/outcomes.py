@@ -1,0 +1,122 @@
+"""What becomes of operations that fail, and of the job when it cannot go on. No I/O."""
+
+from __future__ import annotations
+
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+from fusion_rt import wire
+from fusion_rt.codecs import Codec
+from fusion_rt.errors import FusionError
+from fusion_rt.quoting import quoted
+from fusion_rt.trace_format import Kind
+from fusion_rt.wire import OpKey
+from fusiond.core.tracing import about_key
+from fusiond.operations.context import Context
+from fusiond.operations.executor import Run
+
+_HANDED_OVER = 256  # the latest of them that the coordinator of a new view is told
+_REMEMBERED = 1024  # failed operations kept so that late submissions and chunks meet the same error
+_COMPLETED = 4096  # completed ones that are kept, because other nodes may still wait for them and ask
+
+
+class Failing:
+    """The operations of one engine that are over, and what went wrong.
+
+    Args:
+        context: the engine's.
+        on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
+        one_less: called when an operation has failed, which others may have waited for.
+
+    Attributes:
+        failure: why the job cannot go on; empty if it can.
+        on_job_failed: as above.
+    """
+
+    def __init__(self, context: Context, on_job_failed: Callable[[str], None], one_less: Callable[[], None]) -> None:
+        self.failure = ""
+        self.on_job_failed = on_job_failed
+        self._context = context
+        self._one_less = one_less
+        self._failed: OrderedDict[OpKey, str] = OrderedDict()
+        # Completed here, maybe not yet elsewhere; None: the ranks here had joined, and submitted nothing.
+        self._over: OrderedDict[OpKey, wire.Signature | None] = OrderedDict()
+
+    def why(self, key: OpKey) -> str:
+        """Why nothing may be submitted under this key; empty if it may."""
+        return self.failure or self._failed.get(key, "")
+
+    def is_over(self, key: OpKey) -> bool:
+        """Whether an operation has failed or completed here, as far as that is remembered."""
+        return key in self._failed or key in self._over
+
+    def completed(self, run: Run) -> None:
+        """The workers have their results."""
+        if len(run.members.nodes) > 1:
+            part = next(iter(run.parts.values()), None)
+            self._over[run.key] = None if part is None else part.signature
+            if len(self._over) > _COMPLETED:
+                self._over.popitem(last=False)
+
+    def completed_as(self, key: OpKey) -> wire.Signature | None:
+        """What ranks here submitted of an operation that completed here; None if that is nothing, or not known."""
+        return self._over.get(key)
+
+    def latest(self) -> tuple[wire.OpFailed, ...]:
+        """The latest operations that have failed."""
+        return tuple(wire.OpFailed(key, error) for key, error in list(self._failed.items())[-_HANDED_OVER:])
+
+    def refuse(self, rank: int, handle: int, error: str) -> None:
+        """Tells a worker that what it submitted has failed."""
+        self._context.outside.to_worker(rank, wire.Failed(handle, error))
+
+    def everywhere(self, key: OpKey, error: str) -> None:
+        """An operation fails on all ranks."""
+        for node in self._context.participants.members(key.process_set).nodes:
+            if node != self._context.node:
+                self._context.outside.to_node(node, wire.OpFailed(key, error))
+        self.here(key, error)
+
+    def here(self, key: OpKey, error: str) -> None:
+        """An operation fails on this node's ranks, also on those that have not submitted it yet."""
+        self._failed.setdefault(key, error)
+        while len(self._failed) > _REMEMBERED:
+            self._failed.popitem(last=False)
+        what = about_key(key)
+        self._context.trace.record(Kind.FAILED, what.name, 0, what.clock, what.plan)
+        run = self._context.runs.pop(key, None)
+        if run is not None and run.exchange is not None and run.started:
+            run.exchange.abandon()
+        if run is not None and run.working:  # threads still write into the workers' memory
+            run.failed = partial(self._refuse_all, run, error)
+        elif run is not None:
+            self._refuse_all(run, error)
+        self._one_less()
+
+    def _refuse_all(self, run: Run, error: str) -> None:
+        for rank, part in run.parts.items():
+            if part.selected is not None and run.exchange is None:
+                part.selected.disown()
+            self.refuse(rank, part.handle, error)
+
+    # --- exceptions ---------------------------------------------------------------------------------------------------
+
+    def run_failed(self, run: Run, error: BaseException) -> None:
+        """A run's jobs or its exchange raised this."""
+        context = self._context
+        if isinstance(error, FusionError):
+            self.everywhere(run.key, f"{run.what} failed on node {context.node} (host {context.host}): {error}")
+        else:  # a bug: say where it is
+            text = quoted("".join(traceback.format_exception(error)))
+            self.on_job_failed(f"the daemon of host {context.host} failed: {text}")
+
+    def home_failed(self, error: BaseException) -> None:
+        """A home raised this."""
+        text = str(error) if isinstance(error, FusionError) else quoted("".join(traceback.format_exception(error)))
+        self.on_job_failed(f"a home on host {self._context.host} failed: {text}")
+
+    def codec_failed(self, codec: Codec, error: BaseException) -> None:
+        """A codec's kernels cannot be had."""
+        self.on_job_failed(f"the daemon of host {self._context.host} cannot use the codec {codec}: {error}")

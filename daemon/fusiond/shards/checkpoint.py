@@ -1,0 +1,188 @@
+"""What is saved of a node's homes and senders, and given back to them, or to those of a later plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from fusion_rt.codecs import BucketCodec
+from fusion_rt.codecs.feedback import FeedbackBucketCodec
+from fusion_rt.errors import WireError
+from fusiond.algorithms.home import Home
+from fusiond.buckets.plans import PlanState
+from fusiond.collectives.base import Array
+from fusiond.shards.message_codecs import Codings
+from fusiond.shards.push_pull import Sender, Senders
+from fusiond.shards.server import Boxes
+from fusiond.shards.shard import Box
+from fusiond.shards.thread_work import Act
+
+
+def group_of(state: PlanState) -> tuple[int, str]:
+    """The process set and the group that a plan is of."""
+    return state.plan.process_set, state.plan.group
+
+
+class States:
+    """Saves and gives back; keeps what was given back for a plan that is not in force yet.
+
+    Args:
+        senders, boxes: whose state it is.
+        codings: the codecs of senders.
+    """
+
+    def __init__(self, senders: Senders, boxes: Boxes, codings: Codings) -> None:
+        self._senders = senders
+        self._boxes = boxes
+        self._codings = codings
+        self._loaded: dict[tuple[int, str], dict[str, Array]] = {}  # by process set and group
+
+    def save(self, plan: int) -> dict[str, Array]:
+        """What the homes of a plan remember, and what its workers have not sent; copies. The keys begin with
+        `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
+        state: dict[str, Array] = {}
+        for box in self._boxes:
+            if box.plan.plan.id == plan:
+                prefix = f"home:{box.bucket.index}:{box.home.rank}"
+                state |= {f"{prefix}:{key}": value for key, value in _home_state(box.home).items()}
+        for sender in self._senders:
+            if sender.plan.plan.id == plan:
+                prefix = f"sender:{sender.bucket.index}:{sender.rank}"
+                state |= {f"{prefix}:{key}": value for key, value in _sender_state(sender).items()}
+        return state
+
+    def keep(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
+        """Something is for the next plan of a group."""
+        self._loaded[process_set, group] = {key: value.copy() for key, value in state.items()}
+
+    def begin(self, plan: PlanState) -> None:
+        """Gives a plan that is in force from now on what was kept for it. Raises what `restore` does."""
+        loaded = self._loaded.pop(group_of(plan), None)
+        if loaded is not None:
+            self.restore(plan, loaded)
+
+    def remove_set(self, process_set: int) -> None:
+        """Forgets what was kept for the plans of a process set."""
+        self._loaded = {key: state for key, state in self._loaded.items() if key[0] != process_set}
+
+    def restore(self, plan: PlanState, state: Mapping[str, Array]) -> None:
+        """Gives a saved state to a plan in force.
+
+        Raises:
+            FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
+        """
+        homes: list[tuple[Box, dict[str, Array]]] = []
+        senders: list[tuple[Sender, list[int], BucketCodec | None]] = []
+        for (kind, bucket, rank), entries in _by_owner(state).items():
+            address = (plan.plan.id, bucket, rank)
+            box, sender = self._boxes.get(address), self._senders.get(address)
+            if kind == "home" and box is not None:
+                _check_home(box, entries)
+                homes.append((box, {key: value.copy() for key, value in entries.items()}))
+            elif kind == "sender" and sender is not None:
+                senders.append((sender, *self._checked(sender, entries)))
+            else:
+                raise WireError(f"the saved state is of another job: it has the {kind} of bucket {bucket}, rank {rank}")
+        for sender, (clock, version), codec in senders:
+            sender.clock, sender.version, sender.codec = clock, version, codec
+        for box, entries in homes:
+            box.closed = True
+            work = partial(_restore_home, box, entries)
+            self._boxes.when_free(box, partial(self._boxes.at, box, work, math.inf))  # as for a seed
+
+    def _checked(self, sender: Sender, entries: dict[str, Array]) -> tuple[list[int], BucketCodec | None]:
+        """The counts, and the codec if there was one, of a sender that can go on from this."""
+        bucket, group = sender.bucket.index, sender.plan.plan.group
+        moved = entries.pop("moved", None) is not None  # from other buckets, and so not all that this one's codec has
+        counts, codec = _counts(entries.pop("counts", None), 2, f"rank {sender.rank} in bucket {bucket}"), None
+        if sender.busy:
+            raise WireError(
+                f"rank {sender.rank} is posting to bucket {bucket} of {group!r}; load the state of an optimizer "
+                "between step() and the next backward()"
+            )
+        if entries:
+            codec = self._codings.open(sender.plan, sender.bucket)
+            given = {key.removeprefix("codec/"): value for key, value in entries.items()}
+            if moved and isinstance(codec, FeedbackBucketCodec):
+                codec.load_state_dict(given, partial=True)
+            else:
+                codec.load_state_dict(given)
+        return counts, codec
+
+
+def _sender_state(sender: Sender) -> dict[str, Array]:
+    state: dict[str, Array] = {"counts": np.array([sender.clock, sender.version], np.int64)}
+    if sender.codec is not None:
+        state |= {f"codec/{key}": value for key, value in sender.codec.state_dict().items()}
+    return state
+
+
+def _home_state(home: Home) -> dict[str, Array]:
+    state: dict[str, Array] = {
+        "version": np.array([home.version], np.int64),
+        "done": np.array([home.done[rank] for rank in range(home.ranks)], np.int64),
+    }
+    if home.value is not None:
+        state["value"] = home.value.copy()
+    state |= {f"aux/{key}": value.copy() for key, value in home.aux.items()}
+    if home.optimizer is not None:
+        state |= {f"optimizer/{key}": value for key, value in home.optimizer.state().items()}
+    return state
+
+
+def _restore_home(box: Box, entries: Mapping[str, Array]) -> list[Act]:
+    home = box.home
+    value = entries.get("value")
+    if value is not None:
+        value = value.astype(home.dtype.storage)
+        if home.rank < 0:
+            box.begin(value)
+        else:
+            home.value = value
+    home.version = int(entries["version"][0])
+    home.done = dict(enumerate(int(count) for count in entries["done"]))
+    home.aux = {key.removeprefix("aux/"): v for key, v in entries.items() if key.startswith("aux/")}
+    home.scratch.clear()
+    optimizer = {key.removeprefix("optimizer/"): v for key, v in entries.items() if key.startswith("optimizer/")}
+    if home.optimizer is not None:
+        home.optimizer.load(optimizer)
+    box.told.clear()
+    return [partial(setattr, box, "closed", False)]
+
+
+def _by_owner(state: Mapping[str, Array]) -> dict[tuple[str, int, int], dict[str, Array]]:
+    """The entries of a saved state by what they are of: its kind, bucket and rank. Raises `WireError`."""
+    found: dict[tuple[str, int, int], dict[str, Array]] = {}
+    for key, value in state.items():
+        kind, of, whose, name = (*key.split(":", 3), "", "", "")[:4]
+        if not name or not of.isdecimal() or not whose.removeprefix("-").isdecimal():
+            raise WireError(f"{key!r} cannot be in a saved state; it is damaged, or of another program")
+        found.setdefault((kind, int(of), int(whose)), {})[name] = value
+    return found
+
+
+def _counts(saved: Array | None, how_many: int, of: str) -> list[int]:
+    """So many numbers, as they were saved. Raises `WireError` if they are something else."""
+    if saved is None or saved.shape != (how_many,) or saved.dtype != np.int64:
+        raise WireError(f"the saved state does not have the {how_many} counts of {of}")
+    if not all(0 <= count < 2**48 for count in saved.tolist()):
+        raise WireError(f"the saved state has the counts {saved.tolist()} of {of}, which cannot be")
+    return [int(count) for count in saved]
+
+
+def _check_home(box: Box, entries: Mapping[str, Array]) -> None:
+    """Raises `WireError` unless a home can go on from this."""
+    home, of = box.home, f"the home of bucket {box.bucket.index}"
+    _counts(entries.get("version"), 1, of)
+    _counts(entries.get("done"), home.ranks, of)
+    value = entries.get("value")
+    if value is not None and value.shape != (home.elements,):
+        raise WireError(f"bucket {box.bucket.index} has {home.elements} elements, and {value.size} were saved")
+    for key, array in entries.items():
+        kind, _, name = key.partition("/")
+        known = key in ("version", "done", "value") or (name and kind in ("aux", "optimizer"))
+        if not known or array.dtype.kind not in "iuf":
+            raise WireError(f"{key!r} of {of} cannot be in a saved state; it is damaged, or of another program")

@@ -1,0 +1,46 @@
+"""The codecs of the parcels of each bucket."""
+
+from __future__ import annotations
+
+from fusion_rt import codecs, wire
+from fusion_rt.codecs import BucketCodec
+from fusiond.buckets.plans import PlanState, layout_of
+from fusiond.shards.messages import open_codec
+
+
+class Codings:
+    """Opens codecs, and keeps those that all share."""
+
+    def __init__(self) -> None:
+        self._decoders: dict[tuple[int, int], BucketCodec] = {}  # by plan and bucket
+
+    def open(self, state: PlanState, bucket: wire.Bucket, remembers: bool = True) -> BucketCodec:
+        """A bucket's codec, for one user.
+
+        Args:
+            remembers: adds what it has not sent to what it sends next; else that is lost.
+        """
+        return open_codec(_codec(state), layout_of(bucket), remembers=remembers)
+
+    def decoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
+        """Decodes parcels of a bucket. That changes nothing, and so several threads may do it at the same time."""
+        key = state.plan.id, bucket.index
+        decoder = self._decoders.get(key)
+        if decoder is None:
+            decoder = self._decoders[key] = self.open(state, bucket, remembers=False)
+        return decoder
+
+    def encoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
+        """Encodes what a home says, once: a codec that selects has scratch memory of its own even if what it leaves out
+        is lost."""
+        if _codec(state).stateful:
+            return self.open(state, bucket, remembers=False)
+        return self.decoder(state, bucket)
+
+    def drop(self, plan: int) -> None:
+        """The plan is no longer in force."""
+        self._decoders = {key: decoder for key, decoder in self._decoders.items() if key[0] != plan}
+
+
+def _codec(state: PlanState) -> codecs.Codec:
+    return codecs.parse(state.plan.reduction.codec)

@@ -1,0 +1,51 @@
+"""Which node this is, and its way to the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from fusion_rt import wire
+from fusion_rt.settings import Settings
+from fusion_rt.topology import Topology
+from fusion_rt.trace import NULL, Instrument
+from fusiond.operations.executor import Outside
+from fusiond.shards.messages import pieces
+
+Address: TypeAlias = tuple[int, int, int]  # plan, bucket, and a home's rank (-1: shard) or a worker's rank
+
+
+@dataclass(slots=True)
+class Here:
+    """This node, in one membership epoch.
+
+    Attributes:
+        topology, node: who is where, and which node this is.
+        settings: sizes and time-outs.
+        outside: acts for it.
+        epoch: the membership epoch.
+        trace: what is done is recorded there.
+        after: the mark of the operation that was completed last here, which goes with all that is sent.
+        over: the job cannot go on. `Homes` says so; then nothing is sent and nothing is begun.
+    """
+
+    topology: Topology
+    node: int
+    settings: Settings
+    outside: Outside
+    epoch: int
+    trace: Instrument = NULL
+    after: int = 0
+    over: bool = False
+
+    def has(self, rank: int) -> bool:
+        """Whether a rank is on this node."""
+        return self.topology.node_of(rank) == self.node
+
+    def send(self, node: int, parcel: wire.Piece, payload: memoryview) -> None:
+        """Sends a parcel, whose payload nobody will change, to another node."""
+        if not self.over:
+            for piece, data in pieces(replace(parcel, after=self.after), payload, self.settings.chunk_bytes):
+                self.outside.send_piece(node, piece, data)

@@ -1,0 +1,205 @@
+"""Ranks that wait in other operations than those at a plan's homes: whoever waits for them there has to go on.
+
+The daemon of a rank knows which operations its worker has submitted and not got. Where the plan has shards, it tells
+them, and tells them again when the rank is free. Where ranks have replicas, neighbours send what they have to the home
+of the rank, which is on its own node: if they are ahead of a rank that is occupied, it *passes* the clocks that they
+are ahead, in all its buckets at once, as a worker would that contributes nothing.
+
+A rank may look occupied to one node by an operation that another node has completed already, and gone on from. So
+whatever goes to homes says which operation its sender completed last (`wire.Piece.after`), and nobody is occupied by
+that any more. Scripts in which all ranks take equal steps between two operations are thus not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from fusion_rt import wire
+from fusiond.algorithms.home import HomeAlgorithm
+from fusiond.buckets.plans import PlanState
+from fusiond.shards.node import Here
+from fusiond.shards.push_pull import Senders
+from fusiond.shards.server import Boxes
+from fusiond.shards.shard import Arrival, Box
+
+_MAX_KNOWN = 4096  # ranks in plans that are not here yet
+_MAX_COMPLETED = 1024  # operations that are remembered
+_OTHER_HOME = 0  # the mark of a wait at another plan's home
+_LONG = 1.0  # seconds after which such a wait counts
+_NOTHING = np.zeros(0)
+
+Operations = Callable[[int], Iterable[int]]
+"""The marks (`wire.mark`) of the operations in which a local rank waits."""
+
+
+class Occupied:
+    """Occupied ranks, as one node sees them.
+
+    Args:
+        here: this node.
+        senders: of the local workers.
+        boxes: the homes here.
+        operations: see there.
+    """
+
+    def __init__(self, here: Here, senders: Senders, boxes: Boxes, operations: Operations) -> None:
+        self._here = here
+        self._senders = senders
+        self._boxes = boxes
+        self._operations = operations
+        self._plans: dict[int, PlanState] = {}  # in which somebody may wait for somebody
+        self._latest = 0  # plan that has been in force
+        self._told: dict[tuple[int, int], wire.Occupied] = {}  # to shards, by plan and local rank
+        self._known: dict[tuple[int, int], wire.Occupied] = {}  # to the shards here, by plan and rank
+        self._wanted: dict[tuple[int, int], int] = {}  # the furthest clock of a neighbour, by plan and local rank
+        self._long: set[tuple[int, int]] = set()  # plan and local rank that has waited long at a home of it
+        self._completed: dict[int, None] = {}  # marks, the oldest first
+
+    @property
+    def matters(self) -> bool:
+        """Whether anybody may wait for anybody."""
+        return bool(self._plans)
+
+    def open(self, state: PlanState) -> None:
+        """A plan is in force."""
+        assert isinstance(state.algorithm, HomeAlgorithm)
+        self._latest = max(self._latest, state.plan.id)
+        if state.algorithm.waits:
+            self._plans[state.plan.id] = state
+            for (plan, _), message in list(self._known.items()):
+                if plan == state.plan.id:
+                    self.told(message)
+
+    def drop(self, plan: int) -> None:
+        """The plan is no longer in force."""
+        self._plans.pop(plan, None)
+        self._told = {key: value for key, value in self._told.items() if key[0] != plan}
+        self._known = {key: value for key, value in self._known.items() if key[0] != plan}
+        self._wanted = {key: value for key, value in self._wanted.items() if key[0] != plan}
+        self._long = {key for key in self._long if key[0] != plan}
+
+    def restored(self, plan: int) -> None:
+        """Clocks of a plan have been set to others."""
+        self._wanted = {key: value for key, value in self._wanted.items() if key[0] != plan}
+
+    def clear(self) -> None:
+        """The job cannot go on."""
+        self._plans.clear()
+        self._told.clear()
+        self._known.clear()
+
+    # --- local ranks --------------------------------------------------------------------------------------------------
+
+    def look(self, rank: int) -> None:
+        """What a local rank waits for may have changed."""
+        for state in list(self._plans.values()):
+            if rank in state.members.local:
+                if state.plan.homes:
+                    self._tell(state, rank)
+                else:
+                    self._pass(state, rank)
+
+    def look_again(self) -> None:
+        """What local ranks wait for that are known to be occupied may have changed."""
+        for rank in {rank for _, rank in self._told}:
+            self.look(rank)
+
+    def tick(self) -> None:
+        """A second has passed."""
+        before = self._here.outside.clock() - _LONG
+        self._long = {(s.plan.plan.id, s.rank) for s in self._senders if s.post is not None and s.since <= before}
+        for rank in {rank for _, rank in self._long}:
+            self.look(rank)
+
+    def answered(self, plan: int, rank: int) -> None:
+        """A local rank has been answered in a bucket of a plan."""
+        self._long.discard((plan, rank))
+        self.look(rank)
+
+    def _occupying(self, state: PlanState, rank: int) -> set[int]:
+        """Marks of what occupies a local rank elsewhere than at the homes of a plan."""
+        found = {mark for mark in self._operations(rank) if mark not in self._completed}
+        if any(whose == rank and plan != state.plan.id for plan, whose in self._long):
+            found.add(_OTHER_HOME)
+        return found
+
+    def _tell(self, state: PlanState, rank: int) -> None:
+        """Tells a plan's shards whether a rank is occupied, if that is not what they know."""
+        key, marks = (state.plan.id, rank), self._occupying(state, rank)
+        told = self._told.get(key)
+        if told is None and not marks:
+            return
+        clock = max(sender.posted for sender in self._senders.of(*key))
+        if told is not None and told.clock == clock and not marks.isdisjoint(told.operations):
+            return
+        message = wire.Occupied(*key, clock, tuple(sorted(marks)[: wire.MAX_OCCUPIED]))
+        if marks:
+            self._told[key] = message
+        else:
+            del self._told[key]
+        for node in sorted(set(state.plan.homes)):
+            if node == self._here.node:
+                self.told(message)
+            else:
+                self._here.outside.to_node(node, message)
+
+    def _pass(self, state: PlanState, rank: int) -> None:
+        """Passes the next clock of an occupied rank, if a neighbour is that far. The clock after that is passed when
+        this one is over in all buckets."""
+        key = state.plan.id, rank
+        clock = self._senders[state.plan.id, 0, rank].clock
+        if self._wanted.get(key, -1) < clock or not self._occupying(state, rank):
+            return
+        senders = self._senders.of(*key)
+        if any(sender.clock != clock or sender.waits for sender in senders):
+            return
+        for sender in senders:
+            sender.passing, sender.clock = True, clock + 1
+        for sender in senders:
+            epoch, bucket = self._here.epoch, sender.bucket.index
+            parcel = wire.Piece(epoch, state.plan.id, bucket, "pass", sender.home, rank, clock, 0, 0)
+            self._boxes.arrived(Arrival(parcel, _NOTHING, None, self._here.outside.clock()))
+
+    def passed(self, box: Box, clock: int) -> None:
+        """A clock that the rank of a home has passed is over there."""
+        rank = box.ranks[box.home.rank]
+        sender = self._senders.get((box.plan.plan.id, box.bucket.index, rank))
+        if sender is not None and sender.clock == clock + 1:
+            sender.passing = False
+            self.look(rank)
+
+    def wanted(self, parcel: wire.Piece) -> None:
+        """A neighbour of a local rank is at a clock."""
+        state = self._plans.get(parcel.plan)
+        if state is None:
+            return
+        rank = state.members.set.ranks[parcel.home]
+        key = parcel.plan, rank
+        if parcel.clock > self._wanted.get(key, -1):
+            self._wanted[key] = parcel.clock
+            self._pass(state, rank)
+
+    # --- the shards here ----------------------------------------------------------------------------------------------
+
+    def told(self, message: wire.Occupied) -> None:
+        """Of any rank: it is occupied, or free."""
+        key = message.plan, message.rank
+        occupied = any(mark not in self._completed for mark in message.operations)
+        early = message.plan > self._latest and len(self._known) < _MAX_KNOWN
+        if occupied and (message.plan in self._plans or early):
+            self._known[key] = message
+        else:
+            self._known.pop(key, None)
+        self._boxes.occupied(message.plan, message.rank, message.clock if occupied else None)
+
+    def completed(self, mark: int) -> None:
+        """An operation is completed on all nodes, or about to be."""
+        if mark in self._completed:
+            return
+        self._completed[mark] = None
+        if len(self._completed) > _MAX_COMPLETED:
+            del self._completed[next(iter(self._completed))]
+        for message in [m for m in self._known.values() if mark in m.operations]:
+            self.told(message)

@@ -1,0 +1,247 @@
+"""What the engine asks of homes and their senders: the parts of this package, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from fusion_rt import wire
+from fusion_rt.errors import FusionError, WireError
+from fusion_rt.settings import Settings
+from fusion_rt.topology import Topology
+from fusion_rt.trace import Instrument
+from fusiond.buckets.plans import PlanState
+from fusiond.buckets.recipes import Part as Posted
+from fusiond.collectives.base import Array
+from fusiond.operations.executor import Outside
+from fusiond.shards.checkpoint import States, group_of
+from fusiond.shards.incoming import Incoming
+from fusiond.shards.message_codecs import Codings
+from fusiond.shards.node import Here
+from fusiond.shards.occupied import Occupied, Operations
+from fusiond.shards.push_pull import Senders
+from fusiond.shards.server import Boxes
+from fusiond.shards.shard import Arrival
+from fusiond.shards.staleness import Meters
+from fusiond.shards.thread_work import Act, Jobs
+from fusiond.shards.timeouts import Ask, Overdue
+
+
+class Homes:
+    """All homes of one engine.
+
+    Attributes:
+        occupied: ranks that wait in other operations.
+
+    Args:
+        topology, node: who is where, and which node this is.
+        settings: sizes and time-outs.
+        outside: acts for it.
+        failed: called with an exception when something cannot be gone on with.
+        epoch: the membership epoch.
+        trace: what is done is recorded there.
+        operations: see `Occupied`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        node: int,
+        settings: Settings,
+        outside: Outside,
+        failed: Callable[[BaseException], None],
+        epoch: int,
+        trace: Instrument,
+        operations: Operations,
+    ) -> None:
+        self._failed = failed
+        self._plans: dict[int, PlanState] = {}
+        self._latest = 0  # plan that has been in force
+        self._here = Here(topology, node, settings, outside, epoch, trace)
+        self._jobs = Jobs(self._here, failed, lambda plan: self._boxes.resume(plan))
+        self._codings = Codings()
+        self._senders = Senders(
+            self._here, self._jobs, self._codings, lambda plan, rank: self.occupied.answered(plan, rank)
+        )
+        self._boxes = Boxes(
+            self._here,
+            self._jobs,
+            self._codings,
+            self._senders,
+            lambda parcel: self.occupied.wanted(parcel),
+            lambda box, clock: self.occupied.passed(box, clock),
+        )
+        self.occupied = Occupied(self._here, self._senders, self._boxes, operations)
+        self._overdue = Overdue(self._here, self._senders, self._boxes)
+        self._incoming = Incoming(self._here, self._codings)
+        self._states = States(self._senders, self._boxes, self._codings)
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+
+    def install(self, state: PlanState) -> bool:
+        """A plan is in force whose buckets have homes; it replaces the one that its group had. Returns whether it is
+        new: a rank that had joined may have asked for it again."""
+        plan = state.plan
+        if plan.id in self._plans:
+            return False
+        for old in [p.plan.id for p in self._plans.values() if group_of(p) == group_of(state)]:
+            self._drop(old, f"the plan of {plan.group!r} was replaced")
+        self._plans[plan.id] = state
+        self._latest = max(self._latest, plan.id)
+        self._senders.open(state)
+        self._boxes.open(state)
+        self.occupied.open(state)
+        try:
+            self._states.begin(state)
+        except FusionError as error:
+            self._here.outside.warn(f"a state was loaded for {plan.group!r}, and its homes start without: {error}")
+        for node, piece, payload in self._incoming.kept():
+            try:
+                self.peer(node, piece, payload)
+            except FusionError as error:  # whoever brought the plan has nothing to do with it
+                host = self._here.topology.describe_node(node)
+                self._failed(WireError(f"what {host} sent before the plan {plan.id} was there makes no sense: {error}"))
+                return False
+        return True
+
+    def remove_set(self, process_set: int) -> None:
+        """Drops the plans of a process set that has been removed."""
+        for plan in [p.plan.id for p in self._plans.values() if p.plan.process_set == process_set]:
+            self._drop(plan, f"process set {process_set} was removed")
+        self._states.remove_set(process_set)
+
+    def _drop(self, plan: int, why: str) -> None:
+        del self._plans[plan]
+        self._senders.drop(plan, why)
+        self._boxes.drop(plan)
+        self.occupied.drop(plan)
+        self._codings.drop(plan)
+        self._incoming.drop(plan)
+
+    # --- contributions and answers ------------------------------------------------------------------------------------
+
+    def post(self, rank: int, ready: wire.Ready, state: PlanState, bucket: wire.Bucket, posted: Posted) -> None:
+        """A worker's contribution, or the seed of a home, is in the arena.
+
+        Raises:
+            RequestError: no worker of ours would post that.
+        """
+        begun = self._senders.begin(rank, ready, state, bucket, posted)
+        if begun is None:
+            return
+        sender, parcel = begun
+        node = state.plan.homes[bucket.index] if state.plan.homes else self._here.node
+        if node != self._here.node:
+            self._senders.send(sender, parcel, node, ready.rescale)
+            return
+        values = posted.source.copy() if ready.kind == "seed" else posted.source
+        self._boxes.arrived(Arrival(parcel, values, None, sender.since))
+        if ready.kind == "seed":
+            self._senders.answered(parcel, ())
+
+    def peer(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
+        """A piece of a parcel has come.
+
+        Raises:
+            WireError: there can be no such parcel.
+        """
+        if piece.epoch != self._here.epoch or self._here.over:
+            return
+        state = self._plans.get(piece.plan)
+        if piece.after:
+            self.occupied.completed(piece.after)
+        if state is None:
+            if piece.plan > self._latest:
+                self._incoming.keep(node, piece, payload)
+            return
+        whole = self._incoming.add(node, state, piece, payload)
+        if whole is None:
+            return
+        if piece.kind == "refused":
+            self._senders.refused(piece, bytes(whole).decode(errors="replace"))
+        elif piece.kind == "answer":
+            self._senders.came(piece, whole)
+        else:
+            self._boxes.came(piece, whole)
+
+    # --- membership and time ------------------------------------------------------------------------------------------
+
+    def gone(self, ranks: Iterable[int], joined: bool = False) -> None:
+        """These ranks take part no longer; or, if they have joined, until all have."""
+        self._boxes.gone(ranks, joined)
+
+    def returned(self, ranks: Iterable[int]) -> None:
+        """These ranks, which had joined, go on with all others. They have taken different numbers of steps, so all
+        ranks count their clocks from a new base, which is the same on all nodes."""
+        self._senders.rebase()
+        self._boxes.returned(set(ranks))
+
+    def operation_completed(self, mark: int) -> None:
+        """An operation that is not of homes is completed on this node; `mark`: `wire.mark` of it."""
+        self._here.after = mark
+        self.occupied.completed(mark)
+
+    def end(self, error: str) -> None:
+        """Whoever waits for an answer gets this sentence instead: this membership epoch is over elsewhere."""
+        self._senders.end(error)
+
+    def tick(self, ask: Ask) -> None:
+        """Warns of what has waited long, and ends what has waited too long; `ask` tells what the nodes know of it."""
+        self.occupied.tick()
+        self._overdue.tick(ask)
+
+    def when_all_quiet(self, then: Callable[[], None]) -> None:
+        """Calls `then` when no job of a home or a sender is in the kernel pool, after `fail`: at once, or later."""
+        self._jobs.when_all_quiet(then)
+
+    def fail(self) -> None:
+        """The job cannot go on."""
+        self._here.over = True
+        self.occupied.clear()
+        self._senders.forget()
+        self._boxes.clear()
+        self._incoming.clear()
+        self._jobs.forget()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no local worker waits for an answer."""
+        return self._senders.idle
+
+    def under_way(self) -> list[wire.Waiting]:
+        """What local ranks wait for at homes, and what the homes here wait for."""
+        return self._overdue.under_way()
+
+    @property
+    def meters(self) -> Meters:
+        """Of the contributions of local workers."""
+        return self._senders.meters
+
+    def statistics(self) -> dict[str, object]:
+        """The homes here, the contributions they have taken in, by rank how many came `late`; and the meters."""
+        return {**self._boxes.statistics(), **self.meters.statistics()}
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def when_quiet(self, plan: int, then: Act) -> None:
+        """Calls `then` when no thread is at work for the plan: at once, or before anything else is taken in at its
+        homes."""
+        self._jobs.when_quiet(plan, then)
+
+    def save(self, plan: int) -> dict[str, Array]:
+        """What the homes of a plan on this node remember, and what its workers have not sent; copies. The keys begin
+        with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
+        return self._states.save(plan)
+
+    def load(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
+        """Gives that back, to the plan in force or to the next one of its group. A state of another optimizer fails the
+        job: that is noticed by the thread that makes the optimizer.
+
+        Raises:
+            FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
+        """
+        plan = next((p for p in self._plans.values() if group_of(p) == (process_set, group)), None)
+        if plan is None:
+            self._states.keep(process_set, group, state)
+        else:
+            self._states.restore(plan, state)
+            self.occupied.restored(plan.plan.id)

@@ -1,0 +1,103 @@
+"""A home on this node, and what waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusion_rt import wire
+from fusion_rt.algorithms import Signal, parse
+from fusiond.algorithms import shard_optimizer
+from fusiond.algorithms.home import Home, HomeAlgorithm
+from fusiond.buckets.plans import PlanState
+from fusiond.collectives.base import Array
+from fusiond.shards.thread_work import Act
+
+_MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A parcel for a home: its `values`, or, of a peer, its `payload`; when it came (s)."""
+
+    parcel: wire.Piece
+    values: Array | None
+    payload: memoryview | None
+    came: float
+
+
+@dataclass(slots=True)
+class Box:
+    """A home on this node, and what waits for it.
+
+    Attributes:
+        busy: how many threads are at work on it.
+        later: what is to be done when there is none; until then nothing is taken in.
+        closed: it is being restored.
+        turning: what waits is being handed to threads.
+        notes: of the contribution of each rank that is not answered yet: its staleness, its clock's distance from the
+            slowest's, and how long it waited to be read (ms).
+        told: what the node of each rank was told last, to which differences are sent.
+        joins: how often all ranks have joined while this home was there; senders begin new clocks each time.
+    """
+
+    plan: PlanState
+    bucket: wire.Bucket
+    home: Home
+    waiting: deque[Arrival] = field(default_factory=deque)
+    busy: int = 0
+    later: deque[Act] = field(default_factory=deque)
+    closed: bool = False
+    turning: bool = False
+    notes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    told: dict[int, Array] = field(default_factory=dict)
+    joins: int = 0
+
+    @property
+    def algorithm(self) -> HomeAlgorithm[Any]:
+        assert isinstance(self.plan.algorithm, HomeAlgorithm)
+        return self.plan.algorithm
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the process set, in order of their positions."""
+        return self.plan.members.set.ranks
+
+    @property
+    def seeded(self) -> bool:
+        """Whether contributions can be taken in."""
+        return self.home.rank >= 0 or self.home.value is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the home."""
+        return self.home.elements * self.home.dtype.itemsize
+
+    @property
+    def most_waiting(self) -> int:
+        """More parts than ever wait: ranks that are ahead of others are so by a few clocks for each of them."""
+        return _MAX_WAITING + 16 * self.home.ranks
+
+    def may_begin(self) -> bool:
+        """Whether a thread may take in what has waited longest."""
+        if not self.waiting or self.later or self.closed:
+            return False
+        if self.busy and (self.algorithm.exclusive or not self.seeded):
+            return False
+        return self.seeded or any(arrival.parcel.kind == "seed" for arrival in self.waiting)
+
+    def next(self) -> Arrival:
+        """What is to be taken in now: its seed first."""
+        if not self.seeded:
+            for arrival in self.waiting:
+                if arrival.parcel.kind == "seed":
+                    self.waiting.remove(arrival)
+                    return arrival
+        return self.waiting.popleft()
+
+    def begin(self, value: Array) -> None:
+        """The home begins with this value."""
+        if parse(self.plan.plan.reduction.algorithm).signal is Signal.GRADIENT:
+            self.home.optimizer = shard_optimizer.make(self.plan.plan.reduction.optimizer, self.bucket, value)
+        self.home.value = value

@@ -1,0 +1,1 @@
+"""Messages between nodes: connections, authentication, flow control, and who is silent."""

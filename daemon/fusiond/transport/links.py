@@ -1,0 +1,293 @@
+"""An outgoing connection to a peer, which is made again when it breaks.
+
+Each attempt is a new socket: libzmq's own reconnection would lose an unknown part of its queue. What was sent and not
+acknowledged is sent again, from this side's own buffer (`delivery.Outgoing`).
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import socket as sockets_of_python
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from fusion_rt.bootstrap import Endpoint
+from fusiond.host.loop import EventLoop
+from fusiond.transport.delivery import Outgoing
+from fusiond.transport.sockets import CONTROL_FRAME, LINGER, MORE, NOW, Socket, Sockets, bracketed
+
+_log = logging.getLogger("fusiond")
+COPY_BELOW = 512 * 1024  # bytes; libzmq gets a copy of a smaller payload, which costs less than not to copy it
+_FIRST_SIGN = 2.0  # seconds in which libzmq says that it has begun with an attempt
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # no descriptors or memory, for now
+_AGAIN = 0.05  # seconds between attempts
+_REFUSED_FOR = 0.1  # seconds in which a connection is refused again and again: then nobody is there any more
+
+
+@dataclass(frozen=True)
+class Events:
+    """What is told about a link, each with the link.
+
+    Attributes:
+        stands: its handshake is done, and what was kept has been sent again.
+        broke: it stood, and has broken.
+        wants: it is to be opened (again); with a new token, if it needs one.
+        refused: nobody listens there any more, or the peer refuses this node's key (with the sentence).
+    """
+
+    stands: Callable[[Link], None]
+    broke: Callable[[Link], None]
+    wants: Callable[[Link], None]
+    refused: Callable[[Link, str], None]
+
+
+class Link:
+    """A connection for control messages (`number` 0) or payloads to the peer at `endpoint`.
+
+    Attributes:
+        out: what was sent on it.
+        stands: whether messages leave at once.
+        down_since: when it broke (s, of `clock`); None while it stands, and before it first stood.
+        reconnections: how often it came back.
+        resent: messages sent again.
+        stood: whether it has stood.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sockets: Sockets,
+        clock: Callable[[], float],
+        endpoint: Endpoint,
+        number: int,
+        events: Events,
+    ) -> None:
+        self.node = endpoint.node
+        self.number = number
+        self.out = Outgoing()
+        self.stands = False
+        self.stood = False
+        self.down_since: float | None = None
+        self.reconnections = 0
+        self.resent = 0
+        self._loop = loop
+        self._sockets = sockets
+        self._clock = clock
+        self._endpoint = endpoint
+        self._port = endpoint.payload_port if number else endpoint.control_port
+        self._encrypted = not number or sockets.encrypts_payload(endpoint.address)
+        self._tell = events
+        self._socket: Socket | None = None
+        self._monitor: Socket | None = None
+        self._question: sockets_of_python.socket | None = None
+        self._refused_since: float | None = None
+        self._acknowledged = -1  # serial acknowledged when it broke last
+        self._stuck_since: float | None = None
+        self._last_word = b""
+        self._closed = False
+        self._attempt_begun = False  # libzmq has said something about the attempt
+        self._waits_for_room = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"payload connection {self.number}" if self.number else "control connection"
+
+    def open(self, token: bytes = b"") -> None:
+        """Makes one attempt; `token`: for payloads, the routing id that the peer has given for it."""
+        if self._closed or self._socket is not None:
+            return
+        try:
+            self._socket, self._monitor = self._sockets.outbox(self._endpoint, self._encrypted, token)
+        except zmq.ZMQError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            if not self._waits_for_room:
+                _log.warning("no %s to node %d can be made for now: %s; tried again every %g s",
+                             self.name, self.node, error.strerror, _AGAIN)  # fmt: skip
+            self._waits_for_room = True
+            self._loop.call_later(_AGAIN, self._want)
+            return
+        self._waits_for_room = False
+        self._attempt_begun = False
+        self._loop.call_later(_FIRST_SIGN, partial(self._check_attempt, self._socket))
+        # A ZeroMQ descriptor tells of changes only: all there is has to be taken, and looked for once now.
+        self._loop.add_reader(self._monitor.fileno(), self._watch)
+        self._loop.call_soon(self._watch)
+        self._socket.connect(f"tcp://{bracketed(self._endpoint.address)}:{self._port}")
+
+    def post(self, frame: bytes, payload: bytes | memoryview | None = None, borrowed: bool = False) -> None:
+        """Sends a message that has to arrive: now, or when the link stands again."""
+        self.out.add(frame, payload, borrowed)
+        if self.stands:
+            self.send(frame, payload)
+
+    def send(self, frame: bytes, payload: bytes | memoryview | None = None) -> None:
+        """Sends a message if the link stands, and does not care whether it arrives."""
+        if self._socket is None or not self.stands:
+            return
+        try:
+            if payload is None:
+                last = max(len(frame) - 1, 0) // CONTROL_FRAME * CONTROL_FRAME
+                for start in range(0, last, CONTROL_FRAME):
+                    self._socket.send(frame[start : start + CONTROL_FRAME], MORE)
+                self._socket.send(frame[last:], NOW)
+            else:
+                self._socket.send(frame, MORE)
+                self._socket.send(payload, NOW, copy=len(payload) < COPY_BELOW)
+        except zmq.Again:  # libzmq has seen the end of it before its monitor has told us
+            self.stands = False
+            self._loop.call_soon(self._broke)
+
+    def fruitless(self, now: float) -> float:
+        """Seconds in which it has broken again and again without any message getting through."""
+        if self._stuck_since is None or not self.out or self.out.acknowledged != self._acknowledged:
+            return 0.0
+        return now - self._stuck_since
+
+    def close(self, linger: int = 0) -> None:
+        """Gives the link up; `linger`: ms that what was sent on it may still take."""
+        self._closed = True
+        self.stands = False
+        self._drop_socket(linger)
+        self._drop_question()
+        self.out.forget()
+
+    def last_word(self, frame: bytes) -> None:
+        """Sends a message and gives the link up; where it does not stand, once the attempt under way has succeeded."""
+        if self.stands or self._socket is None:
+            self.send(frame)
+            self.close(LINGER)
+        else:
+            self._last_word = frame
+
+    def _watch(self) -> None:
+        while self._monitor is not None:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(NOW))["event"]
+            except zmq.Again:
+                return
+            self._attempt_begun = True
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected()
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._tell.refused(self, "it refuses this node's key: it has given this node up, or has been told of "
+                                   "other peers")  # fmt: skip
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._broke()
+            elif event == zmq.EVENT_CLOSED:  # it was never connected
+                if self.stood and not self.number:
+                    self._ask_whether_anybody_listens()
+                self._broke()
+
+    def _check_attempt(self, outbox: Socket) -> None:
+        """libzmq says nothing at all where it finds no descriptor for a connection."""
+        if self._socket is outbox and not self._attempt_begun:
+            self._broke()
+
+    def _connected(self) -> None:
+        self.stands = True
+        self._refused_since = None
+        self._drop_question()
+        if self._last_word:
+            if not self.stood:  # who it is would not be understood without what came before
+                for kept in self.out.unacknowledged():
+                    self.send(kept.frame)
+            self.last_word(self._last_word)
+            return
+        for kept in self.out.unacknowledged():
+            self.send(kept.frame, kept.payload)
+            if not self.stands:
+                return
+            self.resent += self.stood
+        self.reconnections += self.stood
+        self.stood = True
+        self._tell.stands(self)
+        self.down_since = None
+
+    def _broke(self) -> None:
+        """The end of an attempt, or of a connection."""
+        if self._socket is None:
+            return
+        self.stands = False
+        self._drop_socket(0)
+        if self._last_word:
+            self.close()
+            return
+        if self.stood and self.down_since is None:
+            self.down_since = self._clock()
+            self._note_progress(self.down_since)
+            self._tell.broke(self)
+            if self._stuck_since is None:
+                self._want()
+                return
+        self._loop.call_later(_AGAIN, self._want)
+
+    def _note_progress(self, now: float) -> None:
+        if not self.out or self.out.acknowledged != self._acknowledged:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        self._acknowledged = self.out.acknowledged
+
+    def _want(self) -> None:
+        if not self._closed and self._socket is None:
+            self._tell.wants(self)
+
+    def _drop_socket(self, linger: int) -> None:
+        if self._socket is None or self._monitor is None:
+            return
+        self._loop.remove(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(linger)
+        self._socket = self._monitor = None
+
+    # --- whether the peer's process is there --------------------------------------------------------------------------
+
+    def _ask_whether_anybody_listens(self) -> None:
+        """libzmq does not say why it could not connect, and a host that is cut off is not a process that is gone."""
+        if self._question is not None:
+            return
+        version = ipaddress.ip_address(self._endpoint.address).version
+        family = sockets_of_python.AF_INET6 if version == 6 else sockets_of_python.AF_INET
+        try:
+            question = sockets_of_python.socket(family, sockets_of_python.SOCK_STREAM | sockets_of_python.SOCK_NONBLOCK)
+        except OSError as lack:
+            if lack.errno not in _NO_ROOM:
+                raise
+            return  # asked again after the next attempt
+        error = question.connect_ex((self._endpoint.address, self._port))
+        if error != errno.EINPROGRESS:
+            question.close()
+            self._answered(error)
+            return
+        self._question = question
+        self._loop.add_writer(question.fileno(), self._question_answered)
+
+    def _question_answered(self) -> None:
+        assert self._question is not None
+        error = self._question.getsockopt(sockets_of_python.SOL_SOCKET, sockets_of_python.SO_ERROR)
+        self._drop_question()
+        self._answered(error)
+
+    def _answered(self, error: int) -> None:
+        now = self._clock()
+        if error != errno.ECONNREFUSED:
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = now
+        elif now - self._refused_since >= _REFUSED_FOR and not self._closed:
+            self._tell.refused(self, "")
+
+    def _drop_question(self) -> None:
+        if self._question is not None:
+            self._loop.remove(self._question.fileno())
+            self._question.close()
+            self._question = None

@@ -1,0 +1,405 @@
+"""The mesh: ZeroMQ connections between the daemons of a job.
+
+Every node has two ROUTER sockets on which it receives, one for control messages and one for payloads (`wire.Chunk`),
+and to every peer one DEALER for control and `connections` for payloads, on which it only sends. So a large payload
+never delays a heartbeat, and the two directions between a pair of nodes are independent.
+
+The control channel is always under CURVE, with a `KeyGate` for the job's keys; who sent a message is read from the
+key that was admitted. Payload connections are known by their routing id, a random token that the receiver issued to
+this peer over the control channel for one connection (`Tokens`); they are under CURVE too, unless encryption is
+`control`.
+
+A connection that breaks is made again, and every message still arrives exactly once and in order (`delivery`). The
+sender of a broken payload connection asks with `Reopen`, and is told a new token and what has come. A peer is lost when
+nobody listens on its port any more, when its event loop has been silent for too long (`suspicion`), when a connection
+cannot be made again in that time, or when it does not take what it is sent. What it sends from then on is fenced:
+dropped and counted; it cannot connect again, and is told so if it can be told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import zmq
+
+from fusion_rt import wire
+from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable
+from fusion_rt.clocks import measure
+from fusion_rt.errors import FusionError, WireError
+from fusion_rt.settings import Settings
+from fusion_rt.trace import NULL, Instrument
+from fusion_rt.trace_format import Kind
+from fusiond.core.tracing import about
+from fusiond.host.loop import EventLoop
+from fusiond.transport import delivery
+from fusiond.transport.delivery import Incoming
+from fusiond.transport.flow_control import BORROW_FROM
+from fusiond.transport.links import Events, Link
+from fusiond.transport.peers import Peer
+from fusiond.transport.reception import Reception
+from fusiond.transport.sending import AT_ONCE, PayloadLink, Sending
+from fusiond.transport.sockets import LINGER, Sockets
+from fusiond.transport.suspicion import AwakeClock, Suspicion
+
+_CLOSED = "its connection was closed"
+_LOOK = 0.25  # seconds between looks at who is silent, at most
+_NUMBERED = (wire.PeerHello, wire.Reopen, wire.Reopened, wire.Leaving)
+_GREETING = delivery.payload_head(0) + wire.encode(wire.Heartbeat())
+
+
+class Mesh:
+    """This node's sockets to its peers.
+
+    Args:
+        loop: watches the sockets.
+        config, settings: who this node is; what is encrypted, sizes, time-outs.
+        on_message: called with (node, message, payload) for every valid message of a peer.
+        on_up: called once, when every peer has greeted this node and every connection to them stands.
+        on_lost: called with (node, sentence) when a peer is lost.
+        trace: what comes and goes is recorded there.
+        clock: nanoseconds, those of the recorder.
+
+    Raises:
+        FusionError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        config: DaemonConfig,
+        settings: Settings,
+        on_message: Callable[[int, wire.PeerMessage, memoryview | None], None],
+        on_up: Callable[[], None],
+        on_lost: Callable[[int, str], None],
+        trace: Instrument = NULL,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._loop = loop
+        self._config = config
+        self._settings = settings
+        self._on_message = on_message
+        self._on_up = on_up
+        self._on_lost = on_lost
+        self._trace = trace
+        self._clock = clock
+        self._up = False
+        self._closed = False
+        self._peers: dict[int, Peer] = {}
+        self._look_every = min(_LOOK, settings.heartbeat_interval)
+        self._awake = AwakeClock(loop.clock, self._look_every)
+        self._events = Events(self._link_stands, self._link_broke, self._link_wants, self._link_refused)
+        self._sockets = Sockets(settings, config.address, len(config.topology.hosts))
+        try:
+            self._reception = Reception(loop, self._sockets, settings, self._peers, len(config.topology.hosts), self)
+        except zmq.ZMQError as error:
+            self._sockets.context.destroy(linger=0)
+            raise FusionError(
+                f"node {config.node} cannot listen on {config.address} for its peers: {error.strerror}; choose "
+                "another interface with --network-interface"
+            ) from error
+
+    def endpoint(self, pid: int) -> Endpoint:
+        """Where peers reach this node."""
+        public = self._sockets.public.decode()
+        return Endpoint(self._config.node, pid, self._config.address, *self._reception.ports, public)
+
+    def connect(self, table: PeerTable) -> None:
+        """Admits the other nodes' keys and connects to each of them.
+
+        Raises:
+            FusionError: the table does not fit this job.
+        """
+        hosts = self._config.topology.hosts
+        if [endpoint.node for endpoint in table.endpoints] != list(range(len(hosts))):
+            raise FusionError(f"the table of peers does not name each of the {len(hosts)} nodes once, in order")
+        for endpoint in table.endpoints:
+            if endpoint.node != self._config.node:
+                self._reception.gate.allow(endpoint.public_key, endpoint.node)
+                incoming = [Incoming() for _ in range(1 + self._settings.connections)]
+                sending = Sending(self._settings.link_credit)
+                peer = Peer(endpoint.node, hosts[endpoint.node], endpoint, self._suspicion(), incoming, sending)
+                peer.limit(self._settings.link_credit, delivery.ACK_BYTES)
+                sending.posted = partial(self._posted, peer)
+                self._peers[endpoint.node] = peer
+                self._add_link(peer, 0)
+        # Only now: a peer that was told of us before we were told of it waits, where a refusal would be for good.
+        self._reception.start()
+        for peer in self._peers.values():
+            numbers = range(1, len(peer.incoming))
+            tokens = tuple(self._reception.tokens.issue(peer.node, number) for number in numbers)
+            self.send(peer.node, wire.PeerHello(wire.PROTOCOL_VERSION, self._config.job, self._config.node, tokens))
+            peer.control.open()
+        self._loop.call_every(self._settings.heartbeat_interval, self._beat)
+        self._loop.call_every(self._look_every, self._look)
+
+    def limit(self, credit: int, acknowledged: int) -> None:
+        """From now on, so many bytes may be under way on each payload connection (0: any number), and so many are
+        received before they are acknowledged, at most."""
+        for peer in self._peers.values():
+            peer.limit(credit, acknowledged)
+            peer.sending.go_on()
+            if peer.owes_much:
+                self.acknowledge(peer)
+
+    def send(self, node: int, message: wire.PeerMessage) -> None:
+        """Sends a control message; one to a lost peer is dropped, since everybody has been told of the loss.
+
+        So is one to a peer that this node has not been told of: the job has failed before it began.
+        """
+        peer = self._peers.get(node)
+        if peer is None or peer.lost or self._closed:
+            return
+        link = peer.control
+        link.post(peer.control_frame(link.out.serial + 1, wire.encode(message)))
+
+    def send_last(self, node: int, message: wire.PeerMessage) -> None:
+        """Sends a control message once the peer has received all payloads that were sent to it before."""
+        if node in self._peers:
+            self._peers[node].sending.when_received(lambda: self.send(node, message))
+
+    def when_received(self, then: Callable[[], None]) -> None:
+        """Calls back once all peers, but those that are lost, have received all payloads that were sent so far."""
+        waiting = {peer.node for peer in self._peers.values() if not peer.lost}
+
+        def received(node: int) -> None:
+            waiting.discard(node)
+            if not waiting:
+                then()
+
+        if not waiting:
+            then()
+        for node in tuple(waiting):
+            self._peers[node].sending.when_received(partial(received, node))
+
+    def hurry(self) -> None:
+        """Waits no longer for payloads before it sends what was to be sent after them."""
+        for peer in self._peers.values():
+            peer.sending.hurry()
+
+    def send_payload(
+        self,
+        node: int,
+        message: wire.Chunk | wire.Piece | wire.Probe,
+        payload: bytes | memoryview,
+        urgency: int = AT_ONCE,
+    ) -> bool:
+        """Sends a message with a payload, the sooner the less its `urgency` is (`sending`). Returns whether the payload
+        is borrowed until the peer grants credit for it.
+
+        A payload below `BORROW_FROM` bytes is the mesh's own once this returns. A larger one of a `Piece`, for which
+        nobody grants credit, has to stay as it is for ever; whoever sent it may forget it.
+        """
+        peer = self._peers[node]
+        if peer.lost or self._closed:
+            return False
+        nbytes = len(payload)
+        borrowed = nbytes >= BORROW_FROM
+        waiting, what = len(peer.sending), (message, nbytes)
+        peer.sending.send(urgency, wire.encode(message), payload if borrowed else bytes(payload), borrowed, what)
+        if len(peer.sending) > waiting:
+            name, clock, plan = about(message)
+            self._trace.record(Kind.QUEUED, name, nbytes, clock, plan, 1, node)
+        peer.sent_chunks += 1
+        peer.sent_bytes += nbytes
+        return borrowed
+
+    def _posted(self, peer: Peer, what: tuple[wire.Chunk | wire.Piece | wire.Probe, int], link: PayloadLink) -> None:
+        """A message with a payload was handed to a connection."""
+        message, nbytes = what
+        name, clock, plan = about(message)
+        number = peer.number_of(link.out.serial, link.number)
+        self._trace.record(Kind.SENT, name, nbytes, clock, plan, number, peer.node)
+
+    def close(self) -> None:
+        """Closes every socket; messages already sent get a moment to leave."""
+        if self._closed:
+            return
+        for peer in self._peers.values():
+            peer.sending.flush()
+            self.send(peer.node, wire.Leaving())
+        self._closed = True
+        self._reception.close()
+        for peer in self._peers.values():
+            for link in peer.links:
+                link.close(LINGER)
+        # linger=None keeps each socket's own: what waits in the inboxes is dropped, what was sent may still leave.
+        self._sockets.context.destroy(linger=None)
+
+    def statistics(self) -> dict[str, object]:
+        """Of strangers (`Reception.statistics`); seconds in which this loop stood still; and of each peer."""
+        now = self._awake()
+        return {
+            **self._reception.statistics(),
+            "paused_seconds": round(self._awake.paused, 3),
+            "peers": [peer.statistics(now) for peer in self._peers.values()],
+        }
+
+    def figures(self) -> tuple[wire.LinkFigures, ...]:
+        """Of the links to all peers."""
+        return tuple(peer.figures() for peer in self._peers.values())
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _suspicion(self) -> Suspicion:
+        return Suspicion(self._settings.heartbeat_interval, self._settings.heartbeat_timeout, self._awake())
+
+    def _add_link(self, peer: Peer, number: int) -> Link:
+        link = Link(self._loop, self._sockets, self._awake, peer.endpoint, number, self._events)
+        peer.add_link(link, self._settings.heartbeat_interval, self._awake())
+        return link
+
+    def _link_stands(self, link: Link) -> None:
+        peer = self._peers[link.node]
+        if link.number:
+            link.send(_GREETING, b"")
+            peer.sending.go_on()
+        elif link.down_since is not None:  # acknowledgements may have been lost with the connection
+            self.acknowledge(peer)
+        if link.down_since is not None:
+            self._trace.record(Kind.FOUND, link.name, peer=peer.node)
+            peer.came_back(link, self._awake() - link.down_since)
+        if not self._up and all(other.connected for other in self._peers.values()):
+            self._up = True
+            for other in self._peers.values():
+                other.suspicion = self._suspicion()
+            self._on_up()
+
+    def _link_broke(self, link: Link) -> None:
+        peer = self._peers[link.node]
+        if not peer.leaving:
+            self._trace.record(Kind.LOST, link.name, peer=peer.node)
+            peer.broke(link, self._awake())
+        elif not link.number:
+            self.lose(peer.node, _CLOSED)
+
+    def _link_wants(self, link: Link) -> None:
+        peer = self._peers[link.node]
+        if peer.lost or self._closed:
+            return
+        if link.number:
+            self.send(peer.node, wire.Reopen(link.number))
+        else:
+            link.open()
+
+    def _link_refused(self, link: Link, why: str) -> None:
+        self.lose(link.node, why or _CLOSED)
+
+    def missing(self) -> list[int]:
+        """Nodes that have not come up yet."""
+        return [peer.node for peer in self._peers.values() if not peer.connected]
+
+    def lose(self, node: int, why: str) -> None:
+        """Gives a peer up."""
+        peer = self._peers[node]
+        if peer.lost or self._closed:
+            return
+        peer.lost = True
+        self._reception.gate.forbid(node)
+        peer.control.last_word(peer.control_frame(0, wire.encode(wire.GivenUp(why))))
+        peer.sending.forget()
+        for link in peer.links[1:]:
+            link.close()
+        self._on_lost(node, why)
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def control_message(self, peer: Peer, message: wire.PeerMessage) -> None:
+        """One without a payload."""
+        now = self._awake()
+        peer.suspicion.heard(now)
+        if isinstance(message, wire.Heartbeat):
+            self._beaten(peer, message, now)
+        elif isinstance(message, wire.GivenUp):
+            self.lose(peer.node, f"it has given this node up ({message.why})")
+        elif isinstance(message, _NUMBERED):
+            self._connection_message(peer, message)
+        elif not isinstance(message, wire.Ack):
+            self._on_message(peer.node, message, None)
+
+    def _connection_message(
+        self, peer: Peer, message: wire.PeerHello | wire.Reopen | wire.Reopened | wire.Leaving
+    ) -> None:
+        if isinstance(message, wire.PeerHello):
+            self._greet(peer, message)
+        elif isinstance(message, wire.Reopen):
+            if message.number >= len(peer.incoming):
+                raise WireError(f"it has no connection {message.number}")
+            token = self._reception.tokens.issue(peer.node, message.number)
+            self.send(peer.node, wire.Reopened(message.number, token, peer.incoming[message.number].received))
+        elif isinstance(message, wire.Reopened):
+            if message.number >= len(peer.links):
+                raise WireError(f"it was not asked for connection {message.number}")
+            link = peer.links[message.number]
+            link.out.acknowledge(message.received)
+            peer.sending.go_on()
+            link.open(message.token)
+        else:
+            peer.leaving = True
+            if not peer.control.stands:
+                self.lose(peer.node, _CLOSED)
+
+    def payload_message(self, peer: Peer, message: wire.PeerMessage, payload: memoryview, number: int) -> None:
+        """One that came with a payload."""
+        assert isinstance(message, (wire.Chunk, wire.Piece, wire.Probe))
+        name, clock, plan = about(message)
+        self._trace.record(Kind.RECEIVED, name, len(payload), clock, plan, number, peer.node)
+        peer.suspicion.heard(self._awake())
+        peer.received_chunks += 1
+        peer.received_bytes += len(payload)
+        self._on_message(peer.node, message, payload)
+
+    def acknowledge(self, peer: Peer) -> None:
+        """Tells a peer what has come from it."""
+        self._tell(peer, wire.Ack())
+
+    def _greet(self, peer: Peer, hello: wire.PeerHello) -> None:
+        ours = (wire.PROTOCOL_VERSION, self._config.job, peer.node, self._settings.connections)
+        theirs = (hello.version, hello.job, hello.node, len(hello.tokens))
+        if theirs != ours or peer.greeted:
+            raise WireError(
+                f"it says that it is (version, job, node, connections) {theirs}, where {ours} was expected; "
+                "all hosts need the same version and settings"
+            )
+        peer.greeted = True
+        for number, token in enumerate(hello.tokens, 1):
+            self._add_link(peer, number).open(token)
+
+    # --- liveness -----------------------------------------------------------------------------------------------------
+
+    def _tell(self, peer: Peer, message: wire.Heartbeat | wire.Ack) -> None:
+        peer.control.send(peer.control_frame(0, wire.encode(message)))
+
+    def _beat(self) -> None:
+        for peer in self._peers.values():
+            if not peer.lost and not self._closed:
+                peer.asked_at = self._clock()
+                self._tell(peer, wire.Heartbeat(peer.asked_at))
+
+    def _beaten(self, peer: Peer, heartbeat: wire.Heartbeat, now: float) -> None:
+        """A heartbeat of a peer has come, or its answer to one of ours."""
+        came = self._clock()
+        if not heartbeat.echoed:
+            peer.suspicion.beat(now)
+            self._tell(peer, wire.Heartbeat(self._clock(), heartbeat.sent, came))
+            return
+        measured = measure(heartbeat.echoed, heartbeat.came, heartbeat.sent, came)
+        if measured is None or heartbeat.echoed != peer.asked_at:
+            return  # it is late by a whole interval, which says nothing, or makes no sense
+        peer.clock.add(measured)
+        most = 2**32 - 1
+        trip = min(-(-measured.round_trip // 1000), most)
+        self._trace.record(Kind.CLOCK, "", measured.offset, 0, 0, trip, peer.node)
+
+    def _look(self) -> None:
+        """Looks who is silent, and who is slow."""
+        now = self._awake()
+        if not self._up or self._closed:
+            return
+        for peer in self._peers.values():
+            if peer.lost:
+                continue
+            peer.look_for_slowness(now)
+            if why := peer.overdue(now, self._settings.heartbeat_timeout):
+                self.lose(peer.node, why)

@@ -1,0 +1,1 @@
+"""Connections of the local workers."""

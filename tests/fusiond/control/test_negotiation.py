@@ -1,0 +1,174 @@
+"""The coordinator by itself: whom it asks, whom it tells, and in what words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from fusion_rt import wire
+from fusion_rt.settings import Settings
+from fusion_rt.topology import GLOBAL_SET, Topology
+from fusiond.control.negotiation import Coordinator
+from fusiond.core.participants import Participants
+
+TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
+SUM = wire.Signature("allreduce", "float32", (4, 2))
+GATHER = wire.Signature("allgather", "float32", (4, 2))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def coordinator(clock: Clock, participants: Participants, warnings: list[str]) -> Coordinator:
+    settings = Settings(fusion_threshold=1024, operation_timeout=30.0, stall_warning_time=20.0)
+    return Coordinator(participants, settings, clock, warnings.append)
+
+
+@pytest.fixture
+def participants() -> Participants:
+    participants = Participants(TOPOLOGY, 0)
+    participants.add((0, 1))
+    return participants
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+def key(name: str = "x", process_set: int = GLOBAL_SET) -> wire.OpKey:
+    return wire.OpKey(process_set, 0, name, 0)
+
+
+def request(node: int, signature: wire.Signature = SUM, name: str = "x", **splits: Any) -> wire.Request:
+    return wire.Request(key(name), dict.fromkeys(TOPOLOGY.ranks[node], signature), splits.get("splits", {}))
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def test_an_operation_starts_when_every_node_has_asked(coordinator: Coordinator) -> None:
+    assert coordinator.request(1, request(1)) == []
+    verdict = wire.Verdict(key(), (4, 4, 4), ((), (), ()))
+    assert coordinator.request(0, request(0)) == [(0, verdict), (1, verdict)]
+    assert coordinator.statistics() == {"pending": 0, "approved": 1, "plans": 0}
+
+
+def test_what_was_approved_before_may_start_at_once(coordinator: Coordinator) -> None:
+    coordinator.request(0, request(0))
+    coordinator.request(1, request(1))
+    assert coordinator.request(1, request(1, name="y")) == [(1, wire.Verdict(key("y")))]
+    assert coordinator.statistics()["pending"] == 0
+
+
+def test_gathers_are_asked_about_every_time_since_their_rows_differ(coordinator: Coordinator) -> None:
+    for name in "xy":
+        assert coordinator.request(0, request(0, GATHER, name)) == []
+        longer = replace(GATHER, shape=(9, 2))
+        verdict = wire.Verdict(key(name), (4, 4, 9), ((), (), ()))
+        assert coordinator.request(1, request(1, longer, name)) == [(0, verdict), (1, verdict)]
+
+
+def test_splits_are_collected_by_rank(coordinator: Coordinator) -> None:
+    exchange = replace(GATHER, kind="alltoall")
+    coordinator.request(1, request(1, exchange, splits={2: (4, 0, 0)}))
+    out = coordinator.request(0, request(0, exchange, splits={1: (1, 1, 2), 0: (0, 0, 4)}))
+    assert [message.splits for _, message in out] == [((0, 0, 4), (1, 1, 2), (4, 0, 0))] * 2  # type: ignore[union-attr]
+
+
+def test_an_operation_waits_no_longer_once_its_signature_is_approved(coordinator: Coordinator) -> None:
+    """The other nodes do not ask any more, and might wait for this one's data."""
+    assert coordinator.request(1, request(1, name="x")) == []
+    assert coordinator.request(1, request(1, name="y")) == []
+    out = coordinator.request(0, request(0, name="x"))
+    assert (1, wire.Verdict(key("y"))) in out
+    assert coordinator.statistics()["pending"] == 0
+
+
+def test_only_the_nodes_of_a_process_set_are_asked_and_told(coordinator: Coordinator) -> None:
+    ask = wire.Request(key("x", 1), {0: SUM, 1: SUM}, {})
+    assert coordinator.request(0, ask) == [(0, wire.Verdict(key("x", 1), (4, 4), ((), ())))]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+PROPOSAL = wire.Proposal("opt", 0, 0, wire.Reduction(), (wire.TensorSpec("w", "float32", (4,)),))
+
+
+def test_a_plan_is_made_when_every_rank_has_proposed(coordinator: Coordinator) -> None:
+    for rank in (2, 0):
+        assert coordinator.plan_request(wire.PlanRequest(rank, PROPOSAL)) == []
+    waits = not coordinator.idle
+    out = coordinator.plan_request(wire.PlanRequest(1, PROPOSAL))
+    assert [node for node, _ in out] == [0, 1]
+    verdict = out[0][1]
+    assert isinstance(verdict, wire.PlanVerdict)
+    assert verdict.plan is not None
+    assert verdict.plan.id == 1
+    assert waits
+    assert coordinator.idle
+    assert coordinator.statistics() == {"pending": 0, "approved": 0, "plans": 1}
+
+
+def test_every_plan_has_a_new_number(coordinator: Coordinator) -> None:
+    numbers = []
+    for clock in range(3):
+        for rank in range(3):
+            out = coordinator.plan_request(wire.PlanRequest(rank, replace(PROPOSAL, clock=clock)))
+        verdict = out[0][1]
+        assert isinstance(verdict, wire.PlanVerdict)
+        assert verdict.plan is not None
+        numbers.append(verdict.plan.id)
+    assert numbers == [1, 2, 3]
+
+
+def test_a_proposal_ends_when_its_time_is_up(coordinator: Coordinator, clock: Clock) -> None:
+    coordinator.plan_request(wire.PlanRequest(0, PROPOSAL))
+    clock.now = 30.0
+    assert coordinator.tick() == []
+    clock.now = 31.0
+    error = "no plan for 'opt': rank 1 (host a), rank 2 (host b) did not propose it within 31 s"
+    assert coordinator.tick() == [(node, wire.PlanVerdict(0, "opt", 0, None, error)) for node in (0, 1)]
+    assert coordinator.tick() == []
+    assert coordinator.idle
+
+
+# --- homes ------------------------------------------------------------------------------------------------------------
+
+
+def planned(coordinator: Coordinator, algorithm: str) -> wire.Plan:
+    tensors = tuple(wire.TensorSpec(f"w{i}", "float32", (50,)) for i in range(32))
+    optimizer = wire.OptimizerSpec("SGD", ("{}",))
+    proposal = wire.Proposal("opt", 0, 0, wire.Reduction(algorithm=algorithm, optimizer=optimizer), tensors)
+    for rank in range(TOPOLOGY.size):
+        out = coordinator.plan_request(wire.PlanRequest(rank, proposal))
+    verdict = out[-1][1]
+    assert isinstance(verdict, wire.PlanVerdict)
+    assert verdict.plan is not None
+    return verdict.plan
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first"), [("asp", 0.5), ("collaborative", 0.8), ("allreduce", None), ("dpsgd", None)]
+)
+def test_collaborating_nodes_have_homes_by_what_their_links_carry(
+    coordinator: Coordinator, algorithm: str, first: float | None
+) -> None:
+    coordinator.seconds_per_byte = {1: 4e-8, 2: 1e-8}  # node 0, which coordinates, counts like the fastest
+    homes = planned(coordinator, algorithm).homes
+    if first is None:
+        assert homes == ()
+    else:
+        assert homes.count(0) / len(homes) == pytest.approx(first, abs=0.08)

@@ -1,0 +1,143 @@
+"""Snapshots of shards: a new job goes on from where another one was."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from fusion_rt import wire
+from fusiond.app.effects import Acting
+from fusiond.engine.snapshots import SLOW_S, _write_new
+from fusiond.host.loop import EventLoop
+from fusiond.host.thread_pool import KernelPool
+from fusiond.workers.stack_reader import StackReader
+from tests.fusiond.algorithms.training import Workers
+from tests.fusiond.simulation import SimulatedJob
+
+DIM, RATE = 30, 0.05
+START = np.random.default_rng(1).standard_normal(DIM)
+ADAM = wire.OptimizerSpec("Adam", (json.dumps({"betas": [0.8, 0.9]}),))
+
+
+def train(directory: Path, steps: range, restore: bool, layout: tuple[int, ...] = (1, 1)) -> Workers:
+    job = SimulatedJob(layout, snapshot_directory=str(directory), snapshot_restore=restore)
+    workers = Workers(layout, "asp", START, RATE, ADAM, job=job)
+    for step in steps:
+        for rank in job.ranks:
+            workers.post(rank, np.sin(np.arange(DIM) + rank + step))
+            workers.collect(rank)
+    return workers
+
+
+def take(workers: Workers) -> None:
+    for node in workers.job.nodes:
+        node.engine.snapshots.take()
+    workers.job.settle()
+
+
+def test_a_new_job_goes_on_from_the_snapshot_bit_by_bit(tmp_path: Path) -> None:
+    whole = train(tmp_path / "none", range(20), restore=False)
+    take(train(tmp_path, range(10), restore=False))
+    rest = train(tmp_path, range(10, 20), restore=True)  # its first rank seeds, in vain
+    assert (rest.home() == whole.home()).all()
+    assert (rest.x[0] == whole.x[0]).all()
+
+
+def test_a_snapshot_replaces_the_one_before(tmp_path: Path) -> None:
+    workers = train(tmp_path, range(3), restore=False)
+    take(workers)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    workers.post(0, np.ones(DIM))
+    take(workers)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() == after.keys()
+    assert all(name.endswith(".snapshot") for name in after)
+    assert before != after
+
+
+def test_a_job_without_a_snapshot_begins_with_the_first_rank(tmp_path: Path) -> None:
+    assert (train(tmp_path, range(0), restore=True).home() == START).all()
+
+
+@pytest.mark.parametrize("what", ["damaged", "of another layout"])
+def test_a_snapshot_that_does_not_fit_ends_the_job_with_a_sentence(tmp_path: Path, what: str) -> None:
+    take(train(tmp_path, range(3), restore=False))
+    if what == "damaged":
+        for path in tmp_path.iterdir():
+            path.write_bytes(path.read_bytes()[:50])
+        layout: tuple[int, ...] = (1, 1)
+        why = "cannot be read"
+    else:
+        layout, why = (2,), "is of other parameters, another algorithm, or other hosts"
+    job = SimulatedJob(layout, snapshot_directory=str(tmp_path), snapshot_restore=True)
+    with pytest.raises(AssertionError):
+        Workers(layout, "asp", START, RATE, ADAM, job=job)
+    assert any(why in node.failure for node in job.nodes)
+
+
+def test_a_directory_that_cannot_be_written_to_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    workers = train(tmp_path / "file", range(1), restore=False)
+    take(workers)
+    assert workers.job.warnings
+    assert all("no snapshot could be written" in warning for warning in workers.job.warnings)
+
+
+def test_a_file_system_that_does_not_answer_is_told_once_and_asked_once(tmp_path: Path) -> None:
+    workers = train(tmp_path, range(3), restore=False)
+    job = workers.job
+    job.files_answer = False
+    for _ in range(3):
+        take(workers)
+    assert [path.name for path in tmp_path.iterdir()] == []
+    assert len(job.waiting_for_files) == 2, "one for each node"
+    workers.post(0, np.ones(DIM))
+    workers.collect(0)
+    job.pass_time(SLOW_S + 1)
+    assert len(job.warnings) == 2
+    assert all("its file system does not answer; training goes on" in warning for warning in job.warnings)
+    job.files_answer = True
+    for begin in job.waiting_for_files:
+        begin()
+    job.settle()
+    late = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    take(workers)
+    assert late != {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    job.pass_time(SLOW_S + 1)
+    assert len(job.warnings) == 2
+
+
+def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda fd: answers.wait())
+    loop = EventLoop()
+    pool = KernelPool(loop, 1)
+    acting = Acting(loop, None, cast(StackReader, None), {}, lambda: None)
+    acting.pool = pool
+    ended: list[str] = []
+
+    def ends(what: str) -> Callable[[BaseException | None], None]:
+        def then(error: BaseException | None) -> None:
+            assert error is None
+            ended.append(what)
+            loop.stop()
+
+        return then
+
+    acting.run_on_files(lambda: _write_new(str(tmp_path / "file"), memoryview(b"x")), ends("file"))
+    acting.run_jobs([lambda: None], ends("kernel"))
+    loop.run()
+    assert ended == ["kernel"]
+    pool.close()
+    acting.files.close()
+    loop.close()
+    answers.set()

@@ -1,0 +1,100 @@
+"""Real sockets of a daemon, and strangers at them that say something and then sit there."""
+
+from __future__ import annotations
+
+import itertools
+import selectors
+import socket
+import struct
+import time
+from contextlib import ExitStack
+
+import pytest
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from fusion_rt.bootstrap import Endpoint
+from fusion_rt.settings import Settings
+from fusiond.transport import sockets
+from fusiond.transport.zap import KeyGate
+
+TIMEOUT_S = 60.0
+
+
+def greeting(mechanism: bytes, minor: int = 0) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03" + bytes([minor]) + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def command(name: bytes, body: bytes = b"") -> bytes:
+    said = bytes([len(name)]) + name + body
+    return b"\x04" + bytes([len(said)]) + said
+
+
+PLAIN = greeting(b"PLAIN")
+HELLO = command(b"HELLO", b"\x01f\x10" + bytes(16))  # with a token that is nobody's
+READY = command(b"READY", b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER")
+STRANGERS = {
+    "nothing": b"",
+    "a part of a greeting": PLAIN[:11],
+    "PLAIN": PLAIN,
+    "PLAIN with an unknown token": PLAIN + HELLO,
+    "ZMTP 3.1": greeting(b"PLAIN", 1) + HELLO,
+    "PLAIN, which insists": PLAIN + HELLO + HELLO,
+    "PLAIN, which begins with a heartbeat": PLAIN + command(b"PING", b"\0\0"),
+    "NULL": greeting(b"NULL"),
+    "NULL, which is ready": greeting(b"NULL") + READY,
+    "CURVE": greeting(b"CURVE"),
+    "ZMTP 2": b"\xff" + bytes(8) + b"\x7f\x01\x05\x00\x00",
+    "ZMTP 1": b"\x01\x00\x05\x00abcd",
+    "a byte of ZMTP 1": b"\x01",
+}
+
+
+@pytest.mark.parametrize("encryption", ["control", "all"])
+def test_no_stranger_keeps_its_connection(encryption: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_HANDSHAKE", 200)  # ms
+    made = sockets.Sockets(Settings(encryption=encryption), "127.0.0.1", 2)
+    gate = KeyGate(made.context)
+    inboxes = [made.control_inbox(), made.payload_inbox(1 << 20)]
+    deadline = time.monotonic() + TIMEOUT_S
+    with ExitStack() as stack:
+        stack.callback(made.context.destroy, linger=0)
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for (_, port), (what, said) in itertools.product(inboxes, STRANGERS.items()):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            selector.register(stranger, selectors.EVENT_READ, (port, what))
+            stranger.sendall(said)
+        while selector.get_map():
+            assert time.monotonic() < deadline, [key.data for key in selector.get_map().values()]
+            gate.answer()
+            for key, _ in selector.select(0.01):
+                assert isinstance(key.fileobj, socket.socket)
+                if not said_by(key.fileobj):
+                    selector.unregister(key.fileobj)
+    assert gate.admitted == 0
+
+
+def test_nobody_is_admitted_while_nobody_asks_for_keys() -> None:
+    """A peer's attempt, which knows the server's key, at a daemon whose ZAP handler is missing."""
+    server, client = (sockets.Sockets(Settings(encryption="all"), "127.0.0.1", 2) for _ in range(2))
+    try:
+        _, port = server.control_inbox()
+        endpoint = Endpoint(0, 1, "127.0.0.1", port, port, server.public.decode())
+        outbox, monitor = client.outbox(endpoint, encrypted=True)
+        outbox.connect(f"tcp://127.0.0.1:{port}")
+        event = zmq.EVENT_CONNECTED
+        while event in (zmq.EVENT_CONNECTED, zmq.EVENT_CONNECT_DELAYED):
+            assert monitor.poll(1000 * TIMEOUT_S)
+            event = parse_monitor_message(monitor.recv_multipart())["event"]
+        assert event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    finally:
+        for each in (client, server):
+            each.context.destroy(linger=0)
+
+
+def said_by(sock: socket.socket) -> bytes:
+    """What has come; nothing when the connection is over."""
+    try:
+        return sock.recv(4096)
+    except ConnectionError:
+        return b""

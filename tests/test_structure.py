@@ -1,0 +1,212 @@
+"""The structure of the project: no circles of files or folders, packages of a size to read in one sitting, and names that
+mean one thing.
+
+What is known to be wrong is listed here. The lists only become shorter: what is mended must be taken off.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+import pytest
+
+from tests.test_imports import ROOT, imported_names, modules
+
+MOST_FILES = 20  # in a package
+KNOWN_CIRCLES: set[frozenset[str]] = {
+    frozenset(["fusion_rt", "fusion_rt/codecs", "fusion_rt/kernels", "fusion_rt/wire"]),
+    frozenset(["fusion_rt.codecs.adopting", "fusion_rt.codecs.selecting", "fusion_rt.codecs.trays"]),
+    frozenset(["fusion_rt.runner.agent", "fusion_rt.runner.elastic.agent"]),
+    frozenset(["fusion_rt.settings", "fusion_rt.settings_page"]),
+    frozenset(
+        [
+            "fusion_rt.torch.agreement",
+            "fusion_rt.torch.backward",
+            "fusion_rt.torch.buckets",
+            "fusion_rt.torch.exchange",
+            "fusion_rt.torch.feedback",
+            "fusion_rt.torch.functions",
+            "fusion_rt.torch.manner",
+            "fusion_rt.torch.memory",
+            "fusion_rt.torch.node.joining",
+            "fusion_rt.torch.node.reduction",
+            "fusion_rt.torch.ops",
+            "fusion_rt.torch.ops.broadcast",
+            "fusion_rt.torch.own_gradients",
+            "fusion_rt.torch.parameters",
+            "fusion_rt.torch.replicas",
+            "fusion_rt.torch.selected_buckets",
+            "fusion_rt.torch.sharded",
+            "fusion_rt.torch.slots",
+            "fusion_rt.torch.wrapping",
+        ]
+    ),
+    frozenset(["fusion_rt.torch.cuda_side", "fusion_rt.torch.device", "fusion_rt.torch.gpu_selection"]),
+    frozenset(["fusion_rt.torch.overlap.exchange", "fusion_rt.torch.overlap.guards"]),
+    frozenset(["fusion_rt/runner", "fusion_rt/runner/elastic"]),
+    frozenset(
+        [
+            "fusion_rt/torch",
+            "fusion_rt/torch/autotune",
+            "fusion_rt/torch/elastic",
+            "fusion_rt/torch/node",
+            "fusion_rt/torch/ops",
+            "fusion_rt/torch/overlap",
+        ]
+    ),
+    frozenset(["fusiond.buckets.recipes", "fusiond.buckets.worker_selection"]),
+    frozenset(["tools/fusion_trace", "tools/fusion_trace/report", "tools/fusion_trace/simulation"]),
+}
+KNOWN_LARGE: set[str] = {"fusion_rt.runner", "fusion_rt.codecs", "fusion_rt.torch", "fusion_trace", "fusion_rt"}
+KNOWN_MODULE_NAMES: set[str] = {
+    "_kernels",
+    "agent",
+    "base",
+    "basics",
+    "clocks",
+    "coding",
+    "discovery",
+    "elastic",
+    "environment",
+    "exchange",
+    "feedback",
+    "joining",
+    "launch",
+    "local",
+    "optimizer",
+    "process_sets",
+    "rendezvous",
+    "selection",
+    "steps",
+    "uses",
+}
+KNOWN_CLASS_NAMES: set[str] = {
+    "Assembly",
+    "Assignment",
+    "Bucket",
+    "Change",
+    "Channel",
+    "Choice",
+    "DenseBucket",
+    "Found",
+    "Function",
+    "Group",
+    "Handler",
+    "Incoming",
+    "Layer",
+    "Link",
+    "Memory",
+    "Outside",
+    "Part",
+    "Pending",
+    "Ping",
+    "Place",
+    "ProcessSet",
+    "Ready",
+    "Request",
+    "Result",
+    "Shell",
+    "State",
+    "Tensor",
+}
+
+
+def graph(names: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which node imports which others, also where only a type checker sees it.
+
+    Args:
+        names: the node of each module: itself, or its folder.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, path in modules().items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for _, imported in imported_names(path.read_text(), package):
+            while imported and imported not in names:
+                imported = imported.rpartition(".")[0]
+            if imported and names[imported] != names[module]:
+                found[names[module]].add(names[imported])
+    return found
+
+
+def reachable(edges: Mapping[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    left = [*edges.get(start, ())]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left.extend(edges.get(node, ()))
+    return found
+
+
+def circles(edges: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of nodes that all reach each other."""
+    reach = {node: reachable(edges, node) for node in edges}
+    return {
+        frozenset(other for other in reach[node] if node in reach.get(other, ()))
+        for node in edges
+        if node in reach[node]
+    }
+
+
+def new(found: Iterable[frozenset[str]]) -> list[list[str]]:
+    return [sorted(circle) for circle in found if not any(circle <= known for known in KNOWN_CIRCLES)]
+
+
+def used_twice(names: Iterable[tuple[str, str]]) -> set[str]:
+    """Names that two modules of one top-level package use.
+
+    Args:
+        names: modules with a name.
+    """
+    counts = Counter((module.partition(".")[0], name) for module, name in names)
+    return {name for (_, name), count in counts.items() if count > 1}
+
+
+def public_classes() -> Iterator[tuple[str, str]]:
+    """Modules with the name of each class that they define."""
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield module, node.name
+
+
+def test_no_files_import_each_other() -> None:
+    assert new(circles(graph({module: module for module in modules()}))) == []
+
+
+def test_no_folders_import_each_other() -> None:
+    assert new(circles(graph({module: str(path.parent.relative_to(ROOT)) for module, path in modules().items()}))) == []
+
+
+@pytest.mark.parametrize(
+    ("edges", "expected"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, set()),
+        ({"a": {"b"}, "b": {"c", "a"}}, {frozenset("ab")}),
+        ({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}}, {frozenset("abc"), frozenset("de")}),
+    ],
+)
+def test_circles_are_found(edges: dict[str, set[str]], expected: set[frozenset[str]]) -> None:
+    assert circles(edges) == expected
+
+
+def test_packages_are_small() -> None:
+    sizes = Counter(str(path.parent) for path in modules().values() if path.name != "__init__.py")
+    packages = {str(path.parent): module for module, path in modules().items() if path.name == "__init__.py"}
+    assert {packages[folder] for folder, files in sizes.items() if files > MOST_FILES} <= KNOWN_LARGE
+
+
+def test_no_two_modules_of_a_package_have_one_name() -> None:
+    names = [(module, path.stem) for module, path in modules().items() if not path.stem.startswith("__")]
+    assert used_twice(names) <= KNOWN_MODULE_NAMES
+
+
+def test_no_two_classes_of_a_package_have_one_name() -> None:
+    assert used_twice(public_classes()) <= KNOWN_CLASS_NAMES
+
+
+def test_a_name_used_twice_is_seen() -> None:
+    assert used_twice([("a.b", "x"), ("a.c", "x"), ("a.c", "y"), ("b.c", "y")]) == {"x"}
