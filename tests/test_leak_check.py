@@ -17,7 +17,9 @@ CONFTEST = Path(__file__).with_name("conftest.py")
 CONFIG = f"[pytest]\nmarkers = multiprocess: watched\npythonpath = {CONFTEST.parents[1]}\n"
 BODIES = {  # of tests that are watched, which run one after the other
     "clean": "subprocess.run(['true'], check=True)",
-    "orphan": "subprocess.run('setsid sleep 987.125 &', shell=True, check=True)",
+    # A process has no environment, by which it would be known, for a moment as it becomes another program.
+    "orphan": "subprocess.run('setsid sleep 987.125 & until grep -q ^sleep /proc/$!/cmdline; do sleep 0.01; done', "
+    "shell=True, check=True)",
     "file": "os.open('/dev/shm/leak-check-example', os.O_CREAT | os.O_RDWR)",
     "thread": "threading.Thread(target=time.sleep, args=(4,), name='x').start()",
     "descriptors": "socket.socket(socket.AF_UNIX).detach(); os.memfd_create('arena-example')",

@@ -1,5 +1,5 @@
-"""The structure of the project: no circles of files or folders, packages of a size to read in one sitting, and names that
-mean one thing.
+"""The structure of the project: no circles of files or folders, packages of a size to read in one sitting, and names
+that mean one thing.
 
 What is known to be wrong is listed here. The lists only become shorter: what is mended must be taken off.
 """
