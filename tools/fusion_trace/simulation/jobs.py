@@ -122,8 +122,8 @@ class Job:
 
 
 def place(buckets: Sequence[Bucket], nodes: int) -> tuple[int, ...]:
-    """A node for the home of each bucket, as `fusiond.control.planning.place_homes` has it: the largest first, each to the
-    node that has least."""
+    """A node for the home of each bucket, as `fusiond.control.planning.place_homes` has it: the largest first, each to
+    the node that has least."""
     load = [0] * nodes
     placed: dict[int, int] = {}
     for index in sorted(range(len(buckets)), key=lambda i: -buckets[i].nbytes):
