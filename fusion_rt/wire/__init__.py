@@ -39,7 +39,7 @@ from fusion_rt.wire.basics import (
 )
 from fusion_rt.wire.coding import PeerMessage, decode_daemon_message, decode_peer_message, decode_worker_message, encode
 from fusion_rt.wire.coordinator import Inquiry, Mismatch, OpFailed, PlanRequest, PlanVerdict, Report, Request, Verdict
-from fusion_rt.wire.data import Began, Chunk, Credit, Piece
+from fusion_rt.wire.data import Began, Chunk, Credit, Piece, PieceKind
 from fusion_rt.wire.figures import Figures, FiguresRequest, LinkFigures, RankFigures
 from fusion_rt.wire.inquiries import (
     Frame,
@@ -206,6 +206,7 @@ __all__ = [
     "PeerHello",
     "PeerMessage",
     "Piece",
+    "PieceKind",
     "Ping",
     "Place",
     "Plan",

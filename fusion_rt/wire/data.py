@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from fusion_rt.wire.basics import MAX_RANKS, Count, PostKind, Rank, Rates
 from fusion_rt.wire.operations import OpKey, Signature
+
+PieceKind: TypeAlias = PostKind | Literal["answer", "refused", "mix", "mean", "pass", "want", "told"]
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
@@ -70,7 +72,7 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
     epoch: Count
     plan: Count
     bucket: Count
-    kind: PostKind | Literal["answer", "refused", "mix", "mean", "pass", "want", "told"]
+    kind: PieceKind
     home: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_RANKS)]
     rank: Rank
     clock: Count

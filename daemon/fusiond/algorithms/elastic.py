@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Part, Step
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Step
 from fusiond.algorithms.ordered import Ordered
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
 
 
 class EASGD(HomeAlgorithm[algorithms.EASGD]):
     """d = alpha (x_i - x); x_i -= d; x += d, in order of arrival (arXiv 1412.6651, algorithm 1)."""
 
-    def received(self, home: Home, part: Part) -> Iterator[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         difference = _difference(home, part, self.spec.alpha or 0.9 / self.ranks)
         home.value += difference
         home.updated()
@@ -24,10 +25,10 @@ class SynchronousEASGD(Ordered[algorithms.EASGD]):
     """All ranks' differences to the same home, added up (arXiv 1412.6651, eqs. 3 and 4); of those that have left or
     joined, or wait in another operation, none."""
 
-    def ready(self, home: Home, slot: dict[int, Part]) -> bool:
+    def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
         return slot.keys() >= home.expected
 
-    def update(self, home: Home, parts: Sequence[Part]) -> Iterator[Step]:
+    def update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
         differences = [_difference(home, part, self.spec.alpha or 0.9 / self.ranks) for part in parts]
         for difference in differences:
             home.value += difference
@@ -42,7 +43,7 @@ class EAWild(EASGD):
     exclusive = False
 
 
-def _difference(home: Home, part: Part, alpha: float) -> Array:
+def _difference(home: Home, part: Contribution, alpha: float) -> Array:
     """alpha (x_i - x)."""
     assert home.value is not None
     difference: Array = part.values - home.value

@@ -9,8 +9,9 @@ import numpy as np
 
 from fusion_rt import algorithms, mixing
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Part, Passed, Send, Step, _Spec
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Step, _Spec
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
 
 _BEGIN: Array = np.zeros(1, np.int64)
 _NOTHING = memoryview(b"")
@@ -30,7 +31,7 @@ class Gossip(HomeAlgorithm[_Spec]):
         super().__init__(spec, ranks)
         self.graph = mixing.parse(spec.topology, ranks)  # type: ignore[attr-defined]  # all gossip has one
 
-    def received(self, home: Home, part: Part) -> Iterator[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         if part.kind != "post" and part.clock < home.scratch.get("clock", _BEGIN)[0]:
             return  # of a rank that was taken for gone: nobody waits for it any more
         home.slots.setdefault(part.clock, {})[part.rank] = part
@@ -78,25 +79,25 @@ class Gossip(HomeAlgorithm[_Spec]):
             elif home.rank in slot:
                 return  # one clock after the other
 
-    def own_weight(self, home: Home, parts: list[tuple[Part, float]]) -> float:
+    def own_weight(self, home: Home, parts: list[tuple[Contribution, float]]) -> float:
         """What is left of 1 for the rank itself."""
         return 1.0 - sum(weight for _, weight in parts)
 
-    def outgoing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+    def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         """What the neighbours get."""
         del home
         return Send(receivers, "mix", part.values, part.clock)
 
     @abstractmethod
-    def mixed(self, home: Home, own: Part, parts: list[tuple[Part, float]]) -> Answer:
+    def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
         """What the worker gets; `parts`: its neighbours', with their weights."""
 
-    def passing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+    def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         """Neighbours get nothing when this rank passes, so that each keeps this rank's share for itself."""
         del home
         return Send(receivers, "pass", part.values, part.clock, payload=_NOTHING)
 
-    def passed(self, home: Home, clock: int, parts: list[tuple[Part, float]]) -> None:
+    def passed(self, home: Home, clock: int, parts: list[tuple[Contribution, float]]) -> None:
         """This rank has passed a clock, at which its neighbours have sent these parts."""
 
 
@@ -104,7 +105,7 @@ class DPSGD(Gossip[algorithms.DPSGD]):
     """x_i + (sum_j W_ij x_j - x_i), of which the worker gets the change, as it has taken a step meanwhile (arXiv
     1705.09056, algorithm 1)."""
 
-    def mixed(self, home: Home, own: Part, parts: list[tuple[Part, float]]) -> Answer:
+    def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
         kind = home.dtype.storage.type
         total: Array = own.values * kind(self.own_weight(home, parts))
         for part, weight in parts:
@@ -122,7 +123,7 @@ class SGP(Gossip[algorithms.SGP]):
     worker's z as it was. `early`: the weight that has come before the worker's first x.
     """
 
-    def outgoing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+    def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         x: Array = home.copy(part.values)
         if "x" in home.aux:
             x += home.aux["x"] - home.aux.get("z", home.dtype.storage.type(0))
@@ -130,19 +131,19 @@ class SGP(Gossip[algorithms.SGP]):
         omega = home.aux.setdefault("omega", 1 + home.aux.pop("early", np.zeros(1)))
         return Send(receivers, "mix", x, part.clock, float(omega[0]))
 
-    def mixed(self, home: Home, own: Part, parts: list[tuple[Part, float]]) -> Answer:
+    def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
         self.passed(home, own.clock, parts)
         z: Array = home.aux["x"] / home.dtype.storage.type(home.aux["omega"][0])
         home.aux["z"] = z
         home.version += 1
         return Answer(own, z - own.values, added=True)
 
-    def passing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+    def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         if "omega" not in home.aux:
             return super().passing(home, part, receivers)
         return Send(receivers, "mix", home.aux["x"], part.clock, float(home.aux["omega"][0]))
 
-    def passed(self, home: Home, clock: int, parts: list[tuple[Part, float]]) -> None:
+    def passed(self, home: Home, clock: int, parts: list[tuple[Contribution, float]]) -> None:
         kind, aux = home.dtype.storage.type, home.aux
         name = "omega" if "omega" in aux else "early"  # its worker has not posted yet: it has nothing to push
         kept = self.kept(home, clock) if name == "omega" else 1.0
@@ -166,11 +167,11 @@ class Choco(Gossip[algorithms.Choco]):
     worker has not got of the changes.
     """
 
-    def outgoing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+    def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         home.aux["x"] = part.values + home.aux.get("owed", home.dtype.storage.type(0))
         return self._difference(home, part.clock, receivers)
 
-    def passing(self, home: Home, part: Part, receivers: list[int]) -> Send:
+    def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         if "x" not in home.aux:
             return super().passing(home, part, receivers)
         return self._difference(home, part.clock, receivers)
@@ -187,12 +188,12 @@ class Choco(Gossip[algorithms.Choco]):
         own += told
         return Send(receivers, "mix", told, clock, payload=payload)
 
-    def mixed(self, home: Home, own: Part, parts: list[tuple[Part, float]]) -> Answer:
+    def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
         self.passed(home, own.clock, parts)
         home.version += 1
         return Answer(own, home.aux.pop("owed"), added=True)
 
-    def passed(self, home: Home, clock: int, parts: list[tuple[Part, float]]) -> None:
+    def passed(self, home: Home, clock: int, parts: list[tuple[Contribution, float]]) -> None:
         kind = home.dtype.storage.type
         neighbours = home.aux.setdefault("neighbours", np.zeros(home.elements, home.dtype.storage))
         for part, weight in parts:

@@ -1,7 +1,7 @@
 """The interface of an algorithm whose buckets have homes, and the home itself.
 
 A home is one bucket's authoritative copy: a shard, which all ranks contribute to, or one rank's replica, which mixes
-with its neighbours'. Contributions (`Part`) come to it one at a time; the algorithm says what follows (`Step`s): who is
+with its neighbours'. Contributions come to it one at a time; the algorithm says what follows (`Step`s): who is
 answered, who is sent something. It does no I/O and has no clock; `fusiond.shards` carries its steps out.
 
 Ranks are named by their *position* among the ranks of the process set, 0 to n - 1.
@@ -24,41 +24,14 @@ from fusion_rt.dtypes import DType
 from fusion_rt.kernels import cpu
 from fusiond.algorithms.shard_optimizer import ShardOptimizer
 from fusiond.collectives.base import Array
-
-
-@dataclass(slots=True)
-class Part:
-    """A contribution at a home.
-
-    Attributes:
-        kind: `post`: of a worker, which waits for an answer; `pass`: it waits in another operation, and has nothing to
-            contribute at this clock; or what another home sent, or `told`.
-        rank: who sent it.
-        clock: how many its sender had posted before; of what a home sent, its clock.
-        version: of the home, when the sender last heard from it.
-        values: 1-D, all elements of the bucket; valid until the part is answered, and only to be read.
-        rates: learning rate of each parameter group.
-        samples: how many samples it comes from; 0: it has no gradient, and `values` says nothing.
-        weight: push-sum weight.
-        arrived: when it came to the home (s).
-    """
-
-    kind: str
-    rank: int
-    clock: int
-    version: int
-    values: Array
-    rates: tuple[float, ...] = ()
-    samples: int = 1
-    weight: float = 1.0
-    arrived: float = 0.0
+from fusiond.core.contribution import Contribution
 
 
 @dataclass(slots=True)
 class Answer:
     """The worker that posted `part` gets `values`, in place of what it has or, if `added`, in addition to it."""
 
-    part: Part
+    part: Contribution
     values: Array
     added: bool = False
 
@@ -79,7 +52,7 @@ class Send:
 class Refuse:
     """The worker that posted `part` is told that it fails, and why."""
 
-    part: Part
+    part: Contribution
     why: str
 
 
@@ -94,7 +67,7 @@ class Wake:
 class Passed:
     """The clock is over that the rank of this home has passed with `part`."""
 
-    part: Part
+    part: Contribution
 
 
 @dataclass(slots=True)
@@ -147,8 +120,8 @@ class Home:
     occupied: dict[int, int] = field(default_factory=dict)
     heard: dict[int, int] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
-    slots: dict[int, dict[int, Part]] = field(default_factory=dict)
-    waiting: list[Part] = field(default_factory=list)
+    slots: dict[int, dict[int, Contribution]] = field(default_factory=dict)
+    waiting: list[Contribution] = field(default_factory=list)
     orders: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     aux: dict[str, Array] = field(default_factory=dict)
     scratch: dict[str, Array] = field(default_factory=dict)
@@ -212,10 +185,10 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
         self.ranks = ranks
 
     @abstractmethod
-    def received(self, home: Home, part: Part) -> Iterable[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterable[Step]:
         """A part has come. `home.done` counts it already, if it is a worker's."""
 
-    def nothing(self, home: Home, part: Part) -> Iterable[Step]:
+    def nothing(self, home: Home, part: Contribution) -> Iterable[Step]:
         """A worker took a step without a gradient, since its own was not finite: that is nobody's mean, and no update,
         but those who wait for its clock may go on. `home.done` counts it already."""
         yield self.asked(home, part)
@@ -231,7 +204,7 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
         del home, rank
         return ()
 
-    def asked(self, home: Home, part: Part) -> Answer:
+    def asked(self, home: Home, part: Contribution) -> Answer:
         """A worker contributes nothing, and is told what the home has."""
         assert home.value is not None
         return Answer(part, home.value)
@@ -257,33 +230,33 @@ def refuse_without(home: Home, why: str) -> Iterator[Step]:
 class ShardAlgorithm(HomeAlgorithm[_Spec]):
     """Gradients come to a shard, which applies them: the questions that subclasses answer."""
 
-    def slot(self, home: Home, part: Part) -> int:
+    def slot(self, home: Home, part: Contribution) -> int:
         """Which of the home's slots a part belongs in."""
         del home, part
         return 0
 
-    def ready(self, home: Home, slot: dict[int, Part]) -> bool:
+    def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
         """Whether a slot is complete."""
         del home, slot
         return True
 
-    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+    def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
         """The gradient to be applied, of the parts in a slot that have one, in the order of their ranks."""
         del home
         return parts[0].values
 
-    def gate(self, home: Home, part: Part) -> bool:
+    def gate(self, home: Home, part: Contribution) -> bool:
         """Whether the sender of a part that counts already may go on."""
         del home, part
         return True
 
-    def apply(self, home: Home, gradient: Array, parts: Sequence[Part]) -> None:
+    def apply(self, home: Home, gradient: Array, parts: Sequence[Contribution]) -> None:
         """Takes the step: a new version."""
         assert home.optimizer is not None
         home.optimizer.step(gradient, parts[-1].rates)
         home.updated()
 
-    def received(self, home: Home, part: Part) -> Iterator[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         number = self.slot(home, part)
         slot = home.slots.setdefault(number, {})
         slot[part.rank] = part
@@ -308,12 +281,12 @@ class ShardAlgorithm(HomeAlgorithm[_Spec]):
             else:
                 home.waiting.append(part)
 
-    def answer(self, home: Home, part: Part) -> Answer:
+    def answer(self, home: Home, part: Contribution) -> Answer:
         """What a sender gets when it may go on."""
         assert home.value is not None
         return Answer(part, home.value)
 
-    def asked(self, home: Home, part: Part) -> Answer:
+    def asked(self, home: Home, part: Contribution) -> Answer:
         return self.answer(home, part)
 
     def without(self, home: Home, rank: int) -> Iterator[Step]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fusiond.algorithms.home import Home, HomeAlgorithm, Part, Step, Tell, _Spec
+from fusiond.algorithms.home import Home, HomeAlgorithm, Step, Tell, _Spec
+from fusiond.core.contribution import Contribution
 
 LATE, UPDATE = 0, 1
 """What an order is: contributions that come too late for their update; those that make up an update."""
@@ -28,7 +29,7 @@ class Ordered(HomeAlgorithm[_Spec]):
 
     waits = True
 
-    def received(self, home: Home, part: Part) -> Iterator[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         if part.kind == "told":
             home.orders.append((part.clock, tuple(part.values.tolist())))
         else:
@@ -37,10 +38,10 @@ class Ordered(HomeAlgorithm[_Spec]):
                 yield from self.decide(home, part)
         yield from self.follow(home)
 
-    def nothing(self, home: Home, part: Part) -> Iterator[Step]:
+    def nothing(self, home: Home, part: Contribution) -> Iterator[Step]:
         return self.received(home, part)
 
-    def decide(self, home: Home, part: Part) -> Iterator[Step]:
+    def decide(self, home: Home, part: Contribution) -> Iterator[Step]:
         """At the first home: what follows from a contribution."""
         slot = home.slots.setdefault(IN_TIME, {})
         slot[part.rank] = part
@@ -48,14 +49,14 @@ class Ordered(HomeAlgorithm[_Spec]):
             yield self.order_update(home)
 
     @abstractmethod
-    def ready(self, home: Home, slot: dict[int, Part]) -> bool:
+    def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
         """At the first home: whether what has come makes up an update."""
 
     @abstractmethod
-    def update(self, home: Home, parts: Sequence[Part]) -> Iterator[Step]:
+    def update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
         """Makes an update of these contributions, and answers them."""
 
-    def carry(self, home: Home, part: Part) -> Iterator[Step]:
+    def carry(self, home: Home, part: Contribution) -> Iterator[Step]:
         """A contribution is late; its sender is answered."""
         raise NotImplementedError
 
@@ -69,7 +70,7 @@ class Ordered(HomeAlgorithm[_Spec]):
         """Orders an update of what has come in time."""
         return self.order(home, UPDATE, [part for _, part in sorted(home.slots.pop(IN_TIME).items())])
 
-    def order(self, home: Home, kind: int, parts: Sequence[Part]) -> Step:
+    def order(self, home: Home, kind: int, parts: Sequence[Contribution]) -> Step:
         """Gives an order, to this home and all others."""
         counts = home.scratch.setdefault("counts", np.zeros(2, np.int64))
         numbers = np.array([kind, *(number for part in parts for number in (part.rank, part.clock))], np.int64)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from fusion_rt import algorithms, mixing
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Part, Send, Step
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Send, Step
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
 
 _NOBODY: Array = np.array([-1, -1])
 
@@ -30,7 +31,7 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
         super().__init__(spec, ranks)
         self.graph = mixing.parse(spec.topology, ranks)
 
-    def received(self, home: Home, part: Part) -> Iterator[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         if part.kind == "post":
             yield from self._posted(home, part)
         elif part.kind == "mean":
@@ -42,7 +43,7 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
         else:
             yield from self._average(home, part)
 
-    def _posted(self, home: Home, part: Part) -> Iterator[Step]:
+    def _posted(self, home: Home, part: Contribution) -> Iterator[Step]:
         changes = home.aux.pop("changes", None)
         home.value = home.copy(part.values)
         if changes is None:
@@ -58,7 +59,7 @@ class ADPSGD(HomeAlgorithm[algorithms.ADPSGD]):
             home.scratch.update(sent=home.copy(home.value), asked=np.array([asked, part.clock]))
             yield Send([asked], "mix", home.scratch["sent"], part.clock)
 
-    def _average(self, home: Home, part: Part) -> Iterator[Step]:
+    def _average(self, home: Home, part: Contribution) -> Iterator[Step]:
         """A passive home's part: both take the mean."""
         assert home.value is not None
         mean: Array = home.mean([home.value, part.values], 2)

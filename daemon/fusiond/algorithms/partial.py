@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, Part, Step, Wake
+from fusiond.algorithms.home import Answer, Home, Step, Wake
 from fusiond.algorithms.ordered import IN_TIME, LATE, Ordered
+from fusiond.core.contribution import Contribution
 
 _REMEMBERED = 64  # arrival times that the deadline is learned from
 _PATIENCE = 1.0  # seconds that an update waits at least while the deadline is being learned
@@ -24,7 +25,7 @@ class Partial(Ordered[algorithms.Partial]):
     `aux`: what is carried.
     """
 
-    def decide(self, home: Home, part: Part) -> Iterator[Step]:
+    def decide(self, home: Home, part: Contribution) -> Iterator[Step]:
         _note_arrival(home, part)
         if part.version < home.version:
             home.noticed["late", part.rank] += 1
@@ -34,11 +35,11 @@ class Partial(Ordered[algorithms.Partial]):
         if len(home.slots.get(IN_TIME, ())) == 1 and (limit := self._limit(home)) < math.inf:
             yield Wake(part.arrived + limit)
 
-    def ready(self, home: Home, slot: dict[int, Part]) -> bool:
+    def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
         missing = home.present - slot.keys()
         return len(missing) <= max(self.spec.backup, len(missing - home.expected))
 
-    def update(self, home: Home, parts: Sequence[Part]) -> Iterator[Step]:
+    def update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:
         assert home.optimizer is not None
         assert home.value is not None
         carried = home.aux.pop("carried", None)
@@ -49,7 +50,7 @@ class Partial(Ordered[algorithms.Partial]):
         for part in parts:
             yield Answer(part, home.value)
 
-    def carry(self, home: Home, part: Part) -> Iterator[Step]:
+    def carry(self, home: Home, part: Contribution) -> Iterator[Step]:
         assert home.value is not None
         carried = home.aux.setdefault("carried", np.zeros(home.elements, home.dtype.storage))
         carried += part.values
@@ -76,7 +77,7 @@ class Partial(Ordered[algorithms.Partial]):
         return median + self.spec.deadline * float(np.median(np.abs(times - median)))
 
 
-def _note_arrival(home: Home, part: Part) -> None:
+def _note_arrival(home: Home, part: Contribution) -> None:
     """Remembers, in `aux`, how long after the first part of the update it belongs to this one has come. `scratch`: when
     this update, and the one before, had their first."""
     opened = home.scratch.setdefault("opened", np.full(2, math.nan))

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fusion_rt import algorithms
-from fusiond.algorithms.home import Answer, Home, Part, ShardAlgorithm, Step, refuse_without
+from fusiond.algorithms.home import Answer, Home, ShardAlgorithm, Step, refuse_without
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
 
 
 class BSP(ShardAlgorithm[algorithms.BSP]):
@@ -19,20 +20,20 @@ class BSP(ShardAlgorithm[algorithms.BSP]):
     count.
     """
 
-    def slot(self, home: Home, part: Part) -> int:
+    def slot(self, home: Home, part: Contribution) -> int:
         return part.clock
 
-    def ready(self, home: Home, slot: dict[int, Part]) -> bool:
+    def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
         return len(slot.keys() | home.joined) == self.ranks
 
-    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+    def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
         contributors = {part.rank for part in parts} | home.joined
         return home.mean([part.values for part in parts], len(contributors))
 
-    def nothing(self, home: Home, part: Part) -> Iterator[Step]:
+    def nothing(self, home: Home, part: Contribution) -> Iterator[Step]:
         return self.received(home, part)
 
-    def received(self, home: Home, part: Part) -> Iterator[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         yield from super().received(home, part)
         yield from self.without(home, part.rank)
 
@@ -44,7 +45,7 @@ class BSP(ShardAlgorithm[algorithms.BSP]):
 class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
     """Each gradient on arrival; `aware`: divided by its staleness (arXiv 1511.05950, eq. 3)."""
 
-    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+    def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
         stale = home.version - parts[0].version
         if not self.spec.aware or stale <= 1:
             return parts[0].values
@@ -58,11 +59,11 @@ class SSP(ASP):
 
     waits = True
 
-    def gate(self, home: Home, part: Part) -> bool:
+    def gate(self, home: Home, part: Contribution) -> bool:
         assert isinstance(self.spec, algorithms.SSP)
         return home.done[part.rank] - home.slowest <= self.spec.staleness
 
-    def nothing(self, home: Home, part: Part) -> Iterator[Step]:
+    def nothing(self, home: Home, part: Contribution) -> Iterator[Step]:
         home.waiting.append(part)
         yield from self.release(home)
 
@@ -71,7 +72,7 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
     """Gradients add up at the home until enough are there; their senders go on at once. `aux`: the sum, and what it
     has come from."""
 
-    def received(self, home: Home, part: Part) -> Iterator[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         total = home.aux.setdefault("sum", np.zeros(home.elements, home.dtype.storage))
         count = home.aux.setdefault("count", np.zeros(1, np.int64))
         total += self.weighted(home, part)
@@ -82,11 +83,11 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
         yield self.answer(home, part)
 
     @abstractmethod
-    def weighted(self, home: Home, part: Part) -> Array:
+    def weighted(self, home: Home, part: Contribution) -> Array:
         """What is added up."""
 
     @abstractmethod
-    def counts(self, part: Part) -> int:
+    def counts(self, part: Contribution) -> int:
         """What a part adds to the count."""
 
     @abstractmethod
@@ -99,12 +100,12 @@ class Softsync(Collecting):
 
     spec: algorithms.Softsync
 
-    def weighted(self, home: Home, part: Part) -> Array:
+    def weighted(self, home: Home, part: Contribution) -> Array:
         stale = max(home.version - part.version, 1)
         weighted: Array = part.values / stale if self.spec.aware else part.values
         return weighted
 
-    def counts(self, part: Part) -> int:
+    def counts(self, part: Contribution) -> int:
         return 1
 
     def target(self) -> int:
@@ -116,11 +117,11 @@ class Collaborative(Collecting):
 
     spec: algorithms.Collaborative
 
-    def weighted(self, home: Home, part: Part) -> Array:
+    def weighted(self, home: Home, part: Contribution) -> Array:
         weighted: Array = part.values * home.dtype.storage.type(part.samples)
         return weighted
 
-    def counts(self, part: Part) -> int:
+    def counts(self, part: Contribution) -> int:
         return part.samples
 
     def target(self) -> int:
@@ -131,7 +132,7 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
     """g + lambda g * g * (w - w_bak) on arrival (arXiv 1609.08326, eqs. 10 and 14). `aux`: w_bak of each rank, which is
     what it was answered last, and the mean square of g."""
 
-    def combine(self, home: Home, parts: Sequence[Part]) -> Array:
+    def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
         part, spec = parts[0], self.spec
         assert home.value is not None
         g, kind = part.values, home.dtype.storage.type
@@ -147,14 +148,14 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
         compensated: Array = g + strength * g * g * (home.value - backup)
         return compensated
 
-    def apply(self, home: Home, gradient: Array, parts: Sequence[Part]) -> None:
+    def apply(self, home: Home, gradient: Array, parts: Sequence[Contribution]) -> None:
         assert home.value is not None
         if not home.version:  # all ranks began with the seed
             for rank in range(self.ranks):
                 home.aux[f"w_bak/{rank}"] = home.copy(home.value)
         super().apply(home, gradient, parts)
 
-    def answer(self, home: Home, part: Part) -> Answer:
+    def answer(self, home: Home, part: Contribution) -> Answer:
         assert home.value is not None
         backup = home.aux.get(f"w_bak/{part.rank}")
         if backup is not None:
@@ -169,6 +170,6 @@ class Hogwild(ShardAlgorithm[algorithms.Hogwild]):
 
     exclusive = False
 
-    def received(self, home: Home, part: Part) -> Iterator[Step]:
+    def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         self.apply(home, part.values, [part])
         yield self.answer(home, part)

@@ -20,9 +20,10 @@ from fusiond import algorithms
 from fusiond.algorithms import Algorithm, HomeAlgorithm
 from fusiond.buckets import codec_state
 from fusiond.buckets.codec_state import State
-from fusiond.buckets.recipes import Part, RequestError, reducer_of
+from fusiond.buckets.recipes import RequestError, reducer_of
 from fusiond.buckets.worker_selection import selected
 from fusiond.collectives.base import Array, Reducer
+from fusiond.core.contribution import Contribution
 from fusiond.core.participants import Members
 
 
@@ -192,7 +193,7 @@ class Plans:
             return None
         return state, state.buckets[int(bucket)]
 
-    def part(self, rank: int, ready: wire.Ready) -> tuple[PlanState, BucketState, Part]:
+    def part(self, rank: int, ready: wire.Ready) -> tuple[PlanState, BucketState, Contribution]:
         """What a worker's `Ready` is about.
 
         Raises:
@@ -216,10 +217,14 @@ class Plans:
         storage = found.reducer.dtype.storage
         offset = found.bucket.offset
         values = memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage)
-        part = Part(
+        part = Contribution(
+            state.members.set.ranks.index(rank),
+            values,
             ready.handle,
             values,
-            values,
+            ready.kind,
+            rates=ready.rates,
+            samples=ready.samples,
             rescale=ready.rescale,
             urgency=ready.urgency,
             share=ready.share,

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,13 +20,10 @@ from fusiond.collectives.broadcast import Broadcast
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.scatter import ReduceScatter, rows_of_members
+from fusiond.core.contribution import Contribution
 from fusiond.core.participants import EMPTY_KINDS, Members
 
-if TYPE_CHECKING:
-    from fusiond.buckets.worker_selection import Selected
-
 _BYTE = DTYPES["uint8"]
-NOTHING = wire.Signature("barrier")
 _MAX_PLAN = 2**46  # bytes
 
 
@@ -35,36 +31,7 @@ class RequestError(FusionError):
     """A worker asked for something that cannot be done; the text says why."""
 
 
-@dataclass(slots=True)
-class Part:
-    """A local member's part of an operation.
-
-    Attributes:
-        handle: the worker's number for it.
-        source: its elements.
-        place: where in the arena the result goes, which is where the elements came from; None when they came in a
-            message, and the result goes back in one.
-        signature, splits: as submitted; of no meaning for a planned bucket.
-        rescale: of a planned bucket: what the residual of each tensor is multiplied by first.
-        urgency: the less, the sooner the worker needs it.
-        selected: of a planned bucket: what the worker has selected of it, instead of the elements in `source`.
-        share: of a planned bucket: whose contributions `source` has; see `wire.Ready`.
-        passes: of a planned bucket: see `wire.Ready`.
-    """
-
-    handle: int
-    source: Array
-    place: Array | None
-    signature: wire.Signature = NOTHING
-    splits: tuple[int, ...] = ()
-    rescale: tuple[float, ...] = ()
-    urgency: int = 0
-    selected: Selected | None = None
-    share: int = wire.OWN
-    passes: int = 0
-
-
-def contributions_of(local: Sequence[Part]) -> tuple[list[Part], bool]:
+def contributions_of(local: Sequence[Contribution]) -> tuple[list[Contribution], bool]:
     """The local parts that have anything in them, and whether that is the node's contribution already.
 
     Raises:
@@ -83,7 +50,7 @@ def contributions_of(local: Sequence[Part]) -> tuple[list[Part], bool]:
     return [part for part in local if part.share == wire.OF_NODE], True
 
 
-def outputs_of(local: Sequence[Part]) -> tuple[list[Array], Array | None]:
+def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None]:
     """Where an operation of the same result for all writes it, for its local parts.
 
     Returns: the distinct arrays, the places in the arena first; and the one that serves all inline parts, if any.
@@ -91,7 +58,7 @@ def outputs_of(local: Sequence[Part]) -> tuple[list[Array], Array | None]:
     outputs = [part.place for part in local if part.place is not None]
     if len(outputs) == len(local):
         return outputs, None
-    shared = np.empty_like(local[0].source)
+    shared = np.empty_like(local[0].values)
     return [*outputs, shared], shared
 
 
@@ -114,7 +81,7 @@ class Recipe:
     nbytes: int
     local_nbytes: int
 
-    def part(self, rank: int, submit: wire.Submit, memory: Array | None) -> Part:
+    def part(self, rank: int, submit: wire.Submit, memory: Array | None) -> Contribution:
         """The part that a submission of this signature describes.
 
         Args:
@@ -131,15 +98,16 @@ class Recipe:
             data = submit.inline or b""
             if len(data) != self.nbytes:
                 raise self._wrong_length(len(data))
-            part = Part(submit.handle, np.frombuffer(data, storage), None, submit.signature, submit.splits)
+            values: Array = np.frombuffer(data, storage)
+            place = None
         else:
             if len(memory) != self.nbytes:
                 raise self._wrong_length(len(memory))
-            values = memory.view(storage)
-            part = Part(submit.handle, values, values, submit.signature, submit.splits)
+            values = place = memory.view(storage)
         if self.signature.kind == "alltoall":
             self._check_splits(submit.splits)
-        return part
+        position = self.members.set.ranks.index(rank)
+        return Contribution(position, values, submit.handle, place, signature=submit.signature, splits=submit.splits)
 
     def _wrong_length(self, nbytes: int) -> RequestError:
         shape = list(self.signature.shape)
@@ -253,7 +221,7 @@ def collective_exchange(
     port: Port,
     recipe: Recipe,
     topology: Topology,
-    local: Sequence[Part],
+    local: Sequence[Contribution],
     outputs: Sequence[Array],
     rows: Sequence[int],
     splits: Sequence[Sequence[int]],
@@ -271,7 +239,7 @@ def collective_exchange(
     """
     signature, members = recipe.signature, recipe.members
     if signature.kind in EMPTY_KINDS:
-        nothing = [part.source for part in local[:1]]
+        nothing = [part.values for part in local[:1]]
         if port.nodes == 1:
             return OneNode(port, recipe.reducer, nothing, outputs)
         return Doubling(port, recipe.reducer, recipe.codec.open(recipe.layout), nothing, outputs)
@@ -279,7 +247,7 @@ def collective_exchange(
     here = [members.set.ranks.index(rank) for rank in members.local]
     if signature.kind == "broadcast":
         root = members.set.ranks.index(signature.root)
-        source = local[here.index(root)].source.view(np.uint8) if root in here else None
+        source = local[here.index(root)].values.view(np.uint8) if root in here else None
         return Broadcast(port, homes[root], source, [output.view(np.uint8) for output in outputs])
     row_elements = math.prod(signature.shape[1:])
     row_nbytes = row_elements * recipe.layout.dtype.itemsize
@@ -288,7 +256,7 @@ def collective_exchange(
     if signature.kind == "alltoall":
         return _alltoall(port, homes, here, local, splits, row_nbytes)
     ranges = [(a * row_elements, b * row_elements) for a, b in rows_of_members(signature.shape[0], len(homes))]
-    sources = [part.source for part in local]
+    sources = [part.values for part in local]
     return ReduceScatter(port, recipe.reducer, recipe.codec.open(recipe.layout), sources, ranges, homes, here)
 
 
@@ -296,14 +264,14 @@ def _allgather(
     port: Port,
     homes: Sequence[int],
     here: Sequence[int],
-    local: Sequence[Part],
+    local: Sequence[Contribution],
     nbytes: Sequence[int],
     rows: tuple[int, ...],
 ) -> Blocks:
     """Every member's block to every other node; one result, which the local members share."""
     members, nodes, position = len(homes), port.nodes, port.position
     offsets = [sum(nbytes[:m]) for m in range(members)]
-    data = {m: part.source.view(np.uint8) for m, part in zip(here, local, strict=True)}
+    data = {m: part.values.view(np.uint8) for m, part in zip(here, local, strict=True)}
     blocks = []
     for m in range(members):
         for target in range(nodes):
@@ -323,7 +291,7 @@ def _alltoall(
     port: Port,
     homes: Sequence[int],
     here: Sequence[int],
-    local: Sequence[Part],
+    local: Sequence[Contribution],
     splits: Sequence[Sequence[int]],
     row_nbytes: int,
 ) -> Blocks:
@@ -334,7 +302,7 @@ def _alltoall(
     outgoing: dict[int, Array] = {}
     incoming: dict[int, tuple[int, int]] = {}
     copies: list[tuple[int, int, Array]] = []
-    data = {m: part.source.view(np.uint8) for m, part in zip(here, local, strict=True)}
+    data = {m: part.values.view(np.uint8) for m, part in zip(here, local, strict=True)}
     for i in range(members):
         for j in range(members):
             part = i * members + j

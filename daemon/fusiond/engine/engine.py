@@ -164,7 +164,7 @@ class Engine:
         if run.recipe is None:
             run.recipe = recipe
         run.parts[rank] = part
-        self._trace.record(Kind.READY, submit.name, part.source.nbytes, submit.clock, peer=rank)
+        self._trace.record(Kind.READY, submit.name, part.values.nbytes, submit.clock, peer=rank)
         if signature.kind == "join":
             self._join(rank)
         if run.recipe is not recipe and run.recipe.signature.common() != signature.common():
@@ -189,14 +189,14 @@ class Engine:
     def ready(self, rank: int, ready: wire.Ready) -> None:
         """A worker's part of a planned bucket is in the arena."""
         state, bucket, part = self._plans.part(rank, ready)
-        name, nbytes = f"bucket {ready.bucket}", part.source.nbytes
+        name, nbytes = f"bucket {ready.bucket}", part.values.nbytes
         self._trace.record(Kind.READY, name, nbytes, ready.clock, ready.plan, peer=rank)
         if isinstance(state.algorithm, HomeAlgorithm):
             self.progress.ready(rank, ready.bucket)
             if self._failing.failure:
                 self._failing.refuse(rank, ready.handle, self._failing.failure)
             else:
-                self.homes.post(rank, ready, state, bucket.bucket, part)
+                self.homes.post(rank, state, bucket.bucket, part)
             return
         key = OpKey(state.plan.process_set, ready.plan, bucket.name, ready.clock)
         if why := self._failing.why(key):
@@ -488,7 +488,7 @@ class Engine:
     def _delivered(self, run: Run) -> None:
         """The workers have their results."""
         self._completed += 1
-        self._completed_bytes += sum(part.source.nbytes for part in run.parts.values())
+        self._completed_bytes += sum(part.values.nbytes for part in run.parts.values())
         self._failing.completed(run)
         if self.homes.occupied.matters:
             self.homes.operation_completed(wire.mark(run.key))

@@ -23,10 +23,11 @@ from fusiond import algorithms
 from fusiond.algorithms.base import Algorithm, Work
 from fusiond.buckets.codec_state import open_bucket
 from fusiond.buckets.plans import BucketState, PlanState
-from fusiond.buckets.recipes import Part, Recipe, collective_exchange, contributions_of, outputs_of
+from fusiond.buckets.recipes import Recipe, collective_exchange, contributions_of, outputs_of
 from fusiond.buckets.traced_codecs import record_codec
 from fusiond.collectives.base import Array, Exchange, Job, Port, Reducer, Result
 from fusiond.collectives.cost import CostModel
+from fusiond.core.contribution import Contribution
 from fusiond.core.participants import Members
 from fusiond.core.tracing import about_key, recorded_jobs
 from fusiond.transport.flow_control import FlowPort
@@ -98,7 +99,7 @@ class Run:
     members: Members
     since: float
     begun: float = field(init=False)
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Contribution] = field(default_factory=dict)
     recipe: Recipe | None = None
     asked: bool = False
     digest: int = 0
@@ -148,7 +149,7 @@ class Run:
                 found.append(wire.Traffic(peer, sent, received, unsent, now - self.heard.get(peer, self.begun)))
         return tuple(found)
 
-    def local(self) -> list[Part]:
+    def local(self) -> list[Contribution]:
         """The parts that local members have submitted, in order of local_rank."""
         return [self.parts[rank] for rank in self.members.local if rank in self.parts]
 
@@ -250,8 +251,8 @@ class Runner:
         """A small all-reduce of workers of this node: nothing to exchange, and no thread that would be faster."""
         local = run.local()
         outputs, run.shared = outputs_of(local)
-        self._trace.record(Kind.RUN_BEGIN, run.key.name, local[0].source.nbytes, run.key.clock)
-        recipe.reducer.whole([part.source for part in local], outputs)
+        self._trace.record(Kind.RUN_BEGIN, run.key.name, local[0].values.nbytes, run.key.clock)
+        recipe.reducer.whole([part.values for part in local], outputs)
         self._deliver(run, ())
 
     def _reduce(
@@ -272,7 +273,7 @@ class Runner:
         contributions, prescaled = contributions_of(local)
         if prescaled:
             reducer = replace(reducer, prescale=1.0)
-        sources = [part.source for part in contributions]
+        sources = [part.values for part in contributions]
         selected = contributions[0].selected if len(contributions) == 1 else None
         factors = run.parts[min(run.parts)].rescale if run.parts else ()
         record_codec(codec, self._trace, about_key(run.key))
@@ -327,7 +328,7 @@ class Runner:
             self._trace,
         )
         what = about_key(run.key)
-        nbytes = next((part.source.nbytes for part in run.parts.values()), 0)
+        nbytes = next((part.values.nbytes for part in run.parts.values()), 0)
         self._trace.record(Kind.RUN_BEGIN, what.name, nbytes, what.clock, what.plan)
         run.exchange = make(run.port)
         run.port.lends = run.exchange.lends
@@ -438,10 +439,10 @@ class Runner:
         self._delivered(run)
 
 
-def nothing(reducer: Reducer, elements: int) -> Part:
+def nothing(reducer: Reducer, elements: int) -> Contribution:
     """The part of a node whose members have all joined; the result is lost in its own memory."""
     values = reducer.nothing(elements)
-    return Part(0, values, values)
+    return Contribution(-1, values, place=values)
 
 
 def _one_by_one(jobs: Sequence[Job]) -> None:

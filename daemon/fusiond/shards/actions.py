@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from fusion_rt import wire
 from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell
+from fusiond.core.contribution import Contribution
 from fusiond.shards.message_codecs import Codings
 from fusiond.shards.messages import pack, unpack
-from fusiond.shards.node import Here
+from fusiond.shards.node import Address, Here
 from fusiond.shards.push_pull import Senders
-from fusiond.shards.shard import Arrival, Box
+from fusiond.shards.shard import Box
 from fusiond.shards.thread_work import Act
 
 
@@ -38,7 +39,7 @@ class Steps:
         here: Here,
         codings: Codings,
         senders: Senders,
-        arrived: Callable[[Arrival], None],
+        arrived: Callable[[Address, Contribution], None],
         wake: Callable[[Box, float], None],
         passed: Callable[[Box, int], None],
     ) -> None:
@@ -114,8 +115,11 @@ class Steps:
         if local:
             values = step.values.copy()  # what was posted may be overwritten before its neighbours have read it
             for position in local:
-                arrival = Arrival(replace(parcel, home=position), values, None, here.outside.clock())
-                acts.append(partial(self._arrived, arrival))
+                part = Contribution(
+                    box.home.rank, values, kind=step.kind, clock=step.clock, version=box.home.version,
+                    weight=step.weight, arrived=here.outside.clock(),
+                )  # fmt: skip
+                acts.append(partial(self._arrived, (box.plan.plan.id, box.bucket.index, position), part))
         if len(local) < len(nodes):
             payload = step.payload
             if payload is None:
@@ -131,10 +135,12 @@ class Steps:
         for bucket, node in enumerate(plan.homes):
             if bucket == box.bucket.index:
                 continue
-            parcel = wire.Piece(here.epoch, plan.id, bucket, "told", -1, box.ranks[0], step.clock, 0, 0, 0)
             if node == here.node:
-                acts.append(partial(self._arrived, Arrival(parcel, step.numbers, None, here.outside.clock())))
+                now = here.outside.clock()
+                part = Contribution(0, step.numbers, kind="told", clock=step.clock, arrived=now)
+                acts.append(partial(self._arrived, (plan.id, bucket, -1), part))
             else:
+                parcel = wire.Piece(here.epoch, plan.id, bucket, "told", -1, box.ranks[0], step.clock, 0, 0, 0)
                 acts.append(partial(here.send, node, parcel, memoryview(step.numbers.tobytes())))
         return acts
 

@@ -14,21 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from fusion_rt import wire
 from fusiond.algorithms.home import HomeAlgorithm
 from fusiond.buckets.plans import PlanState
+from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.shards.node import Here
 from fusiond.shards.push_pull import Senders
 from fusiond.shards.server import Boxes
-from fusiond.shards.shard import Arrival, Box
+from fusiond.shards.shard import Box
 
 _MAX_KNOWN = 4096  # ranks in plans that are not here yet
 _MAX_COMPLETED = 1024  # operations that are remembered
 _OTHER_HOME = 0  # the mark of a wait at another plan's home
 _LONG = 1.0  # seconds after which such a wait counts
-_NOTHING = np.zeros(0)
 
 Operations = Callable[[int], Iterable[int]]
 """The marks (`wire.mark`) of the operations in which a local rank waits."""
@@ -158,9 +156,9 @@ class Occupied:
         for sender in senders:
             sender.passing, sender.clock = True, clock + 1
         for sender in senders:
-            epoch, bucket = self._here.epoch, sender.bucket.index
-            parcel = wire.Piece(epoch, state.plan.id, bucket, "pass", sender.home, rank, clock, 0, 0)
-            self._boxes.arrived(Arrival(parcel, _NOTHING, None, self._here.outside.clock()))
+            now = self._here.outside.clock()
+            part = Contribution(sender.home, NO_VALUES, kind="pass", clock=clock, arrived=now)
+            self._boxes.arrived(sender.home_address, part)
 
     def passed(self, box: Box, clock: int) -> None:
         """A clock that the rank of a home has passed is over there."""
@@ -170,15 +168,15 @@ class Occupied:
             sender.passing = False
             self.look(rank)
 
-    def wanted(self, parcel: wire.Piece) -> None:
-        """A neighbour of a local rank is at a clock."""
-        state = self._plans.get(parcel.plan)
+    def wanted(self, box: Box, part: Contribution) -> None:
+        """A neighbour of the local rank of a home has sent something: it is at that clock."""
+        state = self._plans.get(box.plan.plan.id)
         if state is None:
             return
-        rank = state.members.set.ranks[parcel.home]
-        key = parcel.plan, rank
-        if parcel.clock > self._wanted.get(key, -1):
-            self._wanted[key] = parcel.clock
+        rank = box.ranks[box.home.rank]
+        key = state.plan.id, rank
+        if part.clock > self._wanted.get(key, -1):
+            self._wanted[key] = part.clock
             self._pass(state, rank)
 
     # --- the shards here ----------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.feedback import FeedbackBucketCodec
 from fusion_rt.trace_format import Kind
 from fusiond.buckets.plans import PlanState, layout_of
-from fusiond.buckets.recipes import Part as Posted
 from fusiond.buckets.recipes import RequestError
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
 from fusiond.shards.checks import wrong_rates
 from fusiond.shards.message_codecs import Codings
 from fusiond.shards.messages import pack, unpack
@@ -50,7 +50,7 @@ class Sender:
     posted: int = 0
     passing: bool = False
     version: int = 0
-    post: Posted | None = None
+    post: Contribution | None = None
     awaited: int = 0
     since: float = 0.0
     warned: bool = False
@@ -71,7 +71,7 @@ class Sender:
     def home_address(self) -> Address:
         return self.plan.plan.id, self.bucket.index, self.home
 
-    def release(self) -> Posted:
+    def release(self) -> Contribution:
         """It waits no longer; returns what it had posted."""
         assert self.post is not None
         post, self.post = self.post, None
@@ -137,11 +137,9 @@ class Senders:
 
     # --- posts --------------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, rank: int, ready: wire.Ready, state: PlanState, bucket: wire.Bucket, posted: Posted
-    ) -> tuple[Sender, wire.Piece] | None:
-        """A worker's contribution, or the seed of a home, is in the arena. Returns whose it is, and the parcel in which
-        it goes to its home; None if it has been given up, which the worker is told.
+    def begin(self, rank: int, state: PlanState, bucket: wire.Bucket, posted: Contribution) -> Sender | None:
+        """A worker's contribution, or the seed of a home, is in the arena: notes its clock and the version that it is
+        based on. Returns whose it is; None if it has been given up, which the worker is told.
 
         Raises:
             RequestError: no worker of ours would post that.
@@ -153,33 +151,29 @@ class Senders:
             return None
         if sender.post is not None:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.index} of plan {plan.id}")
-        if (ready.kind != "post" or not ready.samples) and not plan.homes:
+        if (posted.kind != "post" or not posted.samples) and not plan.homes:
             raise RequestError(
                 f"rank {rank} asks for the shard of bucket {bucket.index} of plan {plan.id}: it has none"
             )
-        if ready.kind == "post" and (wrong := wrong_rates(state, bucket, ready.rates)):
+        if posted.kind == "post" and (wrong := wrong_rates(state, bucket, posted.rates)):
             raise RequestError(f"rank {rank} posts to bucket {bucket.index} of plan {plan.id}, and {wrong}")
         sender.post, sender.since, sender.warned = posted, self._here.outside.clock(), False
+        posted.clock, posted.version, posted.arrived = sender.clock, sender.version, sender.since
         sender.awaited = sender.clock
-        parcel = wire.Piece(
-            self._here.epoch, plan.id, bucket.index, ready.kind, sender.home, rank, sender.clock, sender.version, 0, 0,
-            ready.rates, ready.samples,
-        )  # fmt: skip
-        if ready.kind == "post":
+        if posted.kind == "post":
             sender.clock += 1
             sender.posted, sender.passing = sender.clock, False
-        return sender, parcel
+        return sender
 
-    def send(self, sender: Sender, parcel: wire.Piece, node: int, rescale: Sequence[float]) -> None:
-        """Sends what was posted to its home, on another node.
-
-        Args:
-            rescale: what the residual of each tensor is multiplied by first.
-        """
-        assert sender.post is not None
+    def send(self, sender: Sender, posted: Contribution, node: int) -> None:
+        """Sends what was posted to its home, on another node."""
         if sender.codec is None:
             sender.codec = self._codings.open(sender.plan, sender.bucket)
-        codec, source = sender.codec, sender.post.source
+        codec, source, rescale = sender.codec, posted.values, posted.rescale
+        parcel = wire.Piece(
+            self._here.epoch, sender.plan.plan.id, sender.bucket.index, posted.kind, sender.home, sender.rank,
+            posted.clock, posted.version, 0, 0, posted.rates, posted.samples,
+        )  # fmt: skip
         seed = parcel.kind in ("seed", "reseed")
         payload: list[memoryview] = []
 
@@ -198,7 +192,7 @@ class Senders:
             sender.busy = False
             self._here.send(node, parcel, payload[0])
             if parcel.kind == "seed":
-                self.answered(parcel, ())
+                self.seeded(sender, posted)
 
         sender.busy = True
         self._jobs.do(parcel.plan, encode, source.nbytes, send)
@@ -214,14 +208,14 @@ class Senders:
         """Where a worker's answer goes; None if it waits for none (any more). Called by any thread."""
         sender = self._senders.get((plan, bucket, rank))
         post = None if sender is None else sender.post
-        return None if post is None else post.source
+        return None if post is None else post.values
 
     def came(self, parcel: wire.Piece, payload: memoryview) -> None:
         """An answer of a home on another node has come."""
         sender = self._waiting(parcel)
         if sender is None or sender.post is None or sender.busy:
             return  # it has failed in the meantime; or it is a second answer
-        place = sender.post.source
+        place = sender.post.values
         coded = parcel.notes[1]
         decoder = self._codings.decoder(sender.plan, sender.bucket) if coded else Dense().open(layout_of(sender.bucket))
 
@@ -247,15 +241,21 @@ class Senders:
         sender = self._waiting(parcel)
         if sender is None:
             return  # it has failed in the meantime
-        name = f"bucket {parcel.bucket}"
-        self._here.trace.record(Kind.ANSWERED, name, 0, parcel.clock, parcel.plan, peer=parcel.rank)
-        handle = sender.release().handle
-        if parcel.kind == "answer":
-            sender.version = parcel.version
-            if len(notes) > 1:
-                self.meters.note(*notes[1:])
-        self._here.outside.to_worker(parcel.rank, wire.Done(handle, None, tuple(notes[:1])))
-        self._over(parcel.plan, parcel.rank)
+        sender.version = parcel.version
+        if len(notes) > 1:
+            self.meters.note(*notes[1:])
+        self._done(sender, parcel.clock, tuple(notes[:1]))
+
+    def seeded(self, sender: Sender, posted: Contribution) -> None:
+        """What a home begins with is on its way: the worker may have its arena back."""
+        if sender.post is posted:
+            self._done(sender, posted.clock, ())
+
+    def _done(self, sender: Sender, clock: int, notes: tuple[int, ...]) -> None:
+        plan, name = sender.plan.plan.id, f"bucket {sender.bucket.index}"
+        self._here.trace.record(Kind.ANSWERED, name, 0, clock, plan, peer=sender.rank)
+        self._here.outside.to_worker(sender.rank, wire.Done(sender.release().handle, None, notes))
+        self._over(plan, sender.rank)
 
     def refused(self, parcel: wire.Piece, why: str) -> None:
         """A home has refused a worker's contribution."""
@@ -283,7 +283,7 @@ class Senders:
         for sender in self:
             sender.post = None
 
-    def fail(self, sender: Sender, post: Posted, why: str) -> None:
+    def fail(self, sender: Sender, post: Contribution, why: str) -> None:
         """Tells a worker that what it has posted has failed, when no thread reads or writes it any more."""
 
         def tell() -> None:

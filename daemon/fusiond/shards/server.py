@@ -8,7 +8,7 @@ point.)
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -20,15 +20,16 @@ from fusion_rt.codecs.dense import Dense
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
 from fusion_rt.trace_format import Kind
-from fusiond.algorithms.home import Home, Part
+from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState, layout_of
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.shards.actions import Steps
 from fusiond.shards.message_codecs import Codings
 from fusiond.shards.messages import unpack
 from fusiond.shards.node import Address, Here
 from fusiond.shards.push_pull import CLOCKS_OF_A_JOIN, Sender, Senders
-from fusiond.shards.shard import Arrival, Box
+from fusiond.shards.shard import Box
 from fusiond.shards.thread_work import Act, Jobs
 
 
@@ -40,7 +41,7 @@ class Boxes:
         jobs: the threads.
         codings: the codecs.
         senders: get the answers to what was posted here.
-        wanted: called with what shows how far a neighbour of a replica's rank is.
+        wanted: called with what a neighbour of a replica's rank has sent, which shows how far that is.
         passed: see `Steps`.
     """
 
@@ -50,7 +51,7 @@ class Boxes:
         jobs: Jobs,
         codings: Codings,
         senders: Senders,
-        wanted: Callable[[wire.Piece], None],
+        wanted: Callable[[Box, Contribution], None],
         passed: Callable[[Box, int], None],
     ) -> None:
         self._here = here
@@ -116,19 +117,23 @@ class Boxes:
         box = self._boxes[parcel.plan, parcel.bucket, parcel.home]
         if len(box.waiting) > box.most_waiting:
             raise WireError(f"too many parcels wait at the home of bucket {parcel.bucket}")
-        self.arrived(Arrival(parcel, None, payload, self._here.outside.clock()))
+        part = Contribution(
+            box.ranks.index(parcel.rank), NO_VALUES, kind=parcel.kind, clock=parcel.clock, version=parcel.version,
+            rates=parcel.rates, samples=parcel.samples, weight=parcel.weight, payload=payload,
+            arrived=self._here.outside.clock(),
+        )  # fmt: skip
+        self.arrived((parcel.plan, parcel.bucket, parcel.home), part)
 
-    def arrived(self, arrival: Arrival) -> None:
+    def arrived(self, address: Address, part: Contribution) -> None:
         """Something is to be taken in."""
-        parcel = arrival.parcel
-        box = self._boxes.get((parcel.plan, parcel.bucket, parcel.home))
+        box = self._boxes.get(address)
         if box is None:
             return  # its plan is no longer in force
-        if parcel.kind != "want":
-            box.waiting.append(arrival)
+        if part.kind != "want":
+            box.waiting.append(part)
             self._turn(box)
-        if parcel.kind in ("mix", "pass", "want") and parcel.rank != box.ranks[box.home.rank]:
-            self._wanted(parcel)
+        if part.kind in ("mix", "pass", "want") and part.rank != box.home.rank:
+            self._wanted(box, part)
 
     def resume(self, plan: int) -> None:
         """The homes of a plan may begin what waits."""
@@ -142,11 +147,11 @@ class Boxes:
             return  # a small one has been taken in, on the spot: whoever began it goes on
         box.turning = True
         while box.may_begin() and not self._jobs.pauses(box.plan.plan.id):
-            arrival = box.next()
-            if arrival.parcel.kind == "seed":
-                self.at(box, partial(_seed, box, arrival), math.inf)  # its optimizer may have to be imported
+            part = box.next()
+            if part.kind == "seed":
+                self.at(box, partial(_seed, box, part), math.inf)  # its optimizer may have to be imported
             else:
-                self.at(box, partial(self._take_in, box, arrival), box.nbytes)
+                self.at(box, partial(self._take_in, box, part), box.nbytes)
         box.turning = False
 
     def at(self, box: Box, work: Callable[[], list[Act]], nbytes: float) -> None:
@@ -173,55 +178,50 @@ class Boxes:
 
     # --- what the algorithm is told -----------------------------------------------------------------------------------
 
-    def _take_in(self, box: Box, arrival: Arrival) -> list[Act]:
+    def _take_in(self, box: Box, part: Contribution) -> list[Act]:
         """A thread of the kernel pool: the algorithm, and what follows from it, ready to be sent."""
-        parcel, home = arrival.parcel, box.home
-        position = box.ranks.index(parcel.rank)
-        values = self._values(box, arrival)
+        home, position = box.home, part.rank
+        if part.payload is not None:
+            part.values = self._decoded(box, part, part.payload)
         now = self._here.outside.clock()
-        part = Part(
-            parcel.kind, position, parcel.clock, parcel.version, values, parcel.rates, parcel.samples, parcel.weight,
-            arrival.came,
-        )  # fmt: skip
-        if parcel.kind == "reseed":
-            _reseed(box, values)
-        if parcel.kind in ("ask", "reseed"):  # of a shard; a replica has nothing to ask for
+        if part.kind == "reseed":
+            _reseed(box, part.values)
+        if part.kind in ("ask", "reseed"):  # of a shard; a replica has nothing to ask for
             return self._steps.prepared(box, [box.algorithm.asked(home, part)])
-        if parcel.kind == "post":
-            if position not in home.present and parcel.clock // CLOCKS_OF_A_JOIN > box.joins:
+        if part.kind == "post":
+            if position not in home.present and part.clock // CLOCKS_OF_A_JOIN > box.joins:
                 # It had joined, and is back; else it posted this before it joined, and nobody waits for more of it.
                 home.done[position] = max(home.done[position], home.slowest)
                 home.present, home.joined = home.present | {position}, home.joined - {position}
             home.done[position] += 1
-            home.heard[position] = parcel.clock + 1
-            stale = max(home.version - parcel.version, 0)
+            home.heard[position] = part.clock + 1
+            stale = max(home.version - part.version, 0)
             # At a replica only its own worker posts: there is nobody to be ahead of.
             ahead = max(home.done[position] - home.slowest, 0) if home.rank < 0 else 0
             self._here.trace.record(
-                Kind.APPLIED, f"bucket {parcel.bucket}", stale, parcel.clock, parcel.plan, peer=parcel.rank
-            )
-            box.notes[position] = stale, ahead, max(round(1000 * (now - arrival.came)), 0)
-        nothing = parcel.kind == "post" and not parcel.samples
+                Kind.APPLIED, f"bucket {box.bucket.index}", stale, part.clock, box.plan.plan.id,
+                peer=box.ranks[position],
+            )  # fmt: skip
+            box.notes[position] = stale, ahead, max(round(1000 * (now - part.arrived)), 0)
+        nothing = part.kind == "post" and not part.samples
         steps = box.algorithm.nothing(home, part) if nothing else box.algorithm.received(home, part)
         acts = self._steps.prepared(box, steps)
         if len(home.slots) > box.most_waiting:
             raise WireError(
                 f"contributions of {len(home.slots)} clocks wait at the home of bucket {box.bucket.index} of "
-                f"{box.plan.plan.group!r}, the last one of rank {parcel.rank} and clock {parcel.clock}: that cannot be"
+                f"{box.plan.plan.group!r}, the last one of rank {box.ranks[position]} and clock {part.clock}: "
+                "that cannot be"
             )
         return acts
 
-    def _values(self, box: Box, arrival: Arrival) -> Array:
-        if arrival.values is not None:
-            return arrival.values
-        assert arrival.payload is not None
-        if arrival.parcel.kind == "told":
-            return np.frombuffer(arrival.payload, np.int64)
-        if arrival.parcel.kind == "reseed":
-            return _dense(box, arrival.payload)
-        if arrival.parcel.kind in ("ask", "pass") or not arrival.parcel.samples:
-            return np.zeros(0)
-        return unpack(self._codings.decoder(box.plan, box.bucket), arrival.payload)
+    def _decoded(self, box: Box, part: Contribution, payload: memoryview) -> Array:
+        if part.kind == "told":
+            return np.frombuffer(payload, np.int64)
+        if part.kind == "reseed":
+            return _dense(box, payload)
+        if part.kind in ("ask", "pass") or not part.samples:
+            return NO_VALUES
+        return unpack(self._codings.decoder(box.plan, box.bucket), payload)
 
     def _wake(self, box: Box, at: float) -> None:
         """Has the algorithm look at a home again, at that time (s)."""
@@ -283,13 +283,11 @@ class Boxes:
         box = self._boxes.get(sender.home_address)
         if box is None:
             return True
-        mine = [
-            a for a in box.waiting if a.values is not None and a.parcel.rank == sender.rank and a.parcel.kind != "seed"
-        ]
-        for arrival in mine:
-            box.waiting.remove(arrival)
-        if mine or box.busy:
-            return bool(mine)
+        if any(part is sender.post for part in box.waiting):
+            box.waiting = deque(part for part in box.waiting if part is not sender.post)
+            return True
+        if box.busy:
+            return False
         position = box.ranks.index(sender.rank)
         for slot in box.home.slots.values():
             if position in slot:
@@ -327,14 +325,9 @@ class Boxes:
         return {"homes": len(self._boxes), "updates": updates, "late": dict(late)}
 
 
-def _seed(box: Box, arrival: Arrival) -> list[Act]:
-    if box.home.value is not None:  # loaded before, which counts more
-        return []
-    values = arrival.values
-    if values is None:
-        assert arrival.payload is not None
-        values = _dense(box, arrival.payload)
-    box.begin(values)
+def _seed(box: Box, part: Contribution) -> list[Act]:
+    if box.home.value is None:  # else loaded before, which counts more
+        box.begin(part.values if part.payload is None else _dense(box, part.payload))
     return []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
@@ -10,8 +11,8 @@ from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.trace import Instrument
 from fusiond.buckets.plans import PlanState
-from fusiond.buckets.recipes import Part as Posted
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
 from fusiond.operations.executor import Outside
 from fusiond.shards.checkpoint import States, group_of
 from fusiond.shards.incoming import Incoming
@@ -20,7 +21,6 @@ from fusiond.shards.node import Here
 from fusiond.shards.occupied import Occupied, Operations
 from fusiond.shards.push_pull import Senders
 from fusiond.shards.server import Boxes
-from fusiond.shards.shard import Arrival
 from fusiond.shards.staleness import Meters
 from fusiond.shards.thread_work import Act, Jobs
 from fusiond.shards.timeouts import Ask, Overdue
@@ -67,7 +67,7 @@ class Homes:
             self._jobs,
             self._codings,
             self._senders,
-            lambda parcel: self.occupied.wanted(parcel),
+            lambda box, part: self.occupied.wanted(box, part),
             lambda box, clock: self.occupied.passed(box, clock),
         )
         self.occupied = Occupied(self._here, self._senders, self._boxes, operations)
@@ -119,24 +119,23 @@ class Homes:
 
     # --- contributions and answers ------------------------------------------------------------------------------------
 
-    def post(self, rank: int, ready: wire.Ready, state: PlanState, bucket: wire.Bucket, posted: Posted) -> None:
+    def post(self, rank: int, state: PlanState, bucket: wire.Bucket, posted: Contribution) -> None:
         """A worker's contribution, or the seed of a home, is in the arena.
 
         Raises:
             RequestError: no worker of ours would post that.
         """
-        begun = self._senders.begin(rank, ready, state, bucket, posted)
-        if begun is None:
+        sender = self._senders.begin(rank, state, bucket, posted)
+        if sender is None:
             return
-        sender, parcel = begun
         node = state.plan.homes[bucket.index] if state.plan.homes else self._here.node
         if node != self._here.node:
-            self._senders.send(sender, parcel, node, ready.rescale)
-            return
-        values = posted.source.copy() if ready.kind == "seed" else posted.source
-        self._boxes.arrived(Arrival(parcel, values, None, sender.since))
-        if ready.kind == "seed":
-            self._senders.answered(parcel, ())
+            self._senders.send(sender, posted, node)
+        elif posted.kind == "seed":
+            self._boxes.arrived(sender.home_address, replace(posted, values=posted.values.copy()))
+            self._senders.seeded(sender, posted)
+        else:
+            self._boxes.arrived(sender.home_address, posted)
 
     def peer(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
         """A piece of a parcel has come.

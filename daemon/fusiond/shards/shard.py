@@ -12,19 +12,10 @@ from fusiond.algorithms import shard_optimizer
 from fusiond.algorithms.home import Home, HomeAlgorithm
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
 from fusiond.shards.thread_work import Act
 
 _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """A parcel for a home: its `values`, or, of a peer, its `payload`; when it came (s)."""
-
-    parcel: wire.Piece
-    values: Array | None
-    payload: memoryview | None
-    came: float
 
 
 @dataclass(slots=True)
@@ -45,7 +36,7 @@ class Box:
     plan: PlanState
     bucket: wire.Bucket
     home: Home
-    waiting: deque[Arrival] = field(default_factory=deque)
+    waiting: deque[Contribution] = field(default_factory=deque)
     busy: int = 0
     later: deque[Act] = field(default_factory=deque)
     closed: bool = False
@@ -85,15 +76,15 @@ class Box:
             return False
         if self.busy and (self.algorithm.exclusive or not self.seeded):
             return False
-        return self.seeded or any(arrival.parcel.kind == "seed" for arrival in self.waiting)
+        return self.seeded or any(part.kind == "seed" for part in self.waiting)
 
-    def next(self) -> Arrival:
+    def next(self) -> Contribution:
         """What is to be taken in now: its seed first."""
         if not self.seeded:
-            for arrival in self.waiting:
-                if arrival.parcel.kind == "seed":
-                    self.waiting.remove(arrival)
-                    return arrival
+            for part in self.waiting:
+                if part.kind == "seed":
+                    self.waiting.remove(part)
+                    return part
         return self.waiting.popleft()
 
     def begin(self, value: Array) -> None:

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
-from fusiond.algorithms.home import Part
 from fusiond.buckets.recipes import RequestError
+from fusiond.core.contribution import Contribution
 from fusiond.shards import Homes
 from fusiond.shards.shard import Box
 from tests.fusiond.algorithms.training import Workers
@@ -249,7 +249,7 @@ def test_a_mean_that_nobody_asked_for_is_not_taken() -> None:
     for rank in (0, 1):
         workers.post(rank, START)
         workers.collect(rank)
-    mean = Part("mean", 0, 17, 0, np.full(box.home.elements, 9.0))
+    mean = Contribution(0, np.full(box.home.elements, 9.0), kind="mean", clock=17)
     before = box.home.value
     assert before is not None
     before = before.copy()

@@ -22,8 +22,9 @@ from fusion_trace.simulation.daemons import Answered, Host
 from fusion_trace.simulation.ghosts import F32
 from fusion_trace.simulation.model import Bucket, CodecCosts
 from fusiond import algorithms
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Part, Refuse, Send, Tell
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Refuse, Send, Tell
 from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
 
 _ORDER_NBYTES = 64
 
@@ -55,7 +56,7 @@ class _Box:
 
     def __init__(self, home: Home, bucket: int, threads: int) -> None:
         self.home, self.bucket, self.free = home, bucket, threads
-        self.waiting: deque[Part] = deque()
+        self.waiting: deque[Contribution] = deque()
 
 
 class Homes:
@@ -112,7 +113,7 @@ class Homes:
 
     def _posted(self, rank: int, bucket: int, clock: int) -> None:
         version = self._versions.get((rank, bucket), 0)
-        part = Part("post", rank, clock, version, np.zeros(1, np.float32), (0.1,))
+        part = Contribution(rank, np.zeros(1, np.float32), clock=clock, version=version, rates=(0.1,))
         shard = self._spec.place is chosen.Place.SHARD
         node = self._places[bucket] if shard else self._host.node
         if node == self._host.node:
@@ -130,21 +131,21 @@ class Homes:
         nbytes = self._buckets[bucket].nbytes
         self._host.simulator.spend(self._wire[bucket] * self._cost.unpack + nbytes * self._host.costs.copy)
 
-    def _parcel(self, node: int, bucket: int, home: int, part: Part, nbytes: int) -> None:
+    def _parcel(self, node: int, bucket: int, home: int, part: Contribution, nbytes: int) -> None:
         """Sends a part to a home elsewhere, in pieces."""
         peer, largest = self._peers[node], self._host.cluster.chunk_bytes
         for start in range(0, max(nbytes, 1), largest):
             last = start + largest >= nbytes
             self._host.send(node, min(largest, nbytes - start), bucket, peer.came, bucket, home, part, last)
 
-    def came(self, bucket: int, home: int, part: Part, last: bool) -> None:
+    def came(self, bucket: int, home: int, part: Contribution, last: bool) -> None:
         """A piece of a part for a home here has come."""
         if last:
             self._arrived(bucket, home, part)
 
     # --- homes --------------------------------------------------------------------------------------------------------
 
-    def _arrived(self, bucket: int, home: int, part: Part) -> None:
+    def _arrived(self, bucket: int, home: int, part: Contribution) -> None:
         part.arrived = self._host.simulator.time
         box = self._boxes[bucket, home]
         box.waiting.append(part)
@@ -170,7 +171,7 @@ class Homes:
         """A thread of the pool."""
         acts.extend(self._prepared(box, self._algorithm.without(box.home, rank)))
 
-    def _take_in(self, box: _Box, part: Part, acts: list[Any]) -> None:
+    def _take_in(self, box: _Box, part: Contribution, acts: list[Any]) -> None:
         """A thread of the pool."""
         nbytes = self._buckets[box.bucket].nbytes
         home = box.home
@@ -220,14 +221,17 @@ class Homes:
             if step.kind == "want":
                 return  # an empty message, and here no rank is ever occupied
             for rank in step.ranks:
-                part = Part(step.kind, box.home.rank, step.clock, box.home.version, step.values, weight=step.weight)
+                part = Contribution(
+                    box.home.rank, step.values, kind=step.kind, clock=step.clock, version=box.home.version,
+                    weight=step.weight,
+                )  # fmt: skip
                 if node_of(rank) == host.node:
                     self._arrived(box.bucket, rank, part)
                 else:
                     self._parcel(node_of(rank), box.bucket, rank, part, self._wire[box.bucket])
         elif isinstance(step, Tell):
             for bucket, node in enumerate(self._places):
-                part = Part("told", 0, step.clock, 0, step.numbers)
+                part = Contribution(0, step.numbers, kind="told", clock=step.clock)
                 if bucket == box.bucket:
                     continue
                 if node == host.node:

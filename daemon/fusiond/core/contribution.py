@@ -1,0 +1,69 @@
+"""The record of what one rank gives to an operation, from the worker's message to the algorithm that takes it in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion_rt import wire
+
+if TYPE_CHECKING:
+    from fusiond.buckets.worker_selection import Selected
+
+Array: TypeAlias = npt.NDArray[Any]
+
+NO_VALUES: Array = np.zeros(0)
+_BARRIER = wire.Signature("barrier")
+
+
+@dataclass(slots=True)
+class Contribution:
+    """One rank's part of an operation.
+
+    Attributes:
+        rank: the position of its rank among those of the process set; of what one home sends another, the sender's.
+        values: 1-D, its elements; valid until it is answered, and only to be read. None of one that came encoded and
+            is not decoded yet.
+        handle: the number under which its worker, if that is on this node, waits for the answer.
+        place: where in the arena the result goes, which is where the elements came from; None when they came in a
+            message, and the result goes back in one.
+        kind: `post`: of a worker, which waits for an answer; `ask`, `seed`, `reseed`: see `wire.Ready`; `pass`: of a
+            worker that waits in another operation and has nothing to contribute at this clock; else what one home
+            sends another: see `wire.Piece`.
+        clock: how many its sender had posted before; of what a home sent, its clock.
+        version: of the home, when the sender last heard from it.
+        rates: learning rate of each parameter group.
+        samples: how many samples it comes from; 0: it has no gradient, and `values` says nothing.
+        weight: push-sum weight.
+        payload: the encoded values, of one that came from another node.
+        arrived: when it came to its home (s).
+        signature, splits: of a tensor outside a plan, as submitted.
+        rescale: what the residual of each tensor is multiplied by first.
+        urgency: the less, the sooner the worker needs it.
+        selected: what the worker has selected of a bucket, instead of the elements in `values`.
+        share: whose contributions `values` has; see `wire.Ready`.
+        passes: see `wire.Ready`.
+    """
+
+    rank: int
+    values: Array
+    handle: int = 0
+    place: Array | None = None
+    kind: wire.PieceKind = "post"
+    clock: int = 0
+    version: int = 0
+    rates: tuple[float, ...] = ()
+    samples: int = 1
+    weight: float = 1.0
+    payload: memoryview | None = None
+    arrived: float = 0.0
+    signature: wire.Signature = _BARRIER
+    splits: tuple[int, ...] = ()
+    rescale: tuple[float, ...] = ()
+    urgency: int = 0
+    selected: Selected | None = None
+    share: int = wire.OWN
+    passes: int = 0
