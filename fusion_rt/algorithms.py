@@ -50,6 +50,7 @@ class Algorithm(ABC):
         signal: what a worker posts.
         place: where the home of a bucket is.
         synchronous: every rank waits for every rank in each exchange.
+        anywhere: workers may be anywhere, so that a node's share of the homes is what its link carries.
 
     Raises:
         AlgorithmError: an argument is out of range (from a subclass's `__post_init__`).
@@ -59,6 +60,17 @@ class Algorithm(ABC):
     signal: ClassVar[Signal] = Signal.GRADIENT
     place: ClassVar[Place] = Place.SHARD
     synchronous: ClassVar[bool] = False
+    anywhere: ClassVar[bool] = False
+
+    @property
+    def at_homes(self) -> bool:
+        """Whether buckets have homes, to which contributions go."""
+        return self.place is not Place.NOWHERE
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether every step all-reduces gradients, which can be done bucket by bucket as these are complete."""
+        return not self.at_homes and self.signal is Signal.GRADIENT
 
     @property
     def period(self) -> int:
@@ -238,6 +250,7 @@ class Collaborative(Algorithm):
     samples have come, and is the mean over samples, whoever they came from."""
 
     name = "collaborative"
+    anywhere = True
     samples: int = 256
 
     def __post_init__(self) -> None:
@@ -386,11 +399,11 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
         ranks: how many there are.
     """
     algorithm.check(ranks)
-    if isinstance(algorithm, AllReduce):
+    if algorithm.reduces_gradients:
         return
     if op != "average":
         raise AlgorithmError(f"{algorithm} takes means, and cannot combine by {op}; use op=Average, or allreduce")
-    if codec.name == "powersgd" and algorithm.place is not Place.NOWHERE:
+    if codec.name == "powersgd" and algorithm.at_homes:
         raise AlgorithmError(f"the codec {codec} all-reduces its factors, which {algorithm} does not; use topk, say")
     if isinstance(algorithm, Choco):
         if not codec.stateful:

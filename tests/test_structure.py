@@ -56,7 +56,6 @@ KNOWN_CIRCLES: set[frozenset[str]] = {
             "fusion_rt/torch/overlap",
         ]
     ),
-    frozenset(["fusiond.buckets.recipes", "fusiond.buckets.worker_selection"]),
     frozenset(["tools/fusion_trace", "tools/fusion_trace/report", "tools/fusion_trace/simulation"]),
 }
 KNOWN_LARGE: set[str] = {"fusion_rt.runner", "fusion_rt.codecs", "fusion_rt.torch", "fusion_trace", "fusion_rt"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fusion_rt.codecs.base import BucketCodec
 from fusiond.collectives.base import Array, Exchange, Port, Reducer
 from fusiond.collectives.cost import CostModel
-from fusiond.collectives.owned import Chosen
+from fusiond.core.contribution import WorkerSelection
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Work:
     sparse_route: str = "auto"
     route: str = "auto"
     whole_nbytes: int = 0
-    selected: Chosen | None = None
+    selected: WorkerSelection | None = None
 
 
 class Algorithm(ABC):

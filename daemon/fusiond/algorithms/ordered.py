@@ -28,6 +28,7 @@ class Ordered(HomeAlgorithm[_Spec]):
     """
 
     waits = True
+    tells = True
 
     def received(self, home: Home, part: Contribution) -> Iterator[Step]:
         if part.kind == "told":

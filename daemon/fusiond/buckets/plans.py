@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from fusion_rt import algorithms as chosen
 from fusion_rt import codecs, wire
-from fusion_rt.algorithms import parse
 from fusion_rt.codecs import CodecError
 from fusion_rt.codecs.trays import layout_of as layout_of
 from fusion_rt.dtypes import DTYPES
@@ -20,10 +20,11 @@ from fusiond import algorithms
 from fusiond.algorithms import Algorithm, HomeAlgorithm
 from fusiond.buckets import codec_state
 from fusiond.buckets.codec_state import State
-from fusiond.buckets.recipes import RequestError, reducer_of
+from fusiond.buckets.recipes import reducer_of
 from fusiond.buckets.worker_selection import selected
 from fusiond.collectives.base import Array, Reducer
 from fusiond.core.contribution import Contribution
+from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
 
 
@@ -50,6 +51,22 @@ class PlanState:
     algorithm: Algorithm | HomeAlgorithm[Any]
     buckets: tuple[BucketState, ...]
     past: Counter[str]
+
+    @property
+    def spec(self) -> chosen.Algorithm:
+        """The algorithm as it was chosen."""
+        return chosen.parse(self.plan.reduction.algorithm)
+
+    @property
+    def at_homes(self) -> bool:
+        """Whether its buckets have homes, to which contributions go."""
+        return self.spec.at_homes
+
+    @property
+    def home_algorithm(self) -> HomeAlgorithm[Any]:
+        """The algorithm, of buckets that have homes."""
+        assert isinstance(self.algorithm, HomeAlgorithm)
+        return self.algorithm
 
     @property
     def codecs(self) -> list[codecs.BucketCodec]:
@@ -91,7 +108,7 @@ class Plans:
                 self.drop_memory(rank, old.plan.id)
         algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
         # What travels to homes and back is coded there.
-        codec = codecs.parse("dense" if isinstance(algorithm, HomeAlgorithm) else plan.reduction.codec)
+        codec = codecs.parse("dense" if chosen.parse(plan.reduction.algorithm).at_homes else plan.reduction.codec)
         installed = self._plans[plan.id] = PlanState(
             plan,
             members,
@@ -123,9 +140,8 @@ class Plans:
     def why_not_without(self, nodes: Collection[int], ranks: Collection[int]) -> str:
         """Why what is planned here cannot go on without these nodes and ranks; empty if it can."""
         for state in self:
-            algorithm = state.plan.reduction.algorithm
-            if parse(algorithm).synchronous and not set(ranks).isdisjoint(state.members.set.ranks):
-                return f"{algorithm} needs every rank"
+            if state.spec.synchronous and not set(ranks).isdisjoint(state.members.set.ranks):
+                return f"{state.spec} needs every rank"
         plans = [state.plan for state in self if state.plan.homes]
         homes = [f"{b.index} of {p.group!r}" for p in plans for b in p.buckets if p.homes[b.index] in nodes]
         return f"it has the homes of buckets {', '.join(homes)}" if homes else ""
@@ -230,7 +246,7 @@ class Plans:
             share=ready.share,
             passes=ready.passes,
         )
-        if ready.share != wire.OWN and (isinstance(state.algorithm, HomeAlgorithm) or found.reducer.op == "adasum"):
+        if ready.share != wire.OWN and (state.at_homes or found.reducer.op == "adasum"):
             raise RequestError(
                 f"rank {rank} shares a contribution with its node in bucket {ready.bucket} of plan {ready.plan}, which "
                 f"needs each rank's own"

@@ -12,7 +12,6 @@ import numpy as np
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.codecs.uses import check_use
 from fusion_rt.dtypes import DTYPES, DType
-from fusion_rt.errors import FusionError
 from fusion_rt.topology import GLOBAL_SET, Topology
 from fusiond.collectives.base import Array, Exchange, Port, Reducer
 from fusiond.collectives.blocks import Block, Blocks
@@ -21,14 +20,11 @@ from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.one_node import OneNode
 from fusiond.collectives.scatter import ReduceScatter, rows_of_members
 from fusiond.core.contribution import Contribution
+from fusiond.core.errors import RequestError
 from fusiond.core.participants import EMPTY_KINDS, Members
 
 _BYTE = DTYPES["uint8"]
 _MAX_PLAN = 2**46  # bytes
-
-
-class RequestError(FusionError):
-    """A worker asked for something that cannot be done; the text says why."""
 
 
 def contributions_of(local: Sequence[Contribution]) -> tuple[list[Contribution], bool]:
@@ -184,7 +180,7 @@ def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
     reduction = proposal.reduction
     algorithm = algorithms.parse(reduction.algorithm)
     algorithms.check_use(algorithm, codecs.parse(reduction.codec), reduction.op, ranks)
-    if algorithm.place is not algorithms.Place.NOWHERE:
+    if algorithm.at_homes:
         odd = next((tensor for tensor in proposal.tensors if tensor.dtype not in ("float32", "float64")), None)
         if odd is not None:
             raise RequestError(
@@ -199,7 +195,7 @@ def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
     check_scales(proposal.reduction)
     check_use(codecs.parse(proposal.reduction.codec), proposal.reduction.op)
     if proposal.tuning is not None:
-        if not isinstance(algorithm, algorithms.AllReduce) or reduction.op == "adasum":
+        if not algorithm.reduces_gradients or reduction.op == "adasum":
             raise RequestError(f"{algorithm} with {reduction.op} cannot be tuned; only all-reduces can, without Adasum")
         if proposal.tuning.codec:
             check_use(codecs.parse(proposal.tuning.codec), reduction.op)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fusion_rt.codecs import CodecError, Selection
 from fusion_rt.codecs.selecting import SelectingBucketCodec
 from fusion_rt.codecs.trays import ALIGNMENT, Tray
-from fusiond.buckets.recipes import RequestError
 from fusiond.collectives.base import Array
+from fusiond.core.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -32,21 +31,12 @@ from fusion_rt.codecs.summing import Portion, SummingBucketCodec
 from fusiond.collectives import pieces, ranges
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, spoil
 from fusiond.collectives.one_node import local_jobs
+from fusiond.core.contribution import WorkerSelection
 
 _TAG = struct.Struct("<I")  # begins every payload: of the step and the ranges that its sender is at
 _COUNTS = np.dtype("<u4")
 _ADAPT_EVERY = 64  # steps
 _CONTRIBUTION, _RESULT = 0, 1
-
-
-class Chosen(Protocol):
-    """What a worker has compressed itself."""
-
-    def contribute(self) -> Portion:
-        """The node's contribution, in place of the codec's own."""
-
-    def correct(self, undone: bool) -> None:
-        """The exchange is over: what the codec kept of it is for the worker, who undoes the step as the codec has."""
 
 
 class Compressed(Exchange):
@@ -67,7 +57,7 @@ class Compressed(Exchange):
         codec: SummingBucketCodec,
         sources: Sequence[Array],
         outputs: Sequence[Array],
-        chosen: Chosen | None = None,
+        chosen: WorkerSelection | None = None,
     ) -> None:
         super().__init__(port)
         self._reducer, self._codec, self._chosen = reducer, codec, chosen

@@ -101,7 +101,7 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
     dense = [tensor for tensor in proposal.tensors if not tensor.sparse]
     buckets: list[Bucket] = []
     offset = 0
-    eager = isinstance(algorithms.parse(proposal.reduction.algorithm), algorithms.AllReduce)
+    eager = algorithms.parse(proposal.reduction.algorithm).reduces_gradients
     tail = _tail(dense, threshold // _TAIL) if eager else 0
     for index, tensors in enumerate(_fused(dense, threshold, tail)):
         bucket = _bucket(index, tensors, offset)
@@ -138,7 +138,7 @@ def home_shares(
     if hosts:
         nodes = tuple(node for node in participants.topology.homes(hosts) if node not in participants.lost_nodes)
     times = seconds_per_byte
-    if not isinstance(spec, algorithms.Collaborative) or not all(time > 0 for time in times.values()) or not times:
+    if not spec.anywhere or not all(time > 0 for time in times.values()) or not times:
         return dict.fromkeys(nodes, 1.0)
     fastest = min(times.values())  # of the first node itself, which was not measured, we know no better
     return {node: fastest / times.get(node, fastest) for node in nodes}

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
-
-if TYPE_CHECKING:
-    from fusiond.buckets.worker_selection import Selected
+from fusion_rt.codecs.summing import Portion
 
 Array: TypeAlias = npt.NDArray[Any]
 
 NO_VALUES: Array = np.zeros(0)
 _BARRIER = wire.Signature("barrier")
+
+
+class WorkerSelection(Protocol):
+    """What a worker has compressed itself, in place of its gradient."""
+
+    def contribute(self) -> Portion:
+        """The node's contribution, in place of the codec's own."""
+
+    def correct(self, undone: bool) -> None:
+        """The operation is over: what the codec kept of it is for the worker, who undoes the step as the codec has."""
+
+    def disown(self) -> None:
+        """The operation has failed before it began: what was taken goes back to the worker."""
 
 
 @dataclass(slots=True)
@@ -64,6 +75,6 @@ class Contribution:
     splits: tuple[int, ...] = ()
     rescale: tuple[float, ...] = ()
     urgency: int = 0
-    selected: Selected | None = None
+    selected: WorkerSelection | None = None
     share: int = wire.OWN
     passes: int = 0

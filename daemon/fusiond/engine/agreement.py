@@ -10,10 +10,11 @@ from fusion_rt.topology import GLOBAL_SET
 from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import Plans
-from fusiond.buckets.recipes import Recipe, RequestError, make_recipe
+from fusiond.buckets.recipes import Recipe, make_recipe
 from fusiond.control.coordination import Coordination
 from fusiond.control.negotiation import DIRECT_KINDS
 from fusiond.control.stalls import Stalls
+from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
 from fusiond.operations.context import Context
 from fusiond.operations.executor import INLINE_WORK, Run, Runner

@@ -22,9 +22,7 @@ from fusion_rt.topology import Topology
 from fusion_rt.trace import NULL, Instrument
 from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
-from fusiond.algorithms import HomeAlgorithm
 from fusiond.buckets.plans import Plans
-from fusiond.buckets.recipes import RequestError
 from fusiond.collectives.base import Array
 from fusiond.collectives.cost import CostModel
 from fusiond.control import under_way
@@ -34,6 +32,7 @@ from fusiond.control.questions import Questions
 from fusiond.control.shard_stalls import HomeStalls
 from fusiond.control.stalls import Stalls
 from fusiond.control.survey import Survey, survey
+from fusiond.core.errors import RequestError
 from fusiond.core.participants import Participants
 from fusiond.core.tracing import record_plan
 from fusiond.engine.agreement import Agreeing
@@ -191,7 +190,7 @@ class Engine:
         state, bucket, part = self._plans.part(rank, ready)
         name, nbytes = f"bucket {ready.bucket}", part.values.nbytes
         self._trace.record(Kind.READY, name, nbytes, ready.clock, ready.plan, peer=rank)
-        if isinstance(state.algorithm, HomeAlgorithm):
+        if state.at_homes:
             self.progress.ready(rank, ready.bucket)
             if self._failing.failure:
                 self._failing.refuse(rank, ready.handle, self._failing.failure)

@@ -8,7 +8,6 @@ from functools import partial
 
 from fusion_rt import codecs, wire
 from fusion_rt.errors import FusionError
-from fusiond.algorithms import HomeAlgorithm
 from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import check_proposal
 from fusiond.control.coordination import Coordination
@@ -125,7 +124,7 @@ class Proposing:
             self._context.outside.warn(why)
         record_plan(self._context.trace, plan)
         state = self._plans.get(plan.id)
-        if isinstance(state.algorithm, HomeAlgorithm) and self._homes.install(state):
+        if state.at_homes and self._homes.install(state):
             try:
                 self._snapshots.restore(plan)
             except FusionError as error:

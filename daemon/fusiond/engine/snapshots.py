@@ -16,7 +16,6 @@ import numpy as np
 from fusion_rt import named_arrays, wire
 from fusion_rt.errors import FusionError
 from fusion_rt.settings import Settings
-from fusiond.algorithms import HomeAlgorithm
 from fusiond.buckets.plans import Plans
 from fusiond.collectives.base import Array
 from fusiond.operations.executor import Outside
@@ -50,7 +49,7 @@ class Snapshots:
     def take(self) -> None:
         """Writes what the homes here have, beside the event loop. What goes wrong is a warning: training goes on."""
         for state in self._plans:
-            if isinstance(state.algorithm, HomeAlgorithm):
+            if state.at_homes:
                 self._homes.when_quiet(state.plan.id, partial(self._take, state.plan))
 
     def _take(self, plan: wire.Plan) -> None:

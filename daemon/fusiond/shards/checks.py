@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import get_args
 
 from fusion_rt import wire
-from fusion_rt.algorithms import Signal, parse
+from fusion_rt.algorithms import Signal
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
-from fusiond.algorithms.ordered import Ordered
 from fusiond.buckets.plans import PlanState
 from fusiond.shards.message_codecs import Codings
 from fusiond.shards.node import Here
@@ -20,7 +19,7 @@ _MAX_SENTENCE = 64 * 1024  # bytes of why a contribution is refused
 
 def wrong_rates(state: PlanState, bucket: wire.Bucket, rates: Sequence[float]) -> str:
     """Why a home cannot take a step at these learning rates; empty if it can."""
-    if parse(state.plan.reduction.algorithm).signal is not Signal.GRADIENT:
+    if state.spec.signal is not Signal.GRADIENT:
         return ""
     groups = 1 + max((tensor.group for tensor in bucket.tensors), default=0)
     if len(rates) < groups:
@@ -66,7 +65,7 @@ def _fits(here: Here, node: int, state: PlanState, piece: wire.Piece) -> bool:
         if piece.kind in ("answer", "refused"):
             fits = home == node and piece.rank in state.members.local
         elif piece.kind == "told":
-            fits = isinstance(state.algorithm, Ordered)  # nobody else's homes tell others anything
+            fits = state.home_algorithm.tells
             fits = fits and plan.homes[0] == node and home == here.node and piece.bucket > 0
             fits = fits and piece.nbytes % 8 == 0
         else:

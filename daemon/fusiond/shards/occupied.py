@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fusion_rt import wire
-from fusiond.algorithms.home import HomeAlgorithm
 from fusiond.buckets.plans import PlanState
 from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.shards.node import Here
@@ -62,9 +61,8 @@ class Occupied:
 
     def open(self, state: PlanState) -> None:
         """A plan is in force."""
-        assert isinstance(state.algorithm, HomeAlgorithm)
         self._latest = max(self._latest, state.plan.id)
-        if state.algorithm.waits:
+        if state.home_algorithm.waits:
             self._plans[state.plan.id] = state
             for (plan, _), message in list(self._known.items()):
                 if plan == state.plan.id:

@@ -13,9 +13,9 @@ from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.feedback import FeedbackBucketCodec
 from fusion_rt.trace_format import Kind
 from fusiond.buckets.plans import PlanState, layout_of
-from fusiond.buckets.recipes import RequestError
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
+from fusiond.core.errors import RequestError
 from fusiond.shards.checks import wrong_rates
 from fusiond.shards.message_codecs import Codings
 from fusiond.shards.messages import pack, unpack

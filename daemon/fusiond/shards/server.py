@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.algorithms import Choco, Place, parse
+from fusion_rt.algorithms import Place
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
@@ -78,7 +78,7 @@ class Boxes:
     def open(self, state: PlanState) -> None:
         """A plan is in force: makes those of its homes that are on this node."""
         plan = state.plan
-        shards = parse(plan.reduction.algorithm).place is Place.SHARD
+        shards = state.spec.place is Place.SHARD
         for bucket in plan.buckets:
             if shards:
                 if plan.homes[bucket.index] == self._here.node:
@@ -89,7 +89,7 @@ class Boxes:
 
     def _open(self, state: PlanState, bucket: wire.Bucket, rank: int) -> None:
         codec = None
-        if isinstance(parse(state.plan.reduction.algorithm), Choco):
+        if state.home_algorithm.encodes:
             codec = self._codings.open(state, bucket, remembers=False)
         spans = tuple((tensor.start, tensor.start + tensor.numel, tensor.group) for tensor in bucket.tensors)
         leads = bucket.index == 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.algorithms import Signal, parse
+from fusion_rt.algorithms import Signal
 from fusiond.algorithms import shard_optimizer
 from fusiond.algorithms.home import Home, HomeAlgorithm
 from fusiond.buckets.plans import PlanState
@@ -47,8 +47,7 @@ class Box:
 
     @property
     def algorithm(self) -> HomeAlgorithm[Any]:
-        assert isinstance(self.plan.algorithm, HomeAlgorithm)
-        return self.plan.algorithm
+        return self.plan.home_algorithm
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -89,6 +88,6 @@ class Box:
 
     def begin(self, value: Array) -> None:
         """The home begins with this value."""
-        if parse(self.plan.plan.reduction.algorithm).signal is Signal.GRADIENT:
+        if self.plan.spec.signal is Signal.GRADIENT:
             self.home.optimizer = shard_optimizer.make(self.plan.plan.reduction.optimizer, self.bucket, value)
         self.home.value = value

@@ -121,7 +121,7 @@ def _tensor(name: str, signature: wire.Signature) -> Tensor:
 
 
 def _plan(plan: wire.Plan) -> Plan:
-    at_homes = algorithms.parse(plan.reduction.algorithm).place is not algorithms.Place.NOWHERE
+    at_homes = algorithms.parse(plan.reduction.algorithm).at_homes
     buckets = tuple((b.dtype, tuple((t.name, t.shape) for t in b.tensors)) for b in plan.buckets)
     return Plan(
         plan.id, plan.process_set, at_homes, "ADASUM" if plan.reduction.op == "adasum" else "ALLREDUCE", buckets

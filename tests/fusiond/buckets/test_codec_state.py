@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from fusion_rt import named_arrays, wire
 from fusiond.buckets.codec_state import State, only_common, steps_of
-from fusiond.buckets.recipes import RequestError
+from fusiond.core.errors import RequestError
 from tests.fusiond.simulation import SimulatedJob
 
 CODEC = "topk(density=0.1, minimum=0, value='fp32')"

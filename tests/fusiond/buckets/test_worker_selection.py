@@ -11,7 +11,7 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.codecs.trays import ALIGNMENT, HEADER, Tray
 from fusion_rt.wire import OpKey
-from fusiond.buckets.recipes import RequestError
+from fusiond.core.errors import RequestError
 from tests.fusiond.buckets.test_codec_state import PROPOSAL, load, save
 from tests.fusiond.simulation import SimulatedJob
 

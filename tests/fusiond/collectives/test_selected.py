@@ -14,10 +14,10 @@ from fusion_rt.codecs import CodecError, SelectingBucketCodec
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.trays import HEADER, SPOILED, Shape, Tray
 from fusion_rt.kernels import reference
-from fusiond.buckets.recipes import RequestError
 from fusiond.buckets.worker_selection import Selected, selected
 from fusiond.collectives.base import Reducer
 from fusiond.collectives.owned import Compressed, Gathered, Owned
+from fusiond.core.errors import RequestError
 from tests.fusiond.collectives.group import Array, Group, GroupPort
 from tests.fusiond.collectives.test_owned import ELEMENTS, INSIDE, LAYOUT, Job, gradients, kinds
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusiond.buckets.recipes import RequestError
+from fusiond.core.errors import RequestError
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")

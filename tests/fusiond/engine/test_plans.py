@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusiond.buckets.recipes import RequestError
+from fusiond.core.errors import RequestError
 from tests.fusiond.simulation import GARBAGE, Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
-from fusiond.buckets.recipes import RequestError
 from fusiond.core.contribution import Contribution
+from fusiond.core.errors import RequestError
 from fusiond.shards import Homes
 from fusiond.shards.shard import Box
 from tests.fusiond.algorithms.training import Workers
