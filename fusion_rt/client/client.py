@@ -112,6 +112,7 @@ class Client:
         Raises:
             HorovodInternalError: the job has failed.
             ValueError: an operation of this name is still under way here.
+            FusionError: too many names have been used.
         """
         unnamed = name is None
         if name is None:
@@ -125,9 +126,9 @@ class Client:
                 f"an operation named {name!r} was submitted on rank {self.rank} while an earlier one of that name was "
                 "still under way; wait for it with synchronize(), or give each its own name"
             )
+        clock = self._clocks.next(process_set, name)
         operation = self.channel.begin(name)
         where = None if place is None else wire.Place(*place)
-        clock = self._clocks.next(process_set, name)
         packet = local.Packet(wire.encode(wire.Submit(operation.handle, name, clock, signature, where, inline, splits)))
         self._clocks.count(process_set, name)
         if not unnamed:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from fusion_rt.errors import FusionError
+
+_MAX_NAMES = 1 << 20  # in a process set; they take about 100 MB
 _CLOCKS_OF_A_JOIN = 1 << 24  # clocks between one join and the next
 
 
@@ -12,7 +15,8 @@ class Clocks:
 
     A name is remembered as long as its process set: the clock of its next operation has to be the same on all ranks,
     and no rank knows which names the others have under way, or are about to use again. It is kept by the count alone,
-    without where the count begins, since small numbers take no memory of their own.
+    without where the count begins, since small numbers take no memory of their own. How many there may be is limited,
+    since what gives each operation a name of its own would fill the memory.
 
     Args:
         first: where each count begins.
@@ -28,8 +32,18 @@ class Clocks:
         self._counts: defaultdict[int, dict[str | int, int]] = defaultdict(dict)
 
     def next(self, owner: int, name: str | int) -> int:
-        """The clock of the next operation of a name in a process set, or of a bucket in a plan (-its id)."""
-        return self._first + self._counts[owner].get(name, 0)
+        """The clock of the next operation of a name in a process set, or of a bucket in a plan (-its id).
+
+        Raises:
+            FusionError: too many names have been used.
+        """
+        counts = self._counts[owner]
+        if len(counts) >= _MAX_NAMES and name not in counts:
+            raise FusionError(
+                f"operations of {_MAX_NAMES} different names have been submitted, and {name!r} would be one more; an "
+                "operation that comes again and again keeps its name, without the number of a step in it, or has none"
+            )
+        return self._first + counts.get(name, 0)
 
     def count(self, owner: int, name: str | int) -> int:
         """The clock of this operation, which the next one does not have any more."""

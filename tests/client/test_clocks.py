@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from fusion_rt.client.clocks import Clocks
+from fusion_rt.errors import FusionError
 
 
 def test_each_identity_is_counted_for_itself() -> None:
@@ -41,6 +42,16 @@ def test_a_name_costs_little_more_than_its_text(first: int) -> None:
     """In whatever epoch: it was 85 bytes in the first one, and 121 in later ones."""
     names, clocks = [f"loss.{step}" for step in range(20_000)], Clocks(first)
     assert _bytes_of(lambda: [clocks.count(0, name) for name in names]) / len(names) < 40
+
+
+def test_more_names_than_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusion_rt.client.clocks._MAX_NAMES", 3)
+    clocks = Clocks(0)
+    for step in range(3):
+        clocks.count(0, f"loss.{step}")
+    with pytest.raises(FusionError, match=r"3 different names have been submitted, and 'loss\.3' would be one more"):
+        clocks.next(0, "loss.3")
+    assert [clocks.next(0, "loss.2"), clocks.next(1, "loss.3"), clocks.next(-1, 3)] == [1, 0, 0]
 
 
 def _use_names_of_a_set_and_remove_it(clocks: Clocks) -> None:
