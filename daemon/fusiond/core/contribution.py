@@ -30,7 +30,7 @@ class WorkerSelection(Protocol):
         """The operation has failed before it began: what was taken goes back to the worker."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Contribution:
     """One rank's part of an operation.
 
