@@ -17,8 +17,9 @@ from fusiond.control.stalls import Stalls
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
 from fusiond.operations.context import Context
-from fusiond.operations.executor import INLINE_WORK, Run, Runner
+from fusiond.operations.executor import Run, Runner
 from fusiond.operations.outcomes import Failing
+from fusiond.operations.thread_work import INLINE_WORK
 from fusiond.shards import Homes
 
 _MAX_RECIPES = 4096  # signatures remembered

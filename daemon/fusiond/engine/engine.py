@@ -43,6 +43,7 @@ from fusiond.operations.context import Context
 from fusiond.operations.executor import Outside, Run, Runner
 from fusiond.operations.outcomes import Failing
 from fusiond.operations.progress import Progress
+from fusiond.operations.thread_work import ThreadWork
 from fusiond.shards import Homes
 from fusiond.transport.flow_control import CreditExceeded, window_chunks
 
@@ -86,12 +87,13 @@ class Engine:
         self._trace = trace
         self._runs = context.runs
         self._failing = Failing(context, on_job_failed, self._one_less)
+        self._work = ThreadWork(outside.run_jobs)
         self._runner = Runner(
-            topology, node, settings, outside, self._runs, self._delivered, self._failing.run_failed, trace
+            topology, node, settings, outside, self._work, self._runs, self._delivered, self._failing.run_failed, trace
         )
         self._plans = Plans(Team(settings.kernel_threads))
         self.homes = Homes(
-            topology, node, settings, outside, self._failing.home_failed, epoch, trace, self._operations_of
+            topology, node, settings, outside, self._work, self._failing.home_failed, epoch, trace, self._operations_of
         )
         self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)
         self.codecs = CodecService(
@@ -351,7 +353,7 @@ class Engine:
 
     def when_quiet(self, then: Callable[[], None]) -> None:
         """Calls `then` when no job of an operation, failed or not, is in the kernel pool: at once, or later."""
-        self._runner.when_quiet(lambda: self.homes.when_all_quiet(then))
+        self._work.when_all_quiet(then)
 
     def end(self, error: str) -> None:
         """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""

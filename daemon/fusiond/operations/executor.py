@@ -30,9 +30,8 @@ from fusiond.collectives.cost import CostModel
 from fusiond.core.contribution import Contribution
 from fusiond.core.participants import Members
 from fusiond.core.tracing import about_key, recorded_jobs
+from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
 from fusiond.transport.flow_control import FlowPort
-
-INLINE_WORK = 128 * 1024  # bytes; a smaller local part is done at once, where a thread's hand-over would cost more
 
 
 class Outside(Protocol):
@@ -165,6 +164,7 @@ class Runner:
         topology, node: who is where, and which node this is.
         settings: sizes of chunks and windows, threads.
         outside: acts for it.
+        work: the threads.
         runs: what is under way. A run that is no longer in it has failed, and nothing more is done about it; one that
             is delivered is taken out.
         delivered: called with a run when its workers have their results.
@@ -178,6 +178,7 @@ class Runner:
         node: int,
         settings: Settings,
         outside: Outside,
+        work: ThreadWork,
         runs: dict[OpKey, Run],
         delivered: Callable[[Run], None],
         failed: Callable[[Run, BaseException], None],
@@ -189,21 +190,12 @@ class Runner:
         self._node = node
         self._settings = settings
         self._outside = outside
+        self._work = work
         self._runs = runs
         self._delivered = delivered
         self._failed = failed
         self._trace = trace
         self._all_reduce = algorithms.AllReduce()  # of tensors outside a plan
-        self._working = 0  # runs
-        self._quiet: list[Callable[[], None]] = []
-
-    def when_quiet(self, then: Callable[[], None]) -> None:
-        """Calls `then` when the kernel pool has no jobs of runs: at once, or as soon as they have ended. Until then
-        they may write into the memory of workers."""
-        if self._working:
-            self._quiet.append(then)
-        else:
-            then()
 
     def start_tensor(self, run: Run, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
         """Starts an operation outside a plan; `rows` and `splits` of all members where it needs them.
@@ -335,27 +327,21 @@ class Runner:
         small = run.exchange.local_nbytes <= INLINE_WORK
         jobs = run.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
         jobs = recorded_jobs(jobs, self._trace, what, run.exchange.local_nbytes)
-        if compiles is not None or (jobs and not small):
+        before = [job for job in (compiles, first) if job is not None]
+        if compiles is not None or (before and jobs and not small):
             run.working = True
-            self._working += 1
-            before = [job for job in (compiles, first) if job is not None]
-            if before:
-                self._outside.run_jobs([partial(_one_by_one, before)], lambda error: self._run_jobs(run, jobs, error))
-            else:
-                self._run_jobs(run, jobs)
-            return
-        try:
-            for job in jobs if first is None else (first, *jobs):
-                job()
-        except Exception as error:  # reported like one from the pool
-            self._jobs_done(run, error)
+            then = partial(self._reduce_locally, run, jobs)
+            self._work.do(run.key.plan, [partial(_one_by_one, before)], math.inf, then)
         else:
-            self._jobs_done(run, None)
+            run.working = bool(jobs) and not small
+            nbytes = run.exchange.local_nbytes if jobs else 0
+            self._work.do(run.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, run))
 
-    def _run_jobs(self, run: Run, jobs: Sequence[Job], error: BaseException | None = None) -> None:
-        """Unless there is an error already, or the run has failed in the meantime."""
-        if error is None and jobs and self._runs.get(run.key) is run:
-            self._outside.run_jobs(jobs, lambda error: self._jobs_done(run, error))
+    def _reduce_locally(self, run: Run, jobs: Sequence[Job], error: BaseException | None) -> None:
+        """What comes before the local part is done. The run may have failed in the meantime."""
+        assert run.exchange is not None
+        if error is None and self._runs.get(run.key) is run:
+            self._work.do(run.key.plan, jobs, run.exchange.local_nbytes, partial(self._jobs_done, run))
         else:
             self._jobs_done(run, error)
 
@@ -367,17 +353,11 @@ class Runner:
             self._failed(run, error)
 
     def _jobs_done(self, run: Run, error: BaseException | None) -> None:
-        if run.working:
-            run.working = False
-            self._working -= 1
+        run.working = False
         if self._runs.get(run.key) is not run:  # it has failed in the meantime
             assert run.exchange is not None
             run.exchange.abandon()
             run.failed()
-            if not self._working:
-                quiet, self._quiet = self._quiet, []
-                for then in quiet:
-                    then()
             return
         if error is not None:
             self._failed(run, error)

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from fusion_rt import wire
 from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell
 from fusiond.core.contribution import Contribution
+from fusiond.operations.thread_work import Act
 from fusiond.shards.message_codecs import Codings
 from fusiond.shards.messages import pack, unpack
 from fusiond.shards.node import Address, Here
 from fusiond.shards.push_pull import Senders
 from fusiond.shards.shard import Box
-from fusiond.shards.thread_work import Act
 
 
 class Steps:

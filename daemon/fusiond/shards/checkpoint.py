@@ -14,11 +14,11 @@ from fusion_rt.errors import WireError
 from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
+from fusiond.operations.thread_work import Act
 from fusiond.shards.message_codecs import Codings
 from fusiond.shards.push_pull import Sender, Senders
 from fusiond.shards.server import Boxes
 from fusiond.shards.shard import Box
-from fusiond.shards.thread_work import Act
 
 
 def group_of(state: PlanState) -> tuple[int, str]:

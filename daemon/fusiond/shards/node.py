@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.trace import NULL, Instrument
 from fusiond.operations.executor import Outside
+from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.messages import pieces
 
 Address: TypeAlias = tuple[int, int, int]  # plan, bucket, and a home's rank (-1: shard) or a worker's rank
@@ -26,6 +28,8 @@ class Here:
         settings: sizes and time-outs.
         outside: acts for it.
         epoch: the membership epoch.
+        work: the threads.
+        failed: called with an exception when something cannot be gone on with.
         trace: what is done is recorded there.
         after: the mark of the operation that was completed last here, which goes with all that is sent.
         over: the job cannot go on. `Homes` says so; then nothing is sent and nothing is begun.
@@ -36,6 +40,8 @@ class Here:
     settings: Settings
     outside: Outside
     epoch: int
+    work: ThreadWork
+    failed: Callable[[BaseException], None]
     trace: Instrument = NULL
     after: int = 0
     over: bool = False
@@ -43,6 +49,20 @@ class Here:
     def has(self, rank: int) -> bool:
         """Whether a rank is on this node."""
         return self.topology.node_of(rank) == self.node
+
+    def do(self, plan: int, work: Act, nbytes: float, then: Act) -> None:
+        """Runs `work` for a plan, on a thread if it works on much, and `then` in the event loop, unless the job cannot
+        go on."""
+
+        def done(error: BaseException | None) -> None:
+            if self.over:
+                return
+            if error is None:
+                then()
+            else:
+                self.failed(error)
+
+        self.work.do(plan, [work], nbytes, done)
 
     def send(self, node: int, parcel: wire.Piece, payload: memoryview) -> None:
         """Sends a parcel, whose payload nobody will change, to another node."""

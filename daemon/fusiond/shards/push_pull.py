@@ -21,7 +21,6 @@ from fusiond.shards.message_codecs import Codings
 from fusiond.shards.messages import pack, unpack
 from fusiond.shards.node import Address, Here
 from fusiond.shards.staleness import Meters
-from fusiond.shards.thread_work import Jobs
 
 CLOCKS_OF_A_JOIN = 1 << 30  # more than a rank posts between two joins
 
@@ -83,7 +82,6 @@ class Senders:
 
     Args:
         here: this node.
-        jobs: encode and decode what is much.
         codings: the codecs.
         over: called with a plan, and a rank that has been answered in one of its buckets.
 
@@ -91,9 +89,8 @@ class Senders:
         meters: of what has been answered.
     """
 
-    def __init__(self, here: Here, jobs: Jobs, codings: Codings, over: Callable[[int, int], None]) -> None:
+    def __init__(self, here: Here, codings: Codings, over: Callable[[int, int], None]) -> None:
         self._here = here
-        self._jobs = jobs
         self._codings = codings
         self._over = over
         self._senders: dict[Address, Sender] = {}
@@ -195,7 +192,7 @@ class Senders:
                 self.seeded(sender, posted)
 
         sender.busy = True
-        self._jobs.do(parcel.plan, encode, source.nbytes, send)
+        self._here.do(parcel.plan, encode, source.nbytes, send)
 
     def rebase(self) -> None:
         """All count their clocks from a new base, the same on all nodes, however many they have posted so far."""
@@ -230,7 +227,7 @@ class Senders:
             self.answered(parcel, (parcel.notes[0], *parcel.notes[2:]))
 
         sender.busy = True
-        self._jobs.do(parcel.plan, decode, place.nbytes, answered)
+        self._here.do(parcel.plan, decode, place.nbytes, answered)
 
     def answered(self, parcel: wire.Piece, notes: Sequence[int]) -> None:
         """The answer to a worker's contribution is in its arena.
@@ -290,6 +287,6 @@ class Senders:
             self._here.outside.to_worker(sender.rank, wire.Failed(post.handle, why))
 
         if sender.busy:
-            self._jobs.when_quiet(sender.plan.plan.id, tell)
+            self._here.work.when_quiet(sender.plan.plan.id, tell)
         else:
             tell()

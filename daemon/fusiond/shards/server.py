@@ -24,13 +24,13 @@ from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState, layout_of
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import NO_VALUES, Contribution
+from fusiond.operations.thread_work import Act
 from fusiond.shards.actions import Steps
 from fusiond.shards.message_codecs import Codings
 from fusiond.shards.messages import unpack
 from fusiond.shards.node import Address, Here
 from fusiond.shards.push_pull import CLOCKS_OF_A_JOIN, Sender, Senders
 from fusiond.shards.shard import Box
-from fusiond.shards.thread_work import Act, Jobs
 
 
 class Boxes:
@@ -38,7 +38,6 @@ class Boxes:
 
     Args:
         here: this node.
-        jobs: the threads.
         codings: the codecs.
         senders: get the answers to what was posted here.
         wanted: called with what a neighbour of a replica's rank has sent, which shows how far that is.
@@ -48,14 +47,12 @@ class Boxes:
     def __init__(
         self,
         here: Here,
-        jobs: Jobs,
         codings: Codings,
         senders: Senders,
         wanted: Callable[[Box, Contribution], None],
         passed: Callable[[Box, int], None],
     ) -> None:
         self._here = here
-        self._jobs = jobs
         self._codings = codings
         self._wanted = wanted
         self._steps = Steps(here, codings, senders, self.arrived, self._wake, passed)
@@ -146,7 +143,7 @@ class Boxes:
         if box.turning:
             return  # a small one has been taken in, on the spot: whoever began it goes on
         box.turning = True
-        while box.may_begin() and not self._jobs.pauses(box.plan.plan.id):
+        while box.may_begin() and not self._here.work.pauses(box.plan.plan.id):
             part = box.next()
             if part.kind == "seed":
                 self.at(box, partial(_seed, box, part), math.inf)  # its optimizer may have to be imported
@@ -167,7 +164,7 @@ class Boxes:
                 box.later.popleft()()
             self._turn(box)
 
-        self._jobs.do(box.plan.plan.id, lambda: acts.extend(work()), nbytes, done)
+        self._here.do(box.plan.plan.id, lambda: acts.extend(work()), nbytes, done)
 
     def when_free(self, box: Box, then: Act) -> None:
         """Calls `then` when no thread is at a home: at once, or before anything else is taken in there."""

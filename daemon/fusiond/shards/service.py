@@ -14,6 +14,7 @@ from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.operations.executor import Outside
+from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import States, group_of
 from fusiond.shards.incoming import Incoming
 from fusiond.shards.message_codecs import Codings
@@ -22,7 +23,6 @@ from fusiond.shards.occupied import Occupied, Operations
 from fusiond.shards.push_pull import Senders
 from fusiond.shards.server import Boxes
 from fusiond.shards.staleness import Meters
-from fusiond.shards.thread_work import Act, Jobs
 from fusiond.shards.timeouts import Ask, Overdue
 
 
@@ -36,6 +36,7 @@ class Homes:
         topology, node: who is where, and which node this is.
         settings: sizes and time-outs.
         outside: acts for it.
+        work: the threads.
         failed: called with an exception when something cannot be gone on with.
         epoch: the membership epoch.
         trace: what is done is recorded there.
@@ -48,28 +49,25 @@ class Homes:
         node: int,
         settings: Settings,
         outside: Outside,
+        work: ThreadWork,
         failed: Callable[[BaseException], None],
         epoch: int,
         trace: Instrument,
         operations: Operations,
     ) -> None:
-        self._failed = failed
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been in force
-        self._here = Here(topology, node, settings, outside, epoch, trace)
-        self._jobs = Jobs(self._here, failed, lambda plan: self._boxes.resume(plan))
+        self._here = Here(topology, node, settings, outside, epoch, work, failed, trace)
         self._codings = Codings()
-        self._senders = Senders(
-            self._here, self._jobs, self._codings, lambda plan, rank: self.occupied.answered(plan, rank)
-        )
+        self._senders = Senders(self._here, self._codings, lambda plan, rank: self.occupied.answered(plan, rank))
         self._boxes = Boxes(
             self._here,
-            self._jobs,
             self._codings,
             self._senders,
             lambda box, part: self.occupied.wanted(box, part),
             lambda box, clock: self.occupied.passed(box, clock),
         )
+        work.resume = self._boxes.resume
         self.occupied = Occupied(self._here, self._senders, self._boxes, operations)
         self._overdue = Overdue(self._here, self._senders, self._boxes)
         self._incoming = Incoming(self._here, self._codings)
@@ -99,7 +97,9 @@ class Homes:
                 self.peer(node, piece, payload)
             except FusionError as error:  # whoever brought the plan has nothing to do with it
                 host = self._here.topology.describe_node(node)
-                self._failed(WireError(f"what {host} sent before the plan {plan.id} was there makes no sense: {error}"))
+                self._here.failed(
+                    WireError(f"what {host} sent before the plan {plan.id} was there makes no sense: {error}")
+                )
                 return False
         return True
 
@@ -188,10 +188,6 @@ class Homes:
         self.occupied.tick()
         self._overdue.tick(ask)
 
-    def when_all_quiet(self, then: Callable[[], None]) -> None:
-        """Calls `then` when no job of a home or a sender is in the kernel pool, after `fail`: at once, or later."""
-        self._jobs.when_all_quiet(then)
-
     def fail(self) -> None:
         """The job cannot go on."""
         self._here.over = True
@@ -199,7 +195,7 @@ class Homes:
         self._senders.forget()
         self._boxes.clear()
         self._incoming.clear()
-        self._jobs.forget()
+        self._here.work.forget()
 
     @property
     def idle(self) -> bool:
@@ -224,7 +220,7 @@ class Homes:
     def when_quiet(self, plan: int, then: Act) -> None:
         """Calls `then` when no thread is at work for the plan: at once, or before anything else is taken in at its
         homes."""
-        self._jobs.when_quiet(plan, then)
+        self._here.work.when_quiet(plan, then)
 
     def save(self, plan: int) -> dict[str, Array]:
         """What the homes of a plan on this node remember, and what its workers have not sent; copies. The keys begin

@@ -13,7 +13,7 @@ from fusiond.algorithms.home import Home, HomeAlgorithm
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
-from fusiond.shards.thread_work import Act
+from fusiond.operations.thread_work import Act
 
 _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
 

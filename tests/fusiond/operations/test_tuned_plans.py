@@ -13,7 +13,7 @@ from fusion_rt.errors import WireError
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.ring import Ring
 from fusiond.control.planning import make_plan
-from fusiond.operations import executor
+from fusiond.operations import executor, thread_work
 from fusiond.transport.flow_control import FlowPort
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -50,6 +50,7 @@ class Seen:
 
         monkeypatch.setattr(executor, "FlowPort", Port)
         monkeypatch.setattr(executor, "INLINE_WORK", 0)
+        monkeypatch.setattr(thread_work, "INLINE_WORK", 0)
         note(Ring)
         note(Doubling)
 

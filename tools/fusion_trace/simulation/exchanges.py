@@ -17,7 +17,7 @@ from fusiond import algorithms
 from fusiond.algorithms.base import Work
 from fusiond.collectives.base import Exchange
 from fusiond.collectives.cost import CostModel
-from fusiond.operations.executor import INLINE_WORK
+from fusiond.operations.thread_work import INLINE_WORK
 from fusiond.transport.flow_control import BORROW_FROM, FlowPort
 
 _Key = tuple[int, int]  # bucket, clock

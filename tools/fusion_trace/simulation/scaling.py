@@ -21,7 +21,7 @@ from fusion_trace.simulation.exchanges import cost_model
 from fusion_trace.simulation.model import Bucket, Cluster, CodecCosts
 from fusion_trace.simulation.patterns import doubling_rounds, pieces
 from fusion_trace.simulation.stages import Stages, Times
-from fusiond.operations.executor import INLINE_WORK
+from fusiond.operations.thread_work import INLINE_WORK
 
 
 @dataclass(frozen=True)

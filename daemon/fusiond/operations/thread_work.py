@@ -1,0 +1,95 @@
+"""Work of one engine on threads, or at once where that is faster; and when none of it is under way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from fusiond.collectives.base import Job
+
+INLINE_WORK = 128 * 1024  # bytes; less is worked on at once, where a thread's hand-over would cost more
+
+Act: TypeAlias = Callable[[], None]
+RunJobs: TypeAlias = Callable[[Sequence[Job], Callable[[BaseException | None], None]], None]
+
+
+class ThreadWork:
+    """The jobs under way, by plan.
+
+    Args:
+        run_jobs: runs jobs outside the event loop, then calls back inside, with the exception of one that raised it.
+
+    Attributes:
+        resume: called with a plan that was quiet, and of which jobs may begin again.
+    """
+
+    def __init__(self, run_jobs: RunJobs) -> None:
+        self.resume: Callable[[int], None] = lambda plan: None
+        self._run_jobs = run_jobs
+        self._under_way: Counter[int] = Counter()
+        self._quiet: list[tuple[int, Act]] = []  # plan, and what is to be done when no job of it is under way
+        self._all_quiet: list[Act] = []
+
+    def do(self, plan: int, jobs: Sequence[Job], nbytes: float, then: Callable[[BaseException | None], None]) -> None:
+        """Runs jobs of a plan, on threads if they work on much, and then `then` in the event loop.
+
+        Args:
+            plan: its id; 0: of a tensor outside a plan.
+            nbytes: how much all of them read.
+            then: gets the exception that a job raised. What it begins counts as under way without a gap.
+        """
+        self._under_way[plan] += 1
+
+        def done(error: BaseException | None) -> None:
+            then(error)
+            self._done(plan)
+
+        if nbytes > INLINE_WORK:
+            self._run_jobs(jobs, done)
+            return
+        try:
+            for job in jobs:
+                job()
+        except Exception as error:  # reported like one from a thread
+            done(error)
+        else:
+            done(None)
+
+    def when_quiet(self, plan: int, then: Act) -> None:
+        """Calls `then` when no job of a plan is under way: at once, or as soon as those that are have ended."""
+        if self._under_way[plan]:
+            self._quiet.append((plan, then))
+        else:
+            then()
+
+    def when_all_quiet(self, then: Act) -> None:
+        """Calls `then` when no job at all is under way. Until then they may write into the memory of workers."""
+        if self._under_way.total():
+            self._all_quiet.append(then)
+        else:
+            then()
+
+    def pauses(self, plan: int) -> bool:
+        """Tells whether somebody waits for a plan to be quiet, so that nothing of it may begin."""
+        return any(of == plan for of, _ in self._quiet)
+
+    def forget(self) -> None:
+        """Nobody waits for a plan to be quiet any more."""
+        self._quiet.clear()
+
+    def _done(self, plan: int) -> None:
+        self._under_way[plan] -= 1
+        if self._under_way[plan]:
+            return
+        del self._under_way[plan]
+        asked = [then for of, then in self._quiet if of == plan]
+        if asked:
+            self._quiet = [quiet for quiet in self._quiet if quiet[0] != plan]
+            for then in asked:
+                then()
+            self.resume(plan)
+        if not self._under_way.total():
+            all_asked, self._all_quiet = self._all_quiet, []
+            for then in all_asked:
+                then()
