@@ -51,6 +51,7 @@ class Algorithm(ABC):
         place: where the home of a bucket is.
         synchronous: every rank waits for every rank in each exchange.
         anywhere: workers may be anywhere, so that a node's share of the homes is what its link carries.
+        encodes: homes encode themselves what they send, also to homes on the same node.
 
     Raises:
         AlgorithmError: an argument is out of range (from a subclass's `__post_init__`).
@@ -61,6 +62,7 @@ class Algorithm(ABC):
     place: ClassVar[Place] = Place.SHARD
     synchronous: ClassVar[bool] = False
     anywhere: ClassVar[bool] = False
+    encodes: ClassVar[bool] = False
 
     @property
     def at_homes(self) -> bool:
@@ -356,6 +358,7 @@ class Choco(_Gossip):
     to what they know; `gamma` is the step towards their mean."""
 
     name = "choco"
+    encodes = True
     gamma: float = 0.5
 
     def __post_init__(self) -> None:
@@ -405,10 +408,10 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
         raise AlgorithmError(f"{algorithm} takes means, and cannot combine by {op}; use op=Average, or allreduce")
     if codec.name == "powersgd" and algorithm.at_homes:
         raise AlgorithmError(f"the codec {codec} all-reduces its factors, which {algorithm} does not; use topk, say")
-    if isinstance(algorithm, Choco):
+    if algorithm.encodes:
         if not codec.stateful:
             raise AlgorithmError(
-                f"choco sends what a codec selects of a difference, and {codec} leaves nothing out; use topk, or dpsgd"
+                f"{algorithm.name} sends what a codec selects of a difference, and {codec} leaves nothing out; use topk, or dpsgd"
             )
     elif codec.stateful and algorithm.signal is Signal.PARAMETER:
         raise AlgorithmError(

@@ -167,8 +167,6 @@ class Choco(Gossip[algorithms.Choco]):
     worker has not got of the changes.
     """
 
-    encodes = True
-
     def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
         home.aux["x"] = part.values + home.aux.get("owed", home.dtype.storage.type(0))
         return self._difference(home, part.clock, receivers)

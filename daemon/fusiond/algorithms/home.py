@@ -176,13 +176,11 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
         exclusive: a home is at one part at a time; else several threads may be at work on it.
         waits: a worker may have to wait for other ranks, and so has to hear that they wait in another operation.
         tells: the home of the first bucket tells the others what to do.
-        encodes: homes encode themselves what they send, and so have a codec.
     """
 
     exclusive: ClassVar[bool] = True
     waits: ClassVar[bool] = False
     tells: ClassVar[bool] = False
-    encodes: ClassVar[bool] = False
 
     def __init__(self, spec: _Spec, ranks: int) -> None:
         self.spec = spec

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from fusion_rt import codecs, wire
+from fusion_rt.algorithms import parse
 from fusion_rt.errors import FusionError
 from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import check_proposal
@@ -73,7 +74,7 @@ class Proposing:
         if rank not in members.local:
             self._failing.refuse(rank, handle, f"rank {rank} is not in process set {proposal.process_set}")
             return
-        if len(members.nodes) > 1:
+        if len(members.nodes) > 1 or parse(proposal.reduction.algorithm).encodes:
             dtypes = {tensor.dtype for tensor in proposal.tensors}
             if not self._codecs.kernels_of(codec, dtypes, partial(self.propose, rank, handle, proposal)):
                 return

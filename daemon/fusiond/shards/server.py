@@ -86,7 +86,7 @@ class Boxes:
 
     def _open(self, state: PlanState, bucket: wire.Bucket, rank: int) -> None:
         codec = None
-        if state.home_algorithm.encodes:
+        if state.spec.encodes:
             codec = self._codings.open(state, bucket, remembers=False)
         spans = tuple((tensor.start, tensor.start + tensor.numel, tensor.group) for tensor in bucket.tensors)
         leads = bucket.index == 0

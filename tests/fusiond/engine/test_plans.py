@@ -9,6 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from fusion_rt import wire
+from fusion_rt.codecs.base import BucketCodec, Layout
+from fusion_rt.codecs.topk import TopK
+from fusion_rt.kernels.team import ALONE, Team
 from fusiond.core.errors import RequestError
 from tests.fusiond.simulation import GARBAGE, Array, SimulatedJob
 
@@ -64,6 +67,31 @@ class Training:
         assert len(results) == self.job.size * len(self.plan.buckets)
         for index in range(len(self.plan.buckets)):
             assert len({results[rank, index].tobytes() for rank in self.job.ranks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "algorithm"), [([2], "choco(topology='ring')"), ([1, 1], "choco(topology='ring')"), ([1, 1], "ssp")]
+)
+def test_kernels_of_a_codec_are_compiled_beside_the_event_loop(
+    layout: list[int], algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that compiles sends no heartbeats for seconds."""
+    prepared: list[str] = []
+    open_topk = TopK.open
+
+    def checked(self: TopK, layout: Layout, team: Team = ALONE) -> BucketCodec:
+        assert layout.elements == 1 or prepared, "a bucket's codec is opened before its kernels are there"
+        return open_topk(self, layout, team)
+
+    monkeypatch.setattr(TopK, "open", checked)
+    job = SimulatedJob(layout)
+    reduction = wire.Reduction(codec="topk(density=0.1)", algorithm=algorithm, op="average")
+    for rank in job.ranks:
+        job.propose(rank, replace(PROPOSAL, reduction=reduction))
+    assert not any(any(node.engine._plans) for node in job.nodes), "what `propose` does, the event loop does"
+    prepared.append("topk")  # by the jobs that are deferred
+    job.settle()
+    assert all(any(node.engine._plans) for node in job.nodes)
 
 
 @layouts
