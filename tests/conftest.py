@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -46,6 +47,10 @@ hypothesis.settings.load_profile("seeded")
 LEAK_MARK = "FUSION_TEST_LEAK_MARK"
 LONG_S = 3600.0  # limit of a test that only `-m long` runs
 os.environ["PYTHONFAULTHANDLER"] = "1"  # every Python that a test starts can show where it is
+# A container's PYTHONDONTWRITEBYTECODE would have each of the hundreds of interpreters that tests start, and each process
+# of pytest-xdist, compile all modules by itself: half of what a daemon needs to start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and what that starts inherits
 # it; tests that end a job by these could only wait then. What has a handler here is at its default in children.
 for _number in (signal.SIGINT, signal.SIGHUP):
@@ -64,6 +69,20 @@ _output = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_output] = os.dup(2)  # before pytest captures it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keeps the garbage collector from looking through modules and tests, which stay: the leak check runs it after each
+    test that starts processes, and would take a third of a second for these."""
+    gc.disable()
+    try:
+        result = yield
+    finally:
+        gc.enable()
+    gc.collect()
+    gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
