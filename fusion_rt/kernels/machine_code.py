@@ -107,6 +107,7 @@ class MachineCode:
                     self._write(kernel, code)
                     self.link(kernel, code)
                     self._compiled += 1
+            _unload_pages_of("libllvmlite")
 
     def statistics(self) -> dict[str, int]:
         """How many kernels this process had `compiled`, and how many it `loaded` from disk."""
@@ -126,7 +127,6 @@ class MachineCode:
         engine.finalize_object()
         self._engines[kernel] = engine
         self._addresses[kernel] = engine.get_function_address(kernel)
-        _unload_pages_of("libllvmlite")
 
     @cached_property
     def _key(self) -> str:
