@@ -47,8 +47,8 @@ hypothesis.settings.load_profile("seeded")
 LEAK_MARK = "FUSION_TEST_LEAK_MARK"
 LONG_S = 3600.0  # limit of a test that only `-m long` runs
 os.environ["PYTHONFAULTHANDLER"] = "1"  # every Python that a test starts can show where it is
-# A container's PYTHONDONTWRITEBYTECODE would have each of the hundreds of interpreters that tests start, and each process
-# of pytest-xdist, compile all modules by itself: half of what a daemon needs to start.
+# With PYTHONDONTWRITEBYTECODE, which containers set, each of the hundreds of interpreters that tests start, and each
+# process of pytest-xdist, compiles all that it imports: a third of what a daemon needs to start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and what that starts inherits

@@ -45,24 +45,24 @@ def every_script_ends(algorithm: str, seeds: range, optimizers: int = 1) -> None
 
 @pytest.mark.parametrize("algorithm", WAITING)
 def test_every_script_ends(algorithm: str) -> None:
-    every_script_ends(algorithm, range(100))
+    every_script_ends(algorithm, range(40))
 
 
 @pytest.mark.parametrize("algorithm", WAITING)
 def test_every_script_ends_that_trains_two_models_in_any_order(algorithm: str) -> None:
-    every_script_ends(algorithm, range(30), optimizers=2)
+    every_script_ends(algorithm, range(12), optimizers=2)
 
 
 @pytest.mark.parametrize("algorithm", AT_ONCE)
 def test_every_script_ends_where_nobody_waits_for_anybody(algorithm: str) -> None:
-    every_script_ends(algorithm, range(15))
+    every_script_ends(algorithm, range(8))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizers", [1, 2, 3])
 @pytest.mark.parametrize("algorithm", WAITING + AT_ONCE)
 def test_every_one_of_many_scripts_ends(algorithm: str, optimizers: int) -> None:
-    every_script_ends(algorithm, range(1000, 3000), optimizers)
+    every_script_ends(algorithm, range(8, 2008), optimizers)
 
 
 def test_the_algorithms_are_all_of_those_that_are_not_synchronous() -> None:

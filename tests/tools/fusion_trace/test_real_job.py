@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,20 +43,49 @@ hvd.barrier()
 """
 
 
-def test_a_job_is_recorded_fetched_from_all_daemons_and_explained(runtime_dir: Path, tmp_path: Path) -> None:
-    script, fetched, traces = tmp_path / "train.py", tmp_path / "fetched", tmp_path / "traces"
-    script.write_text(SCRIPT)
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """Where temporary files are; that of pytest is too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="frt", dir="/tmp") as path:
+        yield Path(path)
+
+
+def run(home: Path, *command: str, session: bool = False) -> str:
+    """What a command writes, run as by people who have read README.md: no variable says where anything is, and
+    XDG_RUNTIME_DIR is there if they have logged in (`session`), or is not."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FUSION_TRACE")}
     path = os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "tools")))
-    environment = {
-        **os.environ, "PYTHONPATH": path, "FUSION_RUNTIME_DIR": str(runtime_dir), "FUSION_TRACE_DIR": str(traces),
-        "HOROVOD_FUSION_THRESHOLD": "20000",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", "-H", "localhost:1,127.0.0.1:1", sys.executable]
-    ran = subprocess.run(
-        [*command, str(script), str(fetched)], env=environment, capture_output=True, text=True, timeout=180
-    )
+    environment |= {"PYTHONPATH": path, "TMPDIR": str(home), "HOROVOD_FUSION_THRESHOLD": "20000"}
+    environment.pop("XDG_RUNTIME_DIR", None)
+    if session:
+        environment["XDG_RUNTIME_DIR"] = str(home / "session")
+        (home / "session").mkdir(mode=0o700, exist_ok=True)
+    ran = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=180)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert sorted(os.listdir(fetched)) == ["node-0.ring", "node-1.ring", "rank-0.ring", "rank-1.ring"]
+    return ran.stdout
+
+
+def the_newest(home: Path, session: bool = False) -> Path:
+    """The directory of the only job, after it has been found without a word of where it is."""
+    shown = json.loads(run(home, sys.executable, "-m", "fusion_trace", "summary", "--json", session=session))
+    assert [rank["steps"] for rank in shown["ranks"]] == [STEPS - 1, STEPS - 1]
+    assert shown["handed_over"] > 0  # which the daemon's ring says
+    (made,) = home.glob("fusion_rt-traces-*")
+    assert made.stat().st_mode & 0o777 == 0o700
+    (job,) = made.iterdir()
+    return job
+
+
+def test_a_job_is_recorded_fetched_from_all_daemons_found_and_explained(home: Path, tmp_path: Path) -> None:
+    script, fetched = tmp_path / "train.py", tmp_path / "fetched"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", "-H", "localhost:1,127.0.0.1:1", sys.executable]
+    run(home, *command, str(script), str(fetched))
+    rings = ["node-0.ring", "node-1.ring", "rank-0.ring", "rank-1.ring"]
+    assert sorted(os.listdir(fetched)) == rings
+    job = the_newest(home)
+    assert sorted(os.listdir(job)) == rings
+    traces = job.parent
 
     whole, trace = jobs.load([], str(traces)), jobs.load([str(fetched)], str(traces))
     assert trace.job == whole.job
@@ -96,35 +126,9 @@ def test_a_job_is_recorded_fetched_from_all_daemons_and_explained(runtime_dir: P
     assert len(lives) == STEPS
 
 
-@pytest.mark.parametrize(("launcher", "session"), [("fusionrun", False), ("torchrun", True)])
-def test_the_newest_job_of_any_launcher_is_found_without_a_word_of_where_it_is(
-    tmp_path: Path, launcher: str, session: bool
-) -> None:
-    """As people do it who have read README.md: XDG_RUNTIME_DIR is there if they have logged in, or is not."""
-    script = tmp_path / "train.py"
+def test_a_job_that_torchrun_has_started_is_found_in_a_session(home: Path) -> None:
+    script = home / "train.py"
     script.write_text(SCRIPT.partition("if hvd.rank()")[0])
-    with tempfile.TemporaryDirectory(prefix="frt", dir="/tmp") as home:
-        path = os.pathsep.join(map(str, (ROOT, ROOT / "daemon", ROOT / "tools")))
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("FUSION_TRACE")}
-        environment |= {"PYTHONPATH": path, "TMPDIR": home, "XDG_RUNTIME_DIR": f"{home}/session"}
-        os.mkdir(environment["XDG_RUNTIME_DIR"], 0o700)
-        if not session:
-            del environment["XDG_RUNTIME_DIR"]
-
-        def run(*command: str) -> str:
-            ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-            assert ran.returncode == 0, ran.stdout + ran.stderr
-            return ran.stdout
-
-        start = {
-            "fusionrun": [sys.executable, "-m", "fusion_rt.runner", "-np", "2", sys.executable, str(script)],
-            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)],
-        }
-        run(*start[launcher])
-        shown = json.loads(run(sys.executable, "-m", "fusion_trace", "summary", "--json"))
-        assert [rank["steps"] for rank in shown["ranks"]] == [STEPS - 1, STEPS - 1]
-        assert shown["handed_over"] > 0  # which the daemon's ring says
-        (made,) = Path(home).glob("fusion_rt-traces-*")
-        assert made.stat().st_mode & 0o777 == 0o700
-        (job,) = made.iterdir()
-        assert sorted(ring.name for ring in job.iterdir()) == ["node-0.ring", "rank-0.ring", "rank-1.ring"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    run(home, *command, session=True)
+    assert sorted(os.listdir(the_newest(home, session=True))) == ["node-0.ring", "rank-0.ring", "rank-1.ring"]
