@@ -25,7 +25,7 @@ from tests.fusiond.processes import COMMAND, Daemons, read_line
 FAST = {"FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "2s"}  # silence is noticed soon
 HANGABLE = [COMMAND[0], "-m", "tests.faults.hangable", *COMMAND[3:]]
 WAIT_S = 90.0  # for what has to happen, on however slow a machine
-_MODULUS = 1009
+_MODULUS = 1009  # after so many places, the same integers come again
 
 Array = npt.NDArray[np.int64]
 
@@ -79,14 +79,12 @@ class ProxiedDaemons(Daemons):
 
 def part(rank: int, step: int, count: int) -> Array:
     """What a rank adds in a step: integers, other ones in each step, rank and place."""
-    values: Array = (np.arange(count) * 31 + step * 7 + rank * 13) % _MODULUS
-    return values
+    return np.resize((np.arange(_MODULUS) * 31 + step * 7 + rank * 13) % _MODULUS, count)
 
 
 def total(ranks: Sequence[int], step: int, count: int) -> Array:
     """What has to come out."""
-    values: Array = np.sum([part(rank, step, count) for rank in ranks], axis=0)
-    return values
+    return np.resize(np.sum([part(rank, step, _MODULUS) for rank in ranks], axis=0), count)
 
 
 def add(client: Client, step: int, count: int, name: str = "sum") -> Array:
