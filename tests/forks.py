@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import typer
+
 from fusion_rt import elastic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -261,6 +263,9 @@ def _main() -> NoReturn:
     sock = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    # typer imports what it parses with when it parses for the first time, which is most of a daemon's start.
+    start = typer.main.get_command(sys.modules[DAEMON[0]].app).commands["start"]  # type: ignore[attr-defined]
+    start.make_context("start", [], resilient_parsing=True)
     if threading.active_count() > 1:
         raise RuntimeError(f"a thread runs, which no fork would have: {threading.enumerate()}")
     gc.collect()
