@@ -2,15 +2,16 @@
 
 Importing torch, and what its optimizers import besides, takes each worker three seconds of a core; a daemon takes half
 a second. So a *nursery*, a process that has imported it all and has a single thread, forks for every `popen` here. What
-is forked has the arguments, environment, directory and descriptors that it is given, and ends as any interpreter does.
-It differs from a fresh process in that modules were imported with the environment of the nursery, and that all of them
-hash alike; tests of the command line, of starting, and of launchers have real processes.
+is forked has the arguments, environment, directory, network and descriptors that it is given, and ends as any
+interpreter does. It differs from a fresh process in that modules were imported with the environment of the nursery, and
+that all of them hash alike; tests of the command line, of starting, and of launchers have real processes.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -43,13 +44,15 @@ DAEMON = (
 )
 WORKER = (*DAEMON, "fusion_rt.torch", "fusion_rt.torch.elastic", "torch._dynamo", "tests.harness")
 _LARGEST = 128 * 1024  # bytes of a request
+_IN_NETWORK = ("ip", "netns", "exec")
+_CLONE_NEWNET = 0x40000000
 _HIGH = 512  # descriptors from here on are nobody's yet
 _nurseries: dict[tuple[str, ...], Nursery] = {}
 
 
 def popen(command: Sequence[str], modules: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
-    """As `subprocess.Popen`: forked if the command begins with `sys.executable` and `-m` or `-c`, and looks for modules
-    where the tests do.
+    """As `subprocess.Popen`: forked if the command begins with `sys.executable` and `-m` or `-c`, perhaps behind `ip
+    netns exec NAME`, and looks for modules where the tests do.
 
     Args:
         modules: what is to be imported already: `DAEMON` or `WORKER`.
@@ -57,7 +60,8 @@ def popen(command: Sequence[str], modules: tuple[str, ...], **options: Any) -> s
     """
     environment = options.get("env") or os.environ
     paths = set(environment.get("PYTHONPATH", "").split(os.pathsep))
-    same = command[0] == sys.executable and command[1] in ("-m", "-c") and paths <= set(_paths())
+    python = command[len(_IN_NETWORK) + 1 :] if tuple(command[: len(_IN_NETWORK)]) == _IN_NETWORK else command
+    same = python[0] == sys.executable and python[1] in ("-m", "-c") and paths <= set(_paths())
     if not same or os.path.exists("/dev/nvidiactl"):  # CUDA does not outlive a fork
         return subprocess.Popen(command, **options)
     return _Forked(command, modules, **options)
@@ -79,8 +83,10 @@ class _Forked(subprocess.Popen[bytes]):
         pipes = options[9:15]
         streams = [pipes[0], pipes[3], pipes[5]]
         kept = {number: number if fd < 0 else fd for number, fd in enumerate(streams)} | {fd: fd for fd in pass_fds}
+        network = args[len(_IN_NETWORK)] if args[0] != sys.executable else ""
+        python = args[args.index(sys.executable) :]
         self.pid, self._status = nursery(self._modules).fork(
-            args[1:], dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd()), kept
+            python[1:], network, dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd()), kept
         )
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -133,19 +139,25 @@ class Nursery:
         return {self._sock.fileno()}
 
     def fork(
-        self, arguments: Sequence[str], environment: Mapping[str, str], directory: str, kept: Mapping[int, int]
+        self,
+        arguments: Sequence[str],
+        network: str,
+        environment: Mapping[str, str],
+        directory: str,
+        kept: Mapping[int, int],
     ) -> tuple[int, int]:
         """A new process.
 
         Args:
             arguments: of the interpreter.
+            network: name of its network namespace; empty for this process's.
             kept: its descriptors, and what they are here.
 
         Returns:
             Its number, and where its exit status, or minus a signal, comes.
         """
         status, theirs = os.pipe()
-        request = pickle.dumps((list(arguments), dict(environment), directory, list(kept)))
+        request = pickle.dumps((list(arguments), network, dict(environment), directory, list(kept)))
         try:
             with self._lock:
                 socket.send_fds(self._sock, [request], [theirs, *kept.values()])
@@ -213,12 +225,16 @@ def _tell_end(pidfd: int, pid: int, status: int) -> None:
 def _become(request: bytes, fds: list[int]) -> list[str]:
     """Makes this process the one that was asked for, as far as the system is concerned."""
     arguments: list[str]
-    arguments, environment, directory, kept = pickle.loads(request)
+    arguments, network, environment, directory, kept = pickle.loads(request)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in fds[1:]]
     os.closerange(3, _HIGH)
     for number, fd in zip(kept, high, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    if network:
+        with open(f"/run/netns/{network}", "rb") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"network namespace {network} cannot be entered")
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.netlab import Netlab
+from tests import forks
 from tests.faults import nemesis
 from tests.faults.jobs import HANGABLE, LabDaemons, fifo
 from tests.fusiond.processes import JOB, Daemons
@@ -115,8 +116,9 @@ class SoakJob:
             raise SoakError(f"the job does not come up; {self.describe()}")
 
     def _start_rank(self, rank: int) -> None:
-        process = subprocess.Popen(
+        process = forks.popen(
             [sys.executable, "-m", "tests.faults.soak_worker"],
+            forks.DAEMON,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self.daemons.environment,
