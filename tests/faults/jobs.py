@@ -113,6 +113,8 @@ class Workers:
         clients: by rank.
         count: elements of each step.
         ranks: all ranks of the job, whether they are among the clients or not.
+        computing: seconds that each takes between two steps, so that a test in which time has to pass leaves processors
+            to others.
 
     Attributes:
         steps: completed by each rank.
@@ -121,8 +123,9 @@ class Workers:
         raised: when, by the monotonic clock.
     """
 
-    def __init__(self, clients: dict[int, Client], count: int, ranks: Sequence[int]) -> None:
+    def __init__(self, clients: dict[int, Client], count: int, ranks: Sequence[int], computing: float = 0.0) -> None:
         self._count = count
+        self._computing = computing
         self._ranks = ranks
         self._last = 1 << 30  # the step before which all of them stop
         self.steps = dict.fromkeys(clients, 0)
@@ -142,6 +145,7 @@ class Workers:
                 if not np.array_equal(result, total(self._ranks, step, self._count)):
                     self.wrong.append((rank, step))
                 self.steps[rank] += 1
+                time.sleep(self._computing)
         except HorovodInternalError as error:
             self.raised[rank] = time.monotonic()
             self.errors[rank] = str(error)

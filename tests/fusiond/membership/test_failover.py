@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ MakeDaemons = Callable[..., Daemons]
 TENSORS = (wire.TensorSpec("w", "float32", (1000,)),)
 TOLERANT = {"FUSION_TOLERATE_LOSSES": "1", "FUSION_HEARTBEAT_INTERVAL": "50ms", "FUSION_HEARTBEAT_TIMEOUT": "1s"}
 LAST_WORDS_S = 20.0
+COMPUTING_S = 0.002  # between two steps
 
 
 class Trainer:
@@ -53,6 +55,7 @@ class Trainer:
         try:
             while not self._stop:
                 self._array[:] = 1
+                time.sleep(COMPUTING_S)
                 self.client.wait(self.client.ready("model.0", self._plan.id, 0))
                 with self.step:
                     self.steps += 1

@@ -232,7 +232,7 @@ HTTP = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + bytes(100)
 def test_strangers_change_nothing_and_are_counted(runtime_dir: Path) -> None:
     with recorded(runtime_dir) as job:
         job.start()
-        workers = Workers(job.join(), COUNT, range(2))
+        workers = Workers(job.join(), COUNT, range(2), computing=0.05)
         workers.go_on()
         target = job.endpoints[1]
         before = job.status(1)["mesh"]
