@@ -4,7 +4,8 @@ Importing torch, and what its optimizers import besides, takes each worker three
 a second. So a *nursery*, a process that has imported it all and has a single thread, forks for every `popen` here. What
 is forked has the arguments, environment, directory, network and descriptors that it is given, and ends as any
 interpreter does. It differs from a fresh process in that modules were imported with the environment of the nursery, and
-that all of them hash alike; tests of the command line, of starting, and of launchers have real processes.
+that all of them hash alike; tests of the command line, of starting, and of launchers have real processes. Where a
+launcher has to start the workers, and how they start is not the point, it gets `interpreter` for `sys.executable`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import os
 import pickle
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Mapping, Sequence
@@ -42,29 +45,47 @@ DAEMON = (
     "fusiond.host.thread_pool",
     "fusion_rt.client",
 )
-WORKER = (*DAEMON, "fusion_rt.torch", "fusion_rt.torch.elastic", "torch._dynamo", "tests.harness")
+WORKER = (*DAEMON, "fusion_rt.torch", "fusion_rt.torch.elastic", "torch._dynamo", "sklearn.datasets", "tests.harness")
 _LARGEST = 128 * 1024  # bytes of a request
 _IN_NETWORK = ("ip", "netns", "exec")
 _CLONE_NEWNET = 0x40000000
 _HIGH = 512  # descriptors from here on are nobody's yet
+PARENT = "FUSION_TEST_PARENT"
 _nurseries: dict[tuple[str, ...], Nursery] = {}
 
 
-def popen(command: Sequence[str], modules: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
-    """As `subprocess.Popen`: forked if the command begins with `sys.executable` and `-m` or `-c`, perhaps behind `ip
-    netns exec NAME`, and looks for modules where the tests do.
+def popen(command: Sequence[str], modules: tuple[str, ...], **options: Any) -> subprocess.Popen[Any]:
+    """As `subprocess.Popen`: forked if the command begins with `sys.executable` and has no flags but `-m` or `-c`,
+    perhaps behind `ip netns exec NAME`, and looks for modules where the tests do.
 
     Args:
         modules: what is to be imported already: `DAEMON` or `WORKER`.
-        options: `stdin`, `stdout`, `stderr`, `env`, `cwd` and `pass_fds`.
+        options: `stdin`, `stdout`, `stderr`, `text`, `env`, `cwd` and `pass_fds`.
     """
     environment = options.get("env") or os.environ
     paths = set(environment.get("PYTHONPATH", "").split(os.pathsep))
     python = command[len(_IN_NETWORK) + 1 :] if tuple(command[: len(_IN_NETWORK)]) == _IN_NETWORK else command
-    same = python[0] == sys.executable and python[1] in ("-m", "-c") and paths <= set(_paths())
-    if not same or os.path.exists("/dev/nvidiactl"):  # CUDA does not outlive a fork
+    known = python[1] in ("-m", "-c") or not python[1].startswith("-")
+    same = python[0] == sys.executable and known and paths <= set(_paths())
+    if not same or not _possible():
         return subprocess.Popen(command, **options)
     return _Forked(command, modules, **options)
+
+
+def interpreter(modules: tuple[str, ...]) -> list[str]:
+    """What a launcher is given instead of `sys.executable`, to have its workers forked: `tests/forked.py`, which stays
+    the launcher's child, and passes signals on to the fork and its exit status back.
+
+    The arguments of a worker are `-c CODE`, `-m MODULE` or a script, and its own. `os.getppid()` is none of the
+    launcher's processes there; PARENT names the variable that has the right number.
+    """
+    if not _possible():
+        return [sys.executable]
+    return [sys.executable, "-IS", str(ROOT / "tests" / "forked.py"), nursery(modules).address]
+
+
+def _possible() -> bool:
+    return not os.path.exists("/dev/nvidiactl")  # CUDA does not outlive a fork
 
 
 def _paths() -> list[str]:
@@ -114,15 +135,20 @@ class Nursery:
 
     Attributes:
         process: it.
+        address: path of the socket where others than the tests' process ask it for a fork.
     """
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self._lock = threading.Lock()
+        self._directory = tempfile.mkdtemp(prefix="frt", dir="/tmp")
+        self.address = f"{self._directory}/forks"
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen(64)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forks", str(theirs.fileno()), *modules],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "tests.forks", str(theirs.fileno()), str(listener.fileno()), *modules],
+                pass_fds=[theirs.fileno(), listener.fileno()],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, _paths())), "OMP_NUM_THREADS": "1"},
@@ -133,6 +159,7 @@ class Nursery:
     def _close(self) -> None:
         self._sock.close()
         self.process.wait()
+        shutil.rmtree(self._directory)
 
     @property
     def descriptors(self) -> set[int]:
@@ -190,29 +217,57 @@ def descriptors() -> set[int]:
 # --- the process that forks -------------------------------------------------------------------------------------------
 
 
-def _serve(sock: socket.socket) -> list[str]:
-    """Forks on demand until the other side is gone; in each child, returns the arguments of its interpreter."""
+def _serve(sock: socket.socket, listener: socket.socket) -> list[str]:
+    """Forks on demand until the other side is gone; in each child, returns the arguments of its interpreter.
+
+    Whoever has come by the listener asks for one fork, which does not outlive the connection: `tests/forked.py` was
+    killed, or its launcher was.
+    """
     poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    running: dict[int, tuple[int, int]] = {}  # by pidfd: the process, and where its status goes
+    running: dict[int, tuple[int, int, int]] = {}  # by pidfd: the process, where its status goes, and the caller
+    callers = {sock.fileno(): sock, listener.fileno(): listener}
+    for fd in callers:
+        poll.register(fd, select.POLLIN)
     while True:
         for ready, _ in poll.poll():
-            if ready != sock.fileno():
+            if ready in running:
                 poll.unregister(ready)
-                _tell_end(ready, *running.pop(ready))
+                _tell_end(ready, *running.pop(ready)[:2])
                 continue
-            request, fds, _, _ = socket.recv_fds(sock, _LARGEST, 64)
-            if not request:
+            if ready == listener.fileno():
+                caller, _ = listener.accept()
+                callers[caller.fileno()] = caller
+                poll.register(caller, select.POLLIN)
+                continue
+            caller = callers[ready]
+            try:
+                request, fds, _, _ = socket.recv_fds(caller, _LARGEST, 64)
+            except ConnectionResetError:
+                request, fds = b"", []
+            if not request and caller is sock:
                 raise SystemExit
+            if not request:
+                for pid in (pid for pid, _, by in running.values() if by == ready):
+                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it had nobody in its session, or has none yet
+                        os.killpg(pid, signal.SIGKILL)
+                poll.unregister(ready)
+                callers.pop(ready).close()
+                continue
             pid = os.fork()
             if pid == 0:
+                if caller is not sock:
+                    os.setsid()
+                for each in callers.values():
+                    each.detach()  # `_become` closes them
                 return _become(request, fds)
             for fd in fds[1:]:
                 os.close(fd)
             pidfd = os.pidfd_open(pid)
-            running[pidfd] = pid, fds[0]
+            running[pidfd] = pid, fds[0], ready
             poll.register(pidfd, select.POLLIN)
-            sock.send(str(pid).encode())
+            with contextlib.suppress(BrokenPipeError):  # the caller is gone, which is seen next
+                caller.send(str(pid).encode())
 
 
 def _tell_end(pidfd: int, pid: int, status: int) -> None:
@@ -238,6 +293,10 @@ def _become(request: bytes, fds: list[int]) -> list[str]:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    sys.path[1:1] = [
+        path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path
+    ]
+    sys.orig_argv = [sys.executable, *arguments]
     elastic._forked = False  # it is no child of a worker
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
@@ -265,7 +324,13 @@ def _run(arguments: list[str]) -> int:
 
 
 def _execute(arguments: list[str]) -> None:
-    how, what, *rest = arguments
+    how, *rest = arguments
+    if how not in ("-m", "-c"):
+        sys.argv = arguments
+        sys.path[0] = os.path.dirname(os.path.abspath(how))
+        runpy.run_path(how, run_name="__main__")
+        return
+    what, *rest = rest
     sys.argv = [how, *rest]
     sys.path[0] = os.getcwd() if how == "-m" else ""
     if how == "-m":
@@ -276,8 +341,8 @@ def _execute(arguments: list[str]) -> None:
 
 
 def _main() -> NoReturn:
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    sock, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    for name in sys.argv[3:]:
         importlib.import_module(name)
     # typer imports what it parses with when it parses for the first time, which is most of a daemon's start.
     start = typer.main.get_command(sys.modules[DAEMON[0]].app).commands["start"]  # type: ignore[attr-defined]
@@ -286,8 +351,7 @@ def _main() -> NoReturn:
         raise RuntimeError(f"a thread runs, which no fork would have: {threading.enumerate()}")
     gc.collect()
     gc.freeze()  # what is there is shared with all children, as long as they do not look for garbage in it
-    arguments = _serve(sock)
-    sock.detach()
+    arguments = _serve(sock, listener)
     os._exit(_run(arguments))  # to take down all modules would take as long as to import them
 
 

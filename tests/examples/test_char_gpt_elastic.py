@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests import forks
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "char_gpt_elastic.py"
 SAMPLES, BATCH, COMMIT_EVERY = 960, 8, 4
@@ -46,7 +48,16 @@ def test_it_goes_on_when_a_worker_is_killed_and_when_one_comes(tmp_path: Path) -
     script.chmod(0o755)
     launcher = [sys.executable, "-m", "fusion_rt.runner", "-np", "2", "--min-np", "1"]
     launcher += ["--host-discovery-script", str(script), "--blacklist-cooldown-range", "2", "2"]
-    command = [sys.executable, str(SCRIPT), "--samples", str(SAMPLES), "--batch-size", str(BATCH), "--context", "16"]
+    command = [
+        *forks.interpreter(forks.WORKER),
+        str(SCRIPT),
+        "--samples",
+        str(SAMPLES),
+        "--batch-size",
+        str(BATCH),
+        "--context",
+        "16",
+    ]
     command += ["--width", "32", "--layers", "1", "--commit-every", str(COMMIT_EVERY), "--record", str(record)]
     command += ["--pause", "0.05"]  # so that there is something left to do when the second one comes
     paths = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])

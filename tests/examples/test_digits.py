@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.netlab import Netlab, preflight
+from tests import forks
 from tests.examples import digits_job
 from tests.harness import Job
 
@@ -100,7 +101,7 @@ def assert_same_training(run: Run, alone: Run) -> None:
 
 
 def test_the_demo_reaches_97_percent_and_says_what_it_cost() -> None:
-    printed = fusionrun(2, sys.executable, ROOT / "examples" / "digits.py")
+    printed = fusionrun(2, *forks.interpreter(forks.WORKER), ROOT / "examples" / "digits.py")
     assert printed[1] == ""
     lines = [line for line in printed[0].splitlines() if line]
     bars, (accuracy, speed, communication) = lines[:-3], lines[-3:]
@@ -125,6 +126,6 @@ def test_four_hosts_train_as_one_process_does_with_their_batches_put_together(al
     with Netlab(hosts=RANKS) as lab:
         hosts = ",".join(f"{host.name}:1" for host in lab.hosts)
         flags = ["-H", hosts, "--rsh-agent", lab.agent]
-        printed = fusionrun(RANKS, *flags, sys.executable, JOB, *options_of(BATCH, LR))
+        printed = fusionrun(RANKS, *flags, *forks.interpreter(forks.WORKER), JOB, *options_of(BATCH, LR))
     found = [json.loads(printed[rank].rpartition("RESULT ")[2]) for rank in range(RANKS)]
     assert_same_training(run_of(found), alone)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.harness import run_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,10 +26,19 @@ def on_two_ranks(script: str, *arguments: str, cwd: Path) -> list[str]:
     return [f"[{rank}]<stdout>:{line}" for rank, text in enumerate(printed) for line in text.splitlines()]
 
 
-def launched(*command: str | Path, cwd: Path) -> list[str]:
-    """The same of what fusionrun runs with Python."""
+def launched_as_horovod(*command: str | Path, cwd: Path) -> list[str]:
+    """The same of what fusionrun runs with Python, where `import horovod` means this project."""
     process = subprocess.run(
-        [sys.executable, "-m", "fusion_rt.runner", "-np", "2", sys.executable, *map(str, command)],
+        [
+            sys.executable,
+            "-m",
+            "fusion_rt.runner",
+            "-np",
+            "2",
+            "--as-horovod",
+            *forks.interpreter(forks.WORKER),
+            *map(str, command),
+        ],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -56,7 +66,7 @@ def test_mnist_learns_to_read_and_is_the_same_under_horovods_name(tmp_path: Path
     script = tmp_path / "mnist.py"
     script.write_text(changed)
     # Same seeds, and results are the same bits from run to run: so is everything that is printed.
-    assert launched("-m", "fusion_rt.as_horovod", script, "--fp16-allreduce", cwd=tmp_path) == lines
+    assert launched_as_horovod(script, "--fp16-allreduce", cwd=tmp_path) == lines
 
 
 def test_resnet_warms_up_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests import forks
 from tests.launchers.conftest import HERE, Sshd, fusionrun, horovodrun, logs, mpirun, run, torchrun
 
 pytestmark = pytest.mark.multiprocess
@@ -61,5 +62,9 @@ def test_mpirun(runtime_dir: Path, tmp_path: Path) -> None:
 
 
 def test_ssh(runtime_dir: Path, tmp_path: Path, sshd: Sshd) -> None:
-    done = run(*sshd.fusionrun("--as-horovod", sys.executable, HERE / "train.py"), cwd=tmp_path, **sshd.environ)
+    done = run(
+        *sshd.fusionrun("--as-horovod", *forks.interpreter(forks.WORKER), HERE / "train.py"),
+        cwd=tmp_path,
+        **sshd.environ,
+    )
     check(done, runtime_dir)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 
 import pytest
+
+from tests import forks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,7 +26,7 @@ left = None
 for step in range(10_000):
     if hvd.rank() == int(victim) and step == 10:
         open(os.environ["LOST"], "w").close()
-        os.kill(os.getppid() if what == "host" else os.getpid(), 9)
+        os.kill(int(os.environ.get("FUSION_TEST_PARENT", os.getppid())) if what == "host" else os.getpid(), 9)
     optimizer.zero_grad()
     model(torch.ones(4, 30)).square().mean().backward()
     optimizer.step()
@@ -47,7 +48,7 @@ def with_real_daemon(fusionrun) -> None:
 def train(fusionrun, monkeypatch, tmp_path, *arguments: str, hosts: tuple[str, ...] = HOSTS) -> tuple[int, str, str]:
     """Trains until a rank is lost, and for 50 more steps; returns exit status, output and errors."""
     monkeypatch.setenv("LOST", str(tmp_path / "lost"))
-    result = fusionrun(*hosts, sys.executable, "-c", TRAIN, *arguments, TEST_SETTLE="60")
+    result = fusionrun(*hosts, *forks.interpreter(forks.WORKER), "-c", TRAIN, *arguments, TEST_SETTLE="60")
     if "host" not in arguments:  # on a host that is lost nobody is left to clean up
         assert os.listdir(fusionrun.runtime_dir) == []
     return result.returncode, result.stdout, result.stderr

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from tests import forks
 from tests.faults.nemesis import wait_for_state
 from tests.fusiond.algorithms import published
 from tests.harness import Job, on_ranks
@@ -583,7 +584,8 @@ def test_a_script_written_for_horovod_runs_with_any_algorithm(runtime_dir: Path,
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     hosts = ("-np", "2", "-H", "127.0.0.1:1,localhost:1")
-    done = launch(*hosts, "--as-horovod", "--algorithm", "ssp(staleness=4)", sys.executable, str(script))
+    options = ("--as-horovod", "--algorithm", "ssp(staleness=4)")
+    done = launch(*hosts, *options, *forks.interpreter(forks.WORKER), str(script))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:learned DistributedShards" for rank in range(2)]
 

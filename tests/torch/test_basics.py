@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from tests import forks
 from tests.harness import ROOT, on_ranks
 from tests.torch.training import assert_equal_on_all_ranks, loss_of, make_model, my_batch, train
 
@@ -24,8 +25,8 @@ def start(script: str, environment: Mapping[str, str] | None = None) -> subproce
 
 
 def start_process(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
+    return forks.popen(
+        [sys.executable, *arguments], forks.WORKER,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )  # fmt: skip
@@ -190,49 +191,42 @@ def test_a_job_of_one_may_leave_and_come_back(runtime_dir: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_torchrun_starts_a_job(runtime_dir: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import fusion_rt.torch as hvd\nhvd.init()\nprint(hvd.allgather_object(hvd.rank()))\n")
-    status, out, err = finish(
-        start_process("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
-    )
-    assert (status, out.replace("\n", "")) == (0, "[0, 1][0, 1]"), err
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("end", "text"), [("pass", "left the job"), ("1 / 0", "ZeroDivisionError: division by zero")])
-def test_a_process_of_multiprocessing_says_how_it_ends(runtime_dir: Path, tmp_path: Path, end: str, text: str) -> None:
+def test_a_process_of_multiprocessing_says_how_it_ends(runtime_dir: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        textwrap.dedent(f"""
+        textwrap.dedent("""
         import multiprocessing, os
 
-        def worker(rank):
+        def worker(rank, fails):
             import torch, fusion_rt.torch as hvd
-            common = {{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}}
+            common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
             os.environ.update(common, RANK=str(rank), LOCAL_RANK=str(rank))
             hvd.init()
             if rank == 0:
-                {end}
+                1 / (not fails)
             else:
                 try:
                     hvd.allreduce(torch.ones(1))
                 except hvd.HorovodInternalError as error:
-                    print(error, flush=True)
+                    print(repr(str(error)), flush=True)
 
         if __name__ == "__main__":
-            context = multiprocessing.get_context("spawn")
-            processes = [context.Process(target=worker, args=(rank,)) for rank in range(2)]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["fusion_rt.torch"])
+            for fails in (False, True):
+                processes = [context.Process(target=worker, args=(rank, fails)) for rank in range(2)]
+                for process in processes:
+                    process.start()
+                for process in processes:
+                    process.join()
         """)
     )
     status, out, err = finish(start_process(str(script)))
     assert status == 0, err
-    assert text in out
-    assert "rank 0 (host" in out
+    left, failed = out.splitlines()
+    for line, text in ((left, "left the job"), (failed, "ZeroDivisionError: division by zero")):
+        assert text in line
+        assert "rank 0 (host" in line
 
 
 def test_what_scripts_ask_about_the_installation() -> None:

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import fusion_rt
+from tests import forks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -33,13 +34,12 @@ class Job:
         fusionrun: Any,
         until: Callable[..., Any],
         arguments: tuple[str | Path, ...],
-        script: Path = WORKER,
+        command: Sequence[str | Path] = (sys.executable, WORKER),
         **variables: str,
     ) -> None:
         self.directory: Path = fusionrun.directory
         self._until = until
-        command = (*arguments, sys.executable, script, self.directory)
-        self.process = fusionrun.start(*command, **variables)
+        self.process = fusionrun.start(*arguments, *command, self.directory, **variables)
         self.out: list[str] = []
         self.err: list[str] = []
         self._readers = [self._read(self.process.stdout, self.out), self._read(self.process.stderr, self.err)]
@@ -223,7 +223,8 @@ def test_a_script_that_fails_at_every_worker_fails_the_job(start, fusionrun) -> 
 
 
 def test_training_goes_on_without_rank_0_and_with_a_new_worker(start) -> None:
-    job = start("-np", "2", "--min-np", "1", "-H", BOTH, "--blacklist-cooldown-range", "7", "7", script=TRAIN)
+    train = (*forks.interpreter(forks.WORKER), TRAIN)
+    job = start("-np", "2", "--min-np", "1", "-H", BOTH, "--blacklist-cooldown-range", "7", "7", command=train)
     (_, first), (_, second) = job.epoch(1, 2)
     os.kill(first, signal.SIGKILL)
     ((step, pid),) = job.epoch(2, 1)
