@@ -114,6 +114,12 @@ def schedule(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))
 
 
+def share_cores() -> None:
+    """Gives each rank its part of the host's cores, unless `OMP_NUM_THREADS` says how many threads a process has."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small GPT learns the text of Python's standard library.")
     parser.add_argument("--steps", type=int, default=600)
@@ -128,9 +134,7 @@ def main() -> None:
     options = parser.parse_args()
 
     hvd.init()  # ->
-    torch.set_num_threads(
-        max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
-    )  # -> the ranks share the host's cores
+    share_cores()  # ->
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed + hvd.rank())  # -> each rank draws its own pieces
     text, held_out = load()

@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
 
     hvd.init()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    char_gpt.share_cores()
     torch.manual_seed(options.seed)
     text, held_out = char_gpt.load()
     generator = torch.Generator().manual_seed(options.seed)
