@@ -67,7 +67,7 @@ def popen(command: Sequence[str], modules: tuple[str, ...], **options: Any) -> s
     python = command[len(_IN_NETWORK) + 1 :] if tuple(command[: len(_IN_NETWORK)]) == _IN_NETWORK else command
     known = python[1] in ("-m", "-c") or not python[1].startswith("-")
     same = python[0] == sys.executable and known and paths <= set(_paths())
-    if not same or not _possible():
+    if not same or not possible():
         return subprocess.Popen(command, **options)
     return _Forked(command, modules, **options)
 
@@ -79,12 +79,13 @@ def interpreter(modules: tuple[str, ...]) -> list[str]:
     The arguments of a worker are `-c CODE`, `-m MODULE` or a script, and its own. `os.getppid()` is none of the
     launcher's processes there; PARENT names the variable that has the right number.
     """
-    if not _possible():
+    if not possible():
         return [sys.executable]
     return [sys.executable, "-IS", str(ROOT / "tests" / "forked.py"), nursery(modules).address]
 
 
-def _possible() -> bool:
+def possible() -> bool:
+    """Whether this machine lets what is forked do all that a fresh process does."""
     return not os.path.exists("/dev/nvidiactl")  # CUDA does not outlive a fork
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import forks
+
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_DAEMON = Path(__file__).with_name("fake_daemon")
+FORKED_DAEMON = FAKE_DAEMON.with_name("forked_daemon")
 LAUNCHER = (
     FAKE_DAEMON.with_name("script") / "fusionrun.py"
 )  # as the console script, it does not look for modules where it is started
@@ -34,7 +37,12 @@ class Fusionrun:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-        paths = [ROOT, ROOT / "daemon"] if self.real_daemon else [FAKE_DAEMON, ROOT, ROOT / "daemon"]
+        paths = [ROOT, ROOT / "daemon"]
+        if not self.real_daemon:
+            paths.insert(0, FAKE_DAEMON)
+        elif forks.possible():
+            paths.insert(0, FORKED_DAEMON)
+            environment["FUSION_TEST_DAEMONS"] = forks.nursery(forks.DAEMON).address
         process = subprocess.Popen(
             [*self.wrapper, sys.executable, LAUNCHER, *map(str, arguments)],
             stdin=subprocess.DEVNULL,

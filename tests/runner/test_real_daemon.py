@@ -5,22 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 
 import psutil
 import pytest
 
 from fusion_rt.runner.phases import AGENTS, DAEMONS, LAUNCHER, OF_DAEMON, WORKERS
+from tests import forks
 from tests.runner.conftest import TIMEOUT_S
 
 pytestmark = pytest.mark.multiprocess
 
-TRAIN = """
-import torch
-import fusion_rt.torch as hvd
-hvd.init()
-print("sum", hvd.allreduce(torch.ones(2) * (hvd.rank() + 1), op=hvd.Sum).tolist(), flush=True)
-"""
 JOINED = """
 import os, signal, sys, time
 import numpy as np
@@ -43,24 +37,24 @@ if sys.argv[1] == "once":
 else:
     add("loss", *range(2 + client.rank))
 """
+SLOW_TO_JOIN = """
+import os, time
+while not os.path.exists(os.environ["FUSION_SOCKET"]):
+    time.sleep(0.01)
+time.sleep(0.2)
+"""  # as if it had torch to import
 TWO_NODES = ("-np", "3", "-H", "127.0.0.1:2,localhost:1")
 SUMS = [f"[{rank}]<stdout>:sum [6.0, 6.0]" for rank in range(3)]
+
+
+def python() -> list[str]:
+    """An interpreter for workers without torch."""
+    return forks.interpreter(forks.DAEMON)
 
 
 @pytest.fixture(autouse=True)
 def with_real_daemon(fusionrun) -> None:
     fusionrun.real_daemon = True
-
-
-def test_a_job_on_two_nodes_adds_up_and_leaves_no_file(fusionrun) -> None:
-    flags = ("--verbose", "--log-level", "INFO", "--log-without-timestamp")
-    result = fusionrun(*TWO_NODES, *flags, sys.executable, "-c", TRAIN)
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == SUMS
-    assert os.listdir(fusionrun.runtime_dir) == []
-    assert re.search(r"^\[localhost\]<fusiond>:fusiond\[\d+\] INFO: rank 2 .* has joined$", result.stderr, re.MULTILINE)
-    took = check_phases(result.stderr)
-    assert took[OF_DAEMON["joined"]] > 0.1, "workers import torch before they join"
 
 
 def check_phases(stderr: str) -> dict[str, float]:
@@ -79,7 +73,7 @@ def check_phases(stderr: str) -> dict[str, float]:
 
 
 def test_a_killed_worker_is_the_last_line_and_every_survivor_names_it(fusionrun) -> None:
-    result = fusionrun(*TWO_NODES, sys.executable, "-c", ADD, "train", "1", TEST_SETTLE="60")
+    result = fusionrun(*TWO_NODES, *python(), "-c", ADD, "train", "1", TEST_SETTLE="60")
     assert result.returncode == 1
     assert "Process 1 exit with status code 137.\n" in result.stdout
     assert result.stderr.splitlines()[-1].startswith("fusionrun: rank 1 on host 127.0.0.1 was killed by SIGKILL")
@@ -91,7 +85,7 @@ def test_a_killed_worker_is_the_last_line_and_every_survivor_names_it(fusionrun)
 
 
 def start_training(fusionrun):
-    process = fusionrun.start(*TWO_NODES, sys.executable, "-c", ADD, "train")
+    process = fusionrun.start(*TWO_NODES, *python(), "-c", ADD, "train")
     assert sorted(process.stdout.readline().rstrip() for _ in range(3)) == SUMS
     return process, psutil.Process(process.pid).children(recursive=True)
 
@@ -121,17 +115,18 @@ SHARD_NODE = ("-np", "3", "-H", "127.0.0.1:2,localhost:1", "--shard-hosts", "127
 
 def test_a_node_without_workers_comes_and_goes_with_the_job(fusionrun) -> None:
     flags = ("--verbose", "--log-level", "INFO", "--log-without-timestamp")
-    result = fusionrun(*SHARD_NODE, *flags, sys.executable, "-c", ADD, "once")
+    result = fusionrun(*SHARD_NODE, *flags, *python(), "-c", SLOW_TO_JOIN + ADD, "once")
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == SUMS
     assert re.search(r"^\[127.0.0.2\]<fusiond>:.* INFO: the job has started", result.stderr, re.MULTILINE)
+    assert re.search(r"^\[localhost\]<fusiond>:fusiond\[\d+\] INFO: rank 2 .* has joined$", result.stderr, re.MULTILINE)
     assert not re.search("ERROR|is lost", result.stderr)
     assert os.listdir(fusionrun.runtime_dir) == []
-    check_phases(result.stderr)
+    assert check_phases(result.stderr)[OF_DAEMON["joined"]] > 0.1
 
 
 def test_a_killed_daemon_of_a_node_without_workers_is_named_by_all(fusionrun) -> None:
-    process = fusionrun.start(*SHARD_NODE, sys.executable, "-c", ADD, "train", TEST_SETTLE="60")
+    process = fusionrun.start(*SHARD_NODE, *python(), "-c", ADD, "train", TEST_SETTLE="60")
     assert sorted(process.stdout.readline().rstrip() for _ in range(3)) == SUMS
     everything = psutil.Process(process.pid).children(recursive=True)
     daemons = {int(name.rpartition(".")[2]): name for name in os.listdir(fusionrun.runtime_dir)}
@@ -163,7 +158,7 @@ while True:
     signal.pause()
 """
     flags = ("-np", "1", "-H", "localhost", "--shard-hosts", "127.0.0.2")
-    process = fusionrun.start(*flags, sys.executable, "-c", code, TEST_INTERRUPT_GRACE="60")
+    process = fusionrun.start(*flags, *python(), "-c", code, TEST_INTERRUPT_GRACE="60")
     assert process.stdout.readline() == "[0]<stdout>:up\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)
@@ -174,6 +169,6 @@ while True:
 
 
 def test_ranks_that_disagree_are_told_what_about(fusionrun) -> None:
-    result = fusionrun(*TWO_NODES, sys.executable, "-c", ADD, "differ")
+    result = fusionrun(*TWO_NODES, *python(), "-c", ADD, "differ")
     assert result.returncode == 1
     assert "'loss'" in result.stderr.splitlines()[-1]

@@ -34,11 +34,12 @@ class Job:
         fusionrun: Any,
         until: Callable[..., Any],
         arguments: tuple[str | Path, ...],
-        command: Sequence[str | Path] = (sys.executable, WORKER),
+        command: Sequence[str | Path] = (),
         **variables: str,
     ) -> None:
         self.directory: Path = fusionrun.directory
         self._until = until
+        command = command or (*forks.interpreter(forks.DAEMON), WORKER)
         self.process = fusionrun.start(*arguments, *command, self.directory, **variables)
         self.out: list[str] = []
         self.err: list[str] = []
@@ -189,6 +190,7 @@ def test_a_lost_host_and_a_worker_that_hangs_are_left_behind(start, runtime_dir:
     job = start(
         *("-np", "3", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1,127.0.0.2:1"),
         *("--blacklist-cooldown-range", "100", "100"),
+        command=(sys.executable, WORKER),  # a child of its agent
         FUSION_HEARTBEAT_TIMEOUT="4s",
     )
     (_, first), (_, second), (_, third) = job.epoch(1, 3)
