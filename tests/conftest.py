@@ -51,6 +51,9 @@ os.environ["PYTHONFAULTHANDLER"] = "1"  # every Python that a test starts can sh
 # process of pytest-xdist, compiles all that it imports: a third of what a daemon needs to start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Before torch is imported, here or in what tests start: several of these share the cores, and threads of OpenMP that
+# wait for each other spin, which took three quarters of the time of tests that train in their own process.
+os.environ["OMP_NUM_THREADS"] = "1"
 # A shell starts what it runs in the background with SIGINT ignored, nohup with SIGHUP, and what that starts inherits
 # it; tests that end a job by these could only wait then. What has a handler here is at its default in children.
 for _number in (signal.SIGINT, signal.SIGHUP):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fusion_rt.as_horovod import python_path
 from tests import forks
 from tests.launchers.conftest import HERE, Sshd, fusionrun, horovodrun, logs, mpirun, run, torchrun
 
@@ -54,7 +55,8 @@ def test_horovodrun(runtime_dir: Path, tmp_path: Path) -> None:
 
 
 def test_torchrun(runtime_dir: Path, tmp_path: Path) -> None:
-    check(run(*torchrun(), "--standalone", "--nproc-per-node", "2", *AS_HOROVOD, cwd=tmp_path), runtime_dir)
+    command = [*torchrun(), "--standalone", "--nproc-per-node", "2", "--no-python", *forks.interpreter(forks.WORKER)]
+    check(run(*command, HERE / "train.py", cwd=tmp_path, PYTHONPATH=python_path()), runtime_dir)
 
 
 def test_mpirun(runtime_dir: Path, tmp_path: Path) -> None:
