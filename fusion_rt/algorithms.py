@@ -411,7 +411,8 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
     if algorithm.encodes:
         if not codec.stateful:
             raise AlgorithmError(
-                f"{algorithm.name} sends what a codec selects of a difference, and {codec} leaves nothing out; use topk, or dpsgd"
+                f"{algorithm.name} sends what a codec selects of a difference, and {codec} leaves nothing out; use "
+                "topk, or dpsgd"
             )
     elif codec.stateful and algorithm.signal is Signal.PARAMETER:
         raise AlgorithmError(
