@@ -154,8 +154,10 @@ class Nursery:
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, _paths())), "OMP_NUM_THREADS": "1"},
             )
-
         atexit.register(self._close)
+        # A launcher that gets the address allows its workers a time to start, and imports are none of that.
+        if not self._sock.recv(16):
+            raise self._ended()
 
     def _close(self) -> None:
         self._sock.close()
@@ -194,8 +196,11 @@ class Nursery:
             os.close(theirs)
         if not answer:
             os.close(status)
-            raise RuntimeError(f"the process that forks has ended with status {self.process.wait()}")
+            raise self._ended()
         return int(answer), status
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"the process that forks has ended with status {self.process.wait()}")
 
 
 def nursery(modules: tuple[str, ...]) -> Nursery:
@@ -352,6 +357,7 @@ def _main() -> NoReturn:
         raise RuntimeError(f"a thread runs, which no fork would have: {threading.enumerate()}")
     gc.collect()
     gc.freeze()  # what is there is shared with all children, as long as they do not look for garbage in it
+    sock.send(b"ready")
     arguments = _serve(sock, listener)
     os._exit(_run(arguments))  # to take down all modules would take as long as to import them
 
