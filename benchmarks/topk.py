@@ -28,8 +28,9 @@ from benchmarks import arguments as shared
 from benchmarks import results, sampling, tables
 from benchmarks.results import Measure, Record, Setting
 from benchmarks.tables import Table
-from fusion_rt.codecs import Layout, SelectingBucketCodec
-from fusion_rt.codecs.topk import TopK
+from fusion_rt.codecs import Layout
+from fusion_rt.codecs.selecting import SelectingBucketCodec
+from fusion_rt.codecs.topk import TopK, TopKBucket
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels import cpu
 from fusion_rt.kernels.team import Team
@@ -95,8 +96,9 @@ def on_cpu(arguments: argparse.Namespace, densities: list[float]) -> Record:
     magnitudes = torch.from_numpy(np.abs(gradient))
     residual = np.zeros_like(gradient)
     cpu.reduce("sum", DTYPES["float32"], [residual, gradient], [residual])  # compiles
+    layout = Layout(DTYPES["float32"], arguments.elements)
     for density in densities:
-        codec = TopK(density=density, value=arguments.value).open(Layout(DTYPES["float32"], arguments.elements), team)
+        codec = TopKBucket(layout, TopK(density=density, value=arguments.value), team)
         k = round(density * arguments.elements)
         rows: list[tuple[float, float, float, float]] = []
         nbytes = 0

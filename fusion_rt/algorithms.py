@@ -406,8 +406,8 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
         return
     if op != "average":
         raise AlgorithmError(f"{algorithm} takes means, and cannot combine by {op}; use op=Average, or allreduce")
-    if codec.name == "powersgd" and algorithm.at_homes:
-        raise AlgorithmError(f"the codec {codec} all-reduces its factors, which {algorithm} does not; use topk, say")
+    if codec.only_all_reduced and algorithm.at_homes:
+        raise AlgorithmError(f"the codec {codec} {codec.only_all_reduced}, which {algorithm} does not; use topk, say")
     if algorithm.encodes:
         if not codec.stateful:
             raise AlgorithmError(

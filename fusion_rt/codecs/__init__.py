@@ -14,13 +14,11 @@ from fusion_rt.codecs.gaussiank import GaussianK
 from fusion_rt.codecs.half import Bf16, Fp16
 from fusion_rt.codecs.int8 import Int8
 from fusion_rt.codecs.onebit import OneBit
-from fusion_rt.codecs.packing import Selection
-from fusion_rt.codecs.powersgd import PowerSGD, PowerSGDBucket
-from fusion_rt.codecs.quantising import QuantisingBucketCodec
+from fusion_rt.codecs.powersgd import PowerSGD
 from fusion_rt.codecs.randomk import RandomK
-from fusion_rt.codecs.selecting import SelectingBucketCodec
 from fusion_rt.codecs.thresholdk import ThresholdK
 from fusion_rt.codecs.topk import TopK
+from fusion_rt.kernels.team import ALONE, Team
 
 __all__ = [
     "CODECS",
@@ -28,16 +26,22 @@ __all__ = [
     "Codec",
     "CodecError",
     "Layout",
-    "PowerSGDBucket",
-    "QuantisingBucketCodec",
-    "SelectingBucketCodec",
-    "Selection",
     "Span",
+    "open_bucket",
     "parse",
 ]
 
 _ALL: tuple[type[Codec], ...] = (Dense, Fp16, Bf16, TopK, GaussianK, ThresholdK, RandomK, Int8, OneBit, PowerSGD)
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _ALL}
+
+
+def open_bucket(codec: Codec, layout: Layout, team: Team = ALONE) -> BucketCodec:
+    """The codec of a bucket; dense where it does not apply.
+
+    Args:
+        team: the threads that it may use.
+    """
+    return (codec if codec.applies_to(layout.dtype) else Dense()).open(layout, team)
 
 
 @lru_cache(maxsize=256)  # codecs are frozen, and a signature brings its text with every operation

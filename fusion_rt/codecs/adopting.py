@@ -7,6 +7,7 @@ between, or be asked for its state, corrections become a residual here, as it is
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,6 +27,18 @@ class AdoptingBucketCodec(FeedbackBucketCodec):
     """
 
     corrections: Corrections | None = None
+
+    @abstractmethod
+    def adopt(self, tray: Tray) -> Selection:
+        """Contributes what a worker has selected, in place of its gradient.
+
+        Raises:
+            CodecError: it is no selection of this bucket; nothing has changed.
+        """
+
+    @abstractmethod
+    def disown(self, tray: Tray) -> None:
+        """Gives back what a worker has selected, for a step that did not begin. Raises as `adopt`."""
 
     def correct(self, tray: Tray, undone: bool) -> None:
         """Tells the worker by what to correct its residual, and whether the step is undone."""

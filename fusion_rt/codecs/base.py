@@ -1,7 +1,10 @@
-"""What a codec is: `Codec`, the choice that a person makes, and `BucketCodec`, which does the work for one bucket.
+"""The protocol of codecs: `Codec`, what a person chooses, and `BucketCodec`, which does the work for one bucket.
 
 A codec is frozen, compares equal to its like, and has a canonical text, so that it can be part of a signature. What it
 has to remember lives in a `BucketCodec`, one on each node for each bucket of the plan.
+
+Everybody else asks a codec through these two classes, and never looks which one it has. How nodes add up a bucket is
+one of three ways (`BucketCodec.exchange`), of which two need more methods: `summing` and `factoring`.
 
 Rules that collectives and algorithms rely on:
 
@@ -16,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -102,29 +105,75 @@ class Codec(ABC):
     name: ClassVar[str]
     """In the text: `name` or `name(field=value, ...)`."""
 
-    lossless: ClassVar[bool]
+    bucket: ClassVar[type[BucketCodec]]
+    """Does the work for one bucket."""
+
+    lossless: ClassVar[bool] = False
     """Decoding gives back every bit, whatever the element type."""
 
-    stateful: ClassVar[bool]
+    stateful: ClassVar[bool] = False
     """Its bucket codecs remember something, such as a residual, from step to step, and are saved with the model."""
 
-    selecting: ClassVar[bool]
+    selecting: ClassVar[bool] = False
     """Sends some of the elements only; other nodes may send others, so that the sum of payloads is denser."""
+
+    selects_in_workers: ClassVar[bool] = False
+    """A worker can select from its gradient on a GPU, in place of its daemon (`worker_selection`)."""
+
+    only_all_reduced: ClassVar[str] = ""
+    """What all nodes have to do together to get at a sum (a verb in the third person), so that a payload cannot be
+    decoded by a single receiver, such as the shard of a parameter server. Empty where one can."""
 
     @abstractmethod
     def applies_to(self, dtype: DType) -> bool:
-        """Whether buckets of this element type are encoded; all others go dense."""
+        """Whether buckets of this element type are encoded; all others go dense (`codecs.open_bucket`)."""
 
-    @abstractmethod
     def open(self, layout: Layout, team: Team = ALONE) -> BucketCodec:
-        """The codec of one bucket on this node, with an empty residual. A stateless codec opens any bucket, and leaves
-        those dense that it does not apply to; a stateful one raises `CodecError`.
+        """The codec of one bucket on this node, with an empty residual, of an element type that it applies to.
 
         Prepares the kernels it needs, so it may take seconds on a host where they have never been compiled.
 
         Args:
             team: the threads that a bucket may use.
         """
+        return self.bucket(layout, self, team)
+
+    def share(self) -> float:
+        """About how many of the elements a contribution has, above 0 and at most 1."""
+        return 1.0
+
+    def has_momentum(self) -> bool:
+        """Whether it applies a momentum to gradients, so that the optimizer should have none."""
+        return False
+
+    def without_memory(self) -> Codec:
+        """The same codec, but what is not sent is lost, and nothing is added up from step to step."""
+        return self
+
+    def check_use(self, op: str, dtype: DType | None = None, kind: str = "allreduce") -> None:
+        """Raises `CodecError` where the codec makes no sense.
+
+        What a stateful codec has not sent is added to the next gradient, which is right for sums only.
+
+        Args:
+            op: how elements are combined.
+            dtype: of the elements, when somebody has asked for the codec for just these; of an optimizer's gradients,
+                those to which a codec does not apply travel as they are.
+            kind: the collective.
+        """
+        if not self.stateful:
+            return
+        if kind != "allreduce":
+            raise CodecError(f"the codec {self.name} is for all-reduces, not for {kind}; use fp16 or bf16, or none")
+        if op not in ("sum", "average"):
+            raise CodecError(
+                f"the codec {self.name} sends parts of sums, which cannot be combined by {op}; use Average or Sum, or "
+                f"another codec"
+            )
+        if dtype is not None and not self.applies_to(dtype):
+            raise CodecError(
+                f"the codec {self.name} is for floating-point elements, not for {dtype}; use none for these"
+            )
 
     def __str__(self) -> str:
         """The canonical text: `parse` of it is equal to this codec, and equal codecs have the same."""
@@ -134,15 +183,27 @@ class Codec(ABC):
 class BucketCodec(ABC):
     """One bucket's codec on one node. Not for use by two threads at the same time.
 
+    Args:
+        team: the threads that it may use.
+
     Attributes:
         layout: of the bucket.
+        codec: what was chosen.
+        exchange: how nodes add up what it encodes. `chunks`: on their way around, pieces of the bucket are decoded,
+            added to and encoded again. `owners`: a node sums a range of the bucket from the portions of all others
+            (`SummingBucketCodec`). `factors`: two dense sums (`FactoringBucketCodec`).
         lossless: decoding gives back every bit, so that what was encoded need not be decoded again by the sender.
+        step: how many steps have begun; of a stateful codec.
+        bounds: where the nodes' ranges begin, and the end; the same on all nodes. Empty where they have none (yet).
     """
 
-    lossless: bool
+    exchange: ClassVar[Literal["chunks", "owners", "factors"]] = "chunks"
+    lossless: bool = False
+    step: int = 0
+    bounds: tuple[int, ...] = ()
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, codec: Codec, team: Team = ALONE) -> None:
+        self.layout, self.codec, self._team = layout, codec, team
 
     @abstractmethod
     def encode(self, start: int, values: Array) -> memoryview:
@@ -176,21 +237,61 @@ class BucketCodec(ABC):
         self.decode(start, payload, out)
         return out
 
+    def tell(self, values: Array) -> tuple[memoryview, Array]:
+        """All elements of the bucket as bytes, and as receivers will have them; by a stateful codec, without what is
+        not finite."""
+        payload = self.encode(0, values)
+        return payload, self.decoded(0, payload, len(values))
+
     @abstractmethod
     def max_encoded_nbytes(self, n: int) -> int:
         """The most bytes that n elements can take, to be checked before a payload is received."""
+
+    def statistics(self) -> dict[str, float]:
+        """What it has counted, as sums over all steps; empty if it does not count. `packed_nbytes` that were sent to
+        other nodes and the `dense_nbytes` that an all-reduce would have sent instead are known to reports, and so are
+        `asked`, `selected` and `seconds`."""
+        return {}
+
+    # What it remembers.
+
+    def scale_residual(self, factors: Sequence[float]) -> None:  # noqa: B027 - most have nothing that waits
+        """Multiplies what has not been sent of each tensor of the layout by its factor: old / new when the learning
+        rate has changed, since it will be applied with the new one."""
+
+    def residual_norm(self) -> float:
+        """The L2 norm of what has not been sent."""
+        return 0.0
 
     def state_dict(self) -> dict[str, Array]:
         """What has to be saved with the model; nothing when the codec is stateless. The arrays are copies."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Continues from a `state_dict`. Raises `CodecError` when it is of another codec or another bucket."""
-        if state:
+    def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
+        """Continues from a `state_dict`.
+
+        Args:
+            partial: `state` is of other buckets, and what it lacks starts anew.
+
+        Raises:
+            CodecError: it is of another codec or another bucket.
+        """
+        if state and not partial:
             raise CodecError(
                 f"the saved state has {', '.join(sorted(state))}, which a stateless codec does not have; "
                 f"use the codec that the checkpoint was written with"
             )
+
+    # Where a worker selects itself; see `worker_selection`.
+
+    def tray(self) -> Any:
+        """The shape of the memory in which a worker leaves what it has selected itself; None: it takes whole gradients
+        only. With a shape, it is a `WorkerSelectedBucketCodec`.
+
+        Raises:
+            CodecError: workers cannot select from such a bucket.
+        """
+        return None
 
 
 def byte_view(values: Array) -> memoryview:

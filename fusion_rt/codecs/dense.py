@@ -6,25 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, BucketCodec, Codec, Layout, byte_view, check_length
+from fusion_rt.codecs.base import Array, BucketCodec, Codec, byte_view, check_length
 from fusion_rt.dtypes import DType
-from fusion_rt.kernels.team import ALONE, Team
-
-
-@dataclass(frozen=True)
-class Dense(Codec):
-    """All elements, all bits."""
-
-    name = "dense"
-    lossless = True
-    stateful = False
-    selecting = False
-
-    def applies_to(self, dtype: DType) -> bool:
-        return True
-
-    def open(self, layout: Layout, team: Team = ALONE) -> BucketCodec:
-        return DenseBucket(layout)
 
 
 class DenseBucket(BucketCodec):
@@ -43,3 +26,15 @@ class DenseBucket(BucketCodec):
 
     def max_encoded_nbytes(self, n: int) -> int:
         return n * self.layout.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Dense(Codec):
+    """All elements, all bits."""
+
+    name = "dense"
+    bucket = DenseBucket
+    lossless = True
+
+    def applies_to(self, dtype: DType) -> bool:
+        return True

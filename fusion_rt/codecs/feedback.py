@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -9,12 +10,34 @@ import numpy as np
 
 from fusion_rt.codecs.base import Array, BucketCodec, Codec, CodecError, Layout
 from fusion_rt.codecs.rules import joined
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu, selection
 from fusion_rt.kernels.selection import Range
-from fusion_rt.kernels.team import Team
+from fusion_rt.kernels.team import ALONE, Team
 
 F32 = DTYPES["float32"]
+
+
+class FeedbackCodec(Codec):
+    """A codec whose buckets keep what has not been sent. Those with a field `momentum` keep a velocity, too."""
+
+    stateful = True
+
+    def applies_to(self, dtype: DType) -> bool:
+        return dtype.is_floating
+
+    def has_momentum(self) -> bool:
+        return getattr(self, "momentum", 0.0) > 0
+
+    def without_memory(self) -> Codec:
+        forgetful = {"feedback": False, "momentum": 0.0, "nesterov": False}
+        return dataclasses.replace(self, **{name: value for name, value in forgetful.items() if hasattr(self, name)})
+
+    def _check_momentum(self, momentum: float, nesterov: bool) -> None:
+        if not 0 <= momentum < 1:
+            raise CodecError(f"the momentum of the codec {self.name} is from 0 to below 1, not {momentum}")
+        if nesterov and not momentum:
+            raise CodecError(f"nesterov needs a momentum; write {self.name}(momentum=0.9, nesterov=True)")
 
 
 class FeedbackBucketCodec(BucketCodec):
@@ -23,25 +46,17 @@ class FeedbackBucketCodec(BucketCodec):
     Args:
         velocity: whether it keeps a velocity too, for momentum correction.
 
-    Attributes:
-        text: of the codec.
-        step: how many steps have begun.
-
     Raises:
         CodecError: the bucket is not of a floating type.
     """
 
-    lossless = False
-
-    def __init__(self, layout: Layout, codec: Codec, team: Team, velocity: bool = False) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: Layout, codec: Codec, team: Team = ALONE, velocity: bool = False) -> None:
+        super().__init__(layout, codec, team)
         if not codec.applies_to(layout.dtype):
             raise CodecError(f"the codec {codec.name} is for floating types, not for {layout.dtype}")
-        self.text, self._team = str(codec), team
         self._residual: Array = np.zeros(layout.elements, np.float32)
         self._velocity: Array | None = np.zeros(layout.elements, np.float32) if velocity else None
         self._ranges: tuple[Range, ...] = joined([(s.start, s.end) for s in layout.spans if s.numel])
-        self.step = 0
         selection.prepare()
         if layout.dtype != F32:
             cpu.prepare([], [(layout.dtype, F32), (F32, layout.dtype)])
@@ -59,9 +74,7 @@ class FeedbackBucketCodec(BucketCodec):
 
     @np.errstate(over="ignore", invalid="ignore")
     def scale_residual(self, factors: Sequence[float]) -> None:
-        """Multiplies the residual of each tensor of the layout by its factor: old / new when the learning rate has
-        changed, since what it holds will be applied with the new one. The velocity stays, as that of the optimizers
-        does."""
+        """See `BucketCodec`. The velocity stays, as that of the optimizers does."""
         for span, factor in zip(self.layout.spans, factors, strict=True):
             if factor != 1.0:
                 self._residual[span.start : span.end] *= np.float32(factor)
@@ -100,7 +113,7 @@ class FeedbackBucketCodec(BucketCodec):
         if not partial and state.keys() != expected:
             odd = ", ".join(sorted(state.keys() ^ expected))
             raise CodecError(
-                f"the saved state is not of this bucket with the codec {self.text}: {odd} is in one of them only; "
+                f"the saved state is not of this bucket with the codec {self.codec}: {odd} is in one of them only; "
                 f"use the codec and the model that the checkpoint was written with"
             )
         for key, place in (places | {key: value for key, value in own.items() if "/" in key}).items():

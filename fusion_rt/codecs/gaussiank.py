@@ -12,24 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fusion_rt.codecs.base import Array, Layout
+from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.codecs.topk import collect_shares, largest_found, take_found, take_largest
 from fusion_rt.kernels.selection import NOTHING, UNLIMITED, Cut, Found, Memory, magnitude, moments, share
-from fusion_rt.kernels.team import ALONE, Team
+from fusion_rt.kernels.team import Team
 
 _TRIES = 3
 _ROOM = 8  # times k, that are kept to find the largest among
-
-
-@dataclass(frozen=True)
-class GaussianK(Selecting):
-    """About k of the largest."""
-
-    name = "gaussiank"
-
-    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
-        return GaussianKBucket(layout, self, team)
 
 
 class GaussianKBucket(SelectingBucketCodec):
@@ -57,6 +47,14 @@ class GaussianKBucket(SelectingBucketCodec):
         if sum(cut.counts) > k:
             cut = largest_found(found, k)
         return take_found(memory.residual, found, cut, team)
+
+
+@dataclass(frozen=True)
+class GaussianK(Selecting):
+    """About k of the largest."""
+
+    name = "gaussiank"
+    bucket = GaussianKBucket
 
 
 def _normal_threshold(plain: float, squared: float, n: int, k: int) -> float | None:

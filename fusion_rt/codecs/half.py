@@ -16,25 +16,40 @@ from typing import ClassVar
 import numpy as np
 
 from fusion_rt.codecs.base import Array, BucketCodec, Codec, Layout, byte_view, check_length
-from fusion_rt.codecs.dense import DenseBucket
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
 from fusion_rt.kernels.team import ALONE, Team
 
 
+class HalfBucket(BucketCodec):
+    codec: _Half
+
+    def __init__(self, layout: Layout, codec: _Half, team: Team = ALONE) -> None:
+        super().__init__(layout, codec, team)
+        cpu.prepare([], [(layout.dtype, codec.wire), (codec.wire, layout.dtype)])
+
+    def encode(self, start: int, values: Array) -> memoryview:
+        halves = np.empty(len(values), self.codec.wire.storage)
+        cpu.convert(values, self.layout.dtype, halves, self.codec.wire)
+        return byte_view(halves)
+
+    def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
+        check_length(payload, self.max_encoded_nbytes(len(out)), len(out), self.layout.dtype, self.codec.name)
+        halves = np.frombuffer(payload, self.codec.wire.storage)
+        cpu.convert(halves, self.codec.wire, out, self.layout.dtype)
+
+    def max_encoded_nbytes(self, n: int) -> int:
+        return n * self.codec.wire.itemsize
+
+
 @dataclass(frozen=True)
 class _Half(Codec):
-    lossless = False
-    stateful = False
-    selecting = False
+    bucket = HalfBucket
     wire: ClassVar[DType]
     """The element type that is sent."""
 
     def applies_to(self, dtype: DType) -> bool:
         return dtype.is_floating and not dtype.is_half
-
-    def open(self, layout: Layout, team: Team = ALONE) -> BucketCodec:
-        return HalfBucket(layout, self) if self.applies_to(layout.dtype) else DenseBucket(layout)
 
 
 @dataclass(frozen=True)
@@ -51,25 +66,3 @@ class Bf16(_Half):
 
     name = "bf16"
     wire = DTYPES["bfloat16"]
-
-
-class HalfBucket(BucketCodec):
-    lossless = False
-
-    def __init__(self, layout: Layout, codec: _Half) -> None:
-        super().__init__(layout)
-        self._codec = codec
-        cpu.prepare([], [(layout.dtype, codec.wire), (codec.wire, layout.dtype)])
-
-    def encode(self, start: int, values: Array) -> memoryview:
-        halves = np.empty(len(values), self._codec.wire.storage)
-        cpu.convert(values, self.layout.dtype, halves, self._codec.wire)
-        return byte_view(halves)
-
-    def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
-        check_length(payload, self.max_encoded_nbytes(len(out)), len(out), self.layout.dtype, self._codec.name)
-        halves = np.frombuffer(payload, self._codec.wire.storage)
-        cpu.convert(halves, self._codec.wire, out, self.layout.dtype)
-
-    def max_encoded_nbytes(self, n: int) -> int:
-        return n * self._codec.wire.itemsize

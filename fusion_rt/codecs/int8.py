@@ -16,29 +16,8 @@ from fusion_rt.kernels.quantisation import INT8, LEAST_STEP, MOST_STEP, Draw
 from fusion_rt.kernels.team import ALONE, Team
 
 
-@dataclass(frozen=True)
-class Int8(Quantising):
-    """A byte an element.
-
-    Args:
-        seed: from 0 to 2**63 - 1.
-    """
-
-    name = "int8"
-    quantiser = INT8
-
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_seed(self.seed, self.name)
-
-    def open(self, layout: Layout, team: Team = ALONE) -> Int8Bucket:
-        return Int8Bucket(layout, self, team)
-
-
 class Int8Bucket(QuantisingBucketCodec):
-    def __init__(self, layout: Layout, codec: Int8, team: Team) -> None:
+    def __init__(self, layout: Layout, codec: Int8, team: Team = ALONE) -> None:
         super().__init__(layout, codec, team)
         self._seed = codec.seed
 
@@ -49,3 +28,22 @@ class Int8Bucket(QuantisingBucketCodec):
     def _draw(self, what: int) -> Draw:
         bits = key(self._seed, self.step, self.node, what)
         return Draw(bits >> 32, bits & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Int8(Quantising):
+    """A byte an element.
+
+    Args:
+        seed: from 0 to 2**63 - 1.
+    """
+
+    name = "int8"
+    bucket = Int8Bucket
+    quantiser = INT8
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seed(self.seed, self.name)

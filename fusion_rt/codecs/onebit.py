@@ -12,10 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, Layout
+from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.quantising import Quantising, QuantisingBucketCodec
 from fusion_rt.kernels.quantisation import ONEBIT
-from fusion_rt.kernels.team import ALONE, Team
+
+
+class OneBitBucket(QuantisingBucketCodec):
+    def _possible(self, scales: Array) -> Array:
+        possible: Array = ((scales >= 0) & (scales < np.inf)) | np.isnan(scales)
+        return possible
 
 
 @dataclass(frozen=True)
@@ -23,15 +28,7 @@ class OneBit(Quantising):
     """A bit an element."""
 
     name = "onebit"
+    bucket = OneBitBucket
     quantiser = ONEBIT
 
     block: int = 1024
-
-    def open(self, layout: Layout, team: Team = ALONE) -> OneBitBucket:
-        return OneBitBucket(layout, self, team)
-
-
-class OneBitBucket(QuantisingBucketCodec):
-    def _possible(self, scales: Array) -> Array:
-        possible: Array = ((scales >= 0) & (scales < np.inf)) | np.isnan(scales)
-        return possible

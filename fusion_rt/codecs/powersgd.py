@@ -28,62 +28,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, Codec, CodecError, Layout, Span, byte_view, check_length
+from fusion_rt.codecs.base import Array, CodecError, Layout, Span, byte_view, check_length
 from fusion_rt.codecs.draws import check_seed, key, uniform
-from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec
+from fusion_rt.codecs.factoring import FactoringBucketCodec, FactoringCodec
+from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec, FeedbackCodec
 from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.rules import Rules, joined
 from fusion_rt.codecs.topk import collect_shares
-from fusion_rt.dtypes import DType
 from fusion_rt.kernels import cpu, low_rank, selection
 from fusion_rt.kernels.selection import NOTHING, Memory, Range, share
 from fusion_rt.kernels.team import ALONE, Team
 
 _GAIN = 2  # how many times smaller than the matrix its factors have to be
 _MOST = 2.0**120  # the largest magnitude in a factor of which products are finite
-
-
-@dataclass(frozen=True)
-class PowerSGD(Codec):
-    """A low-rank approximation.
-
-    Args:
-        rank: columns of the factors, at least 1.
-        warm_start: a step begins with the factor of the one before; without, with a random one.
-        feedback: what is not sent waits in the residual; without, it is lost.
-        minimum: tensors with fewer elements travel whole.
-        exclude: tensors whose name fits one of these patterns, with commas between them, travel whole.
-        seed: of the random factors, from 0 to 2**63 - 1.
-    """
-
-    name = "powersgd"
-    lossless = False
-    stateful = True
-    selecting = False
-
-    rank: int = 4
-    warm_start: bool = True
-    feedback: bool = True
-    minimum: int = 1024
-    exclude: str = "*bias,*norm*,*.bn*"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _ = self.rules
-        if self.rank < 1:
-            raise CodecError(f"the rank of the codec powersgd is a number of columns from 1 on, not {self.rank}")
-        check_seed(self.seed, self.name)
-
-    @property
-    def rules(self) -> Rules:
-        return Rules(minimum=self.minimum, exclude=self.exclude)
-
-    def applies_to(self, dtype: DType) -> bool:
-        return dtype.is_floating
-
-    def open(self, layout: Layout, team: Team = ALONE) -> PowerSGDBucket:
-        """See `Codec.open`. `team`: the threads that a bucket may use. Tensors of unknown shape travel whole."""
-        return PowerSGDBucket(layout, self, team)
 
 
 @dataclass(frozen=True)
@@ -109,30 +66,22 @@ class _Matrix:
         return factors[self.rights].reshape(len(self.start), -1)
 
 
-class PowerSGDBucket(FeedbackBucketCodec):
-    """One bucket's codec on one node. A step is
-
-        first = codec.start(values)      # float32, `first_elements`; to be summed over all nodes
-        second = codec.second(first)     # given the sum; float32, `second_elements`; to be summed over all nodes
-        codec.finish(second, outputs)    # given the sum
-
-    Sums have to be the same on all nodes, bit by bit; where one is not `usable`, the step is not finished but undone.
-    Arrays that are returned belong to the caller, and those that are given are left as they are. A step that is not
-    finished has lost nothing: what it had been given waits in the residual for the next `start`.
+class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
+    """One bucket's codec on one node; see `factoring`. Tensors of unknown shape travel whole.
 
     Attributes:
         dense: the elements that travel whole; those of the first exchange end with them.
-        first_elements, second_elements: of the two exchanges; with 0 elements one need not take place.
     """
 
-    def __init__(self, layout: Layout, codec: PowerSGD, team: Team) -> None:
+    codec: PowerSGD
+
+    def __init__(self, layout: Layout, codec: PowerSGD, team: Team = ALONE) -> None:
         super().__init__(layout, codec, team)
-        self._codec = codec
         self._matrices: list[_Matrix] = []
         lefts = rights = 0
         whole: list[Range] = []
         for span in layout.spans:
-            if not self._is_approximated(span):
+            if not codec.approximates(span):
                 whole.append((span.start, span.end))
                 continue
             residual = self._residual[span.start : span.end].reshape(span.shape[0], -1)
@@ -155,13 +104,7 @@ class PowerSGDBucket(FeedbackBucketCodec):
         cpu.prepare([F32])
 
     def start(self, values: Array) -> Array:
-        """Adds a gradient to the residual.
-
-        Args:
-            values: all elements of the bucket, 1-D, contiguous, of its storage dtype; left as they are.
-
-        Returns: the factors P of this node, and then its elements that travel whole.
-        """
+        """See `FactoringBucketCodec`. Returns the factors P of this node, and then its elements that travel whole."""
         if values.shape != (self.layout.elements,) or values.dtype != self.layout.dtype.storage:
             raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
         began = time.perf_counter()
@@ -178,11 +121,7 @@ class PowerSGDBucket(FeedbackBucketCodec):
         return self._refused(first)
 
     def second(self, total: Array) -> Array:
-        """The factors Q of this node.
-
-        Args:
-            total: the sum of what `start` returned, over all nodes.
-        """
+        """See `FactoringBucketCodec`. Returns the factors Q of this node."""
         self._enter("second", total, self.first_elements)
         began = time.perf_counter()
         self._left[:], self._whole[:] = total[: len(self._left)], total[len(self._left) :]
@@ -195,27 +134,11 @@ class PowerSGDBucket(FeedbackBucketCodec):
         right: Array = self._right.copy()
         return self._refused(right)
 
-    def usable(self, total: Array) -> bool:
-        """Whether a step can go on with this sum of factors; the same on all nodes."""
-        return bool(np.isfinite(total).all())
-
     def undo(self, values: Array) -> None:
-        """The opposite of `start`: the residual becomes what it was, as exactly as float32 adds up.
-
-        Args:
-            values: what `start` was given.
-        """
         selection.withdraw(Memory(self._residual, self._as_float32(values)), self._ranges)
         self._next = "start"
 
     def finish(self, total: Array, outputs: Sequence[Array], scale: float = 1.0, divisor: int = 1) -> None:
-        """Keeps what was not sent, and writes the sum over all nodes, times `scale` and divided by `divisor`.
-
-        Args:
-            total: the sum of what `second` returned, over all nodes.
-            outputs: 1-D, contiguous, writable, of the bucket's storage dtype, all its elements each, at least one; what
-                `start` was given may be among them. Padding becomes zero.
-        """
         self._enter("finish", total, self.second_elements)
         began = time.perf_counter()
         self._conclude(total)
@@ -231,7 +154,6 @@ class PowerSGDBucket(FeedbackBucketCodec):
         self._seconds += time.perf_counter() - began
 
     def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        """Bytes that an exchange sent in a step, and what it would have sent of a dense bucket; for the statistics."""
         self._packed_nbytes += nbytes
         self._dense_nbytes += dense_nbytes
 
@@ -262,7 +184,7 @@ class PowerSGDBucket(FeedbackBucketCodec):
     def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
         if start != 0 or len(out) != self.layout.elements:
             raise CodecError("the codec powersgd approximates whole tensors, so it cannot decode parts of a bucket")
-        check_length(payload, self.max_encoded_nbytes(len(out)), len(out), self.layout.dtype, self._codec.name)
+        check_length(payload, self.max_encoded_nbytes(len(out)), len(out), self.layout.dtype, self.codec.name)
         factors = np.frombuffer(bytes(payload), np.float32)
         wide = out if self.layout.dtype == F32 else np.empty(len(out), np.float32)
         left, whole, right = np.split(factors, [len(self._left), self.first_elements])
@@ -275,22 +197,16 @@ class PowerSGDBucket(FeedbackBucketCodec):
 
     # The parts of a step.
 
-    def _is_approximated(self, span: Span) -> bool:
-        if len(span.shape) < 2 or span.numel == 0 or self._codec.rules.is_dense(span):
-            return False
-        rows = span.shape[0]
-        return _GAIN * self._codec.rank * (rows + span.numel // rows) <= span.numel
-
     def _prepare_start(self, matrix: _Matrix) -> None:
         """Makes the vectors that a step begins with orthonormal; missing ones are drawn, alike on all nodes."""
         start = matrix.start
-        if not (self._codec.warm_start and np.isfinite(start).all()):
+        if not (self.codec.warm_start and np.isfinite(start).all()):
             start[:] = 0
         low_rank.orthonormalise(start)
         missing = [k for k in range(len(start)) if not start[k].any()]
         for k in missing:
             name = zlib.crc32(matrix.span.name.encode())
-            start[k] = uniform(key(self._codec.seed, self.step, name, k), start.shape[1])
+            start[k] = uniform(key(self.codec.seed, self.step, name, k), start.shape[1])
         if missing:
             low_rank.orthonormalise(start)
 
@@ -301,7 +217,7 @@ class PowerSGDBucket(FeedbackBucketCodec):
             self._residual[low:high] = 0
         for matrix in self._matrices:
             left, right, rest = matrix.left(self._left), matrix.right(self._right), matrix.residual
-            if self._codec.feedback:
+            if self.codec.feedback:
                 low_rank.product(left, right, rest, -1, self._team)
             else:
                 rest[:] = 0
@@ -335,3 +251,54 @@ class PowerSGDBucket(FeedbackBucketCodec):
         self._next = "start"
         for matrix in self._matrices:
             matrix.start[:] = state.get(f"factor/{matrix.span.name}", 0)
+
+
+@dataclass(frozen=True)
+class PowerSGD(FeedbackCodec, FactoringCodec):
+    """A low-rank approximation.
+
+    Args:
+        rank: columns of the factors, at least 1.
+        warm_start: a step begins with the factor of the one before; without, with a random one.
+        feedback: what is not sent waits in the residual; without, it is lost.
+        minimum: tensors with fewer elements travel whole.
+        exclude: tensors whose name fits one of these patterns, with commas between them, travel whole.
+        seed: of the random factors, from 0 to 2**63 - 1.
+    """
+
+    name = "powersgd"
+    bucket = PowerSGDBucket
+
+    rank: int = 4
+    warm_start: bool = True
+    feedback: bool = True
+    minimum: int = 1024
+    exclude: str = "*bias,*norm*,*.bn*"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _ = self.rules
+        if self.rank < 1:
+            raise CodecError(f"the rank of the codec powersgd is a number of columns from 1 on, not {self.rank}")
+        check_seed(self.seed, self.name)
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(minimum=self.minimum, exclude=self.exclude)
+
+    def approximates(self, span: Span) -> bool:
+        """Whether a tensor travels as factors, and not whole."""
+        if len(span.shape) < 2 or span.numel == 0 or self.rules.is_dense(span):
+            return False
+        rows = span.shape[0]
+        return _GAIN * self.rank * (rows + span.numel // rows) <= span.numel
+
+    def factor_elements(self, layout: Layout) -> tuple[int, int]:
+        first = second = 0
+        for span in layout.spans:
+            if self.approximates(span):
+                first += self.rank * span.shape[0]
+                second += self.rank * (span.numel // span.shape[0])
+            else:
+                first += span.numel
+        return first, second

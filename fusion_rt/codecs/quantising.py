@@ -27,12 +27,11 @@ from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, Codec, CodecError, Layout, check_length
-from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec
+from fusion_rt.codecs.base import Array, CodecError, Layout, check_length
+from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec, FeedbackCodec
 from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.rules import Rules
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusion_rt.dtypes import DType
 from fusion_rt.kernels import cpu, quantisation, selection
 from fusion_rt.kernels.quantisation import Draw, Quantiser
 from fusion_rt.kernels.selection import NOTHING, Found, Memory, Range
@@ -45,7 +44,7 @@ CONTRIBUTION, SUM = range(2)
 
 
 @dataclass(frozen=True)
-class Quantising(Codec):
+class Quantising(FeedbackCodec):
     """Arguments of every codec that sends all elements in fewer bits.
 
     Args:
@@ -57,9 +56,6 @@ class Quantising(Codec):
         nesterov: the velocity looks ahead.
     """
 
-    lossless = False
-    stateful = True
-    selecting = False
     quantiser: ClassVar[Quantiser]
 
     block: int = 256
@@ -75,21 +71,11 @@ class Quantising(Codec):
             raise CodecError(
                 f"a block of the codec {self.name} is a power of two from 32 to {_ALIGNMENT}, not {self.block}"
             )
-        if not 0 <= self.momentum < 1:
-            raise CodecError(f"the momentum of the codec {self.name} is from 0 to below 1, not {self.momentum}")
-        if self.nesterov and not self.momentum:
-            raise CodecError(f"nesterov needs a momentum; write {self.name}(momentum=0.9, nesterov=True)")
+        self._check_momentum(self.momentum, self.nesterov)
 
     @property
     def rules(self) -> Rules:
         return Rules(minimum=self.minimum, exclude=self.exclude)
-
-    def applies_to(self, dtype: DType) -> bool:
-        return dtype.is_floating
-
-    @abstractmethod
-    def open(self, layout: Layout, team: Team = ALONE) -> QuantisingBucketCodec:
-        """See `Codec.open`. `team`: the threads that a bucket may use."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +117,11 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
     """
 
     alignment = _ALIGNMENT
+    codec: Quantising
 
-    def __init__(self, layout: Layout, codec: Quantising, team: Team) -> None:
+    def __init__(self, layout: Layout, codec: Quantising, team: Team = ALONE) -> None:
         super().__init__(layout, codec, team, codec.momentum > 0)
-        self._codec, self._kernel = codec, codec.quantiser
+        self._kernel = codec.quantiser
         self.dense = Spans(codec.rules.dense(layout))
         self.quantised = Spans([r for group in codec.rules.groups(layout) for r in group.ranges])
         self._all = Spans(self._ranges)
@@ -154,7 +141,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         return portion
 
     def undo(self, portion: Quantised, values: Array) -> None:
-        part, codec = slice(portion.low, portion.high), self._codec
+        part, codec = slice(portion.low, portion.high), self.codec
         if codec.feedback:
             self.give_back(portion.low, self._values(portion))
         velocity = None if self._velocity is None else self._velocity[part]
@@ -179,14 +166,14 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
 
     def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Quantised:
         nbytes, whole = self._records_nbytes(low, high), self._whole(low, high)
-        check_length(payload, nbytes + 4 * whole, high - low, self.layout.dtype, self._codec.name)
+        check_length(payload, nbytes + 4 * whole, high - low, self.layout.dtype, self.codec.name)
         raw: Array = np.frombuffer(payload, np.uint8)
         portion = Quantised(low, high, raw[:nbytes], np.frombuffer(raw[nbytes:].tobytes(), np.float32))
-        block = self._codec.block
+        block = self.codec.block
         for a, b, first, end in self._pieces(low, high):
             if not self._possible(self._kernel.scales(raw[first:end], b - a, block, a % block)).all():
                 raise CodecError(
-                    f"a peer sent a block with a scale that is none of the codec {self._codec.name}; it is faulty or "
+                    f"a peer sent a block with a scale that is none of the codec {self.codec.name}; it is faulty or "
                     f"runs another version"
                 )
         return portion
@@ -208,14 +195,14 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         low, high, values = total.low, total.high, total.values
         dense = _gathered(values, _from(low, self.dense.within(low, high)))
         records = self._round(values, None, low, SUM)
-        if self._codec.feedback:
+        if self.codec.feedback:
             for a, b in self.quantised.within(low, high):
                 self._residual[a:b] += values[a - low : b - low]
         return Quantised(low, high, records, dense)
 
     @np.errstate(over="ignore", invalid="ignore")
     def revoke(self, total: Portion, sent: Portion) -> None:
-        if self._codec.feedback and isinstance(total, Total):
+        if self.codec.feedback and isinstance(total, Total):
             for a, b in self.quantised.within(total.low, total.high):
                 self._residual[a:b] -= total.values[a - total.low : b - total.low]
 
@@ -230,14 +217,14 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
             cpu.convert(values, F32, place, self.layout.dtype)
 
     def reclaim(self, portion: Portion) -> None:
-        if self._codec.feedback:
+        if self.codec.feedback:
             self.give_back(portion.low, self._values(portion))
 
     def wanted(self) -> int:
         return self._all.size
 
     def weights(self) -> list[tuple[int, int, float]]:
-        weight = self._kernel.nbytes(self._codec.block, self._codec.block) / self._codec.block / 4
+        weight = self._kernel.nbytes(self.codec.block, self.codec.block) / self.codec.block / 4
         return sorted([(*r, weight) for r in self.quantised.ranges] + [(*r, 1.0) for r in self.dense.ranges])
 
     def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
@@ -271,7 +258,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
             cpu.convert(self._values(portion), F32, out, self.layout.dtype)
 
     def max_encoded_nbytes(self, n: int) -> int:
-        records = min(n, n // self._codec.block + 2 * len(self.quantised.ranges))  # each ends with a byte in part
+        records = min(n, n // self.codec.block + 2 * len(self.quantised.ranges))  # each ends with a byte in part
         quantised = 5 * records + n * self._kernel.bits // 8
         return quantised + 4 * min(n, self.dense.size) if n else 0
 
@@ -298,7 +285,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
             memory = Memory(residual, gradient)
             selection.collect(memory, whole, NOTHING, Found(0))
         else:
-            codec = self._codec
+            codec = self.codec
             memory = Memory(residual, gradient, self._velocity[low:high], codec.momentum, codec.nesterov)
             selection.collect(memory, _from(low, self._all.within(low, high)), NOTHING, Found(0))
             gradient = None
@@ -316,13 +303,13 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
             memory: is spoiled where a part of the gradient could not be added.
         """
         records = np.empty(self._records_nbytes(low, low + len(values)), np.uint8)
-        block, draw = self._codec.block, self._draw(what)
+        block, draw = self.codec.block, self._draw(what)
 
         def work(a: int, b: int, first: int, end: int) -> None:
             added = None if gradient is None else gradient[a - low : b - low]
             all_added = self._kernel.encode(
                 values[a - low : b - low], added, block, records[first:end],
-                phase=a % block, keep=self._codec.feedback, base=a, draw=draw,
+                phase=a % block, keep=self.codec.feedback, base=a, draw=draw,
             )  # fmt: skip
             if not all_added and memory is not None:
                 memory.spoiled = True
@@ -340,7 +327,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
 
     def _expand(self, portion: Quantised, out: Array, add: bool = False) -> None:
         """Writes a portion to an array of its range (float32), or adds it."""
-        low, high, block = portion.low, portion.high, self._codec.block
+        low, high, block = portion.low, portion.high, self.codec.block
         if not add and sum(b - a for a, b in self._all.within(low, high)) < high - low:
             out[:] = 0
 
@@ -362,7 +349,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
     def _pieces(self, low: int, high: int, most: int = 0) -> list[tuple[int, int, int, int]]:
         """The ranges of quantised elements in [low, high), and where their records begin and end; divided at blocks
         into some of about `most` elements, if that is given."""
-        block, done = self._codec.block, 0
+        block, done = self.codec.block, 0
         pieces = []
         step = max(block, most // block * block) if most else self.layout.elements
         for first, end in self.quantised.within(low, high):
@@ -376,7 +363,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         return pieces
 
     def _records_nbytes(self, low: int, high: int) -> int:
-        block = self._codec.block
+        block = self.codec.block
         return sum(self._kernel.nbytes(b - a, block, a % block) for a, b in self.quantised.within(low, high))
 
     def _whole(self, low: int, high: int) -> int:

@@ -20,29 +20,8 @@ from fusion_rt.kernels.selection import NOTHING, Memory, share
 from fusion_rt.kernels.team import ALONE, Team
 
 
-@dataclass(frozen=True)
-class RandomK(Selecting):
-    """k of all elements.
-
-    Args:
-        seed: from 0 to 2**63 - 1; part of the codec's text, so the same on all nodes.
-    """
-
-    name = "randomk"
-    sends_indices = False
-
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_seed(self.seed, self.name)
-
-    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
-        return RandomKBucket(layout, self, team)
-
-
 class RandomKBucket(SelectingBucketCodec):
-    def __init__(self, layout: Layout, codec: RandomK, team: Team) -> None:
+    def __init__(self, layout: Layout, codec: RandomK, team: Team = ALONE) -> None:
         super().__init__(layout, codec, team, self._drawn)
         self._seed = codec.seed
         self._spans = [Spans(group.ranges) for group in self._groups]
@@ -64,7 +43,7 @@ class RandomKBucket(SelectingBucketCodec):
         """What every node selects in [low, high) in a step: int32, ascending."""
         parts = [np.empty(0, np.int32)]
         for number, group in enumerate(self._groups):
-            parts.append(self._draw(number, group.k(step, self._codec.warmup), step, low, high))
+            parts.append(self._draw(number, group.k(step, self.codec.warmup), step, low, high))
         return np.concatenate(parts)
 
     def _draw(self, group: int, k: int, step: int, low: int, high: int) -> Array:
@@ -79,3 +58,22 @@ class RandomKBucket(SelectingBucketCodec):
         ranks = begins + (mix(hashes) % (ends - begins).astype(np.uint64)).astype(np.int64)
         ranks = ranks[(ranks >= first) & (ranks < end)]
         return spans.elements(ranks).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class RandomK(Selecting):
+    """k of all elements.
+
+    Args:
+        seed: from 0 to 2**63 - 1; part of the codec's text, so the same on all nodes.
+    """
+
+    name = "randomk"
+    bucket = RandomKBucket
+    sends_indices = False
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_seed(self.seed, self.name)

@@ -26,14 +26,13 @@ from typing import ClassVar
 import numpy as np
 
 from fusion_rt.codecs.adopting import AdoptingBucketCodec, left
-from fusion_rt.codecs.base import Array, Codec, CodecError, Layout
-from fusion_rt.codecs.feedback import F32
+from fusion_rt.codecs.base import Array, CodecError, Layout
+from fusion_rt.codecs.feedback import F32, FeedbackCodec
 from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans, merged, strongest
 from fusion_rt.codecs.rules import Rules, joined
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.trays import Shape, Tray
 from fusion_rt.codecs.values import FORMATS
-from fusion_rt.dtypes import DType
 from fusion_rt.kernels import coding, cpu, selection
 from fusion_rt.kernels.selection import NOTHING, Found, Memory
 from fusion_rt.kernels.team import ALONE, Team
@@ -44,7 +43,7 @@ _TEAM_ELEMENTS = 1 << 20  # groups from here on are worth more than one thread
 
 
 @dataclass(frozen=True)
-class Selecting(Codec):
+class Selecting(FeedbackCodec):
     """Arguments of every codec that sends some of the elements.
 
     Args:
@@ -64,8 +63,6 @@ class Selecting(Codec):
         feedback: what is not sent waits in the residual; without, it is lost.
     """
 
-    lossless = False
-    stateful = True
     selecting = True
     sends_indices: ClassVar[bool] = True
 
@@ -91,10 +88,7 @@ class Selecting(Codec):
             raise CodecError(f"indices are sent as {', '.join(INDEX_CODINGS)}, not as {self.index!r}")
         if self.warmup < 0:
             raise CodecError(f"warmup is a number of steps from 0 on, not {self.warmup}")
-        if not 0 <= self.momentum < 1:
-            raise CodecError(f"the momentum of the codec {self.name} is from 0 to below 1, not {self.momentum}")
-        if self.nesterov and not self.momentum:
-            raise CodecError(f"nesterov needs a momentum; write {self.name}(momentum=0.9, nesterov=True)")
+        self._check_momentum(self.momentum, self.nesterov)
         if not 0 <= self.clip < math.inf:
             raise CodecError(f"clip is an L2 norm, or 0 for none, not {self.clip}")
         if self.index != "auto" and not self.sends_indices:
@@ -108,12 +102,15 @@ class Selecting(Codec):
     def rules(self) -> Rules:
         return Rules(self.density, self.scope, self.minimum, self.exclude, self.densities)
 
-    def applies_to(self, dtype: DType) -> bool:
-        return dtype.is_floating
+    def share(self) -> float:
+        return self.density
 
-    @abstractmethod
-    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
-        """See `Codec.open`. `team`: the threads that a bucket may use."""
+    def tray(self, layout: Layout) -> Shape:
+        """What a tray for a bucket has room for."""
+        groups = self.rules.groups(layout)
+        rooms = tuple(max(group.k(step, self.warmup) for step in (0, self.warmup)) for group in groups)
+        dense = sum(high - low for low, high in self.rules.dense(layout))
+        return Shape(tuple(group.ranges for group in groups), rooms, dense, layout.elements)
 
 
 class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
@@ -133,15 +130,17 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
 
     blank = True
     adapts = True
+    codec: Selecting
 
-    def __init__(self, layout: Layout, codec: Selecting, team: Team, shared: SharedIndices | None = None) -> None:
+    def __init__(
+        self, layout: Layout, codec: Selecting, team: Team = ALONE, shared: SharedIndices | None = None
+    ) -> None:
         if layout.elements > _MAX_ELEMENTS:
             raise CodecError(
                 f"a bucket of {layout.elements} elements is too large for the codec {codec.name}, which counts them "
                 f"with 32 bits; make the fusion threshold smaller"
             )
         super().__init__(layout, codec, team, codec.momentum > 0)
-        self._codec = codec
         self._groups = codec.rules.groups(layout)
         self.sparse = Spans(joined(sorted(r for group in self._groups for r in group.ranges)))
         self.dense = Spans(codec.rules.dense(layout))
@@ -187,7 +186,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         sent_always = self._format.rounded(always)
         self.dense.scatter(left(always, sent_always), 0, self._residual)
         selected = Selection(0, self.layout.elements, indices, sent, sent_always, self.step)
-        if not self._codec.feedback:
+        if not self.codec.feedback:
             self._residual[:] = 0
         self._count_step(selected, ks, began)
         return selected
@@ -200,7 +199,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
             indices, velocities = self._masked
             selection.put(indices, velocities, self._velocity)
         selection.withdraw(self._memory(self._as_float32(values)), self._ranges)
-        if not self._codec.feedback:
+        if not self.codec.feedback:
             self._residual[:] = 0
 
     def missing(self) -> Selection:
@@ -209,11 +208,6 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         return Selection(0, self.layout.elements, first, values, always, self.step - 1)
 
     def adopt(self, tray: Tray) -> Selection:
-        """What a worker has selected, in place of `accumulate_and_select`.
-
-        Raises:
-            CodecError: it is no selection of this bucket; nothing has changed.
-        """
         began, ks = time.perf_counter(), self._ks()
         given = self._given(tray)
         self.spoiled = tray.spoiled
@@ -223,14 +217,12 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         return sent
 
     def disown(self, tray: Tray) -> None:
-        """Gives back what a worker has selected, for a step that did not begin. Raises as `adopt`."""
         self.reclaim(self._given(tray))
 
     def tray(self) -> Shape:
-        """What a worker has to provide in order to select; raises `CodecError` where it cannot."""
-        if not self._codec.sends_indices or self.layout.dtype != F32:
-            raise CodecError(f"workers cannot select for the codec {self.text} in a bucket of {self.layout.dtype}")
-        return Shape.of(self._codec, self.layout)
+        if not self.codec.sends_indices or self.layout.dtype != F32:
+            raise CodecError(f"workers cannot select for the codec {self.codec} in a bucket of {self.layout.dtype}")
+        return self.codec.tray(self.layout)
 
     def _count_step(self, selected: Selection, ks: Sequence[int], began: float) -> None:
         self.step += 1
@@ -309,7 +301,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
             self.dense.scatter(dense, selected.low, output[selected.low : selected.high])
 
     def reclaim(self, selected: Selection) -> None:
-        if self._codec.feedback:
+        if self.codec.feedback:
             finite = np.isfinite(selected.values)  # sums of finite values need not be
             self.give_back_selection(replace(selected, values=np.where(finite, selected.values, np.float32(0))))
 
@@ -365,7 +357,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         """A step of the whole bucket in one payload."""
         if start != 0 or len(values) != self.layout.elements:
             raise CodecError(
-                f"the codec {self._codec.name} selects from whole buckets, so it cannot encode parts of them"
+                f"the codec {self.codec.name} selects from whole buckets, so it cannot encode parts of them"
             )
         payload = self.pack(self.contribute_alone(values), 0, self.layout.elements)
         self.note_sent(payload.nbytes, values.nbytes)
@@ -379,7 +371,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
 
     def _ks(self) -> list[int]:
         """How many elements of each group are to be sent in the next step."""
-        return [group.k(self.step, self._codec.warmup) for group in self._groups]
+        return [group.k(self.step, self.codec.warmup) for group in self._groups]
 
     # For subclasses.
 
@@ -389,7 +381,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
 
     def _memory(self, gradient: Array) -> Memory:
         """What a gradient is added to."""
-        codec = self._codec
+        codec = self.codec
         return Memory(self._residual, gradient, self._velocity, codec.momentum, codec.nesterov, self._factor)
 
     def _mask(self, parts: Sequence[tuple[Array, Array]], ks: Sequence[int]) -> None:
@@ -400,7 +392,7 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         masked = [
             indices
             for (indices, _), k, group in zip(parts, ks, self._groups, strict=True)
-            if self._codec.masks(k, group.size)
+            if self.codec.masks(k, group.size)
         ]
         chosen = np.concatenate([np.empty(0, np.int32), *masked])
         self._masked = chosen, self._velocity[chosen]
@@ -415,10 +407,10 @@ class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
         ]
 
     def _clip_factor(self, gradient: Array) -> float:
-        if not self._codec.clip:
+        if not self.codec.clip:
             return 1.0
         norm = math.sqrt(selection.moments(gradient, self._ranges, self._team)[1])
-        bound = self._codec.clip / math.sqrt(self.nodes)
+        bound = self.codec.clip / math.sqrt(self.nodes)
         return bound / norm if bound < norm < math.inf else 1.0
 
 

@@ -18,6 +18,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
+
 from fusion_rt.codecs.base import Array, BucketCodec
 
 Portion: TypeAlias = Any
@@ -30,11 +32,9 @@ class SummingBucketCodec(BucketCodec):
 
     Attributes:
         node, nodes: which of how many nodes this is.
-        step: how many times it has contributed; the same on all nodes.
-        bounds: where the nodes' ranges begin, and the end; the same on all nodes. Empty until the first exchange.
     """
 
-    lossless = False
+    exchange = "owners"
     alignment: ClassVar[int] = 1
     """Ranges begin at a multiple of this number of elements."""
     blank: ClassVar[bool] = False
@@ -50,8 +50,6 @@ class SummingBucketCodec(BucketCodec):
 
     node: int = 0
     nodes: int = 1
-    step: int
-    bounds: tuple[int, ...] = ()
 
     @abstractmethod
     def contribute(self, values: Array) -> Portion:
@@ -83,6 +81,12 @@ class SummingBucketCodec(BucketCodec):
             self.undo(portion, values)
             portion = self.missing()
         return portion
+
+    def tell(self, values: Array) -> tuple[memoryview, Array]:
+        portion = self.contribute(values)
+        told: Array = np.zeros(len(values), self.layout.dtype.storage)
+        self.write(portion, [told], 1.0, 1)
+        return self.pack(portion, 0, len(values)), told
 
     @abstractmethod
     def pack(self, portion: Portion, low: int, high: int) -> memoryview:

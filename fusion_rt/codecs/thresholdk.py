@@ -26,29 +26,8 @@ _FAR = 0.5  # below this share of k the next step is exact
 _ROOM = 4  # times k, that are kept to find the largest among
 
 
-@dataclass(frozen=True)
-class ThresholdK(Selecting):
-    """About k of the largest.
-
-    Args:
-        every: steps from one exact selection to the next.
-    """
-
-    name = "thresholdk"
-
-    every: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.every < 1:
-            raise CodecError(f"every is a number of steps from 1 on, not {self.every}")
-
-    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
-        return ThresholdKBucket(layout, self, team)
-
-
 class ThresholdKBucket(SelectingBucketCodec):
-    def __init__(self, layout: Layout, codec: ThresholdK, team: Team) -> None:
+    def __init__(self, layout: Layout, codec: ThresholdK, team: Team = ALONE) -> None:
         super().__init__(layout, codec, team)
         self._every = codec.every
         self._thresholds = np.zeros(len(self._groups), np.int64)  # magnitudes; 0 where the next selection is exact
@@ -82,3 +61,22 @@ class ThresholdKBucket(SelectingBucketCodec):
     def _load_own_state(self, state: Mapping[str, Array], partial: bool) -> None:
         saved = None if partial else state.get("thresholds")
         self._thresholds[:] = 0 if saved is None or saved.shape != self._thresholds.shape else saved
+
+
+@dataclass(frozen=True)
+class ThresholdK(Selecting):
+    """About k of the largest.
+
+    Args:
+        every: steps from one exact selection to the next.
+    """
+
+    name = "thresholdk"
+    bucket = ThresholdKBucket
+
+    every: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 1:
+            raise CodecError(f"every is a number of steps from 1 on, not {self.every}")

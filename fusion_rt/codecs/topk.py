@@ -15,10 +15,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, Layout
+from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.kernels.selection import UNLIMITED, Cut, Found, Memory, Range, collect, largest, sample, share, take
-from fusion_rt.kernels.team import ALONE, Team
+from fusion_rt.kernels.team import Team
 
 _RUN = 32  # elements that are sampled together: two cache lines
 _HITS = 400  # elements above the threshold that a sample should have
@@ -27,19 +27,18 @@ _UNSAMPLED = 1 << 12  # smaller groups are compared as a whole
 _DEVIATIONS = 4  # by which the sample may be wrong
 
 
+class TopKBucket(SelectingBucketCodec):
+    def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
+        return take_largest(memory, self._groups[group].ranges, k, team)[:2]
+
+
 @dataclass(frozen=True)
 class TopK(Selecting):
     """The k largest."""
 
     name = "topk"
-
-    def open(self, layout: Layout, team: Team = ALONE) -> SelectingBucketCodec:
-        return TopKBucket(layout, self, team)
-
-
-class TopKBucket(SelectingBucketCodec):
-    def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
-        return take_largest(memory, self._groups[group].ranges, k, team)[:2]
+    bucket = TopKBucket
+    selects_in_workers = True
 
 
 def take_largest(memory: Memory, ranges: tuple[Range, ...], k: int, team: Team) -> tuple[Array, Array, int]:

@@ -33,7 +33,6 @@ from fusion_rt.kernels import selection
 
 if TYPE_CHECKING:
     from fusion_rt import wire
-    from fusion_rt.codecs.selecting import Selecting
 
 HEADER = 4
 """Words before the indices of a group, and before everything."""
@@ -61,14 +60,6 @@ class Shape:
     rooms: tuple[int, ...]
     dense: int
     elements: int
-
-    @classmethod
-    def of(cls, codec: Selecting, layout: Layout) -> Shape:
-        """The tray of a bucket."""
-        groups = codec.rules.groups(layout)
-        rooms = tuple(max(group.k(step, codec.warmup) for step in (0, codec.warmup)) for group in groups)
-        dense = sum(high - low for low, high in codec.rules.dense(layout))
-        return cls(tuple(group.ranges for group in groups), rooms, dense, layout.elements)
 
     @property
     def corrections(self) -> int:

@@ -16,11 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fusion_rt.codecs.base import Array, Codec, Layout
+from fusion_rt.codecs.base import Array, Layout
 from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.rules import Group
 from fusion_rt.codecs.selecting import Selecting
-from fusion_rt.codecs.topk import TopK
 from fusion_rt.codecs.trays import HEADER, SPOILED, Tray
 from fusion_rt.kernels.selection import Range
 from fusion_rt.torch import device
@@ -241,8 +240,3 @@ class BucketSelection(device.Copying):
     def _memories(self) -> list[tuple[str, torch.Tensor]]:
         memories = [("residual", self._residual)]
         return memories if self._velocity is None else [*memories, ("velocity", self._velocity)]
-
-
-def selects(codec: Codec) -> bool:
-    """Whether a worker can do what this codec does."""
-    return type(codec) is TopK

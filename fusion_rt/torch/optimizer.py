@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fusion_rt import algorithms, codecs, wire
-from fusion_rt.codecs.uses import check_use
 from fusion_rt.settings import Settings
 from fusion_rt.torch import agreement, ops
 from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
@@ -180,8 +179,8 @@ def _check_algorithm(
 def _check_codec(optimizer: torch.optim.Optimizer, text: str, op: wire.Op) -> None:
     """Raises `CodecError` for a codec that cannot be used with `op`, and warns of momentum that would count twice."""
     codec = codecs.parse(text)
-    check_use(codec, op)
-    if getattr(codec, "momentum", 0.0) and any(group.get("momentum") for group in optimizer.param_groups):
+    codec.check_use(op)
+    if codec.has_momentum() and any(group.get("momentum") for group in optimizer.param_groups):
         warnings.warn(
             f"the codec {codec.name} has a momentum, and the optimizer another: the update would have both; give the "
             f"optimizer momentum=0",

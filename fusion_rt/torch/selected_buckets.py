@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from fusion_rt.codecs.trays import ALIGNMENT, Shape, Tray, layout_of
 from fusion_rt.torch import device
 from fusion_rt.torch.buckets import DenseBucket
 from fusion_rt.torch.compression import NoneCompressor
-from fusion_rt.torch.gpu_selection import BucketSelection, selects
+from fusion_rt.torch.gpu_selection import BucketSelection
 from fusion_rt.torch.slots import Slot, shaped
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Selections:
         codec, reduction = codecs.parse(plan.reduction.codec), plan.reduction
         self._nodes = len(nodes)
         if (
-            not (self._allowed and selects(codec))
+            not (self._allowed and codec.selects_in_workers)
             or not isinstance(algorithms.parse(reduction.algorithm), algorithms.AllReduce)
             or reduction.op not in ("sum", "average")
             or self._nodes == 1
@@ -164,20 +164,20 @@ class Selections:
         self.led = node is not None and not node.is_leader
         if self.led:
             return nbytes
-        assert isinstance(codec, Selecting)
+        selecting = cast(Selecting, codec)
         for bucket in plan.buckets:
             parameters = [slots[tensor.name].parameter for tensor in bucket.tensors]
             layout = layout_of(bucket)
             if (
                 bucket.dtype != "float32"
-                or not codec.rules.groups(layout)
+                or not selecting.rules.groups(layout)
                 or len({parameter.device for parameter in parameters}) > 1
                 or device.layer.is_host(parameters[0])
             ):
                 continue
             side = device.layer.side(parameters[0])
             if side is not None:
-                shape, offset = Shape.of(codec, layout), -(-nbytes // ALIGNMENT) * ALIGNMENT
+                shape, offset = selecting.tray(layout), -(-nbytes // ALIGNMENT) * ALIGNMENT
                 self._chosen[bucket.index] = _Chosen(side, layout, shape, offset)
                 nbytes = offset + shape.nbytes
         return nbytes
@@ -188,8 +188,7 @@ class Selections:
         if chosen is None:
             return DenseBucket
         assert self._plan is not None
-        codec = codecs.parse(self._plan.reduction.codec)
-        assert isinstance(codec, Selecting)
+        codec = cast(Selecting, codecs.parse(self._plan.reduction.codec))
         memory = np.frombuffer(segment.view, np.uint8)[chosen.offset :]
         selection = self.buckets[bucket.index] = BucketSelection(
             chosen.side, codec, chosen.layout, Tray(chosen.shape, memory), chosen.offset, self._nodes,

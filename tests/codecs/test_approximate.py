@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fusion_rt.codecs import CodecError, Layout, SelectingBucketCodec, Span, parse
+from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.packing import HEADER, merged
-from fusion_rt.codecs.selecting import Selecting
+from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels import reference
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, parse
+from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, open_bucket, parse
 from fusion_rt.dtypes import DTYPES, DType
 
 Array = npt.NDArray[Any]
@@ -23,7 +23,7 @@ TORCH_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def opened(name: str, dtype: DType, elements: int = 1000) -> BucketCodec:
-    return parse(name).open(Layout(dtype, elements))
+    return open_bucket(parse(name), Layout(dtype, elements))
 
 
 def elements(dtype: DType, n: int, seed: int) -> Array:
@@ -159,5 +159,5 @@ def test_a_stateless_codec_has_no_state_and_takes_none(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_codec_is_lossless_when_its_buckets_are(name: str) -> None:
     codec = parse(name)
-    assert codec.lossless == all(codec.open(Layout(dtype, 1)).lossless for dtype in ALL)
+    assert codec.lossless == all(open_bucket(codec, Layout(dtype, 1)).lossless for dtype in ALL)
     assert not codec.selecting

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.codecs import CodecError, Selection
-from fusion_rt.codecs.packing import HEADER, INDEX_CODINGS, Packer, Spans, merged, strongest
+from fusion_rt.codecs import CodecError
+from fusion_rt.codecs.packing import HEADER, INDEX_CODINGS, Packer, Selection, Spans, merged, strongest
 from fusion_rt.codecs.values import FORMATS
 from fusion_rt.kernels import coding, reference, selection
 

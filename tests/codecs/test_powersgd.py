@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.codecs import CodecError, Layout, PowerSGDBucket, Span, parse
-from fusion_rt.codecs.powersgd import PowerSGD
+from fusion_rt.codecs import CodecError, Layout, Span, parse
+from fusion_rt.codecs.powersgd import PowerSGD, PowerSGDBucket
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.kernels import low_rank, reference
 from fusion_rt.kernels.team import Team

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.codecs import CodecError, Layout, QuantisingBucketCodec, Span, parse
+from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.draws import key
-from fusion_rt.codecs.quantising import Quantising
+from fusion_rt.codecs.quantising import Quantising, QuantisingBucketCodec
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.kernels import quantisation, reference
 from fusion_rt.kernels.team import Team

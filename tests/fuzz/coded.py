@@ -89,7 +89,7 @@ def _seeds(opened: Callable[[], Any], dtype: str) -> list[bytes]:
             stored = values.astype(DTYPES[dtype].storage)
         if isinstance(bucket, SummingBucketCodec):
             payload = bucket.pack(bucket.contribute(stored), low, high) if low % bucket.alignment == 0 else b""
-        elif (low, high) == (0, ELEMENTS) or not isinstance(bucket, codecs.PowerSGDBucket):
+        elif (low, high) == (0, ELEMENTS) or bucket.exchange != "factors":
             payload = bucket.encode(low, stored[low:high])
         else:
             continue

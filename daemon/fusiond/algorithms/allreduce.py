@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
-from fusion_rt.codecs import PowerSGDBucket
+from fusion_rt.codecs.factoring import FactoringBucketCodec
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusiond.algorithms.base import Algorithm, Work
 from fusiond.collectives.adasum import Adasum
@@ -23,31 +24,14 @@ class AllReduce(Algorithm):
     that suits a codec with error feedback."""
 
     def exchange(self, work: Work) -> Exchange:
-        nodes = work.port.nodes
         if work.reducer.op == "adasum":
             return Adasum(work.port, work.reducer, work.codec, work.sources, work.outputs, work.parts)
-        if nodes == 1:
+        if work.port.nodes == 1:
             return OneNode(work.port, work.reducer, work.sources, work.outputs)
-        codec = work.codec
-        if isinstance(codec, PowerSGDBucket):
-            return LowRank(
-                work.port, work.reducer, codec, work.sources, work.outputs,
-                lambda port, reducer, dense, factors: _dense(
-                    replace(work, port=port, reducer=reducer, codec=dense, sources=[factors], outputs=[factors])
-                ),
-            )  # fmt: skip
-        if isinstance(codec, SummingBucketCodec):
-            gather = work.sparse_route == "gather" or (
-                work.sparse_route == "auto"
-                and codec.adapts
-                and work.cost.prefers_gathering(codec.wanted() * _SELECTED_NBYTES, nodes)
-            )
-            kind = Gathered if gather else Owned
-            return kind(work.port, work.reducer, codec, work.sources, work.outputs, work.selected)
-        return _dense(work)
+        return _EXCHANGES[work.codec.exchange](work)
 
 
-def _dense(work: Work) -> Exchange:
+def _chunks(work: Work) -> Exchange:
     """The cheaper of ring and recursive doubling, or the one that is wanted. The size of chunks has no say in it, so
     that tuning that changes no order in which elements are added up."""
     nbytes, most = len(work.sources[0]) * work.reducer.partial.itemsize, work.whole_nbytes or work.port.chunk_bytes
@@ -56,3 +40,27 @@ def _dense(work: Work) -> Exchange:
     else:
         doubles = work.route == "doubling" and nbytes <= most
     return (Doubling if doubles else Ring)(work.port, work.reducer, work.codec, work.sources, work.outputs)
+
+
+def _owners(work: Work) -> Exchange:
+    codec = cast(SummingBucketCodec, work.codec)
+    gather = work.sparse_route == "gather" or (
+        work.sparse_route == "auto"
+        and codec.adapts
+        and work.cost.prefers_gathering(codec.wanted() * _SELECTED_NBYTES, work.port.nodes)
+    )
+    kind = Gathered if gather else Owned
+    return kind(work.port, work.reducer, codec, work.sources, work.outputs, work.selected)
+
+
+def _factors(work: Work) -> Exchange:
+    return LowRank(
+        work.port, work.reducer, cast(FactoringBucketCodec, work.codec), work.sources, work.outputs,
+        lambda port, reducer, dense, factors: _chunks(
+            replace(work, port=port, reducer=reducer, codec=dense, sources=[factors], outputs=[factors])
+        ),
+    )  # fmt: skip
+
+
+_EXCHANGES = {"chunks": _chunks, "owners": _owners, "factors": _factors}
+"""By how nodes add up what a codec encodes (`BucketCodec.exchange`)."""

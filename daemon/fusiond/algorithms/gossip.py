@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from fusion_rt import algorithms, mixing
-from fusion_rt.codecs.summing import SummingBucketCodec
 from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Step, _Spec
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
@@ -178,13 +177,9 @@ class Choco(Gossip[algorithms.Choco]):
 
     def _difference(self, home: Home, clock: int, receivers: list[int]) -> Send:
         """Q(x_i - x^_i)."""
-        codec = home.codec
-        assert isinstance(codec, SummingBucketCodec)
+        assert home.codec is not None
         own = home.aux.setdefault("x_hat", np.zeros(home.elements, home.dtype.storage))
-        portion = codec.contribute(home.aux["x"] - own)
-        payload = codec.pack(portion, 0, home.elements)
-        told: Array = np.zeros(home.elements, home.dtype.storage)
-        codec.write(portion, [told], 1.0, 1)
+        payload, told = home.codec.tell(home.aux["x"] - own)
         own += told
         return Send(receivers, "mix", told, clock, payload=payload)
 

@@ -18,8 +18,6 @@ import numpy as np
 from fusion_rt import codecs
 from fusion_rt.codecs import BucketCodec, CodecError, Layout
 from fusion_rt.codecs.dense import Dense
-from fusion_rt.codecs.feedback import FeedbackBucketCodec
-from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond.collectives.base import Array
 
@@ -37,9 +35,7 @@ def open_bucket(codec: codecs.Codec, layout: Layout, nodes: int, team: Team = AL
     Args:
         team: the threads that it may use.
     """
-    if nodes == 1 or not codec.applies_to(layout.dtype):
-        codec = Dense()
-    return codec.open(layout, team)
+    return codecs.open_bucket(codec if nodes > 1 else Dense(), layout, team)
 
 
 def saved(buckets: Iterable[BucketCodec], common: bool = False) -> State:
@@ -50,10 +46,11 @@ def saved(buckets: Iterable[BucketCodec], common: bool = False) -> State:
     """
     state: State = {}
     for index, codec in enumerate(buckets):
-        if not isinstance(codec, FeedbackBucketCodec):
+        found = codec.state_dict()
+        if not found:
             continue
-        found = {**codec.state_dict(), "layout": _fingerprint(codec)}
-        if isinstance(codec, SummingBucketCodec) and codec.bounds:
+        found["layout"] = _fingerprint(codec)
+        if codec.bounds:
             found["bounds"] = np.array(codec.bounds, np.int64)
         state |= {f"{index}:{key}": value for key, value in found.items()}
     return only_common(state) if common else state
@@ -80,7 +77,7 @@ def restore(buckets: Sequence[BucketCodec], state: Mapping[str, Array], strict: 
         CodecError: the state is none, or of other tensors; nothing has changed then.
     """
     by_bucket = _by_bucket(state)
-    stateful = [codec for codec in buckets if isinstance(codec, FeedbackBucketCodec)]
+    stateful = [codec for codec in buckets if codec.codec.stateful]
     _check(stateful, by_bucket, strict)
     whole = {_number(found["layout"]): found for found in by_bucket if "layout" in found}
     united: State = {key: value for found in by_bucket for key, value in found.items() if key not in _EXTRA}
@@ -93,8 +90,7 @@ def restore(buckets: Sequence[BucketCodec], state: Mapping[str, Array], strict: 
             codec.load_state_dict(own)
         else:
             codec.load_state_dict(united, partial=True)
-        if isinstance(codec, SummingBucketCodec):
-            codec.bounds = tuple(int(bound) for bound in same.get("bounds", ()))
+        codec.bounds = tuple(int(bound) for bound in same.get("bounds", ()))
 
 
 def _by_bucket(state: Mapping[str, Array]) -> list[State]:
@@ -107,7 +103,7 @@ def _by_bucket(state: Mapping[str, Array]) -> list[State]:
     return list(found.values())
 
 
-def _check(buckets: Sequence[FeedbackBucketCodec], states: Sequence[State], strict: bool) -> None:
+def _check(buckets: Sequence[BucketCodec], states: Sequence[State], strict: bool) -> None:
     """Raises `CodecError` for a state that buckets cannot go on from."""
     sizes = {span.name: span.numel for codec in buckets for span in codec.layout.spans}
     elements = {_number(_fingerprint(codec)): codec.layout.elements for codec in buckets}
@@ -137,9 +133,9 @@ def _is_own(key: str) -> bool:
     return key.partition("/")[0] in (*_OWN_KINDS, *_OWN_NAMES)
 
 
-def _fingerprint(codec: FeedbackBucketCodec) -> Array:
+def _fingerprint(codec: BucketCodec) -> Array:
     """Stands for a codec and a layout."""
-    text = repr((codec.text, codec.layout)).encode()
+    text = repr((str(codec.codec), codec.layout)).encode()
     fingerprint: Array = np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), np.int64)
     return fingerprint
 

@@ -278,7 +278,7 @@ class Plans:
         `selected`; the `seconds` it took; and the L2 norm of what is left, `residual_norm`."""
         groups = {}
         for state in self:
-            if any(codec_statistics(codec) is not None for codec in state.codecs):
+            if any(codec.statistics() for codec in state.codecs):
                 where = f" of process set {state.plan.process_set}" if state.plan.process_set else ""
                 groups[state.plan.group + where] = _sums(state)
         total: Counter[str] = Counter()
@@ -292,17 +292,11 @@ class Plans:
         for state in self:
             sums.update(state.past)
             for codec in state.codecs:
-                sums.update(codec_statistics(codec) or {})
+                sums.update(codec.statistics())
         return int(sums["dense_nbytes"]), int(sums["packed_nbytes"])
 
     def _of_group(self, process_set: int, group: str) -> PlanState | None:
         return next((s for s in self if (s.plan.process_set, s.plan.group) == (process_set, group)), None)
-
-
-def codec_statistics(codec: codecs.BucketCodec) -> dict[str, float] | None:
-    """What a bucket's codec has counted; None if it does not count."""
-    count = getattr(codec, "statistics", None)
-    return None if count is None else dict(count())
 
 
 def _sums(state: PlanState) -> Counter[str]:
@@ -310,9 +304,7 @@ def _sums(state: PlanState) -> Counter[str]:
     sums = Counter(state.past)
     del sums["squared_norm"]
     for codec in state.codecs:
-        sums.update(codec_statistics(codec) or {})
-        if hasattr(codec, "residual_norm"):
-            sums["squared_norm"] += codec.residual_norm() ** 2
+        sums.update({**codec.statistics(), "squared_norm": codec.residual_norm() ** 2})
     return sums
 
 

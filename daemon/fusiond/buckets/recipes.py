@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt import algorithms, codecs, wire
-from fusion_rt.codecs.uses import check_use
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.topology import GLOBAL_SET, Topology
 from fusiond.collectives.base import Array, Exchange, Port, Reducer
@@ -132,7 +131,7 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         raise RequestError(f"the root rank {signature.root} is not in process set {members.set.id}")
     check_scales(signature)
     codec = codecs.parse(signature.codec)
-    check_use(codec, signature.op, dtype, signature.kind)
+    codec.check_use(signature.op, dtype, signature.kind)
     if signature.op == "adasum" and not (dtype.is_floating and signature.kind == "allreduce"):
         raise RequestError(f"Adasum is an all-reduce of floating-point elements, not a {signature.kind} of {dtype}")
     if signature.kind == "allreduce" and signature.parts and sum(map(math.prod, signature.parts)) != elements:
@@ -193,12 +192,12 @@ def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
     if nbytes > _MAX_PLAN:
         raise RequestError(f"its tensors take {nbytes} bytes, more than the {_MAX_PLAN} that a plan may have")
     check_scales(proposal.reduction)
-    check_use(codecs.parse(proposal.reduction.codec), proposal.reduction.op)
+    codecs.parse(proposal.reduction.codec).check_use(proposal.reduction.op)
     if proposal.tuning is not None:
         if not algorithm.reduces_gradients or reduction.op == "adasum":
             raise RequestError(f"{algorithm} with {reduction.op} cannot be tuned; only all-reduces can, without Adasum")
         if proposal.tuning.codec:
-            check_use(codecs.parse(proposal.tuning.codec), reduction.op)
+            codecs.parse(proposal.tuning.codec).check_use(reduction.op)
 
 
 def check_scales(how: wire.Reduction | wire.Signature) -> None:

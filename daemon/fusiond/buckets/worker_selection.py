@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import cast
 
-from fusion_rt.codecs import CodecError, Selection
-from fusion_rt.codecs.selecting import SelectingBucketCodec
+from fusion_rt.codecs import BucketCodec, CodecError
+from fusion_rt.codecs.adopting import AdoptingBucketCodec
+from fusion_rt.codecs.packing import Selection
 from fusion_rt.codecs.trays import ALIGNMENT, Tray
 from fusiond.collectives.base import Array
 from fusiond.core.errors import RequestError
@@ -21,7 +23,7 @@ class Selected:
     """
 
     whose: str
-    codec: SelectingBucketCodec
+    codec: AdoptingBucketCodec
     tray: Tray
 
     def contribute(self) -> Selection:
@@ -41,7 +43,7 @@ class Selected:
             self.codec.disown(self.tray)
 
 
-def selected(whose: str, codec: object, memory: Array, offset: int, least: int) -> Selected:
+def selected(whose: str, codec: BucketCodec, memory: Array, offset: int, least: int) -> Selected:
     """What a worker says that it has selected.
 
     Args:
@@ -54,16 +56,16 @@ def selected(whose: str, codec: object, memory: Array, offset: int, least: int) 
     Raises:
         RequestError: the codec selects itself, or no tray can be there.
     """
-    if not isinstance(codec, SelectingBucketCodec):
-        raise RequestError(f"{whose} was selected by its worker, but its codec here takes whole gradients only")
     try:
         shape = codec.tray()
     except CodecError as error:
         raise RequestError(f"{whose} was selected by its worker: {error}") from None
+    if shape is None:
+        raise RequestError(f"{whose} was selected by its worker, but its codec here takes whole gradients only")
     if offset % ALIGNMENT or not least <= offset <= len(memory) - shape.nbytes:
         raise RequestError(
             f"{whose} was selected by its worker into byte {offset} of a segment of {len(memory)} bytes, of which the "
             f"first {least} have the plan's buckets; a tray takes {shape.nbytes} bytes, and begins at a multiple of "
             f"{ALIGNMENT}"
         )
-    return Selected(whose, codec, Tray(shape, memory[offset:]))
+    return Selected(whose, cast(AdoptingBucketCodec, codec), Tray(shape, memory[offset:]))

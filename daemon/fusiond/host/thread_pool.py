@@ -98,6 +98,6 @@ def prepare_kernels(
     def prepare() -> None:
         cpu.prepare([DType.named(name) for name in dtypes])
         for name in dtypes:
-            codec.open(codecs.Layout(DTYPES[name], 1))
+            codecs.open_bucket(codec, codecs.Layout(DTYPES[name], 1))
 
     pool.run([prepare], lambda error: None if error is None else failed(error))

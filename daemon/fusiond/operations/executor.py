@@ -11,7 +11,6 @@ from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
-from fusion_rt.codecs.feedback import FeedbackBucketCodec
 from fusion_rt.dtypes import DType
 from fusion_rt.kernels import cpu
 from fusion_rt.settings import Settings
@@ -269,9 +268,7 @@ class Runner:
         selected = contributions[0].selected if len(contributions) == 1 else None
         factors = run.parts[min(run.parts)].rescale if run.parts else ()
         record_codec(codec, self._trace, about_key(run.key))
-        first = None  # a job that comes before all others
-        if factors and isinstance(codec, FeedbackBucketCodec):
-            first = partial(codec.scale_residual, factors)
+        first = partial(codec.scale_residual, factors) if factors else None  # a job that comes before all others
         sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
         most = self._settings.chunk_bytes
         whole = most if dense == "doubling" else self.route.chunk_bytes(most)

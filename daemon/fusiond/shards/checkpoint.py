@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 
 from fusion_rt.codecs import BucketCodec
-from fusion_rt.codecs.feedback import FeedbackBucketCodec
 from fusion_rt.errors import WireError
 from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
@@ -106,10 +105,7 @@ class States:
         if entries:
             codec = self._codings.open(sender.plan, sender.bucket)
             given = {key.removeprefix("codec/"): value for key, value in entries.items()}
-            if moved and isinstance(codec, FeedbackBucketCodec):
-                codec.load_state_dict(given, partial=True)
-            else:
-                codec.load_state_dict(given)
+            codec.load_state_dict(given, partial=moved)
         return counts, codec
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fusion_rt import codecs, wire
 from fusion_rt.codecs import BucketCodec
 from fusiond.buckets.plans import PlanState, layout_of
-from fusiond.shards.messages import open_codec
 
 
 class Codings:
@@ -20,7 +19,8 @@ class Codings:
         Args:
             remembers: adds what it has not sent to what it sends next; else that is lost.
         """
-        return open_codec(_codec(state), layout_of(bucket), remembers=remembers)
+        codec = _codec(state)
+        return codecs.open_bucket(codec if remembers else codec.without_memory(), layout_of(bucket))
 
     def decoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
         """Decodes parcels of a bucket. That changes nothing, and so several threads may do it at the same time."""

@@ -6,40 +6,19 @@ worker posts again only when it has been answered, so what is under way is bound
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusion_rt.codecs.base import Array, BucketCodec, Codec, Layout
-from fusion_rt.codecs.dense import Dense
-from fusion_rt.codecs.summing import SummingBucketCodec
+from fusion_rt.codecs.base import Array, BucketCodec
 from fusion_rt.errors import WireError
-from fusion_rt.kernels.team import ALONE, Team
-
-
-def open_codec(codec: Codec, layout: Layout, team: Team = ALONE, remembers: bool = True) -> BucketCodec:
-    """The codec of a bucket's parcels; dense where it does not apply.
-
-    Args:
-        remembers: adds what it has not sent to what it sends next; else that is lost.
-    """
-    if not codec.applies_to(layout.dtype):
-        codec = Dense()
-    if codec.stateful and not remembers:
-        codec = dataclasses.replace(codec, feedback=False, momentum=0.0)  # type: ignore[call-arg]  # all of them have both
-    return codec.open(layout, team)
 
 
 def pack(codec: BucketCodec, values: Array) -> memoryview:
     """All values of a bucket as bytes of their own; changes the state of a codec that remembers."""
-    if isinstance(codec, SummingBucketCodec):
-        payload = codec.pack(codec.contribute_alone(values), 0, len(values))
-    else:
-        payload = codec.encode(0, values)
-    return memoryview(bytes(payload))
+    return memoryview(bytes(codec.encode(0, values)))
 
 
 def unpack(codec: BucketCodec, payload: memoryview) -> Array:
@@ -48,13 +27,7 @@ def unpack(codec: BucketCodec, payload: memoryview) -> Array:
     Raises:
         CodecError: this is no parcel of this bucket.
     """
-    elements = codec.layout.elements
-    if not isinstance(codec, SummingBucketCodec):
-        return codec.decoded(0, payload, elements)
-    portion = codec.unpack(payload, 0, elements)
-    out: Array = np.zeros(elements, codec.layout.dtype.storage)
-    codec.write(portion, [out], 1.0, 1)
-    return out
+    return codec.decoded(0, payload, codec.layout.elements)
 
 
 def pieces(parcel: wire.Piece, payload: memoryview, chunk_bytes: int) -> Iterator[tuple[wire.Piece, memoryview]]:

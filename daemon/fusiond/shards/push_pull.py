@@ -10,7 +10,6 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
 from fusion_rt.codecs.dense import Dense
-from fusion_rt.codecs.feedback import FeedbackBucketCodec
 from fusion_rt.trace_format import Kind
 from fusiond.buckets.plans import PlanState, layout_of
 from fusiond.collectives.base import Array
@@ -175,7 +174,7 @@ class Senders:
         payload: list[memoryview] = []
 
         def encode() -> None:
-            if rescale and isinstance(codec, FeedbackBucketCodec):
+            if rescale:
                 codec.scale_residual(rescale)
             if parcel.kind != "post" or not parcel.samples:  # who asks, or has no gradient, sends nothing
                 payload.append(memoryview(source.tobytes() if seed else b""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fusion_rt import codecs, wire
-from fusion_rt.codecs.uses import check_use
 from fusion_rt.settings import Settings
 from fusion_rt.torch.autotune import decision
 from fusion_rt.torch.autotune.decision import Choice, Conditions, Decision
@@ -133,7 +132,7 @@ class Pilot(Director):
             return False
         try:
             for codec in decision.CODECS:
-                check_use(codecs.parse(codec), reduction.op)
+                codecs.parse(codec).check_use(reduction.op)
         except codecs.CodecError:
             return False
         return True

@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 import torch
 
 from fusion_rt import codecs, wire
-from fusion_rt.codecs.uses import check_use
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.topology import GLOBAL_SET
 from fusion_rt.torch.process_sets import ProcessSet
@@ -145,7 +144,7 @@ def signature_of(
     if op == Adasum and not dtype.is_floating_point:
         raise ValueError(f"Adasum combines floating-point tensors, not {dtype}; use another op, or convert them")
     chosen = codecs.parse(codec)
-    check_use(chosen, op, DTYPES[name], kind)
+    chosen.check_use(op, DTYPES[name], kind)
     return wire.Signature(
         kind,
         name,

@@ -9,7 +9,7 @@ import pytest
 from fusion_rt import codecs, mixing, wire
 from fusion_rt.errors import WireError
 from fusiond.buckets.plans import layout_of
-from fusiond.shards.messages import open_codec, pack, unpack
+from fusiond.shards.messages import pack, unpack
 from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array
@@ -128,7 +128,9 @@ def test_choco_sends_what_a_codec_makes_of_the_difference(layout: list[int], cod
     start = START.astype(np.float32)
     graph = mixing.parse("ring", RANKS)
     workers = Workers(layout, "choco(gamma=0.4)", start, RATE, codec=codec)
-    opened = [open_codec(codecs.parse(codec), layout_of(bucket), remembers=False) for bucket in workers.plan.buckets]
+    opened = [
+        codecs.open_bucket(codecs.parse(codec).without_memory(), layout_of(bucket)) for bucket in workers.plan.buckets
+    ]
 
     def quantise(difference: Array) -> Array:
         told = np.empty_like(difference)

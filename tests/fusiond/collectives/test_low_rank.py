@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fusion_rt import codecs
-from fusion_rt.codecs import Layout, PowerSGDBucket, Span
+from fusion_rt.codecs import Layout, Span
+from fusion_rt.codecs.powersgd import PowerSGDBucket
 from fusion_rt.dtypes import DTYPES
 from fusiond.algorithms.allreduce import AllReduce
 from fusiond.algorithms.base import Work

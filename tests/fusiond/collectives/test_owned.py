@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_rt import codecs
-from fusion_rt.codecs import CodecError, Layout, SelectingBucketCodec, Span
+from fusion_rt.codecs import CodecError, Layout, Span
+from fusion_rt.codecs.selecting import SelectingBucketCodec
 from fusion_rt.dtypes import DTYPES
 from fusiond.collectives import ranges
 from fusiond.collectives.base import ExchangeError, Reducer

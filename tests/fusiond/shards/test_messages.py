@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fusion_rt import codecs, wire
-from fusion_rt.codecs import CodecError, Layout
+from fusion_rt.codecs import CodecError, Layout, open_bucket
 from fusion_rt.codecs.base import Span
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
-from fusiond.shards.messages import Assembly, open_codec, pack, pieces, unpack
+from fusiond.shards.messages import Assembly, pack, pieces, unpack
 
 PARCEL = wire.Piece(0, 1, 2, "post", -1, 3, 4, 5, 0)
 CODECS = ["dense", "fp16", "bf16", "topk(density=0.1, minimum=0)", "randomk(density=0.1, minimum=0)", "int8(minimum=0)",
@@ -112,7 +112,7 @@ def bucket(dtype: str) -> Layout:
 @pytest.mark.parametrize("text", CODECS)
 def test_what_is_packed_is_what_the_codec_makes_of_it(text: str, dtype: str) -> None:
     layout, codec = bucket(dtype), codecs.parse(text)
-    mine, own = open_codec(codec, layout), codec.open(layout)
+    mine, own = open_bucket(codec, layout), codec.open(layout)
     for step in range(3):
         values = np.random.default_rng(step).standard_normal(4096).astype(DTYPES[dtype].storage)
         values[3000:3008] = 0
@@ -128,7 +128,7 @@ def test_what_is_packed_is_what_the_codec_makes_of_it(text: str, dtype: str) -> 
 
 @pytest.mark.parametrize("text", CODECS)
 def test_what_is_no_parcel_of_the_codec_is_refused(text: str) -> None:
-    codec = open_codec(codecs.parse(text), bucket("float32"))
+    codec = open_bucket(codecs.parse(text), bucket("float32"))
     payload = bytes(pack(codec, np.ones(4096, np.float32)))
     for wrong in (b"", payload[:-1], payload + b"x"):
         with pytest.raises(CodecError):
@@ -137,13 +137,13 @@ def test_what_is_no_parcel_of_the_codec_is_refused(text: str) -> None:
 
 def test_a_parcel_has_bytes_of_its_own() -> None:
     values = np.ones(4096, np.float32)
-    payload = pack(open_codec(codecs.parse("dense"), bucket("float32")), values)
+    payload = pack(open_bucket(codecs.parse("dense"), bucket("float32")), values)
     values[:] = 2
     assert bytes(payload) == np.ones(4096, np.float32).tobytes()
 
 
 def test_a_codec_that_remembers_nothing_loses_what_it_leaves_out() -> None:
-    codec = open_codec(codecs.parse("topk(density=0.1, minimum=0, momentum=0.9)"), bucket("float32"), remembers=False)
+    codec = open_bucket(codecs.parse("topk(density=0.1, minimum=0, momentum=0.9)").without_memory(), bucket("float32"))
     values = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     first = unpack(codec, pack(codec, values)).copy()
     np.testing.assert_array_equal(unpack(codec, pack(codec, values)), first)
@@ -152,13 +152,13 @@ def test_a_codec_that_remembers_nothing_loses_what_it_leaves_out() -> None:
 
 def test_a_codec_that_does_not_apply_sends_everything() -> None:
     layout = Layout(DTYPES["int64"], 8)
-    assert open_codec(codecs.parse("topk"), layout).lossless
+    assert open_bucket(codecs.parse("topk"), layout).lossless
 
 
 @pytest.mark.parametrize("text", [*CODECS[3:], "topk(density=0.1, minimum=0, momentum=0.9)"])
 def test_a_contribution_that_is_not_finite_arrives_as_such_and_is_not_remembered(text: str) -> None:
     layout = Layout(DTYPES["float32"], 1000, (Span("w", 0, 1000),))
-    codec = open_codec(codecs.parse(text), layout)
+    codec = open_bucket(codecs.parse(text), layout)
     values = np.random.default_rng(1).standard_normal(1000).astype(np.float32)
     pack(codec, values)
     before = codec.state_dict()

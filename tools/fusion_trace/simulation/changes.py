@@ -260,8 +260,9 @@ def _codec(recorded: Recorded, change: Change, measure: Callable[[str], CodecCos
         text = "dense" if change.density == 1 else f"topk(density={change.density:g})"
     if not text:
         return recorded.codec, recorded.costs
-    text = str(codecs.parse(text))
-    if text == "dense":
+    codec = codecs.parse(text)
+    text = str(codec)
+    if codec.lossless:
         return text, recorded.costs
     found = measure(text)
     return text, msgspec.structs.replace(recorded.costs, codecs={**recorded.costs.codecs, text: found})

@@ -7,17 +7,17 @@ distribution; of a selection it depends on where the values are, and is in the e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 
 from fusion_rt import codecs
-from fusion_rt.codecs import BucketCodec, PowerSGDBucket
+from fusion_rt.codecs import BucketCodec, Codec
 from fusion_rt.codecs.base import Array, Layout, Span
-from fusion_rt.codecs.powersgd import PowerSGD
-from fusion_rt.codecs.selecting import Selecting
+from fusion_rt.codecs.factoring import FactoringBucketCodec, FactoringCodec
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_trace.simulation.ghosts import F32, Spend, payload, values
 from fusion_trace.simulation.model import Bucket, CodecCosts, Costs
@@ -37,9 +37,9 @@ class _Portion:
 class ElementCodec(BucketCodec):
     """Each element for itself: dense, fp16, bf16."""
 
-    def __init__(self, layout: Layout, costs: Costs, codec: CodecCosts, spend: Spend, lossless: bool) -> None:
-        super().__init__(layout)
-        self.lossless = lossless
+    def __init__(self, bucket: Bucket, chosen: Codec, codec: CodecCosts, costs: Costs, spend: Spend) -> None:
+        super().__init__(Layout(F32, bucket.elements), chosen)
+        self.lossless = chosen.lossless
         self._costs, self._codec, self._spend = costs, codec, spend
 
     def encode(self, start: int, values: Array) -> memoryview:
@@ -61,11 +61,10 @@ class ElementCodec(BucketCodec):
 class SummingCodec(SummingBucketCodec):
     """What goes through the owners of ranges: selections, int8, onebit."""
 
-    def __init__(self, layout: Layout, codec: CodecCosts, spend: Spend, selects: bool, density: float) -> None:
-        super().__init__(layout)
-        self.step = 0
-        self.adapts = self.blank = selects  # type: ignore[misc]  # of the real ones they are of the class
-        self._codec, self._spend, self._density = codec, spend, density
+    def __init__(self, bucket: Bucket, chosen: Codec, codec: CodecCosts, costs: Costs, spend: Spend) -> None:
+        super().__init__(Layout(F32, bucket.elements), chosen)
+        self.adapts = self.blank = chosen.selecting  # type: ignore[misc]  # of the real ones they are of the class
+        self._codec, self._spend = codec, spend
 
     @property
     def nbytes(self) -> float:
@@ -113,7 +112,7 @@ class SummingCodec(SummingBucketCodec):
         pass
 
     def wanted(self) -> int:
-        return round(self.layout.elements * self._density)
+        return round(self.layout.elements * self.codec.share())
 
     def counts(self, portion: _Portion, edges: Sequence[int]) -> list[int]:
         return [high - low for low, high in pairwise(edges)]
@@ -131,11 +130,11 @@ class SummingCodec(SummingBucketCodec):
         return 16 * n + 1024
 
 
-class LowRankCodec(PowerSGDBucket):
+class FactorCodec(FactoringBucketCodec):
     """PowerSGD. Its factors are real, and all zero: they are small."""
 
-    def __init__(self, bucket: Bucket, chosen: PowerSGD, codec: CodecCosts, spend: Spend) -> None:
-        self.layout = Layout(F32, bucket.elements)
+    def __init__(self, bucket: Bucket, chosen: Codec, codec: CodecCosts, costs: Costs, spend: Spend) -> None:
+        super().__init__(Layout(F32, bucket.elements), chosen)
         self.first_elements, self.second_elements = factors(bucket, chosen)
         self._cost, self._spend = codec, spend
 
@@ -150,23 +149,33 @@ class LowRankCodec(PowerSGDBucket):
     def finish(self, second: Array, outputs: Sequence[Array], scale: float = 1.0, divisor: int = 1) -> None:
         self._spend(4 * self.layout.elements * self._cost.write)
 
+    def undo(self, values: Array) -> None:
+        pass
+
     def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
         pass
 
+    def encode(self, start: int, values: Array) -> memoryview:
+        raise NotImplementedError
 
-def factors(bucket: Bucket, chosen: PowerSGD) -> tuple[int, int]:
-    """Elements of the two exchanges of PowerSGD: its left factors with what travels whole, and its right ones."""
-    first = second = 0
-    for shape in bucket.shapes or ((bucket.elements,),):
-        elements = math.prod(shape)
-        rows = shape[0] if len(shape) > 1 else 0
-        columns = elements // rows if rows else 0
-        if rows and elements >= chosen.minimum and 2 * chosen.rank * (rows + columns) <= elements:
-            first += chosen.rank * rows
-            second += chosen.rank * columns
-        else:
-            first += elements
-    return first, second
+    def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
+        raise NotImplementedError
+
+    def max_encoded_nbytes(self, n: int) -> int:
+        return 16 * n + 1024
+
+
+def factors(bucket: Bucket, chosen: Codec) -> tuple[int, int]:
+    """Elements of the two sums of a codec whose factors are summed."""
+    return cast(FactoringCodec, chosen).factor_elements(real_layout(bucket))
+
+
+_SIMULATED: Mapping[str, Callable[[Bucket, Codec, CodecCosts, Costs, Spend], BucketCodec]] = {
+    "chunks": ElementCodec,
+    "owners": SummingCodec,
+    "factors": FactorCodec,
+}
+"""By how nodes add up what a codec encodes (`BucketCodec.exchange`)."""
 
 
 def open_codec(text: str, bucket: Bucket, costs: Costs, spend: Spend) -> BucketCodec:
@@ -176,20 +185,15 @@ def open_codec(text: str, bucket: Bucket, costs: Costs, spend: Spend) -> BucketC
         CodecError: there is no such codec.
         KeyError: its costs were not measured.
     """
-    chosen, codec = codecs.parse(text), costs.codec(text)
-    layout = Layout(F32, bucket.elements)
-    if isinstance(chosen, PowerSGD):
-        return LowRankCodec(bucket, chosen, codec, spend)
-    if chosen.selecting or chosen.stateful:
-        density = chosen.density if isinstance(chosen, Selecting) else 1.0
-        return SummingCodec(layout, codec, spend, chosen.selecting, density)
-    return ElementCodec(layout, costs, codec, spend, chosen.lossless)
+    chosen = codecs.parse(text)
+    return _SIMULATED[chosen.bucket.exchange](bucket, chosen, costs.codec(text), costs, spend)
 
 
 def wire_nbytes(text: str, bucket: Bucket, costs: Costs) -> int:
     """Bytes of a bucket that is encoded as a whole, as parcels to and from homes are."""
-    ratio = costs.codec(text).ratio
-    return bucket.nbytes if text == "dense" else math.ceil(bucket.nbytes * ratio) + _HEAD
+    if codecs.parse(text).lossless:
+        return bucket.nbytes
+    return math.ceil(bucket.nbytes * costs.codec(text).ratio) + _HEAD
 
 
 def real_layout(bucket: Bucket) -> Layout:

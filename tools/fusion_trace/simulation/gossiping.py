@@ -48,4 +48,4 @@ class Mixing(Exchanging):
         copied = bucket.nbytes * self._costs.copy
         encode = bucket.nbytes * self._coding.contribute + wire * self._coding.pack
         decode = wire * self._coding.unpack + copied
-        return wire, encode + (copied if self._codec == "dense" else 0.0), decode
+        return wire, encode + (copied if self._chosen.lossless else 0.0), decode

@@ -15,12 +15,13 @@ from typing import Any, cast
 import numpy as np
 
 from fusion_rt import algorithms as chosen
-from fusion_rt import mixing
+from fusion_rt import codecs, mixing
 from fusion_rt.codecs.base import Layout
-from fusion_trace.simulation.codings import SummingCodec, wire_nbytes
+from fusion_rt.codecs.dense import Dense
+from fusion_trace.simulation.codings import wire_nbytes
 from fusion_trace.simulation.daemons import Answered, Host
 from fusion_trace.simulation.ghosts import F32
-from fusion_trace.simulation.model import Bucket, CodecCosts
+from fusion_trace.simulation.model import Bucket
 from fusiond import algorithms
 from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Refuse, Send, Tell
 from fusiond.collectives.base import Array
@@ -98,7 +99,7 @@ class Homes:
         if rank < 0:
             home.value = np.zeros(1, np.float32)
         if isinstance(self._spec, chosen.Choco):
-            home.codec = SummingCodec(Layout(F32, 1), CodecCosts(), lambda seconds: None, False, 1.0)
+            home.codec = Dense().open(Layout(F32, 1))
         exclusive = self._algorithm.exclusive
         self._boxes[bucket, rank] = _Box(home, bucket, 1 if exclusive else self._host.costs.threads)
 
@@ -123,8 +124,7 @@ class Homes:
 
     def _encode(self, bucket: int) -> None:
         nbytes = self._buckets[bucket].nbytes
-        lossless = self._codec == "dense"
-        copied = nbytes * self._host.costs.copy if lossless else 0.0
+        copied = nbytes * self._host.costs.copy if codecs.parse(self._codec).lossless else 0.0
         self._host.simulator.spend(nbytes * self._cost.contribute + self._wire[bucket] * self._cost.pack + copied)
 
     def _decode(self, bucket: int) -> None:

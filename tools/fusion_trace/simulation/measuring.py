@@ -9,17 +9,15 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import zmq
 
 from fusion_rt import codecs, wire
-from fusion_rt.codecs import PowerSGDBucket
-from fusion_rt.codecs.base import Layout
+from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.dense import Dense
-from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.kernels import cpu
 from fusion_trace.simulation.codings import real_layout
 from fusion_trace.simulation.ghosts import F32
@@ -82,7 +80,7 @@ def costs(texts: Iterable[str] = (), local: float | None = None, elements: int =
         copy=copy,
         apply=2 * reduce,
         threads=1,
-        codecs={text: codec_costs(text, elements) for text in texts if text != "dense"},
+        codecs={text: codec_costs(text, elements) for text in texts if not codecs.parse(text).lossless},
     )
 
 
@@ -174,10 +172,10 @@ def codec_costs(text: str, elements: int = 1 << 20) -> CodecCosts:
     bucket = Bucket(4 * side * side, ((side, side),))
     codec = codecs.parse(text).open(real_layout(bucket))
     values: Array = np.random.default_rng(1).standard_normal(bucket.elements).astype(np.float32)
-    if isinstance(codec, PowerSGDBucket):
-        return _low_rank(codec, values)
-    if isinstance(codec, SummingBucketCodec):
-        return _summing(codec, values)
+    return _MEASURED[codec.exchange](codec, values)
+
+
+def _chunks(codec: BucketCodec, values: Array) -> CodecCosts:
     payload = codec.encode(0, values)
     nbytes = len(payload)
     out = np.empty_like(values)
@@ -187,7 +185,7 @@ def codec_costs(text: str, elements: int = 1 << 20) -> CodecCosts:
     return CodecCosts(nbytes / values.nbytes, pack=0.0 if lossless else pack, unpack=0.0 if lossless else unpack)
 
 
-def _summing(codec: SummingBucketCodec, values: Array) -> CodecCosts:
+def _summing(codec: Any, values: Array) -> CodecCosts:
     n, dense = len(values), values.nbytes
     codec.node, codec.nodes = 0, 2
     contribute = min(_once(lambda: codec.contribute(values)) for _ in range(_TURNS))
@@ -209,7 +207,7 @@ def _summing(codec: SummingBucketCodec, values: Array) -> CodecCosts:
     )  # fmt: skip
 
 
-def _low_rank(codec: PowerSGDBucket, values: Array) -> CodecCosts:
+def _factors(codec: Any, values: Array) -> CodecCosts:
     dense = values.nbytes
     rows = []
     for _ in range(_TURNS):
@@ -224,6 +222,14 @@ def _low_rank(codec: PowerSGDBucket, values: Array) -> CodecCosts:
     start, middle, finish = (min(column) / dense for column in zip(*rows, strict=True))
     ratio = 4 * (codec.first_elements + codec.second_elements) / dense
     return CodecCosts(ratio, contribute=start, add=middle, write=finish)
+
+
+_MEASURED: Mapping[str, Callable[[Any, Array], CodecCosts]] = {
+    "chunks": _chunks,
+    "owners": _summing,
+    "factors": _factors,
+}
+"""By how nodes add up what a codec encodes (`BucketCodec.exchange`)."""
 
 
 def _once(work: Callable[[], object]) -> float:

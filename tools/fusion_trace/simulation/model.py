@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from fusion_rt import codecs
+
 FRAMED = 1514 / 1448
 """Bytes on an Ethernet link for each byte of payload, at an MTU of 1500 and with TCP timestamps."""
 
@@ -97,7 +99,7 @@ class Costs(msgspec.Struct, frozen=True):
         Raises:
             KeyError: it was not measured.
         """
-        return CodecCosts() if text == "dense" else self.codecs[text]
+        return CodecCosts() if codecs.parse(text).lossless else self.codecs[text]
 
 
 FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

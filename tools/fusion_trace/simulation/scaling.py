@@ -15,7 +15,6 @@ from typing import TypeAlias
 import numpy as np
 
 from fusion_rt import codecs
-from fusion_rt.codecs.powersgd import PowerSGD
 from fusion_trace.simulation.codings import SummingCodec, factors, open_codec
 from fusion_trace.simulation.exchanges import cost_model
 from fusion_trace.simulation.model import Bucket, Cluster, CodecCosts
@@ -51,6 +50,9 @@ class Exchanging:
         self._costs = cluster.costs
         self._coding = cluster.costs.codec(codec)
         self._chosen = codecs.parse(codec)
+        self._added_up = {"chunks": self._dense_bucket, "owners": self._summed, "factors": self._low_rank}[
+            self._chosen.bucket.exchange
+        ]
         self.stages = Stages(cluster.nodes, cluster.links[0], cluster.costs, self._chunk, cluster.window_bytes)
         self._queue: list[tuple[float, int, Times, Task, _Over]] = []
         self._serial = 0
@@ -114,16 +116,14 @@ class Exchanging:
                 half = costs.job / 2
                 done = yield self.stages.worked(self.stages.everyone, ready, seconds, True)
                 ready = self._handled(done, half)
-        if isinstance(self._chosen, PowerSGD):
-            ready = yield from self._low_rank(bucket, ready, self._chosen)
-        elif self._chosen.stateful:
-            ready = yield from self._summed(bucket, ready)
-        else:
-            ready = yield from self._dense(bucket.nbytes, ready, self._coding)
+        ready = yield from self._added_up(bucket, ready)
         return self._handled(ready, costs.local / 2) + costs.local / 2
 
     def _handled(self, ready: Times, seconds: float | Times) -> Times:
         return self.stages.handled(self.stages.everyone, ready, seconds, True)
+
+    def _dense_bucket(self, bucket: Bucket, ready: Times) -> Task:
+        return self._dense(bucket.nbytes, ready, self._coding)
 
     def _dense(self, nbytes: int, ready: Times, coding: CodecCosts) -> Task:
         """A ring or a doubling."""
@@ -166,9 +166,9 @@ class Exchanging:
             ready[target] = stages.handled(target, np.maximum(came, ready[target]), work, True)
         return ready
 
-    def _low_rank(self, bucket: Bucket, ready: Times, chosen: PowerSGD) -> Task:
+    def _low_rank(self, bucket: Bucket, ready: Times) -> Task:
         """The sums of factors travel dense, and it takes no time to add them up."""
-        first, second = factors(bucket, chosen)
+        first, second = factors(bucket, self._chosen)
         if first:
             ready = yield from self._dense(4 * first, ready, CodecCosts())
         ready = self._handled(ready, bucket.nbytes * self._coding.add)
