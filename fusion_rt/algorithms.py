@@ -11,11 +11,12 @@ import enum
 from abc import ABC
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fusion_rt import mixing, specs
-from fusion_rt.codecs.base import Codec
+from fusion_rt.codecs import CODECS, Codec
 from fusion_rt.errors import FusionError
+from fusion_rt.plugins import Registry
 
 
 class AlgorithmError(FusionError, ValueError):
@@ -87,6 +88,13 @@ class Algorithm(ABC):
     def check(self, ranks: int) -> None:
         """Raises `AlgorithmError`, or `MixingError`, when so many ranks cannot do this."""
         del ranks
+
+    def implementation(self) -> Any:
+        """The class that does it in the daemon, called with this choice and the number of ranks: a subclass of
+        `fusiond.algorithms.HomeAlgorithm`. It is not asked where the `place` is nowhere, where ranks all-reduce what
+        they post. An algorithm of another package imports it here, because only daemons need it; of those that are
+        built in, the daemon knows."""
+        raise NotImplementedError(f"the algorithm {self.name} does not say what a daemon does")
 
     def __str__(self) -> str:
         """The canonical text."""
@@ -377,7 +385,7 @@ _ALL: tuple[type[Algorithm], ...] = (
     AllReduce, BSP, LocalSGD, DiLoCo, ASP, SSP, Softsync, DCASGD, Hogwild, Partial, Collaborative, EASGD, EAWild, DPSGD,
     ADPSGD, SGP, Choco,
 )  # fmt: skip
-ALGORITHMS: dict[str, type[Algorithm]] = {algorithm.name: algorithm for algorithm in _ALL}
+ALGORITHMS: Registry[Algorithm] = Registry("algorithm", "fusion_rt.algorithms", Algorithm, _ALL)
 
 
 @lru_cache(maxsize=256)
@@ -388,9 +396,14 @@ def parse(text: str) -> Algorithm:
         AlgorithmError: there is none; the sentence has the nearest one, or says which argument is wrong.
     """
     try:
-        return specs.parse(text, ALGORITHMS, "algorithm")
+        return specs.parse(text, ALGORITHMS)
     except specs.SpecError as error:
         raise AlgorithmError(str(error)) from error
+
+
+def packages(algorithm: Algorithm, codec: Codec) -> tuple[str, ...]:
+    """The packages that bring them, with versions; without what is built in."""
+    return tuple(sorted({ALGORITHMS.package(algorithm.name), CODECS.package(codec.name)} - {""}))
 
 
 def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:

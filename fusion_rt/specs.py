@@ -10,10 +10,11 @@ import ast
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar, get_type_hints
 
 from fusion_rt.errors import FusionError
+from fusion_rt.plugins import PluginError, Registry
 
 MAX_TEXT = 200  # characters; the text may come from another process
 
@@ -24,23 +25,26 @@ class SpecError(FusionError, ValueError):
     """A text names nothing that there is, or has arguments that cannot be used."""
 
 
-def parse(text: str, known: Mapping[str, type[_Chosen]], kind: str) -> _Chosen:
+def parse(text: str, known: Registry[_Chosen]) -> _Chosen:
     """What is written as `text`.
 
     Arguments are Python literals with their names: `topk(density=0.01, value="fp16")`. Those left out have defaults.
 
     Args:
         known: the dataclasses by name.
-        kind: what they are, for messages to people: "codec".
 
     Raises:
         SpecError: `text` is not written like this, or names something, or an argument, that does not exist (then the
             error has the nearest that does), or a value has the wrong type. What the dataclass raises, this raises.
     """
+    kind = known.kind
     name, arguments = _split(text, kind)
-    if name not in known:
-        raise SpecError(f"there is no {kind} {name!r}; did you mean {_nearest(name, known)!r}?")
-    chosen = known[name]
+    try:
+        chosen = known[name]
+    except KeyError:
+        raise SpecError(f"there is no {kind} {name!r}; did you mean {_nearest(name, known.names())!r}?") from None
+    except PluginError as error:
+        raise SpecError(str(error)) from error
     hints = get_type_hints(chosen)
     rows = dataclasses.fields(chosen)  # type: ignore[arg-type]  # all of them are dataclasses
     fields = {field.name: hints[field.name] for field in rows}
@@ -60,7 +64,12 @@ def parse(text: str, known: Mapping[str, type[_Chosen]], kind: str) -> _Chosen:
     ]
     if missing:
         raise SpecError(f"the {kind} {name} needs {', '.join(missing)}; write {name}({missing[0]}=...)")
-    return chosen(**arguments)
+    try:
+        return chosen(**arguments)
+    except FusionError:
+        raise
+    except Exception as error:  # of another package
+        raise SpecError(f"the {kind} {name} cannot be used like this: {type(error).__name__}: {error}") from error
 
 
 def write(name: str, chosen: Any) -> str:

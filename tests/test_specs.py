@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_rt import specs
+from fusion_rt.plugins import Registry
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Needy:
     more: int = 1
 
 
-KNOWN: dict[str, type[Plain] | type[Tuned] | type[Needy]] = {"plain": Plain, "tuned": Tuned, "needy": Needy}
+def known(kind: str) -> Registry[object]:
+    return Registry(kind, "tests.nothing", object, [Plain, Tuned, Needy])
 
 
 def parse(text: str) -> object:
-    return specs.parse(text, KNOWN, "thing")
+    return specs.parse(text, known("thing"))
 
 
 @pytest.mark.parametrize(
@@ -118,4 +120,4 @@ def test_no_text_does_anything_but_be_refused(text: str) -> None:
 
 def test_the_article_follows_the_kind() -> None:
     with pytest.raises(specs.SpecError, match=r"^an algorithm is written as"):
-        specs.parse("", KNOWN, "algorithm")
+        specs.parse("", known("algorithm"))

@@ -1,6 +1,7 @@
 """Codecs by name. A codec is written as text, in a setting or a signature: `dense`, `fp16`, `name(field=value, ...)`.
 
-A new codec is one file with a subclass of `Codec`, and an entry here.
+A new codec is one file with a subclass of `Codec` and one of `BucketCodec`, and an entry here; or an entry point of
+another package (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fusion_rt.codecs.randomk import RandomK
 from fusion_rt.codecs.thresholdk import ThresholdK
 from fusion_rt.codecs.topk import TopK
 from fusion_rt.kernels.team import ALONE, Team
+from fusion_rt.plugins import Registry
 
 __all__ = [
     "CODECS",
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 _ALL: tuple[type[Codec], ...] = (Dense, Fp16, Bf16, TopK, GaussianK, ThresholdK, RandomK, Int8, OneBit, PowerSGD)
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in _ALL}
+CODECS: Registry[Codec] = Registry("codec", "fusion_rt.codecs", Codec, _ALL)  # type: ignore[type-abstract]
 
 
 def open_bucket(codec: Codec, layout: Layout, team: Team = ALONE) -> BucketCodec:
@@ -53,6 +55,6 @@ def parse(text: str) -> Codec:
             has the nearest that does), or a value has the wrong type or is out of range.
     """
     try:
-        return specs.parse(text, CODECS, "codec")
+        return specs.parse(text, CODECS)
     except specs.SpecError as error:
         raise CodecError(str(error)) from error

@@ -31,8 +31,8 @@ from fusion_rt.codecs import CODECS
 print(json.dumps({
     "zmq": zmq.zmq_version(),
     "curve": zmq.has("curve"),
-    "codecs": sorted(CODECS),
-    "algorithms": sorted(ALGORITHMS),
+    "codecs": CODECS.names(),
+    "algorithms": ALGORITHMS.names(),
 }))
 """
 

@@ -74,13 +74,14 @@ class _EveryCodec(type):
     """Makes an attribute of each codec: a function of its arguments."""
 
     def __getattr__(cls, name: str) -> Callable[..., Codec]:
-        if name not in CODECS:
+        try:
+            return _maker(CODECS[name])
+        except KeyError:
             near = difflib.get_close_matches(name, dir(cls), 1, 0.0)[0]
-            raise AttributeError(f"there is no compression {name!r}; did you mean {near!r}?")
-        return _maker(CODECS[name])
+            raise AttributeError(f"there is no compression {name!r}; did you mean {near!r}?") from None
 
     def __dir__(cls) -> list[str]:
-        return sorted({"none", *CODECS})
+        return sorted({"none", *CODECS.names()})
 
 
 class Compression(metaclass=_EveryCodec):

@@ -112,8 +112,9 @@ def DistributedOptimizer(
         _check_algorithm(optimizer, spec, compressor, gradient_predivide_factor)
         return _by_algorithm(optimizer, spec, chosen, names, together, process_set, backward_passes_per_step)
     reduction = wire.Reduction(
-        ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen, "allreduce"
-    )
+        ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen, "allreduce",
+        packages=algorithms.packages(spec, codecs.parse(chosen)),
+    )  # fmt: skip
     if op == ops.Adasum and here.size > 1:
         if process_set != global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -146,7 +147,10 @@ def _by_algorithm(
     """The optimizer, distributed by an algorithm other than all-reduce."""
     gradients = spec.signal is algorithms.Signal.GRADIENT
     shard = optimizer_spec(optimizer) if gradients else None
-    reduction = wire.Reduction("average", codec=codec, algorithm=str(spec), optimizer=shard)
+    reduction = wire.Reduction(
+        "average", codec=codec, algorithm=str(spec), optimizer=shard,
+        packages=algorithms.packages(spec, codecs.parse(codec)),
+    )  # fmt: skip
     if gradients:
         manner = Manner(reduction, process_set, NoneCompressor, True, WeightSlot, exchange=ShardExchange)
         return agreement.register(wrap(DistributedShards, optimizer, names, together, manner, passes))

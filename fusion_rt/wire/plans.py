@@ -64,7 +64,12 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 
 
 class Reduction(msgspec.Struct, frozen=True):
-    """How the buckets of a plan are combined; `optimizer`: where a home applies gradients."""
+    """How the buckets of a plan are combined.
+
+    Attributes:
+        optimizer: where a home applies gradients.
+        packages: those that bring the codec and the algorithm, with versions; without what is built in.
+    """
 
     op: Op = "average"
     prescale: float = 1.0
@@ -72,6 +77,7 @@ class Reduction(msgspec.Struct, frozen=True):
     codec: Name = "dense"
     algorithm: Name = "allreduce"
     optimizer: OptimizerSpec | None = None
+    packages: tuple[Name, ...] = ()
 
 
 class Tuning(msgspec.Struct, frozen=True):

@@ -37,11 +37,25 @@ def make(text: str, ranks: int) -> Algorithm | HomeAlgorithm[Any]:
     """What the algorithm written as `text` does among so many ranks.
 
     Raises:
-        AlgorithmError: there is none; the text names the nearest one.
+        AlgorithmError: there is none (the sentence has the nearest one), or what its package has for daemons cannot be
+            used.
     """
     spec = chosen.parse(text)
     if spec.place is chosen.Place.NOWHERE:
         return AllReduce()
     if isinstance(spec, chosen.EASGD) and spec.synchronous_home:
         return elastic.SynchronousEASGD(spec, ranks)
-    return _AT_HOMES[type(spec)](spec, ranks)
+    built_in = _AT_HOMES.get(type(spec))
+    if built_in is not None:
+        return built_in(spec, ranks)
+    try:
+        made = spec.implementation()(spec, ranks)
+    except Exception as error:
+        package = chosen.ALGORITHMS.package(spec.name)
+        raise chosen.AlgorithmError(
+            f"the algorithm {spec.name} of the package {package} does not work in a daemon: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    if not isinstance(made, HomeAlgorithm):
+        raise chosen.AlgorithmError(f"what the algorithm {spec.name} does in a daemon is no HomeAlgorithm")
+    return made

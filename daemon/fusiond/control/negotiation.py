@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from fusion_rt import algorithms, wire
+from fusion_rt import algorithms, plugins, wire
 from fusion_rt.settings import Settings
 from fusion_rt.wire import OpKey
 from fusiond.control import planning
@@ -228,7 +228,11 @@ class Coordinator:
 
     def _decide_plan(self, plan_key: PlanKey, pending: _PendingPlan) -> Outgoing:
         """Makes the plan once every rank that is awaited has proposed it."""
-        algorithm = next(iter(pending.proposals.values())).reduction.algorithm
+        reduction = next(iter(pending.proposals.values())).reduction
+        if lacking := plugins.missing(reduction.packages):
+            why = f"no plan for {plan_key[1]!r}: on the node that decides for all {lacking}"
+            return self._plan_verdict(plan_key, None, why)
+        algorithm = reduction.algorithm
         if algorithms.parse(algorithm).synchronous:
             why = self._participants.why_not_since(algorithm, self._participants.members(plan_key[0]))
             if why:

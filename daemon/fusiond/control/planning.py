@@ -219,7 +219,8 @@ def _padded(numel: int, dtype: str) -> int:
 
 def _reduction(proposal: Proposal) -> str:
     r = proposal.reduction
-    return f"{r.op} (prescale {r.prescale:g}, postscale {r.postscale:g}) with {r.codec} by {r.algorithm}"
+    packages = f" ({', '.join(r.packages)})" if r.packages else ""
+    return f"{r.op} (prescale {r.prescale:g}, postscale {r.postscale:g}) with {r.codec} by {r.algorithm}{packages}"
 
 
 def _tensor(tensor: TensorSpec) -> str:

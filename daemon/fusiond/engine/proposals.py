@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
-from fusion_rt import codecs, wire
+from fusion_rt import codecs, plugins, wire
 from fusion_rt.algorithms import parse
 from fusion_rt.errors import FusionError
+from fusiond import algorithms
 from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import check_proposal
 from fusiond.control.coordination import Coordination
@@ -65,9 +66,11 @@ class Proposing:
             self._failing.refuse(rank, handle, self._failing.failure)
             return
         try:
+            self._check_packages(proposal.reduction)
             codec = codecs.parse(proposal.reduction.codec)
             members = self._context.participants.members(proposal.process_set)
             check_proposal(proposal, len(members.set.ranks))
+            algorithms.make(proposal.reduction.algorithm, len(members.set.ranks))
         except FusionError as error:
             self._failing.refuse(rank, handle, f"rank {rank} cannot plan {proposal.group!r}: {error}")
             return
@@ -88,8 +91,14 @@ class Proposing:
         key = (verdict.process_set, verdict.group, verdict.clock)
         if verdict.process_set not in self._context.participants:  # it has been removed since
             return
-        if verdict.plan is not None and not self._has_kernels(verdict.plan, partial(self.verdict, verdict)):
-            return
+        if verdict.plan is not None:
+            try:
+                self._check_packages(verdict.plan.reduction)  # this node may have homes, and no rank that has proposed
+            except FusionError as error:
+                self._failing.on_job_failed(f"no plan for {verdict.group!r}: {error}")
+                return
+            if not self._has_kernels(verdict.plan, partial(self.verdict, verdict)):
+                return
         waiting = self.waiting.pop(key, {})
         proposed = self._proposed.pop(key, {})
         plan = verdict.plan
@@ -110,6 +119,12 @@ class Proposing:
             self._context.outside.to_worker(rank, wire.Planned(handle, plan))
         for run in [r for r in self._context.runs.values() if r.key.plan == plan.id]:
             self._advance(run)
+
+    def _check_packages(self, reduction: wire.Reduction) -> None:
+        """Raises `PluginError`, with the name of this node, when a package is not here."""
+        lacking = plugins.missing(reduction.packages)
+        if lacking:
+            raise plugins.PluginError(f"on node {self._context.node} (host {self._context.host}) {lacking}")
 
     def _has_kernels(self, plan: wire.Plan, again: Callable[[], None]) -> bool:
         """Whether those of its codec are there, if that is none that was proposed here; else calls back later."""

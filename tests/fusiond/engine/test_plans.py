@@ -442,3 +442,11 @@ def test_a_rank_that_gives_a_step_up_fails_it_on_all_ranks_and_the_next_one_is_a
             assert "gave this step up: its pass raised X; all ranks have to skip this batch" in str(said)
         else:
             assert all(isinstance(answer, wire.Done) for answer in answers), answers
+
+
+def test_a_package_that_a_daemon_lacks_is_named_with_its_node() -> None:
+    job = SimulatedJob([1, 1])
+    asked = replace(PROPOSAL, reduction=wire.Reduction(packages=("acme-codecs 1.0",)))
+    said = job.error(1, job.propose(1, asked))
+    assert "rank 1 cannot plan 'opt': on node 1 (host " in said
+    assert said.endswith("the package acme-codecs 1.0 is not installed; install the same on every node")
