@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from fusion_rt import specs
-from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span
+from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span, byte_view, check_length
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.gaussiank import GaussianK
 from fusion_rt.codecs.half import Bf16, Fp16
@@ -29,6 +29,8 @@ __all__ = [
     "CodecError",
     "Layout",
     "Span",
+    "byte_view",
+    "check_length",
     "open_bucket",
     "parse",
 ]
@@ -42,8 +44,15 @@ def open_bucket(codec: Codec, layout: Layout, team: Team = ALONE) -> BucketCodec
 
     Args:
         team: the threads that it may use.
+
+    Raises:
+        CodecError: of a bucket like this, its chunks may be longer than their elements are, for which no peer has room.
     """
-    return (codec if codec.applies_to(layout.dtype) else Dense()).open(layout, team)
+    opened = (codec if codec.applies_to(layout.dtype) else Dense()).open(layout, team)
+    most, plain = opened.max_encoded_nbytes(layout.elements), layout.elements * layout.dtype.itemsize
+    if opened.exchange == "chunks" and most > plain:
+        raise CodecError(f"the codec {codec} makes up to {most} bytes of elements that take {plain}; use none")
+    return opened
 
 
 @lru_cache(maxsize=256)  # codecs are frozen, and a signature brings its text with every operation

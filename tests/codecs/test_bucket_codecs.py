@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, open_bucket, parse
+from fusion_rt.codecs.dense import Dense, DenseBucket
 from fusion_rt.dtypes import DTYPES, DType
 
 Array = npt.NDArray[Any]
@@ -161,3 +163,16 @@ def test_a_codec_is_lossless_when_its_buckets_are(name: str) -> None:
     codec = parse(name)
     assert codec.lossless == all(open_bucket(codec, Layout(dtype, 1)).lossless for dtype in ALL)
     assert not codec.selecting
+
+
+def test_a_codec_whose_chunks_may_be_longer_than_their_elements_is_refused() -> None:
+    class Growing(DenseBucket):
+        def max_encoded_nbytes(self, n: int) -> int:
+            return 4 * n + 8
+
+    @dataclass(frozen=True)
+    class Grown(Dense):
+        bucket = Growing
+
+    with pytest.raises(CodecError, match="makes up to 408 bytes of elements that take 400"):
+        open_bucket(Grown(), Layout(DTYPES["float32"], 100))

@@ -1,0 +1,146 @@
+"""The examples of docs/extending.md: a package with a codec and an algorithm, installed and used by a job; a collective
+and a launcher, as the page has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusion_rt import codecs
+from fusion_rt.codecs import Layout
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.launchers import environment
+from fusiond.collectives.base import Exchange, Reducer
+from tests.fusiond.collectives.group import Group, GroupPort
+from tests.runner.conftest import fusionrun  # noqa: F401 - a fixture
+
+PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
+FILES = dict(re.findall(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+STEP, RATE, STEPS = 0.5, 0.125, 5
+JOB = f"""
+import json
+import torch
+import fusion_rt.torch as hvd
+hvd.init()
+generator = torch.Generator().manual_seed(hvd.rank())
+found = {{}}
+values = torch.arange(-40, 40) * 0.5 if hvd.rank() else torch.linspace(-9, 9, 80)
+found["values"] = values.tolist()
+found["reduced"] = hvd.allreduce(values, op=hvd.Sum, compression=hvd.Compression.fixed(step={STEP})).tolist()
+weight = torch.nn.Parameter(torch.zeros(80))
+plain = hvd.DistributedOptimizer(torch.optim.SGD([weight], 1.0), named_parameters=[("w", weight)], op=hvd.Sum)
+(weight * values).sum().backward()
+plain.step()
+found["stepped"] = weight.tolist()
+target = torch.randn(50, generator=generator)
+found["target"] = target.tolist()
+voted = torch.nn.Parameter(torch.zeros(50))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD([voted], {RATE}), named_parameters=[("v", voted)], compression="dense", algorithm="majority"
+)
+for _ in range({STEPS}):
+    optimizer.zero_grad()
+    ((voted - target) ** 2).sum().backward()
+    optimizer.step()
+found["voted"] = voted.tolist()
+print(json.dumps(found), flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page's package as pip leaves it there: its modules, and what it says of itself."""
+    site = tmp_path_factory.mktemp("site")
+    for path, text in FILES.items():
+        if path.startswith("acme/") and path.endswith(".py"):
+            (site / path.removeprefix("acme/")).write_text(text)
+    project = FILES["acme/pyproject.toml"]
+    information = site / "acme-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    groups = re.findall(r'^\[project\.entry-points\."([\w.]+)"\]\n(\w+) = "([\w:]+)"$', project, re.MULTILINE)
+    assert [group for group, _, _ in groups] == ["fusion_rt.codecs", "fusion_rt.algorithms"]
+    (information / "entry_points.txt").write_text(
+        "".join(f"[{group}]\n{name} = {what}\n" for group, name, what in groups)
+    )
+    return site
+
+
+@pytest.mark.multiprocess
+def test_a_job_uses_the_packages_codec_and_algorithm(package: Path, fusionrun: Any) -> None:  # noqa: F811
+    fusionrun.real_daemon = True
+    result = fusionrun(
+        "-np", "2", "-H", "127.0.0.1:1,localhost:1", "--compression", f"fixed(step={STEP})", sys.executable, "-c", JOB,
+        PYTHONPATH=str(package),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    said = [json.loads(line.partition(":")[2]) for line in sorted(result.stdout.splitlines())]
+    first, second = ({name: np.array(values, np.float32) for name, values in ranks.items()} for ranks in said)
+    rounded = np.rint(first["values"] / STEP) * STEP + second["values"]  # the second's are whole steps
+    assert not np.array_equal(rounded, first["values"] + second["values"])
+    for found in (first, second):
+        np.testing.assert_array_equal(found["reduced"], rounded)
+        np.testing.assert_array_equal(found["stepped"], -rounded)
+    weight = np.zeros(50, np.float32)
+    for _ in range(STEPS):
+        weight -= RATE * np.sign(sum(np.sign(weight - found["target"]) for found in (first, second)))
+    np.testing.assert_array_equal(first["voted"], weight)
+    np.testing.assert_array_equal(second["voted"], weight)
+
+
+def test_the_simulation_has_the_packages_codec(package: Path) -> None:
+    code = (
+        "import sys; from fusion_trace.simulation.measuring import codec_costs; "
+        "print(codec_costs('fixed', 1 << 10).ratio, 'torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(package)}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.stdout.split() == ["0.25", "False"]
+
+
+@pytest.mark.parametrize("codec", ["dense", "fp16"])
+@pytest.mark.parametrize("op", ["sum", "average", "max"])
+@pytest.mark.parametrize("nodes", [2, 3, 5])
+def test_the_collective_adds_up(nodes: int, op: str, codec: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(FILES["daemon/fusiond/collectives/direct.py"], scope)
+    parts = [np.random.default_rng(node).integers(-9, 10, 300).astype(np.float32) for node in range(nodes)]
+    reducer = Reducer("sum" if op == "average" else op, DTYPES["float32"], divisor=nodes if op == "average" else 1)
+    expected = np.max(parts, 0) if op == "max" else np.sum(parts, 0) / np.float32(reducer.divisor)
+
+    def make(port: GroupPort) -> Exchange:
+        bucket = codecs.parse(codec).open(Layout(DTYPES["float32"], 300))
+        exchange: Exchange = scope["Direct"](port, reducer, bucket, [parts[port.position]], [parts[port.position]])
+        return exchange
+
+    Group(nodes, make, seed=nodes).run()
+    for part in parts:
+        np.testing.assert_array_equal(part, expected)
+
+
+def test_the_launcher_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope = dict(vars(environment))
+    exec(next(block for block in BLOCKS if "_from_flux" in block), scope)
+    monkeypatch.setattr(environment, "_LAUNCHERS", (*environment._LAUNCHERS, (scope["_FLUX"], scope["_from_flux"])))
+    marks = (scope["_FLUX"][:1], scope["_FLUX"], "flux run or fusionrun")
+    monkeypatch.setattr(environment, "_MARKS", (*environment._MARKS, marks))
+    variables = dict(zip(scope["_FLUX"], ("5", "8", "1", "ƒ2x", "1"), strict=True))
+    alone = environment.detect(variables)
+    assert (alone.rank, alone.size, alone.local_rank, alone.meeting) == (5, 8, 1, None)
+    several = environment.detect(variables | {"FLUX_JOB_NNODES": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "4000"})
+    assert several.meeting is not None
+    assert several.meeting.places == (("h0", 4000),)
+    with pytest.raises(environment.FusionError, match=r"FLUX_TASK_RANK set, but not FLUX_JOB_SIZE, .*flux run"):
+        environment.detect({"FLUX_TASK_RANK": "5"})
