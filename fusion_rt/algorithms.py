@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from fusion_rt import mixing, specs
+from fusion_rt import mixing, spec_parser
 from fusion_rt.codecs import CODECS, Codec
 from fusion_rt.errors import FusionError
 from fusion_rt.plugins import Registry
@@ -98,7 +98,7 @@ class Algorithm(ABC):
 
     def __str__(self) -> str:
         """The canonical text."""
-        return specs.write(self.name, self)
+        return spec_parser.write(self.name, self)
 
 
 # --- every rank waits for every rank ----------------------------------------------------------------------------------
@@ -396,8 +396,8 @@ def parse(text: str) -> Algorithm:
         AlgorithmError: there is none; the sentence has the nearest one, or says which argument is wrong.
     """
     try:
-        return specs.parse(text, ALGORITHMS)
-    except specs.SpecError as error:
+        return spec_parser.parse(text, ALGORITHMS)
+    except spec_parser.SpecError as error:
         raise AlgorithmError(str(error)) from error
 
 

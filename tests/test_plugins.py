@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from fusion_rt import plugins, specs
+from fusion_rt import plugins, spec_parser
 from fusion_rt.plugins import Registry
 
 Install = Callable[..., None]
@@ -74,9 +74,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 def test_it_is_imported_when_its_name_is_asked_for(registry: Registry[Thing], install: Install) -> None:
     install("acme", "odd = acme_module:Odd")
     assert registry.names() == ["odd", "plain"]
-    assert str(specs.parse("plain", registry)) == "Plain()"
+    assert str(spec_parser.parse("plain", registry)) == "Plain()"
     assert "acme_module" not in sys.modules
-    assert specs.parse("odd(size=4)", registry).size == 4  # type: ignore[attr-defined]
+    assert spec_parser.parse("odd(size=4)", registry).size == 4  # type: ignore[attr-defined]
     assert "acme_module" in sys.modules
     assert (registry.package("odd"), registry.package("plain")) == ("acme 1.0", "")
 
@@ -84,21 +84,21 @@ def test_it_is_imported_when_its_name_is_asked_for(registry: Registry[Thing], in
 def test_there_is_none_that_is_not_installed(registry: Registry[Thing], install: Install) -> None:
     install("acme", "odd = acme_module:Odd")
     for text in ("os", "acme_module", "odds"):
-        with pytest.raises(specs.SpecError, match=f"there is no thing '{text}'; did you mean '(odd|plain)'"):
-            specs.parse(text, registry)
+        with pytest.raises(spec_parser.SpecError, match=f"there is no thing '{text}'; did you mean '(odd|plain)'"):
+            spec_parser.parse(text, registry)
     assert "acme_module" not in sys.modules
 
 
 def test_what_is_built_in_cannot_be_replaced(registry: Registry[Thing], install: Install) -> None:
     install("acme", "plain = acme_module:Odd")
-    assert specs.parse("plain", registry) == Plain()
+    assert spec_parser.parse("plain", registry) == Plain()
 
 
 def test_two_packages_with_the_same_name_are_refused(registry: Registry[Thing], install: Install) -> None:
     install("acme", "odd = acme_module:Odd")
     install("best", "odd = best_module:Odd", version="2.1")
-    with pytest.raises(specs.SpecError, match=r"the packages .*acme 1.0.* both have a thing 'odd'; uninstall one"):
-        specs.parse("odd", registry)
+    with pytest.raises(spec_parser.SpecError, match=r"packages .*acme 1.0.* both have a thing 'odd'; uninstall one"):
+        spec_parser.parse("odd", registry)
     assert not {"acme_module", "best_module"} & set(sys.modules)
 
 
@@ -116,14 +116,14 @@ def test_what_cannot_be_used_is_refused_with_its_package(
     registry: Registry[Thing], install: Install, entry: str, why: str
 ) -> None:
     install("acme", entry)
-    with pytest.raises(specs.SpecError, match=f"thing '{entry.split()[0]}' of the package acme 1.0 {why}"):
-        specs.parse(entry.split()[0], registry)
+    with pytest.raises(spec_parser.SpecError, match=f"thing '{entry.split()[0]}' of the package acme 1.0 {why}"):
+        spec_parser.parse(entry.split()[0], registry)
 
 
 def test_an_argument_that_it_refuses_is_refused_in_a_sentence(registry: Registry[Thing], install: Install) -> None:
     install("acme", "odd = acme_module:Odd")
-    with pytest.raises(specs.SpecError, match="the thing odd cannot be used like this: ValueError: at most 9"):
-        specs.parse("odd(size=10)", registry)
+    with pytest.raises(spec_parser.SpecError, match="the thing odd cannot be used like this: ValueError: at most 9"):
+        spec_parser.parse("odd(size=10)", registry)
 
 
 def test_a_package_that_is_missing_here_is_named(install: Install) -> None:

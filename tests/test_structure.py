@@ -17,7 +17,6 @@ from tests.test_imports import ROOT, imported_names, modules
 MOST_FILES = 20  # in a package
 KNOWN_CIRCLES: set[frozenset[str]] = {
     frozenset(["fusion_rt", "fusion_rt/codecs", "fusion_rt/kernels", "fusion_rt/wire"]),
-    frozenset(["fusion_rt.codecs.adopting", "fusion_rt.codecs.selecting", "fusion_rt.codecs.trays"]),
     frozenset(["fusion_rt.runner.agent", "fusion_rt.runner.elastic.agent"]),
     frozenset(["fusion_rt.settings", "fusion_rt.settings_page"]),
     frozenset(
@@ -58,7 +57,7 @@ KNOWN_CIRCLES: set[frozenset[str]] = {
     ),
     frozenset(["tools/fusion_trace", "tools/fusion_trace/report", "tools/fusion_trace/simulation"]),
 }
-KNOWN_LARGE: set[str] = {"fusion_rt.runner", "fusion_rt.codecs", "fusion_rt.torch", "fusion_trace", "fusion_rt"}
+KNOWN_LARGE: set[str] = {"fusion_rt.runner", "fusion_rt.torch", "fusion_trace", "fusion_rt"}
 KNOWN_MODULE_NAMES: set[str] = {
     "_kernels",
     "agent",

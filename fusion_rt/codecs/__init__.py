@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fusion_rt import specs
-from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span, byte_view, check_length
+from fusion_rt import spec_parser
+from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span, byte_view, check_length, layout_of
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.gaussiank import GaussianK
 from fusion_rt.codecs.half import Bf16, Fp16
@@ -31,6 +31,7 @@ __all__ = [
     "Span",
     "byte_view",
     "check_length",
+    "layout_of",
     "open_bucket",
     "parse",
 ]
@@ -57,13 +58,13 @@ def open_bucket(codec: Codec, layout: Layout, team: Team = ALONE) -> BucketCodec
 
 @lru_cache(maxsize=256)  # codecs are frozen, and a signature brings its text with every operation
 def parse(text: str) -> Codec:
-    """The codec that is written as `text`; see `specs`.
+    """The codec that is written as `text`; see `spec_parser`.
 
     Raises:
         CodecError: `text` is not written like this, or names a codec or an argument that does not exist (then the error
             has the nearest that does), or a value has the wrong type or is out of range.
     """
     try:
-        return specs.parse(text, CODECS)
-    except specs.SpecError as error:
+        return spec_parser.parse(text, CODECS)
+    except spec_parser.SpecError as error:
         raise CodecError(str(error)) from error

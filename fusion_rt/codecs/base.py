@@ -20,15 +20,18 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from fusion_rt import specs
-from fusion_rt.dtypes import DType
+from fusion_rt import spec_parser
+from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.errors import FusionError
 from fusion_rt.kernels.team import ALONE, Team
+
+if TYPE_CHECKING:
+    from fusion_rt import wire
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -92,6 +95,12 @@ class Layout:
     def spans(self) -> tuple[Span, ...]:
         """The tensors, or the one that all elements are."""
         return self.tensors or (Span("", 0, self.elements),)
+
+
+def layout_of(bucket: wire.Bucket) -> Layout:
+    """The layout of a planned bucket."""
+    spans = tuple(Span(tensor.name, tensor.start, tensor.numel, tensor.shape) for tensor in bucket.tensors)
+    return Layout(DTYPES[bucket.dtype], bucket.numel, spans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +186,7 @@ class Codec(ABC):
 
     def __str__(self) -> str:
         """The canonical text: `parse` of it is equal to this codec, and equal codecs have the same."""
-        return specs.write(self.name, self)
+        return spec_parser.write(self.name, self)
 
 
 class BucketCodec(ABC):
@@ -307,3 +316,9 @@ def check_length(payload: memoryview | bytes, nbytes: int, n: int, dtype: DType,
             f"{n} elements of {dtype} take {nbytes} bytes in the codec {codec}, but a peer sent {received}; "
             f"it is faulty or runs another version"
         )
+
+
+def check_seed(seed: int, codec: str) -> None:
+    """Raises `CodecError` unless the seed is from 0 to 2**63 - 1."""
+    if not 0 <= seed < 2**63:
+        raise CodecError(f"the seed of the codec {codec} is from 0 to 2**63 - 1, not {seed}")

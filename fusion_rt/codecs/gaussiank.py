@@ -14,8 +14,20 @@ from dataclasses import dataclass
 
 from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
-from fusion_rt.codecs.topk import collect_shares, largest_found, take_found, take_largest
-from fusion_rt.kernels.selection import NOTHING, UNLIMITED, Cut, Found, Memory, magnitude, moments, share
+from fusion_rt.codecs.topk import take_largest
+from fusion_rt.kernels.selection import (
+    NOTHING,
+    UNLIMITED,
+    Cut,
+    Found,
+    Memory,
+    collect_shares,
+    largest_found,
+    magnitude,
+    moments,
+    share,
+    take_found,
+)
 from fusion_rt.kernels.team import Team
 
 _TRIES = 3

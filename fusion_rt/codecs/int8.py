@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion_rt.codecs.base import Array, Layout
-from fusion_rt.codecs.draws import check_seed, key
+from fusion_rt.codecs.base import Array, Layout, check_seed
 from fusion_rt.codecs.quantising import Quantising, QuantisingBucketCodec
 from fusion_rt.kernels.quantisation import INT8, LEAST_STEP, MOST_STEP, Draw
+from fusion_rt.kernels.random_bits import key
 from fusion_rt.kernels.team import ALONE, Team
 
 

@@ -28,15 +28,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, CodecError, Layout, Span, byte_view, check_length
-from fusion_rt.codecs.draws import check_seed, key, uniform
+from fusion_rt.codecs.base import Array, CodecError, Layout, Span, byte_view, check_length, check_seed
+from fusion_rt.codecs.error_feedback import F32, FeedbackBucketCodec, FeedbackCodec
 from fusion_rt.codecs.factoring import FactoringBucketCodec, FactoringCodec
-from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec, FeedbackCodec
 from fusion_rt.codecs.packing import Spans
-from fusion_rt.codecs.rules import Rules, joined
-from fusion_rt.codecs.topk import collect_shares
+from fusion_rt.codecs.tensor_rules import TensorRules, joined
 from fusion_rt.kernels import cpu, low_rank, selection
-from fusion_rt.kernels.selection import NOTHING, Memory, Range, share
+from fusion_rt.kernels.random_bits import key, uniform
+from fusion_rt.kernels.selection import NOTHING, Memory, Range, collect_shares, share
 from fusion_rt.kernels.team import ALONE, Team
 
 _GAIN = 2  # how many times smaller than the matrix its factors have to be
@@ -283,8 +282,8 @@ class PowerSGD(FeedbackCodec, FactoringCodec):
         check_seed(self.seed, self.name)
 
     @property
-    def rules(self) -> Rules:
-        return Rules(minimum=self.minimum, exclude=self.exclude)
+    def rules(self) -> TensorRules:
+        return TensorRules(minimum=self.minimum, exclude=self.exclude)
 
     def approximates(self, span: Span) -> bool:
         """Whether a tensor travels as factors, and not whole."""

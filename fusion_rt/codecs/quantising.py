@@ -28,10 +28,10 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 
 from fusion_rt.codecs.base import Array, CodecError, Layout, check_length
-from fusion_rt.codecs.feedback import F32, FeedbackBucketCodec, FeedbackCodec
+from fusion_rt.codecs.error_feedback import F32, FeedbackBucketCodec, FeedbackCodec
 from fusion_rt.codecs.packing import Spans
-from fusion_rt.codecs.rules import Rules
 from fusion_rt.codecs.summing import SummingBucketCodec
+from fusion_rt.codecs.tensor_rules import TensorRules
 from fusion_rt.kernels import cpu, quantisation, selection
 from fusion_rt.kernels.quantisation import Draw, Quantiser
 from fusion_rt.kernels.selection import NOTHING, Found, Memory, Range
@@ -74,8 +74,8 @@ class Quantising(FeedbackCodec):
         self._check_momentum(self.momentum, self.nesterov)
 
     @property
-    def rules(self) -> Rules:
-        return Rules(minimum=self.minimum, exclude=self.exclude)
+    def rules(self) -> TensorRules:
+        return TensorRules(minimum=self.minimum, exclude=self.exclude)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, Layout
-from fusion_rt.codecs.draws import check_seed, mix
+from fusion_rt.codecs.base import Array, Layout, check_seed
 from fusion_rt.codecs.packing import Selection, Spans
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
-from fusion_rt.codecs.topk import collect_shares
-from fusion_rt.kernels.selection import NOTHING, Memory, share
+from fusion_rt.kernels.random_bits import mix
+from fusion_rt.kernels.selection import NOTHING, Memory, collect_shares, share
 from fusion_rt.kernels.team import ALONE, Team
 
 

@@ -25,14 +25,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from fusion_rt.codecs.adopting import AdoptingBucketCodec, left
 from fusion_rt.codecs.base import Array, CodecError, Layout
-from fusion_rt.codecs.feedback import F32, FeedbackCodec
+from fusion_rt.codecs.error_feedback import F32, FeedbackCodec
 from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans, merged, strongest
-from fusion_rt.codecs.rules import Rules, joined
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusion_rt.codecs.trays import Shape, Tray
+from fusion_rt.codecs.tensor_rules import TensorRules, joined
 from fusion_rt.codecs.values import FORMATS
+from fusion_rt.codecs.worker_selection import Shape, Tray, WorkerSelectedBucketCodec, left
 from fusion_rt.kernels import coding, cpu, selection
 from fusion_rt.kernels.selection import NOTHING, Found, Memory
 from fusion_rt.kernels.team import ALONE, Team
@@ -99,8 +98,8 @@ class Selecting(FeedbackCodec):
         return self.masking and k <= max(1, _MASKED_DENSITY * size)
 
     @property
-    def rules(self) -> Rules:
-        return Rules(self.density, self.scope, self.minimum, self.exclude, self.densities)
+    def rules(self) -> TensorRules:
+        return TensorRules(self.density, self.scope, self.minimum, self.exclude, self.densities)
 
     def share(self) -> float:
         return self.density
@@ -113,7 +112,7 @@ class Selecting(FeedbackCodec):
         return Shape(tuple(group.ranges for group in groups), rooms, dense, layout.elements)
 
 
-class SelectingBucketCodec(AdoptingBucketCodec, SummingBucketCodec):
+class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
     """One bucket's codec on one node: the residual of the whole bucket, and what is selected from it.
 
     Portions are selections. `accumulate_and_select` is what contributes; of a sum of selections, an owner keeps its

@@ -16,8 +16,18 @@ import numpy as np
 
 from fusion_rt.codecs.base import Array, CodecError, Layout
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
-from fusion_rt.codecs.topk import collect_shares, largest_found, take_found, take_largest
-from fusion_rt.kernels.selection import UNLIMITED, Cut, Memory, magnitude, share, value_of
+from fusion_rt.codecs.topk import take_largest
+from fusion_rt.kernels.selection import (
+    UNLIMITED,
+    Cut,
+    Memory,
+    collect_shares,
+    largest_found,
+    magnitude,
+    share,
+    take_found,
+    value_of,
+)
 from fusion_rt.kernels.team import ALONE, Team
 
 _LOW, _HIGH = 0.8, 1.25

@@ -11,13 +11,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
 
 import numpy as np
 
 from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
-from fusion_rt.kernels.selection import UNLIMITED, Cut, Found, Memory, Range, collect, largest, sample, share, take
+from fusion_rt.kernels.selection import (
+    UNLIMITED,
+    Cut,
+    Found,
+    Memory,
+    Range,
+    collect,
+    collect_shares,
+    largest,
+    largest_found,
+    sample,
+    share,
+    take_found,
+)
 from fusion_rt.kernels.team import Team
 
 _RUN = 32  # elements that are sampled together: two cache lines
@@ -59,32 +71,6 @@ def take_largest(memory: Memory, ranges: tuple[Range, ...], k: int, team: Team) 
     else:
         cut = largest_found(found, k)
     return *take_found(memory.residual, found, cut, team), cut.threshold
-
-
-def collect_shares(memory: Memory, shares: list[list[Range]], threshold: int, capacity: int, team: Team) -> list[Found]:
-    """What each thread finds in its share, of which it keeps at most `capacity` elements."""
-    found = [Found(min(capacity, sum(high - low for low, high in part))) for part in shares]
-    team.run([partial(collect, memory, part, threshold, each) for part, each in zip(shares, found, strict=True)])
-    return found
-
-
-def largest_found(found: list[Found], k: int) -> Cut:
-    """Which are the k largest of what was found; on this thread, since waking another takes as long."""
-    return largest([[each.values[: each.count]] for each in found], k)
-
-
-def take_found(residual: Array, found: list[Found], cut: Cut, team: Team) -> tuple[Array, Array]:
-    """What of the found elements belongs to the largest, cleared in the residual."""
-    starts = [0, *accumulate(cut.counts)]
-    indices, values = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.float32)
-
-    def work(part: int) -> None:
-        each, start = found[part], starts[part]
-        kept = each.indices[: each.count], each.values[: each.count]
-        take(*kept, cut.threshold, cut.quotas[part], indices[start:], values[start:], residual)
-
-    team.run([partial(work, part) for part in range(len(found))])
-    return indices, values
 
 
 def _collect_cut(residual: Array, shares: list[list[Range]], cut: Cut, team: Team) -> list[Found]:

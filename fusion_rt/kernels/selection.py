@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -212,6 +213,32 @@ def take(
         out_indices.ctypes.data, out_values.ctypes.data, _address(residual), 0,
     )  # fmt: skip
     return int(words[8])
+
+
+def collect_shares(memory: Memory, shares: list[list[Range]], threshold: int, capacity: int, team: Team) -> list[Found]:
+    """What each thread finds in its share, of which it keeps at most `capacity` elements."""
+    found = [Found(min(capacity, sum(high - low for low, high in part))) for part in shares]
+    team.run([partial(collect, memory, part, threshold, each) for part, each in zip(shares, found, strict=True)])
+    return found
+
+
+def largest_found(found: list[Found], k: int) -> Cut:
+    """Which are the k largest of what was found; on this thread, since waking another takes as long."""
+    return largest([[each.values[: each.count]] for each in found], k)
+
+
+def take_found(residual: Array, found: list[Found], cut: Cut, team: Team) -> tuple[Array, Array]:
+    """What of the found elements belongs to the largest, cleared in the residual."""
+    starts = [0, *accumulate(cut.counts)]
+    indices, values = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.float32)
+
+    def work(part: int) -> None:
+        each, start = found[part], starts[part]
+        kept = each.indices[: each.count], each.values[: each.count]
+        take(*kept, cut.threshold, cut.quotas[part], indices[start:], values[start:], residual)
+
+    team.run([partial(work, part) for part in range(len(found))])
+    return indices, values
 
 
 def put(indices: Array, values: Array, out: Array, low: int = 0, add: bool = False, team: Team = ALONE) -> None:

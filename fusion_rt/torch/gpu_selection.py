@@ -18,9 +18,9 @@ import torch
 
 from fusion_rt.codecs.base import Array, Layout
 from fusion_rt.codecs.packing import Spans
-from fusion_rt.codecs.rules import Group
 from fusion_rt.codecs.selecting import Selecting
-from fusion_rt.codecs.trays import HEADER, SPOILED, Tray
+from fusion_rt.codecs.tensor_rules import Group
+from fusion_rt.codecs.worker_selection import HEADER, SPOILED, Tray
 from fusion_rt.kernels.selection import Range
 from fusion_rt.torch import device
 
@@ -62,7 +62,7 @@ class Side(Protocol):
         """Makes what selects from ranges of a residual, with or without a velocity.
 
         Args:
-            out: int32, pinned: the words of `codecs.trays` for a group.
+            out: int32, pinned: the words of `codecs.worker_selection` for a group.
         """
 
 

@@ -19,8 +19,9 @@ import torch
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.arena import Segment
 from fusion_rt.client import Operation, Terms
+from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.selecting import Selecting
-from fusion_rt.codecs.trays import ALIGNMENT, Shape, Tray, layout_of
+from fusion_rt.codecs.worker_selection import ALIGNMENT, Shape, Tray
 from fusion_rt.torch import device
 from fusion_rt.torch.buckets import DenseBucket
 from fusion_rt.torch.compression import NoneCompressor

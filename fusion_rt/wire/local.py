@@ -79,8 +79,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
         kind: a contribution (`post`), or what the bucket's home begins with (`seed`), or goes on with from now on
             (`reseed`), or a question what it has (`ask`).
         urgency: the less, the sooner this worker needs it; 0: as soon as an operation that it waits for.
-        tray: what it has selected itself lies from this byte of the plan's segment on (`codecs.trays`); 0: its gradient
-            lies in its place as usual.
+        tray: what it has selected itself lies from this byte of the plan's segment on (`codecs.worker_selection`); 0:
+            its gradient lies in its place as usual.
         share: whose contributions are in the arena: `OWN`; `OF_NODE`, those of all ranks of its node, combined and with
             the prescale applied; `ELSEWHERE`, nobody's, since this worker's are in what another rank of its node
             submits. The result is written into each worker's arena whatever its share.

@@ -14,7 +14,7 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.codecs.base import Array
-from fusion_rt.codecs.trays import HEADER
+from fusion_rt.codecs.worker_selection import HEADER
 from fusion_rt.kernels import reference
 from fusion_rt.kernels.selection import Range
 from fusion_rt.torch import basics, device

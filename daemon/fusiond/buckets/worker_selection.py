@@ -1,4 +1,4 @@
-"""What a local worker has selected of a bucket itself, on its GPU: see `fusion_rt.codecs.trays`."""
+"""What a local worker has selected of a bucket itself, on its GPU: see `fusion_rt.codecs.worker_selection`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from fusion_rt.codecs import BucketCodec, CodecError
-from fusion_rt.codecs.adopting import AdoptingBucketCodec
 from fusion_rt.codecs.packing import Selection
-from fusion_rt.codecs.trays import ALIGNMENT, Tray
+from fusion_rt.codecs.worker_selection import ALIGNMENT, Tray, WorkerSelectedBucketCodec
 from fusiond.collectives.base import Array
 from fusiond.core.errors import RequestError
 
@@ -23,7 +22,7 @@ class Selected:
     """
 
     whose: str
-    codec: AdoptingBucketCodec
+    codec: WorkerSelectedBucketCodec
     tray: Tray
 
     def contribute(self) -> Selection:
@@ -68,4 +67,4 @@ def selected(whose: str, codec: BucketCodec, memory: Array, offset: int, least: 
             f"first {least} have the plan's buckets; a tray takes {shape.nbytes} bytes, and begins at a multiple of "
             f"{ALIGNMENT}"
         )
-    return Selected(whose, cast(AdoptingBucketCodec, codec), Tray(shape, memory[offset:]))
+    return Selected(whose, cast(WorkerSelectedBucketCodec, codec), Tray(shape, memory[offset:]))

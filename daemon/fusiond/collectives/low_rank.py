@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs.error_feedback import F32
 from fusion_rt.codecs.factoring import FactoringBucketCodec
-from fusion_rt.codecs.feedback import F32
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer, spoil
 from fusiond.collectives.one_node import local_jobs
 

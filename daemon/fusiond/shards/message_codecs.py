@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fusion_rt import codecs, wire
-from fusion_rt.codecs import BucketCodec
-from fusiond.buckets.plans import PlanState, layout_of
+from fusion_rt.codecs import BucketCodec, layout_of
+from fusiond.buckets.plans import PlanState
 
 
 class Codings:

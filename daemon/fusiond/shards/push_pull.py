@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.codecs import BucketCodec
+from fusion_rt.codecs import BucketCodec, layout_of
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.trace_format import Kind
-from fusiond.buckets.plans import PlanState, layout_of
+from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError

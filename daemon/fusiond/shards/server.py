@@ -16,12 +16,13 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.algorithms import Place
+from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
 from fusion_rt.trace_format import Kind
 from fusiond.algorithms.home import Home
-from fusiond.buckets.plans import PlanState, layout_of
+from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import NO_VALUES, Contribution
 from fusiond.operations.thread_work import Act

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fusion_rt import codecs, mixing, wire
+from fusion_rt.codecs import layout_of
 from fusion_rt.errors import WireError
-from fusiond.buckets.plans import layout_of
 from fusiond.shards.messages import pack, unpack
 from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers

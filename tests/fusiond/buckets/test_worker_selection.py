@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.codecs.trays import ALIGNMENT, HEADER, Tray
+from fusion_rt.codecs.worker_selection import ALIGNMENT, HEADER, Tray
 from fusion_rt.wire import OpKey
 from fusiond.core.errors import RequestError
 from tests.fusiond.buckets.test_codec_state import PROPOSAL, load, save

@@ -12,7 +12,7 @@ import pytest
 from fusion_rt import codecs
 from fusion_rt.codecs import CodecError
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
-from fusion_rt.codecs.trays import HEADER, SPOILED, Shape, Tray
+from fusion_rt.codecs.worker_selection import HEADER, SPOILED, Shape, Tray
 from fusion_rt.kernels import reference
 from fusiond.buckets.worker_selection import Selected, selected
 from fusiond.collectives.base import Reducer

@@ -19,9 +19,9 @@ import torch
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
 from fusion_rt import codecs
-from fusion_rt.codecs import trays
+from fusion_rt.codecs import worker_selection
 from fusion_rt.codecs.selecting import Selecting
-from fusion_rt.codecs.trays import Tray
+from fusion_rt.codecs.worker_selection import Tray
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.kernels import reference
 from fusion_rt.kernels.cuda import selection, side
@@ -309,7 +309,7 @@ def test_a_worker_selects_what_the_daemons_codec_does(text: str) -> None:
     codec = codecs.parse(text)
     assert isinstance(codec, Selecting)
     shape = codec.tray(layout)
-    assert trays.HEADER == selection.HEADER
+    assert worker_selection.HEADER == selection.HEADER
     tray = Tray(shape, np.zeros(shape.nbytes, np.uint8))
     worker = BucketSelection(SimulatedSide(), codec, layout, tray, 0, 2, torch.device("cpu"))
     daemons, plain = codec.open(layout), codec.open(layout)

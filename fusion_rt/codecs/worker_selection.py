@@ -1,8 +1,10 @@
-"""What a worker has selected of a bucket itself, in memory that it shares with its daemon, and what comes back.
+"""Selection by a worker, on a GPU, in place of its daemon: what it has selected of a bucket lies in a *tray*, memory
+that both share, and so does what comes back.
 
-The residual is the worker's then (on a GPU). What it takes out of that and the daemon does not send, because values are
-rounded or an owner cuts a sum, comes back as *corrections*, which the worker adds to its residual before it selects
-again. So the sum of all residuals, corrections and results is what was given, as it is where the daemon selects.
+The residual is the worker's then. What it takes out of that and the daemon does not send, because values are rounded or
+an owner cuts a sum, comes back as *corrections*, which the worker adds to its residual before it selects again. So the
+sum of all residuals, corrections and results is what was given, as it is where the daemon selects. Should the daemon
+have to select in between, or be asked for its state, corrections become a residual there.
 
 A tray is words (int32, or float32 where they are values), one part after the other:
 
@@ -19,20 +21,17 @@ A tray is words (int32, or float32 where they are values), one part after the ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, CodecError, Layout, Span
-from fusion_rt.codecs.packing import Spans
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.codecs.base import Array, CodecError, Span
+from fusion_rt.codecs.error_feedback import FeedbackBucketCodec
+from fusion_rt.codecs.packing import Selection, Spans
 from fusion_rt.kernels import selection
-
-if TYPE_CHECKING:
-    from fusion_rt import wire
 
 HEADER = 4
 """Words before the indices of a group, and before everything."""
@@ -187,7 +186,67 @@ class Corrections:
         return float(np.linalg.norm(self._pair[1].astype(np.float64)))
 
 
-def layout_of(bucket: wire.Bucket) -> Layout:
-    """Where the tensors of a planned bucket lie."""
-    spans = tuple(Span(tensor.name, tensor.start, tensor.numel, tensor.shape) for tensor in bucket.tensors)
-    return Layout(DTYPES[bucket.dtype], bucket.numel, spans)
+class WorkerSelectedBucketCodec(FeedbackBucketCodec):
+    """A bucket's codec whose residual may be a worker's.
+
+    Attributes:
+        corrections: for the worker; None while the residual is here.
+    """
+
+    corrections: Corrections | None = None
+
+    @abstractmethod
+    def adopt(self, tray: Tray) -> Selection:
+        """Contributes what a worker has selected, in place of its gradient.
+
+        Raises:
+            CodecError: it is no selection of this bucket; nothing has changed.
+        """
+
+    @abstractmethod
+    def disown(self, tray: Tray) -> None:
+        """Gives back what a worker has selected, for a step that did not begin. Raises as `adopt`."""
+
+    def correct(self, tray: Tray, undone: bool) -> None:
+        """Tells the worker by what to correct its residual, and whether the step is undone."""
+        if self.corrections is not None:
+            tray.answer(*self.corrections.take(tray.shape.corrections), self.step, undone)
+
+    def take_back(self) -> None:
+        """What there is of the residual is here again."""
+        if self.corrections is not None:
+            selection.put(*self.corrections.take(self.layout.elements), self._residual, add=True)
+            self.corrections = None
+
+    def scale_residual(self, factors: Sequence[float]) -> None:
+        if self.corrections is None:
+            super().scale_residual(factors)
+        else:
+            self.corrections.scale(self.layout.spans, factors)
+
+    def residual_norm(self) -> float:
+        """The L2 norm of the residual, without padding; of what is here of it."""
+        return super().residual_norm() if self.corrections is None else self.corrections.norm()
+
+    def state_dict(self) -> dict[str, Array]:
+        self.take_back()
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
+        self.take_back()
+        super().load_state_dict(state, partial)
+
+    def _given(self, tray: Tray) -> Selection:
+        """What a worker has selected; from now on the residual is the worker's. Raises `CodecError`."""
+        indices, values, always = tray.selected()
+        if self.corrections is None:
+            self.corrections = Corrections.of(self._residual)
+        return Selection(0, self.layout.elements, indices, values, always, self.step)
+
+
+def left(wanted: Array, sent: Array) -> Array:
+    """What is not sent of some values; nothing of what is not finite."""
+    with np.errstate(invalid="ignore"):
+        rest: Array = wanted - sent
+    rest[~np.isfinite(wanted)] = 0
+    return rest

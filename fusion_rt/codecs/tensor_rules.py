@@ -48,7 +48,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Rules:
+class TensorRules:
     """Args:
     density: of tensors that `densities` does not name.
     scope: "bucket" or "tensor", what is compared with each other.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_rt import specs
+from fusion_rt import spec_parser
 from fusion_rt.plugins import Registry
 
 
@@ -39,7 +39,7 @@ def known(kind: str) -> Registry[object]:
 
 
 def parse(text: str) -> object:
-    return specs.parse(text, known("thing"))
+    return spec_parser.parse(text, known("thing"))
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_a_choice_is_read(text: str, chosen: object) -> None:
     )
 )
 def test_what_is_written_is_read_again(chosen: Tuned) -> None:
-    assert parse(specs.write("tuned", chosen)) == chosen
+    assert parse(spec_parser.write("tuned", chosen)) == chosen
 
 
 def test_defaults_are_not_written() -> None:
-    assert specs.write("tuned", Tuned()) == "tuned"
-    assert specs.write("tuned", Tuned(steps=5)) == "tuned(steps=5)"
-    assert specs.write("tuned", parse("tuned(steps=4)")) == "tuned"
+    assert spec_parser.write("tuned", Tuned()) == "tuned"
+    assert spec_parser.write("tuned", Tuned(steps=5)) == "tuned(steps=5)"
+    assert spec_parser.write("tuned", parse("tuned(steps=4)")) == "tuned"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_defaults_are_not_written() -> None:
     ],
 )
 def test_what_is_no_choice_is_refused_with_a_sentence(text: str, why: str) -> None:
-    with pytest.raises(specs.SpecError) as error:
+    with pytest.raises(spec_parser.SpecError) as error:
         parse(text)
     assert why in str(error.value)
 
@@ -113,11 +113,11 @@ def test_what_is_no_choice_is_refused_with_a_sentence(text: str, why: str) -> No
 def test_no_text_does_anything_but_be_refused(text: str) -> None:
     try:
         chosen = parse(text)
-    except specs.SpecError:
+    except spec_parser.SpecError:
         return
     assert isinstance(chosen, (Plain, Tuned, Needy))
 
 
 def test_the_article_follows_the_kind() -> None:
-    with pytest.raises(specs.SpecError, match=r"^an algorithm is written as"):
-        specs.parse("", known("algorithm"))
+    with pytest.raises(spec_parser.SpecError, match=r"^an algorithm is written as"):
+        spec_parser.parse("", known("algorithm"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusion_rt.codecs import CodecError, Layout, Span
-from fusion_rt.codecs.rules import Rules
+from fusion_rt.codecs.tensor_rules import TensorRules
 from fusion_rt.dtypes import DTYPES
 
 LAYOUT = Layout(
@@ -17,8 +17,8 @@ LAYOUT = Layout(
 
 def rules(
     density: float = 0.1, scope: str = "bucket", minimum: int = 10, exclude: str = "*bias", densities: str = ""
-) -> Rules:
-    return Rules(density, scope, minimum, exclude, densities)
+) -> TensorRules:
+    return TensorRules(density, scope, minimum, exclude, densities)
 
 
 def test_small_and_excluded_tensors_are_always_sent_and_padding_never() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any, TypeAlias
 
-from fusion_rt.codecs.base import Array, CodecError
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
 
 
 def mix(x: Array) -> Array:
@@ -31,9 +34,3 @@ def uniform(key: int, n: int) -> Array:
     bits = mix(np.uint64(key) + np.arange(n, dtype=np.uint64)) >> np.uint64(40)
     numbers: Array = (bits.astype(np.float64) * 2.0**-23 - 1).astype(np.float32)
     return numbers
-
-
-def check_seed(seed: int, codec: str) -> None:
-    """Raises `CodecError` unless the seed is from 0 to 2**63 - 1."""
-    if not 0 <= seed < 2**63:
-        raise CodecError(f"the seed of the codec {codec} is from 0 to 2**63 - 1, not {seed}")
