@@ -79,7 +79,7 @@ class Registry(dict[str, type[_Choice]]):
 
 
 def missing(packages: Sequence[str]) -> str:
-    """Which of these (names with versions) is not installed on this node, in a sentence; empty: all are."""
+    """Says which of these (names with versions) is not installed on this node, in a sentence; empty: all are."""
     if not packages:
         return ""
     groups = ("fusion_rt.codecs", "fusion_rt.algorithms")

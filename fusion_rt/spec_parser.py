@@ -26,7 +26,7 @@ class SpecError(FusionError, ValueError):
 
 
 def parse(text: str, known: Registry[_Chosen]) -> _Chosen:
-    """What is written as `text`.
+    """Returns what is written as `text`.
 
     Arguments are Python literals with their names: `topk(density=0.01, value="fp16")`. Those left out have defaults.
 

@@ -42,7 +42,7 @@ class CodecError(FusionError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Where a tensor lies in a bucket: `numel` elements from element `start` on.
+    """A tensor's place in a bucket: `numel` elements from element `start` on.
 
     `shape`: of the tensor, where that is known.
 
@@ -66,7 +66,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a bucket holds.
+    """The contents of a bucket.
 
     Attributes:
         dtype: of all elements.
@@ -135,7 +135,7 @@ class Codec(ABC):
 
     @abstractmethod
     def applies_to(self, dtype: DType) -> bool:
-        """Whether buckets of this element type are encoded; all others go dense (`codecs.open_bucket`)."""
+        """Says whether buckets of this element type are encoded; all others go dense (`codecs.open_bucket`)."""
 
     def open(self, layout: Layout, team: Team = ALONE) -> BucketCodec:
         """The codec of one bucket on this node, with an empty residual, of an element type that it applies to.
@@ -152,7 +152,7 @@ class Codec(ABC):
         return 1.0
 
     def has_momentum(self) -> bool:
-        """Whether it applies a momentum to gradients, so that the optimizer should have none."""
+        """Says whether it applies a momentum to gradients, so that the optimizer should have none."""
         return False
 
     def without_memory(self) -> Codec:
@@ -257,9 +257,9 @@ class BucketCodec(ABC):
         """The most bytes that n elements can take, to be checked before a payload is received."""
 
     def statistics(self) -> dict[str, float]:
-        """What it has counted, as sums over all steps; empty if it does not count. `packed_nbytes` that were sent to
-        other nodes and the `dense_nbytes` that an all-reduce would have sent instead are known to reports, and so are
-        `asked`, `selected` and `seconds`."""
+        """Returns what it has counted, as sums over all steps; empty if it does not count. `packed_nbytes` that were
+        sent to other nodes and the `dense_nbytes` that an all-reduce would have sent instead are known to reports, and
+        so are `asked`, `selected` and `seconds`."""
         return {}
 
     # What it remembers.
@@ -273,7 +273,7 @@ class BucketCodec(ABC):
         return 0.0
 
     def state_dict(self) -> dict[str, Array]:
-        """What has to be saved with the model; nothing when the codec is stateless. The arrays are copies."""
+        """Returns what has to be saved with the model; nothing when the codec is stateless. The arrays are copies."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What stateful codecs have in common: the residual of a bucket on one node, and how it is saved and moved."""
+"""Error feedback, which stateful codecs share: the residual of a bucket on one node, and how it is saved and moved."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ class FeedbackBucketCodec(BucketCodec):
         self._residual: Array = np.zeros(layout.elements, np.float32)
         self._velocity: Array | None = np.zeros(layout.elements, np.float32) if velocity else None
         self._ranges: tuple[Range, ...] = joined([(s.start, s.end) for s in layout.spans if s.numel])
+        self._packed_nbytes = self._dense_nbytes = 0
+        self._seconds = 0.0  # that contributions took
         selection.prepare()
         if layout.dtype != F32:
             cpu.prepare([], [(layout.dtype, F32), (F32, layout.dtype)])
@@ -78,6 +80,21 @@ class FeedbackBucketCodec(BucketCodec):
         for span, factor in zip(self.layout.spans, factors, strict=True):
             if factor != 1.0:
                 self._residual[span.start : span.end] *= np.float32(factor)
+
+    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
+        """Bytes that an exchange sent in a step, and what it would have sent of a dense bucket; for the statistics."""
+        self._packed_nbytes += nbytes
+        self._dense_nbytes += dense_nbytes
+
+    def statistics(self) -> dict[str, float]:
+        """Sums over all steps: `steps`; `packed_nbytes` that were sent to other nodes, headers included, and the
+        `dense_nbytes` that an all-reduce would have sent instead; and the `seconds` spent on contributions."""
+        return {
+            "steps": self.step,
+            "packed_nbytes": self._packed_nbytes,
+            "dense_nbytes": self._dense_nbytes,
+            "seconds": self._seconds,
+        }
 
     def residual_norm(self) -> float:
         """The L2 norm of the residual, without padding."""
@@ -127,11 +144,17 @@ class FeedbackBucketCodec(BucketCodec):
     # For subclasses.
 
     def _own_state(self) -> dict[str, Array]:
-        """What a subclass remembers: `KIND/NAME` of a tensor, or a name with no `/` in it of the bucket; copies."""
+        """Returns what a subclass remembers: `KIND/NAME` of a tensor, or a name with no `/` in it of the bucket;
+        copies."""
         return {}
 
     def _load_own_state(self, state: Mapping[str, Array], partial: bool) -> None:
         """Continues from a state; anew where that lacks what `_own_state` gives, or has it of another bucket."""
+
+    def _check_whole(self, values: Array) -> None:
+        """Raises `ValueError` unless these can be all elements of the bucket."""
+        if values.shape != (self.layout.elements,) or values.dtype != self.layout.dtype.storage:
+            raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
 
     def _check_range(self, start: int, values: Array) -> None:
         """Raises `ValueError` unless these can be elements of the bucket from element `start` on."""

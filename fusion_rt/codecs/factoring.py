@@ -52,14 +52,14 @@ class FactoringBucketCodec(BucketCodec):
 
     @abstractmethod
     def second(self, total: Array) -> Array:
-        """The second factors of this node.
+        """Returns the second factors of this node.
 
         Args:
             total: the sum of what `start` returned, over all nodes.
         """
 
     def usable(self, total: Array) -> bool:
-        """Whether a step can go on with this sum of factors; the same on all nodes."""
+        """Says whether a step can go on with this sum of factors; the same on all nodes."""
         return bool(np.isfinite(total).all())
 
     @abstractmethod

@@ -70,7 +70,7 @@ class GaussianK(Selecting):
 
 
 def _normal_threshold(plain: float, squared: float, n: int, k: int) -> float | None:
-    """What k of n normally distributed numbers with this sum and this sum of squares would reach; None where that is
+    """Returns what k of n normally distributed numbers with these sums would reach; None where that is
     not a number above zero."""
     from statistics import NormalDist  # a megabyte that other codecs do not need
 

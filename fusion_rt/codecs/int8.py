@@ -9,24 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion_rt.codecs.base import Array, Layout, check_seed
+from fusion_rt.codecs.base import Array, check_seed
 from fusion_rt.codecs.quantising import Quantising, QuantisingBucketCodec
 from fusion_rt.kernels.quantisation import INT8, LEAST_STEP, MOST_STEP, Draw
 from fusion_rt.kernels.random_bits import key
-from fusion_rt.kernels.team import ALONE, Team
 
 
 class Int8Bucket(QuantisingBucketCodec):
-    def __init__(self, layout: Layout, codec: Int8, team: Team = ALONE) -> None:
-        super().__init__(layout, codec, team)
-        self._seed = codec.seed
+    codec: Int8
 
     def _possible(self, scales: Array) -> Array:
         possible: Array = (scales >= LEAST_STEP) & (scales <= MOST_STEP)
         return possible
 
     def _draw(self, what: int) -> Draw:
-        bits = key(self._seed, self.step, self.node, what)
+        bits = key(self.codec.seed, self.step, self.node, what)
         return Draw(bits >> 32, bits & 0xFFFFFFFF)
 
 

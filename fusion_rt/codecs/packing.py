@@ -56,7 +56,7 @@ class Selection:
     step: int = 0
 
     def __len__(self) -> int:
-        """How many elements it has."""
+        """The number of elements that it has."""
         return len(self.indices) + len(self.dense)
 
 
@@ -71,12 +71,12 @@ class Spans:
         self.size = int(self._before[-1])
 
     def within(self, low: int, high: int) -> list[Range]:
-        """What they have in [low, high)."""
+        """Returns the parts of them in [low, high)."""
         first, end = np.searchsorted(self._highs, low, "right"), np.searchsorted(self._lows, high, "left")
         return [(max(low, begin), min(high, stop)) for begin, stop in self.ranges[first:end]]
 
     def rank(self, element: int) -> int:
-        """How many of their elements come before this one."""
+        """Counts their elements before this one."""
         i = int(np.searchsorted(self._lows, element, "right")) - 1
         return int(self._before[i] + min(element, self._highs[i]) - self._lows[i]) if i >= 0 else 0
 
@@ -87,12 +87,12 @@ class Spans:
         return elements
 
     def hold(self, indices: Array) -> bool:
-        """Whether all of these ascending indices are among their elements."""
+        """Says whether all of these ascending indices are among their elements."""
         lows, highs = (np.searchsorted(indices, e.astype(indices.dtype)) for e in (self._lows, self._highs))
         return int((highs - lows).sum()) == len(indices)
 
     def all_indices(self, low: int, high: int) -> Array:
-        """Those of their elements that are in [low, high), int32."""
+        """Returns their elements in [low, high), int32."""
         ranges = self.within(low, high)
         return np.concatenate([np.arange(*r, dtype=np.int32) for r in ranges]) if ranges else np.empty(0, np.int32)
 
@@ -135,7 +135,7 @@ class Packer:
         return HEADER.size + _STEP.size + indices + values + 8
 
     def pack(self, selected: Selection, low: int, high: int) -> memoryview:
-        """What a selection has in [low, high), which lies within its own range.
+        """Packs what a selection has in [low, high), which lies within its own range.
 
         Its values have to be `rounded` (see `values`); then `unpack` gives the same bits.
         """
@@ -169,7 +169,7 @@ class Packer:
         return _DELTA, bits, list(coding.encode(indices, low, bits))
 
     def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Selection:
-        """What `pack` turned into these bytes, on any node; memory is taken only for what they can hold.
+        """Reads what `pack` wrote, on any node; memory is taken only for what the bytes can hold.
 
         Raises:
             CodecError: no selection of that range is written like this.

@@ -97,15 +97,12 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
         self._whole: Array = np.zeros(self.dense.size, np.float32)
         self._next = "start"
         self._spoiled = False  # the last gradient was not finite
-        self._packed_nbytes = self._dense_nbytes = 0
-        self._seconds = 0.0
         low_rank.prepare()
         cpu.prepare([F32])
 
     def start(self, values: Array) -> Array:
         """See `FactoringBucketCodec`. Returns the factors P of this node, and then its elements that travel whole."""
-        if values.shape != (self.layout.elements,) or values.dtype != self.layout.dtype.storage:
-            raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
+        self._check_whole(values)
         began = time.perf_counter()
         memory = Memory(self._residual, self._as_float32(values))
         collect_shares(memory, share(self._ranges, self._team.threads), NOTHING, 0, self._team)
@@ -151,20 +148,6 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
             elif output is not wide:
                 output[:] = wide
         self._seconds += time.perf_counter() - began
-
-    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        self._packed_nbytes += nbytes
-        self._dense_nbytes += dense_nbytes
-
-    def statistics(self) -> dict[str, float]:
-        """Sums over all steps: `steps`; `packed_nbytes` that were sent to other nodes, and the `dense_nbytes` that an
-        all-reduce would have sent instead; and the `seconds` spent on factors and products."""
-        return {
-            "steps": self.step,
-            "packed_nbytes": self._packed_nbytes,
-            "dense_nbytes": self._dense_nbytes,
-            "seconds": self._seconds,
-        }
 
     # As a codec that is not asked for sums: an approximation of what one node has.
 
@@ -286,7 +269,7 @@ class PowerSGD(FeedbackCodec, FactoringCodec):
         return TensorRules(minimum=self.minimum, exclude=self.exclude)
 
     def approximates(self, span: Span) -> bool:
-        """Whether a tensor travels as factors, and not whole."""
+        """Says whether a tensor travels as factors, and not whole."""
         if len(span.shape) < 2 or span.numel == 0 or self.rules.is_dense(span):
             return False
         rows = span.shape[0]

@@ -1,4 +1,4 @@
-"""What codecs that send every element in fewer bits have in common: blocks with a scale, error feedback, rules.
+"""The base of codecs that send every element in fewer bits: blocks with a scale, error feedback, rules.
 
 Each node adds its gradient to the residual, sends the sum rounded, and keeps the difference. What holds in float32,
 element by element, for finite numbers:
@@ -125,16 +125,13 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         self.dense = Spans(codec.rules.dense(layout))
         self.quantised = Spans([r for group in codec.rules.groups(layout) for r in group.ranges])
         self._all = Spans(self._ranges)
-        self._packed_nbytes = self._dense_nbytes = 0
-        self._seconds = 0.0
         quantisation.prepare()
         cpu.prepare([F32])
 
     # As a part of an exchange in which owners sum.
 
     def contribute(self, values: Array) -> Quantised:
-        if values.shape != (self.layout.elements,):
-            raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
+        self._check_whole(values)
         began = time.perf_counter()
         portion = self._accumulate(0, values)
         self._seconds += time.perf_counter() - began
@@ -227,20 +224,6 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         weight = self._kernel.nbytes(self.codec.block, self.codec.block) / self.codec.block / 4
         return sorted([(*r, weight) for r in self.quantised.ranges] + [(*r, 1.0) for r in self.dense.ranges])
 
-    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        self._packed_nbytes += nbytes
-        self._dense_nbytes += dense_nbytes
-
-    def statistics(self) -> dict[str, float]:
-        """Sums over all steps: `steps`; `packed_nbytes` that were sent to other nodes, and the `dense_nbytes` that an
-        all-reduce would have sent instead; and the `seconds` spent on contributions."""
-        return {
-            "steps": self.step,
-            "packed_nbytes": self._packed_nbytes,
-            "dense_nbytes": self._dense_nbytes,
-            "seconds": self._seconds,
-        }
-
     # Piece by piece.
 
     def encode(self, start: int, values: Array) -> memoryview:
@@ -266,7 +249,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
 
     @abstractmethod
     def _possible(self, scales: Array) -> Array:
-        """Which of these (float32) can be in a payload."""
+        """Says which of these (float32) can be in a payload."""
 
     def _draw(self, what: int) -> Draw:
         """The random bits for what is rounded in this step: `CONTRIBUTION` or `SUM`."""
@@ -367,7 +350,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         return sum(self._kernel.nbytes(b - a, block, a % block) for a, b in self.quantised.within(low, high))
 
     def _whole(self, low: int, high: int) -> int:
-        """How many elements of a range are sent whole."""
+        """Counts the elements of a range that are sent whole."""
         return sum(b - a for a, b in self.dense.within(low, high))
 
 

@@ -20,9 +20,10 @@ from fusion_rt.kernels.team import ALONE, Team
 
 
 class RandomKBucket(SelectingBucketCodec):
+    codec: RandomK
+
     def __init__(self, layout: Layout, codec: RandomK, team: Team = ALONE) -> None:
         super().__init__(layout, codec, team, self._drawn)
-        self._seed = codec.seed
         self._spans = [Spans(group.ranges) for group in self._groups]
 
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
@@ -39,7 +40,7 @@ class RandomKBucket(SelectingBucketCodec):
         return sent
 
     def _drawn(self, step: int, low: int, high: int) -> Array:
-        """What every node selects in [low, high) in a step: int32, ascending."""
+        """Returns what every node selects in [low, high) in a step: int32, ascending."""
         parts = [np.empty(0, np.int32)]
         for number, group in enumerate(self._groups):
             parts.append(self._draw(number, group.k(step, self.codec.warmup), step, low, high))
@@ -53,7 +54,9 @@ class RandomKBucket(SelectingBucketCodec):
         draws = np.arange(first * k // spans.size, min(k, -(-end * k // spans.size)), dtype=np.int64)
         begins, ends = draws * spans.size // k, (draws + 1) * spans.size // k
         with np.errstate(over="ignore"):
-            hashes = mix(mix(np.uint64(self._seed) + mix(np.uint64(step))) + np.uint64(group)) + draws.astype(np.uint64)
+            hashes = mix(mix(np.uint64(self.codec.seed) + mix(np.uint64(step))) + np.uint64(group)) + draws.astype(
+                np.uint64
+            )
         ranks = begins + (mix(hashes) % (ends - begins).astype(np.uint64)).astype(np.int64)
         ranks = ranks[(ranks >= first) & (ranks < end)]
         return spans.elements(ranks).astype(np.int32)

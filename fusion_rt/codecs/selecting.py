@@ -1,4 +1,4 @@
-"""What codecs that send some of the elements have in common: error feedback, rules, packing, state.
+"""The base of codecs that send some of the elements: error feedback, rules, packing, state.
 
 Each node adds its gradient to what it has not sent yet, the residual, and sends a part of the sum; the rest waits
 (Seide et al. 2014, Stich et al. 2018). With `momentum` it is the velocity of momentum SGD that is added (Lin et al.,
@@ -94,7 +94,7 @@ class Selecting(FeedbackCodec):
             raise CodecError(f"the codec {self.name} sends no indices, so it has no choice how; leave out index")
 
     def masks(self, k: int, size: int) -> bool:
-        """Whether the velocity starts again where k of so many elements are taken."""
+        """Says whether the velocity starts again where k of so many elements are taken."""
         return self.masking and k <= max(1, _MASKED_DENSITY * size)
 
     @property
@@ -105,7 +105,7 @@ class Selecting(FeedbackCodec):
         return self.density
 
     def tray(self, layout: Layout) -> Shape:
-        """What a tray for a bucket has room for."""
+        """Returns the shape of a tray for a bucket."""
         groups = self.rules.groups(layout)
         rooms = tuple(max(group.k(step, self.warmup) for step in (0, self.warmup)) for group in groups)
         dense = sum(high - low for low, high in self.rules.dense(layout))
@@ -146,9 +146,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self.always = self.dense.ranges
         self._format = FORMATS[codec.value]
         self._packer = Packer(self.sparse, self.dense, codec.value, codec.index, shared)
-        self._packed_nbytes = self._dense_nbytes = 0
         self._asked = self._selected = self._always = self._wanted = 0
-        self._seconds = 0.0
         self._factor = 1.0  # of the last gradient
         self._masked: tuple[Array, Array] = np.empty(0, np.int32), np.empty(0, np.float32)  # velocities that it cleared
         coding.prepare()
@@ -166,8 +164,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         Returns: what is sent, with the values as receivers will have them.
         """
         began = time.perf_counter()
-        if values.shape != (self.layout.elements,) or values.dtype != self.layout.dtype.storage:
-            raise ValueError(f"{values.dtype} {values.shape} is not a whole bucket of {self.layout.elements} elements")
+        self._check_whole(values)
         self.take_back()
         gradient = self._as_float32(values)
         self._factor = self._clip_factor(gradient)
@@ -232,14 +229,14 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self._seconds += time.perf_counter() - began
 
     def pack(self, selected: Selection, low: int, high: int) -> memoryview:
-        """What a selection has in the range [low, high), as at most `max_encoded_nbytes(high - low)` bytes.
+        """Packs what a selection has in the range [low, high), into at most `max_encoded_nbytes(high - low)` bytes.
 
         The selection's values are as `accumulate_and_select` or `rounded` give them.
         """
         return self._packer.pack(selected, low, high)
 
     def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Selection:
-        """What a node packed for the range [low, high). Changes nothing, and may be called by several threads.
+        """Reads what a node packed for the range [low, high). Changes nothing, and may be called by several threads.
 
         Raises:
             CodecError: this is no selection of that range. No more memory was taken than the range has elements.
@@ -316,10 +313,6 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         ranges = [(*r, density) for r in self.sparse.ranges] + [(*r, 1.0) for r in self.dense.ranges]
         return sorted(ranges)
 
-    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        self._packed_nbytes += nbytes
-        self._dense_nbytes += dense_nbytes
-
     # What comes back.
 
     @np.errstate(over="ignore", invalid="ignore")
@@ -337,18 +330,9 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
             done += high - low
 
     def statistics(self) -> dict[str, float]:
-        """Sums over all steps: `steps`; how many elements were `asked` for, `selected`, and sent `always`;
-        `packed_nbytes` that were sent to other nodes, headers included, and the `dense_nbytes` that an all-reduce would
-        have sent instead; and the `seconds` spent selecting."""
-        return {
-            "steps": self.step,
-            "asked": self._asked,
-            "selected": self._selected,
-            "always": self._always,
-            "packed_nbytes": self._packed_nbytes,
-            "dense_nbytes": self._dense_nbytes,
-            "seconds": self._seconds,
-        }
+        """Also how many elements were `asked` for, `selected`, and sent `always`."""
+        found = {"asked": self._asked, "selected": self._selected, "always": self._always}
+        return {**super().statistics(), **found}
 
     # As a codec that is not asked for selections.
 
@@ -369,7 +353,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         return self._packer.max_nbytes(n)
 
     def _ks(self) -> list[int]:
-        """How many elements of each group are to be sent in the next step."""
+        """The number of elements of each group that the next step is to send."""
         return [group.k(self.step, self.codec.warmup) for group in self._groups]
 
     # For subclasses.
@@ -379,7 +363,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         """Adds to the elements of a group, and takes k of them out: indices and values, ascending."""
 
     def _memory(self, gradient: Array) -> Memory:
-        """What a gradient is added to."""
+        """Returns what a gradient is added to."""
         codec = self.codec
         return Memory(self._residual, gradient, self._velocity, codec.momentum, codec.nesterov, self._factor)
 

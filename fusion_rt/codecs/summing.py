@@ -1,4 +1,4 @@
-"""What a codec with error feedback is to an exchange in which owners sum what all nodes contribute.
+"""The protocol of codecs whose buckets are summed by owners: each node sums a range of what all nodes contribute.
 
 Such a codec is applied once to each contribution, and once to the sum of a range by the node that owns it; each time,
 what does not travel goes into a residual of the node that it was lost on (Tang et al., "DoubleSqueeze", 2019; for
@@ -74,7 +74,7 @@ class SummingBucketCodec(BucketCodec):
         """A portion of the whole bucket that says that its values are not finite."""
 
     def contribute_alone(self, values: Array) -> Portion:
-        """As `contribute`, where no other node has to know of a step that is undone: a spoiled one is at once, and its
+        """Contributes where no other node has to know of a step that is undone: a spoiled one is at once, and its
         portion is `missing`."""
         portion = self.contribute(values)
         if self.spoiled:
@@ -90,11 +90,11 @@ class SummingBucketCodec(BucketCodec):
 
     @abstractmethod
     def pack(self, portion: Portion, low: int, high: int) -> memoryview:
-        """What a portion of a range has in [low, high), as at most `max_encoded_nbytes(high - low)` bytes."""
+        """Packs what a portion has in [low, high), into at most `max_encoded_nbytes(high - low)` bytes."""
 
     @abstractmethod
     def unpack(self, payload: memoryview | bytes, low: int, high: int) -> Portion:
-        """What `pack` turned into these bytes, on any node; changes nothing.
+        """Reads what `pack` wrote, on any node; changes nothing.
 
         Raises:
             CodecError: this is no portion of that range. No more memory was taken than the range has elements.
@@ -106,7 +106,7 @@ class SummingBucketCodec(BucketCodec):
 
     @abstractmethod
     def conclude(self, total: Portion, nodes: int) -> Portion:
-        """What of a sum travels to all nodes, as they will have it; the rest goes into this node's residual.
+        """Returns what of a sum travels to all nodes, as they will have it; the rest goes into this node's residual.
 
         Args:
             total: of a range that this node owns.
@@ -132,11 +132,11 @@ class SummingBucketCodec(BucketCodec):
 
     @abstractmethod
     def wanted(self) -> int:
-        """How many values the next contribution is to have, as far as all nodes know; what an exchange costs follows
-        from it."""
+        """The number of values that the next contribution is to have, as far as all nodes know; what an exchange costs
+        follows from it."""
 
     def counts(self, portion: Portion, edges: Sequence[int]) -> list[int]:
-        """How many values a portion has between each edge and the next, ascending; of a codec that `adapts`."""
+        """Counts the values of a portion between each edge and the next, ascending; of a codec that `adapts`."""
         raise NotImplementedError
 
     def weights(self) -> list[tuple[int, int, float]]:

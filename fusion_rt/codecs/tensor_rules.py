@@ -1,4 +1,4 @@
-"""Which elements of a bucket a selecting codec always sends, and how many it selects of the others.
+"""Rules that say which tensors of a bucket are always sent whole, and how much is selected of the others.
 
 A tensor is always sent whole when it is small, or its name is excluded; the rest is selected from, all of it together
 or each tensor by itself.
@@ -34,7 +34,7 @@ class Group:
         return sum(numel for numel, _ in self.shares)
 
     def k(self, step: int, warmup: int) -> int:
-        """How many elements are sent in a step; at least one.
+        """The number of elements that are sent in a step; at least one.
 
         In the first `warmup` steps the density falls from 25 % to its own as a geometric series, so that each fourth of
         them has about the density of an epoch in Lin et al., "Deep Gradient Compression", for .1 %.
@@ -91,7 +91,7 @@ class TensorRules:
         return joined([(span.start, span.end) for span in layout.spans if span.numel and self.is_dense(span)])
 
     def is_dense(self, span: Span) -> bool:
-        """Whether a tensor is always sent."""
+        """Says whether a tensor is always sent."""
         patterns = [pattern.strip() for pattern in self.exclude.split(",")]
         return span.numel < self.minimum or any(fnmatchcase(span.name, pattern) for pattern in patterns if pattern)
 

@@ -37,15 +37,16 @@ _ROOM = 4  # times k, that are kept to find the largest among
 
 
 class ThresholdKBucket(SelectingBucketCodec):
+    codec: ThresholdK
+
     def __init__(self, layout: Layout, codec: ThresholdK, team: Team = ALONE) -> None:
         super().__init__(layout, codec, team)
-        self._every = codec.every
         self._thresholds = np.zeros(len(self._groups), np.int64)  # magnitudes; 0 where the next selection is exact
 
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
         ranges = self._groups[group].ranges
         threshold = int(self._thresholds[group])
-        if threshold == 0 or self.step % self._every == 0:
+        if threshold == 0 or self.step % self.codec.every == 0:
             indices, values, self._thresholds[group] = take_largest(memory, ranges, k, team)
             return indices, values
         found = collect_shares(memory, share(ranges, team.threads), threshold, _ROOM * k, team)

@@ -99,8 +99,8 @@ def _guess(memory: Memory, ranges: tuple[Range, ...], k: int) -> tuple[int, int]
 
 @lru_cache(maxsize=1024)
 def _sample_starts(ranges: tuple[Range, ...], size: int, k: int) -> Array:
-    """Where runs of `_RUN` elements are sampled, at the same distances but for some disorder, so that a pattern in the
-    data does not matter. None in a small group."""
+    """The starts of runs of `_RUN` elements that are sampled, at the same distances but for some disorder, so that a
+    pattern in the data does not matter. None in a small group."""
     wanted = min(max(_HITS * size / k, _LEAST_SAMPLE), size / 8)
     if size < _UNSAMPLED:
         return np.empty(0, np.int64)

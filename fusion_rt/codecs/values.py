@@ -1,4 +1,4 @@
-"""How a selecting codec writes the values that it sends: `fp32`, `fp16`, `bf16` or `int8`.
+"""Formats in which a selecting codec writes the values that it sends: `fp32`, `fp16`, `bf16` or `int8`.
 
 `rounded` says what receivers will get, before anything is packed, so that a codec can keep the difference. Rounding
 what has been rounded changes nothing, and neither does packing any consecutive part of it: scales are powers of two,
@@ -65,7 +65,7 @@ class ValueFormat(ABC):
 
 
 class Fp32Values(ValueFormat):
-    """As they are."""
+    """Values as they are."""
 
     code = 0
 

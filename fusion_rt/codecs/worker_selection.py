@@ -46,7 +46,7 @@ _SPARE = 64  # corrections for which there is room besides
 
 @dataclass(frozen=True)
 class Shape:
-    """What a tray has room for, which follows from the codec and the layout.
+    """The room in a tray, which follows from the codec and the layout.
 
     Attributes:
         groups: the ranges of elements of each group.
@@ -62,14 +62,14 @@ class Shape:
 
     @property
     def corrections(self) -> int:
-        """For how many there is room: those of what was selected here, and what an owner cuts of all nodes' sum, which
-        is about as many. What finds no room comes with the next ones."""
+        """The number of corrections for which there is room: those of what was selected here, and what an owner cuts of
+        all nodes' sum, which is about as many. What finds no room comes with the next ones."""
         return min(self.elements, 4 * sum(self.rooms) + self.dense + _SPARE)
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each group begins, then the values that are always sent, the corrections' indices, and their values,
-        and the end; in words."""
+        """The words at which each group begins, then the values that are always sent, the corrections' indices, and
+        their values, and the end; in words."""
         starts = [HEADER]
         for size in (*(HEADER + 2 * room for room in self.rooms), self.dense, self.corrections, self.corrections):
             starts.append(starts[-1] + size)
@@ -109,11 +109,11 @@ class Tray:
 
     @property
     def spoiled(self) -> bool:
-        """Whether the worker has found its gradient not to be finite."""
+        """Says whether the worker has found its gradient not to be finite."""
         return int(self.verdict[0]) == SPOILED or any(words[_SPOILED_WORD] for words in self.groups)
 
     def selected(self) -> tuple[Array, Array, Array]:
-        """What the worker has selected: indices, values, and the values that are always sent; copies.
+        """Returns what the worker has selected: indices, values, and the values that are always sent; copies.
 
         Raises:
             CodecError: it is no selection of this bucket.
@@ -148,7 +148,8 @@ class Tray:
 
 
 class Corrections:
-    """What has to be added to a residual that is elsewhere: few elements, added up in the order in which they come."""
+    """Elements that have to be added to a residual elsewhere: few elements, added up in the order in which they
+    come."""
 
     def __init__(self) -> None:
         self._pair: tuple[Array, Array] = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -213,7 +214,7 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
             tray.answer(*self.corrections.take(tray.shape.corrections), self.step, undone)
 
     def take_back(self) -> None:
-        """What there is of the residual is here again."""
+        """Makes corrections the residual again, which is here from now on."""
         if self.corrections is not None:
             selection.put(*self.corrections.take(self.layout.elements), self._residual, add=True)
             self.corrections = None
@@ -237,7 +238,7 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
         super().load_state_dict(state, partial)
 
     def _given(self, tray: Tray) -> Selection:
-        """What a worker has selected; from now on the residual is the worker's. Raises `CodecError`."""
+        """Returns what a worker has selected; from now on the residual is the worker's. Raises `CodecError`."""
         indices, values, always = tray.selected()
         if self.corrections is None:
             self.corrections = Corrections.of(self._residual)
@@ -245,7 +246,7 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
 
 
 def left(wanted: Array, sent: Array) -> Array:
-    """What is not sent of some values; nothing of what is not finite."""
+    """Returns what is not sent of some values; zeros for what is not finite."""
     with np.errstate(invalid="ignore"):
         rest: Array = wanted - sent
     rest[~np.isfinite(wanted)] = 0

@@ -103,7 +103,7 @@ def _constant(vector: Any, value: Any) -> Any:
 
 
 def _processor_converts_float16() -> bool:
-    """Whether there are instructions for it; without them LLVM calls a library that is not there."""
+    """Says whether there are instructions for it; without them LLVM calls a library that is not there."""
     if llvmlite.binding.get_process_triple().startswith("aarch64"):
         return True
     return bool(llvmlite.binding.get_host_cpu_features().get("f16c"))

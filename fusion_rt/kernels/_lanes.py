@@ -33,7 +33,8 @@ lower_constant: Any = imputils.lower_constant
 
 
 class Wire(types.Type):
-    """What is known at compile time: an element type as it is stored, and how many elements one `Lanes` takes.
+    """The type of a wire format, known at compile time: an element type as it is stored, and how many elements one
+    `Lanes` takes.
 
     In a kernel's Python it is a constant of its own type, which takes no memory.
     """
@@ -45,7 +46,7 @@ class Wire(types.Type):
 
     @classmethod
     def wide(cls, dtype: DType) -> Wire:
-        """As many elements at a time as do well on processors with vectors of 16 to 64 bytes."""
+        """A `Wire` of as many elements at a time as do well on processors with vectors of 16 to 64 bytes."""
         itemsize = 4 if dtype.is_half else dtype.itemsize
         return cls(dtype, min(_LANE_BYTES // itemsize, _MAX_LANES))
 
@@ -81,7 +82,7 @@ lower_constant(Wire)(lambda context, builder, typ, value: context.get_dummy_valu
 
 @intrinsic
 def lanes(typing: Any, wire: Wire) -> Any:
-    """How many elements one step takes."""
+    """The number of elements that one step takes."""
     return types.int64(wire), lambda context, builder, signature, arguments: _ir.I64(wire.lanes)
 
 
@@ -183,7 +184,7 @@ def scale(typing: Any, wire: Wire, value: Lanes, factor: Any) -> Any:
 
 @intrinsic
 def divide(typing: Any, wire: Wire, value: Lanes, divisor: Any) -> Any:
-    """By an int64 above zero; integers exactly, truncated toward zero."""
+    """Divides by an int64 above zero; integers exactly, truncated toward zero."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, elements, scalar = arguments
@@ -198,7 +199,7 @@ def divide(typing: Any, wire: Wire, value: Lanes, divisor: Any) -> Any:
 
 @intrinsic
 def cast(typing: Any, wire: Wire, value: Lanes) -> Any:
-    """From one floating accumulator to that of `wire`."""
+    """Casts from one floating accumulator to that of `wire`."""
     target = Lanes(wire.dtype, wire.lanes)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -231,8 +232,8 @@ def total(typing: Any, wire: Wire, value: Lanes) -> Any:
 
 @intrinsic
 def hits(typing: Any, wire: Wire, value: Lanes, threshold: Any) -> Any:
-    """Which of at most 32 float32 have a magnitude (the bits without the sign) of at least `threshold`, as the bits of
-    an integer, the first element's lowest."""
+    """Says which of at most 32 float32 have a magnitude (the bits without the sign) of at least `threshold`, as the
+    bits of an integer, the first element's lowest."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, elements, scalar = arguments

@@ -58,7 +58,7 @@ peek_double, poke_double = _peek(_ir.F64, types.float64), _poke(_ir.F64, types.f
 
 @intrinsic
 def trailing_zeros(typing: Any, word: Any) -> Any:
-    """How many low bits of an int64 are 0; 64 for 0."""
+    """Counts the low bits of an int64 that are 0; 64 for 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.IntType(1)(0))

@@ -169,7 +169,7 @@ def _from_bytes(typing: Any, wire: Wire, address: Any, size: Any) -> Any:
 
 @intrinsic
 def _sign(typing: Any, wire: Wire, value: Lanes) -> Any:
-    """Which of at most 32 float32 have a sign, as the bits of an integer, the first element's lowest."""
+    """Says which of at most 32 float32 have a sign, in the bits of an integer, the first element's lowest."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits = builder.bitcast(arguments[1], _words(wire))
@@ -181,7 +181,7 @@ def _sign(typing: Any, wire: Wire, value: Lanes) -> Any:
 
 @intrinsic
 def _without(typing: Any, wire: Wire, value: Any, size: Any) -> Any:
-    """What is left of values after `size` with their signs was taken away; 0 of what is not finite."""
+    """Returns what is left of values after `size` with their signs was taken away; 0 of what is not finite."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, elements, scalar = arguments
@@ -224,7 +224,7 @@ def _accumulate(wire, residual, gradient, i, tops):  # type: ignore[no-untyped-d
 
 @njit
 def _block_end(low, size, block, phase):  # type: ignore[no-untyped-def]
-    """Where the block that begins at element `low` ends; of the first one, `phase` elements come before these."""
+    """The end of the block that begins at element `low`; of the first one, `phase` elements come before these."""
     return min(low + block - (phase if low == 0 else 0), size)
 
 

@@ -92,7 +92,7 @@ def reduce(
 def reduce_widened(
     op: str, sources: Sequence[Array], outputs: Sequence[Array], prescale: float, postscale: float, divisor: int
 ) -> None:
-    """As `reduce`, of integers of any width that are combined as int64; in outputs they wrap around."""
+    """Reduces integers of any width, which are combined as int64; in outputs they wrap around."""
     for low in range(0, len(sources[0]), _WIDENED):
         part = slice(low, low + _WIDENED)
         wide = [source[part].astype(np.int64, copy=False) for source in sources]
@@ -161,12 +161,12 @@ def prepare(
 
 
 def is_ready(dtype: DType) -> bool:
-    """Whether `reduce` of this type would begin at once, and not load or compile a kernel before."""
+    """Says whether `reduce` of this type would begin at once, and not load or compile a kernel before."""
     return _code.has(f"reduce-{dtype.name}")
 
 
 def statistics() -> dict[str, int]:
-    """How many kernels this process had `compiled`, and how many it `loaded` from disk."""
+    """Counts the kernels that this process had `compiled`, and those that it `loaded` from disk."""
     return _code.statistics()
 
 

@@ -74,13 +74,13 @@ class MachineCode:
         self._compiled = 0
 
     def address(self, kernel: str) -> int:
-        """Where the kernel's function begins. Loads or compiles it the first time; raises `KernelError`."""
+        """Returns where the kernel's function begins. Loads or compiles it the first time; raises `KernelError`."""
         if kernel not in self._addresses:
             self.prepare([kernel])
         return self._addresses[kernel]
 
     def has(self, kernel: str) -> bool:
-        """Whether `address` would answer at once."""
+        """Says whether `address` would answer at once."""
         return kernel in self._addresses
 
     def prepare(self, kernels: Iterable[str]) -> None:
@@ -110,7 +110,7 @@ class MachineCode:
             _unload_pages_of("libllvmlite")
 
     def statistics(self) -> dict[str, int]:
-        """How many kernels this process had `compiled`, and how many it `loaded` from disk."""
+        """Counts the kernels that this process had `compiled`, and those that it `loaded` from disk."""
         return {"compiled": self._compiled, "loaded": len(self._addresses) - self._compiled}
 
     def link(self, kernel: str, code: bytes) -> None:
@@ -209,7 +209,7 @@ def _unload_pages_of(library: str) -> None:
 
 
 def write_record(stream: BinaryIO, kernel: str, code: bytes) -> None:
-    """What the compiler sends for each kernel: its name, the length of the code, and the code."""
+    """Writes what the compiler sends for each kernel: its name, the length of the code, and the code."""
     stream.write(f"{kernel} {len(code)}\n".encode() + code)
 
 

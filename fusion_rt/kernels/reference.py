@@ -1,4 +1,4 @@
-"""What `cpu`, `selection`, `coding`, `quantisation` and `low_rank` do, in plain numpy, as their documentation says and
+"""`cpu`, `selection`, `coding`, `quantisation` and `low_rank` in plain numpy, as their documentation says and
 nothing else; the tests compare with this.
 """
 
@@ -89,7 +89,7 @@ def added(
 
 
 def magnitudes(values: Array) -> Array:
-    """Of float32, see `selection`; int64."""
+    """The magnitudes of float32 (see `selection`); int64."""
     sizes: Array = (values.view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64)
     return sizes
 

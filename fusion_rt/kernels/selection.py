@@ -38,7 +38,7 @@ ROUTINES = tuple(routine.name for routine in (_collect, _count, _take, _sample, 
 
 @dataclass
 class Memory:
-    """What a pass adds, and to what: 1-D contiguous float32 arrays of the same length.
+    """The operands of a pass, what is added and to what: 1-D contiguous float32 arrays of the same length.
 
     With g = gradient * factor, element by element and in float32:
 
@@ -133,7 +133,8 @@ def withdraw(memory: Memory, ranges: Iterable[Range]) -> None:
 
 
 def sample(memory: Memory, starts: Array, length: int) -> Array:
-    """What the elements will be once `collect` has added: `length` of them from each of `starts` (int64); float32."""
+    """Returns the elements as they will be once `collect` has added: `length` of them from each of `starts` (int64);
+    float32."""
     values = np.empty(len(starts) * length, np.float32)
     _sample(*memory.words(), starts.ctypes.data, len(starts), length, values.ctypes.data, *memory.factors())
     return values
@@ -141,7 +142,7 @@ def sample(memory: Memory, starts: Array, length: int) -> Array:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the largest end.
+    """The end of the largest.
 
     Attributes:
         threshold: the magnitude of the last one.
@@ -155,7 +156,7 @@ class Cut:
 
 
 def largest(parts: Sequence[Sequence[Array]], k: int, team: Team = ALONE) -> Cut:
-    """Which are the k largest magnitudes of some arrays (float32); of equal ones the first are taken.
+    """Finds the k largest magnitudes of some arrays (float32); of equal ones the first are taken.
 
     Found digit by digit: each pass counts how many elements have which next digit, among those whose digits so far are
     those of the threshold.
@@ -216,19 +217,19 @@ def take(
 
 
 def collect_shares(memory: Memory, shares: list[list[Range]], threshold: int, capacity: int, team: Team) -> list[Found]:
-    """What each thread finds in its share, of which it keeps at most `capacity` elements."""
+    """Collects what each thread finds in its share, of which it keeps at most `capacity` elements."""
     found = [Found(min(capacity, sum(high - low for low, high in part))) for part in shares]
     team.run([partial(collect, memory, part, threshold, each) for part, each in zip(shares, found, strict=True)])
     return found
 
 
 def largest_found(found: list[Found], k: int) -> Cut:
-    """Which are the k largest of what was found; on this thread, since waking another takes as long."""
+    """Finds the k largest of what was found; on this thread, since waking another takes as long."""
     return largest([[each.values[: each.count]] for each in found], k)
 
 
 def take_found(residual: Array, found: list[Found], cut: Cut, team: Team) -> tuple[Array, Array]:
-    """What of the found elements belongs to the largest, cleared in the residual."""
+    """Takes those of the found elements that belong to the largest; they are cleared in the residual."""
     starts = [0, *accumulate(cut.counts)]
     indices, values = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.float32)
 
@@ -307,7 +308,7 @@ def share(ranges: Sequence[Range], parts: int) -> list[list[Range]]:
 
 
 def magnitude(value: float) -> int:
-    """Of a number, rounded to float32."""
+    """The magnitude of a number, rounded to float32."""
     with np.errstate(over="ignore"):
         return int(np.float32(value).view(np.uint32)) & 0x7FFFFFFF
 

@@ -1,4 +1,4 @@
-"""What the codecs of a plan remember from step to step on this node: saved, given back, and moved to another plan.
+"""The state of the codecs of a plan on this node: saved, restored, and moved to another plan.
 
 A state has an entry `INDEX:KEY` for each entry `KEY` of the state of bucket `INDEX`'s codec. `INDEX:layout` stands for
 the bucket's codec and layout, and `INDEX:bounds` has the nodes' ranges, if there are any. A bucket of the same layout
@@ -39,7 +39,7 @@ def open_bucket(codec: codecs.Codec, layout: Layout, nodes: int, team: Team = AL
 
 
 def saved(buckets: Iterable[BucketCodec], common: bool = False) -> State:
-    """What the codecs of a plan's buckets remember, in their order; copies.
+    """Returns what the codecs of a plan's buckets remember, in their order; copies.
 
     Args:
         common: only what is the same on all nodes.
@@ -57,12 +57,12 @@ def saved(buckets: Iterable[BucketCodec], common: bool = False) -> State:
 
 
 def only_common(state: Mapping[str, Array]) -> State:
-    """What of a state is the same on all nodes."""
+    """Returns what of a state is the same on all nodes."""
     return {key: value for key, value in state.items() if not _is_own(key.partition(":")[2])}
 
 
 def steps_of(state: Mapping[str, Array]) -> int:
-    """How many steps had been taken; 0 for an empty state."""
+    """The number of steps that had been taken; 0 for an empty state."""
     steps = [int(value.reshape(-1)[0]) for key, value in state.items() if key.endswith(":step") and value.size]
     return max(steps, default=0)
 

@@ -72,5 +72,5 @@ def _call(
 
 
 def _payload_nbytes(arguments: Sequence[Any]) -> int:
-    """Of the packed bytes among the arguments; 0 if there are none."""
+    """The length of the packed bytes among the arguments; 0 if there are none."""
     return next((len(given) for given in arguments if isinstance(given, (memoryview, bytes))), 0)

@@ -1,4 +1,4 @@
-"""What a local worker has selected of a bucket itself, on its GPU: see `fusion_rt.codecs.worker_selection`."""
+"""Selections that a local worker has made from a bucket itself, on its GPU: see `fusion_rt.codecs.worker_selection`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Selected:
 
 
 def selected(whose: str, codec: BucketCodec, memory: Array, offset: int, least: int) -> Selected:
-    """What a worker says that it has selected.
+    """Checks and returns what a worker says that it has selected.
 
     Args:
         whose: see `Selected`.

@@ -1,4 +1,4 @@
-"""What workers ask about codecs: that their kernels are there, what they remember, and what they have saved."""
+"""The service that answers workers about codecs: kernels, saved state, and statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusiond.shards import Homes
 
 
 class CodecService:
-    """Of one engine.
+    """The codec service of one engine.
 
     Args:
         plans: those in force, with their codecs.
@@ -92,7 +92,7 @@ class CodecService:
         self._outside.to_worker(rank, wire.Done(handle, json.dumps(self._plans.compression()).encode()))
 
     def _may_touch_state(self, rank: int, message: wire.SaveState | wire.LoadState) -> bool:
-        """Whether a plan's state is at rest; if not, says so."""
+        """Says whether a plan's state is at rest; if not, says so."""
         why = self._failure()
         plan = self._plans.plan_of(message.process_set, message.group)
         if plan and any(run.key.plan == plan and run.exchange is not None for run in self._runs.values()):
@@ -105,8 +105,8 @@ class CodecService:
         return not why
 
     def kernels_of(self, codec: Codec, dtypes: Iterable[str], then: Callable[[], None]) -> bool:
-        """Whether a codec's kernels for these element types are there. If not, they are loaded or compiled beside the
-        event loop, which may take seconds the first time on a host, and `then` is called."""
+        """Says whether a codec's kernels for these element types are there. If not, they are loaded or compiled beside
+        the event loop, which may take seconds the first time on a host, and `then` is called."""
         missing = [
             name
             for name in dtypes

@@ -68,8 +68,8 @@ def build(threads: int, warps: bool) -> Kernels:
 
         @device
         def rank(flag):  # type: ignore[no-untyped-def]
-            """How many of the threads before this one in the group have the flag, and how many have it at all. All
-            threads of the group have to call this."""
+            """Counts how many of the threads before this one in the group have the flag, and how many have it at all.
+            All threads of the group have to call this."""
             hits = cuda.ballot_sync(_ALL_LANES, flag)
             before = hits & ((1 << cuda.laneid) - 1)
             return cuda.popc(np.uint32(before)), cuda.popc(np.uint32(hits))

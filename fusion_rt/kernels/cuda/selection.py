@@ -61,7 +61,8 @@ def kernels(threads: int = _THREADS, warps: bool = not SIMULATED) -> Kernels:
 
 @dataclass
 class Memory:
-    """What a pass adds, and to what, as `fusion_rt.kernels.selection.Memory`: device arrays, 1-D contiguous float32."""
+    """The operands of a pass, what is added and to what, as `fusion_rt.kernels.selection.Memory`: device arrays, 1-D
+    contiguous float32."""
 
     residual: DeviceArray
     gradient: DeviceArray | None = None
@@ -71,7 +72,7 @@ class Memory:
     factor: float = 1.0
 
     def arguments(self) -> tuple[Any, ...]:
-        """Of the kernels that add."""
+        """The arguments of the kernels that add."""
         rule = _kernels.NO_GRADIENT
         if self.gradient is not None:
             rule = _kernels.PLAIN
@@ -84,7 +85,7 @@ class Memory:
 
 
 class Found:
-    """What the steps of a selection from some ranges of an array leave to each other, on the device.
+    """Values that the steps of a selection from some ranges of an array leave to each other, on the device.
 
     It is made once, and used for any number of selections, one after the other.
 
@@ -120,7 +121,7 @@ class Found:
 
 
 class Taken:
-    """What `take` has written, as words (int32) that are copied to the host.
+    """The result of `take`, as words (int32) that are copied to the host.
 
     Attributes:
         count: of elements.
@@ -138,7 +139,7 @@ class Taken:
 
 
 def words(k: int) -> int:
-    """How many words (int32) `take` needs for k elements."""
+    """The number of words (int32) that `take` needs for k elements."""
     return HEADER + 2 * k
 
 
@@ -162,7 +163,7 @@ def take_largest(memory: Memory, found: Found, k: int, out: DeviceArray, floor: 
 
 
 def take_above(memory: Memory, found: Found, threshold: int, k: int, out: DeviceArray, stream: Any = 0) -> None:
-    """As `take_largest`, but only elements whose magnitude is at least `threshold` are taken."""
+    """Takes the largest, but only elements whose magnitude is at least `threshold`; see `take_largest`."""
     _check(k, out)
     collect(memory, found, threshold, stream)
     largest(memory.residual, found, k, stream)

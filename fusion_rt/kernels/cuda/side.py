@@ -39,7 +39,7 @@ Tensor = Any  # fusion_rt.kernels does not import torch
 
 
 class Layer(Protocol):
-    """What a `SideSelector` needs of the device. `TorchLayer` does it with torch."""
+    """The device as a `SideSelector` needs it. `TorchLayer` does it with torch."""
 
     stream: Any
     """The side stream, as the kernels take it."""
@@ -63,11 +63,11 @@ class Layer(Protocol):
         """Undoes `pin`."""
 
     def follow(self, tensor: Tensor) -> None:
-        """What is queued on the side stream from now on comes after what has been queued on the current stream, and
+        """Has what is queued on the side stream from now on come after what has been queued on the current stream, and
         uses this tensor."""
 
     def lead(self, event: Any) -> None:
-        """What is queued on the current stream from now on comes after an event."""
+        """Has what is queued on the current stream from now on come after an event."""
 
     def copy(self, source: Tensor, pinned: Tensor) -> None:
         """Queues a copy on the side stream."""
@@ -207,11 +207,11 @@ class SideSelector:
             self._event = layer.mark()
 
     def after(self) -> None:
-        """What is queued on the current stream from now on may change the gradient."""
+        """Lets what is queued on the current stream from now on change the gradient."""
         self._layer.lead(self._begun())
 
     def ready(self) -> bool:
-        """Whether `finish` would not have to wait."""
+        """Says whether `finish` would not have to wait."""
         return bool(self._begun().query())
 
     def finish(self) -> Taken:

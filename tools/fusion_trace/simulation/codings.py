@@ -1,4 +1,4 @@
-"""What codecs make of a bucket: the simulated ones, which say how many bytes there are and take their time.
+"""Simulated codecs of a bucket, which say how many bytes there are and take their time.
 
 How many bytes a codec makes of each of the bucket's is measured (`CodecCosts.ratio`), on values from a normal
 distribution; of a selection it depends on where the values are, and is in the end a few percent off.
@@ -59,7 +59,7 @@ class ElementCodec(BucketCodec):
 
 
 class SummingCodec(SummingBucketCodec):
-    """What goes through the owners of ranges: selections, int8, onebit."""
+    """Codecs of which owners sum ranges: selections, int8, onebit."""
 
     def __init__(self, bucket: Bucket, chosen: Codec, codec: CodecCosts, costs: Costs, spend: Spend) -> None:
         super().__init__(Layout(F32, bucket.elements), chosen)
@@ -68,7 +68,7 @@ class SummingCodec(SummingBucketCodec):
 
     @property
     def nbytes(self) -> float:
-        """Of the whole bucket, on the wire."""
+        """Bytes of the whole bucket, on the wire."""
         return 4 * self.layout.elements * self._codec.ratio
 
     def contribute(self, values: Array) -> _Portion:
@@ -197,7 +197,7 @@ def wire_nbytes(text: str, bucket: Bucket, costs: Costs) -> int:
 
 
 def real_layout(bucket: Bucket) -> Layout:
-    """As the daemon has it, with tensors."""
+    """Returns the layout of a bucket as the daemon has it, with tensors."""
     spans, at = [], 0
     for number, shape in enumerate(bucket.shapes):
         spans.append(Span(f"tensor{number}", at, math.prod(shape), shape))
