@@ -17,6 +17,12 @@ from fusion_rt.kernels.team import ALONE, Team
 
 F32 = DTYPES["float32"]
 
+NODE_TENSORS = ("residual", "velocity")
+"""Kinds of a state's entries that are one node's alone, float32, for each tensor: `KIND/NAME`."""
+
+NODE_STATE = (*NODE_TENSORS, "thresholds")
+"""All kinds and names of entries that are one node's alone. All others are the same on all nodes, and have to be."""
+
 
 class FeedbackCodec(Codec):
     """A codec whose buckets keep what has not been sent. Those with a field `momentum` keep a velocity, too."""

@@ -18,15 +18,14 @@ import numpy as np
 from fusion_rt import codecs
 from fusion_rt.codecs import BucketCodec, CodecError, Layout
 from fusion_rt.codecs.dense import Dense
+from fusion_rt.codecs.error_feedback import NODE_STATE, NODE_TENSORS
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond.collectives.base import Array
 
 State = dict[str, Array]
-_OWN_KINDS = ("residual", "velocity")  # of this node alone
-_OWN_NAMES = ("thresholds",)
 _EXTRA = ("layout", "bounds")
 _MOST_STEPS = 2**48
-_DTYPES = {**dict.fromkeys(_OWN_KINDS, np.float32), **dict.fromkeys(("step", *_EXTRA), np.int64)}
+_DTYPES = {**dict.fromkeys(NODE_TENSORS, np.float32), **dict.fromkeys(("step", *_EXTRA), np.int64)}
 
 
 def open_bucket(codec: codecs.Codec, layout: Layout, nodes: int, team: Team = ALONE) -> BucketCodec:
@@ -115,7 +114,7 @@ def _check(buckets: Sequence[BucketCodec], states: Sequence[State], strict: bool
                     f"the saved state has the tensor {name!r}, which is not in the plan; use the model that the "
                     f"checkpoint was written with, and give its parameters the same names"
                 )
-            if kind in _OWN_KINDS and name in sizes and value.shape != (sizes[name],):
+            if kind in NODE_TENSORS and name in sizes and value.shape != (sizes[name],):
                 raise CodecError(f"{name!r} has {value.size} elements in the saved state, and {sizes[name]} here")
             if value.dtype != _DTYPES.get(kind, value.dtype):
                 raise CodecError(f"{key!r} is {value.dtype} in the saved state, which it cannot be")
@@ -130,7 +129,7 @@ def _check(buckets: Sequence[BucketCodec], states: Sequence[State], strict: bool
 
 
 def _is_own(key: str) -> bool:
-    return key.partition("/")[0] in (*_OWN_KINDS, *_OWN_NAMES)
+    return key.partition("/")[0] in NODE_STATE
 
 
 def _fingerprint(codec: BucketCodec) -> Array:
