@@ -17,12 +17,10 @@ from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.codecs.topk import take_largest
 from fusion_rt.kernels.selection import (
     NOTHING,
-    UNLIMITED,
-    Cut,
     Found,
     Memory,
+    at_most,
     collect_shares,
-    largest_found,
     magnitude,
     moments,
     share,
@@ -55,10 +53,7 @@ class GaussianKBucket(SelectingBucketCodec):
                 break
         if any(each.overflowed for each in found):
             return take_largest(added, ranges, k, team)[:2]
-        cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
-        if sum(cut.counts) > k:
-            cut = largest_found(found, k)
-        return take_found(memory.residual, found, cut, team)
+        return take_found(memory.residual, found, at_most(found, k), team)
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,7 @@ import numpy as np
 from fusion_rt.codecs.base import Array, CodecError, Layout
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.codecs.topk import take_largest
-from fusion_rt.kernels.selection import (
-    UNLIMITED,
-    Cut,
-    Memory,
-    collect_shares,
-    largest_found,
-    magnitude,
-    share,
-    take_found,
-    value_of,
-)
+from fusion_rt.kernels.selection import Memory, at_most, collect_shares, magnitude, share, take_found, value_of
 from fusion_rt.kernels.team import ALONE, Team
 
 _LOW, _HIGH = 0.8, 1.25
@@ -53,10 +43,7 @@ class ThresholdKBucket(SelectingBucketCodec):
         if any(each.overflowed for each in found):
             indices, values, self._thresholds[group] = take_largest(Memory(memory.residual), ranges, k, team)
             return indices, values
-        total = sum(each.count for each in found)
-        cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
-        if total > k:
-            cut = largest_found(found, k)
+        total, cut = sum(each.count for each in found), at_most(found, k)
         if total > _HIGH * k:
             threshold = cut.threshold
         elif total < _FAR * k:

@@ -17,15 +17,14 @@ import numpy as np
 from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.kernels.selection import (
-    UNLIMITED,
     Cut,
     Found,
     Memory,
     Range,
+    at_most,
     collect,
     collect_shares,
     largest,
-    largest_found,
     sample,
     share,
     take_found,
@@ -66,10 +65,8 @@ def take_largest(memory: Memory, ranges: tuple[Range, ...], k: int, team: Team) 
     if any(each.overflowed for each in found) or (total < k and threshold > 1):
         cut = largest([[memory.residual[low:high] for low, high in part] for part in shares], k, team)
         found = _collect_cut(memory.residual, shares, cut, team)
-    elif total <= k:
-        cut = Cut(1, [UNLIMITED] * len(found), [each.count for each in found])
     else:
-        cut = largest_found(found, k)
+        cut = at_most(found, k)
     return *take_found(memory.residual, found, cut, team), cut.threshold
 
 

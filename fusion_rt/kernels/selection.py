@@ -223,8 +223,11 @@ def collect_shares(memory: Memory, shares: list[list[Range]], threshold: int, ca
     return found
 
 
-def largest_found(found: list[Found], k: int) -> Cut:
-    """Finds the k largest of what was found; on this thread, since waking another takes as long."""
+def at_most(found: list[Found], k: int) -> Cut:
+    """All that was found, or the k largest of it; on this thread, since waking another takes as long."""
+    counts = [each.count for each in found]
+    if sum(counts) <= k:
+        return Cut(1, [UNLIMITED] * len(found), counts)
     return largest([[each.values[: each.count]] for each in found], k)
 
 
