@@ -90,10 +90,10 @@ class Algorithm(ABC):
         del ranks
 
     def implementation(self) -> Any:
-        """The class that does it in the daemon, called with this choice and the number of ranks: a subclass of
-        `fusiond.algorithms.HomeAlgorithm`. It is not asked where the `place` is nowhere, where ranks all-reduce what
-        they post. An algorithm of another package imports it here, because only daemons need it; of those that are
-        built in, the daemon knows."""
+        """Returns the class that does it in the daemon, a subclass of `fusiond.algorithms.HomeAlgorithm`; it is called
+        with this choice and the number of ranks. Nobody asks where the `place` is nowhere: ranks all-reduce what they
+        post. An algorithm of another package imports it here, because only daemons need it; of those that are built in,
+        the daemon knows."""
         raise NotImplementedError(f"the algorithm {self.name} does not say what a daemon does")
 
     def __str__(self) -> str:

@@ -107,6 +107,16 @@ def test_only_the_nodes_of_a_process_set_are_asked_and_told(coordinator: Coordin
 PROPOSAL = wire.Proposal("opt", 0, 0, wire.Reduction(), (wire.TensorSpec("w", "float32", (4,)),))
 
 
+def test_no_plan_is_made_that_needs_a_package_which_the_coordinator_lacks(coordinator: Coordinator) -> None:
+    asked = replace(PROPOSAL, reduction=wire.Reduction(algorithm="majority", packages=("acme 1.0",)))
+    error = (
+        "no plan for 'opt': on the node that decides for all the package acme 1.0 is not installed; install the same "
+        "on every node"
+    )
+    out = coordinator.plan_request(wire.PlanRequest(2, asked))
+    assert out == [(node, wire.PlanVerdict(0, "opt", 0, None, error)) for node in (0, 1)]
+
+
 def test_a_plan_is_made_when_every_rank_has_proposed(coordinator: Coordinator) -> None:
     for rank in (2, 0):
         assert coordinator.plan_request(wire.PlanRequest(rank, PROPOSAL)) == []
