@@ -75,6 +75,9 @@ class Instrument(Protocol):
     @property
     def record(self) -> Record: ...
 
+    def number(self, text: str) -> int:
+        """The number of a name, by which a record can refer to it."""
+
     def close(self) -> None:
         """Nothing more is recorded."""
 
@@ -89,6 +92,10 @@ class NullRecorder:
     """An `Instrument` that records nothing."""
 
     record: Record = staticmethod(_nothing)
+
+    def number(self, text: str) -> int:
+        """There are no names."""
+        return NO_NAME
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -156,6 +163,20 @@ class Recorder:
         self._written = memoryview(self._map)[WRITTEN_AT : WRITTEN_AT + 8].cast("Q")
         self.record = self._writer(clock)
         _recorders.add(self)
+
+    @property
+    def written(self) -> int:
+        """How many records there have been; some fewer while several threads record."""
+        return self._written[0]
+
+    def fileno(self) -> int:
+        """The descriptor of the file."""
+        return self._fd
+
+    def number(self, text: str) -> int:
+        """The number of a name, which never changes; NO_NAME if it found no room."""
+        number = self._numbers.get(text)
+        return self._intern(text) if number is None else number
 
     def _make(self, path: str) -> mmap.mmap:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -37,6 +37,8 @@ LOST_AT = HEADER.size - 4
 NAMES_AT = HEADER.size - 8
 WRITTEN_AT = HEADER.size - 16
 
+WRITERS = 16  # threads of a process that may be writing a record at the same time, as readers of a live ring assume
+
 
 class Role(enum.IntEnum):
     """Whose ring it is."""
@@ -79,12 +81,17 @@ class Kind(enum.IntEnum):
     ANSWERED: the result was given to a worker; peer: its rank.
     APPLIED: a home took a contribution; peer: its rank, value: its staleness in versions.
     PLAN: a plan came, or, with all that follows, is still in force (said again every few seconds, because a ring
-        forgets); value: bytes, extra: number of buckets. BUCKET: of it; extra: index, value: bytes. MEMBER: a
-        tensor of that bucket; name: the tensor, extra: index of the bucket, value: bytes. PLAN's name is the group.
+        forgets); value: bytes, extra: number of buckets, clock: the number of a name that says what Horovod calls the
+        operation (`ALLREDUCE`, `PUSH_PULL (process set 3)`). BUCKET: of it; extra: index, value: bytes. MEMBER: a
+        tensor of that bucket; name: the tensor, extra: index of the bucket, value: bytes, clock: the number of a name
+        that says dtype and shape (`float32 [2, 3]`). PLAN's name is the group.
     CLOCK: the peer's clock minus this one's; value: ns, extra: round trip (us, at most 2**32 - 1), peer: the node.
     LOST, FOUND: a connection (name) to a peer broke, and was made again. BLOCKED_BEGIN, BLOCKED_END: no more of an
         operation can be sent to it now, since it grants no credit. STALL: an operation has made no progress for so
         long; value: seconds. VIEW: the job's members changed; value: how many nodes there are now.
+    TIMELINE: Horovod's timeline begins (value: 1) or ends (0) in a file (name). TENSOR: while there is one, a tensor
+        outside a plan is about to be READY for the first time; clock: the number of a name that says operation, dtype
+        and shape (`ALLREDUCE float32 [2, 3]`).
     """
 
     FORWARD_BEGIN = 1
@@ -132,6 +139,8 @@ class Kind(enum.IntEnum):
     BLOCKED_END = 57
     STALL = 58
     VIEW = 59
+    TIMELINE = 60
+    TENSOR = 61
 
 
 class Flush(enum.IntEnum):

@@ -336,11 +336,11 @@ class VirtualDaemon(Daemon):
         sockets = VirtualSockets(network, node, address)
         with (
             patch("fusiond.app.daemon.EventLoop", lambda: self.loop),
-            patch("fusiond.app.daemon.open_ring", lambda *_: NULL),
+            patch("fusiond.app.daemon.Trace", lambda *_: NULL),
             patch("fusiond.app.daemon.listen", MagicMock()),
             patch("fusiond.app.daemon.Directory", MagicMock()),
             patch("fusiond.app.daemon.StackReader", MagicMock()),
-            patch("fusiond.app.daemon.Desk", MagicMock()),
+            patch("fusiond.app.daemon.TimelineController", MagicMock()),
             patch("fusiond.transport.mesh.Sockets", lambda *_: sockets),
             patch("fusiond.transport.reception.KeyGate", MagicMock()),
         ):

@@ -21,8 +21,8 @@ from fusion_rt import wire
 from fusion_rt.errors import FusionError
 from fusion_rt.local_daemons import Found, NoAnswer, ask, find
 from fusion_rt.private_files import open_private
-from fusion_rt.trace_format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITTEN_AT
-from fusion_trace.rings import RECORD_DTYPE, RECORDS_AT, WRITERS, Header, Records, TraceError, header_of
+from fusion_rt.trace_format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT
+from fusion_trace.rings import RECORD_DTYPE, RECORDS_AT, Header, Records, TraceError, header_of
 
 MOST_NBYTES = 4 << 30  # of a ring
 _CAPACITY_AT = 16

@@ -21,6 +21,7 @@ from fusion_rt.trace_format import (
     NAMES_NBYTES,
     RECORD,
     VERSION,
+    WRITERS,
     Kind,
     Role,
 )
@@ -42,7 +43,6 @@ RECORD_DTYPE = np.dtype(
 RECORDS_AT = HEADER_NBYTES + NAMES_NBYTES
 MOST_RECORDS = 1 << 23  # of a ring that are read: 320 MiB
 _KINDS = np.array(sorted(Kind), "<u2")
-WRITERS = 16  # threads of a process that may be writing a record at the same time
 _SLACK = 10**9  # ns that a record may be older than its ring
 
 assert RECORD_DTYPE.itemsize == RECORD.size

@@ -25,7 +25,7 @@ from fusiond.app.ring_files import RingFiles
 from fusiond.app.status import figures, identity
 from fusiond.app.tool_dispatch import ToolRequests
 from fusiond.app.worker_dispatch import LocalRanks
-from fusiond.core.tracing import open_ring
+from fusiond.core.tracing import Trace
 from fusiond.host.loop import EventLoop
 from fusiond.host.process import allow_many_descriptors, ignore_float_errors, keep_freed_memory
 from fusiond.host.runtime_directory import Directory, listen
@@ -34,8 +34,7 @@ from fusiond.host.watchdog import Watchdog
 from fusiond.live import figures as live
 from fusiond.membership.epoch import Membership
 from fusiond.membership.startup import Starting
-from fusiond.timeline.controller import Desk
-from fusiond.timeline.instrument import Tee
+from fusiond.timeline.controller import TimelineController
 from fusiond.transport.mesh import Mesh
 from fusiond.workers.stack_reader import StackReader
 
@@ -74,7 +73,7 @@ class Daemon:
         self._host = config.topology.hosts[config.node]
         config.topology.homes(settings.shard_hosts)  # they have to be there
         self._directory = Directory(settings.runtime_root(), config)
-        self._trace = Tee(open_ring(config, settings))
+        self._trace = Trace(config, settings)
         self._began = time.monotonic()
         self._engine: Engine
         self._workers: Workers
@@ -95,13 +94,18 @@ class Daemon:
                 lambda node, why: self._ending.peer_lost(node, why),
                 self._trace,
             )
-        self._timeline = Desk(
-            self._loop, self._trace, settings, config.topology, config.node, lambda why: _log.warning("%s", why)
+        self._timeline = TimelineController(
+            self._loop,
+            self._trace,
+            settings,
+            config.topology,
+            config.node,
+            lambda: self._engine.record_plans(),
+            lambda why: _log.warning("%s", why),
         )
         self._acting = Acting(
             self._loop, self._mesh, self._stacks, self._links, lambda: self._starting.report("first_done")
         )
-        self._acting.planned = self._trace.planned
         self._ending = Ending(
             config,
             settings,
@@ -142,7 +146,6 @@ class Daemon:
             self._ending,
             self._timeline,
             tools,
-            self._trace,
             self,
         )
         # Before anybody is told of this daemon: workers that do not find the socket then know that it is gone.

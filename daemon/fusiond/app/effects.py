@@ -35,7 +35,6 @@ class Acting:
     Attributes:
         workers, pool: the daemon's, once it runs.
         files: runs what waits for file systems.
-        planned: is told of each plan before a worker is.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Acting:
         self.workers: Workers
         self.pool: KernelPool
         self.files = FileWork(loop)
-        self.planned: Callable[[wire.Plan], None] = lambda plan: None
         self._loop = loop
         self._mesh = mesh
         self._stacks = stacks
@@ -60,8 +58,6 @@ class Acting:
         if self._first_done is not None and isinstance(message, wire.Done):
             self._first_done()
             self._first_done = None
-        if isinstance(message, wire.Planned):
-            self.planned(message.plan)
         link = self._links.get(rank)
         if link is not None:
             segment = None if result is None else result.segment

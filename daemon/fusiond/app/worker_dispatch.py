@@ -13,8 +13,7 @@ from fusiond.app.tool_dispatch import ToolRequests
 from fusiond.app.worker_requests import ask
 from fusiond.membership.epoch import Membership, not_ours
 from fusiond.membership.startup import Starting
-from fusiond.timeline.controller import Desk
-from fusiond.timeline.instrument import Tee
+from fusiond.timeline.controller import TimelineController
 
 if TYPE_CHECKING:
     from fusiond.engine.engine import Engine
@@ -39,7 +38,7 @@ class LocalRanks:
     Args:
         config: who this node is.
         links: the connections of those that have joined, by rank; kept here.
-        trace: submissions are told to it.
+        timeline: submissions are told to it.
     """
 
     def __init__(
@@ -50,9 +49,8 @@ class LocalRanks:
         acting: Acting,
         starting: Starting,
         ending: Ending,
-        timeline: Desk,
+        timeline: TimelineController,
         tools: ToolRequests,
-        trace: Tee,
         shell: Shell,
     ) -> None:
         self._job = config.job
@@ -64,7 +62,6 @@ class LocalRanks:
         self._ending = ending
         self._timeline = timeline
         self._tools = tools
-        self._trace = trace
         self._shell = shell
 
     def worker_joined(self, link: WorkerLink, hello: wire.Hello) -> None:
@@ -97,7 +94,7 @@ class LocalRanks:
             self._asked_for_timeline(rank, message)
         else:
             if isinstance(message, wire.Submit):
-                self._trace.submitted(message)
+                self._timeline.submitted(message)
             ask(self._shell.current_engine(), rank, link, message)
 
     def worker_left(self, rank: int, pid: int, why: str) -> None:

@@ -1,4 +1,4 @@
-"""What an engine and its mesh record, where it takes more than a line.
+"""A daemon's ring, and what an engine and its mesh record in it, where it takes more than a line.
 
 The names are those that workers use: `bucket 3` for the bucket "3" of a plan.
 """
@@ -6,29 +6,66 @@ The names are those that workers use: `bucket 3` for the bucket "3" of a plan.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from fusion_rt import bootstrap, trace_files, wire
+from fusion_rt import algorithms, bootstrap, trace_files, wire
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.settings import Settings
-from fusion_rt.trace import Instrument, Owner, open_recorder
+from fusion_rt.trace import Instrument, Owner, Record, Recorder, open_recorder
 from fusion_rt.trace_format import Kind, Role
 from fusion_rt.wire import OpKey
 
 Job: TypeAlias = Callable[[], None]
+PUSH_PULL = "PUSH_PULL"  # the operation of a plan whose contributions are answered one by one
 _log = logging.getLogger("fusiond")
 
 
-def open_ring(config: bootstrap.DaemonConfig, settings: Settings) -> Instrument:
-    """A daemon's ring, in the place of those of jobs that were too long ago."""
-    try:
-        trace_files.begin_job(settings.trace_root(), config.job, settings.trace_jobs)
-    except OSError as error:
-        _log.warning("records of earlier jobs in %s cannot be removed: %s", settings.trace_root(), error.strerror)
-    owner = Owner(config.job, Role.DAEMON, config.node, config.node, len(config.topology.hosts))
-    return open_recorder(settings, owner, _log.warning)
+class Trace:
+    """A daemon's `Instrument`: its ring, in the place of those of jobs that were too long ago.
+
+    Where nothing is to be recorded, or cannot be, there is none until `recorder` is asked for one.
+    """
+
+    record: Record
+
+    def __init__(self, config: bootstrap.DaemonConfig, settings: Settings) -> None:
+        try:
+            trace_files.begin_job(settings.trace_root(), config.job, settings.trace_jobs)
+        except OSError as error:
+            _log.warning("records of earlier jobs in %s cannot be removed: %s", settings.trace_root(), error.strerror)
+        self._owner = Owner(config.job, Role.DAEMON, config.node, config.node, len(config.topology.hosts))
+        self._nbytes = settings.trace_buffer
+        self._directory = bootstrap.job_directory(settings.runtime_root(), config.job, config.node)
+        self._use(open_recorder(settings, self._owner, _log.warning))
+
+    def recorder(self) -> Recorder:
+        """The ring; if there is none yet, one without a name, which goes with this process.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if not isinstance(self._instrument, Recorder):
+            recorder = Recorder(os.path.join(self._directory, self._owner.file_name), self._owner, self._nbytes)
+            os.unlink(recorder.path)
+            self._use(recorder)
+            return recorder
+        return self._instrument
+
+    def number(self, text: str) -> int:
+        """See `Instrument`."""
+        return self._instrument.number(text)
+
+    def close(self) -> None:
+        """Nothing more is recorded."""
+        self._instrument.close()
+        self.record = self._instrument.record
+
+    def _use(self, instrument: Instrument) -> None:
+        self._instrument = instrument
+        self.record = instrument.record
 
 
 class About(NamedTuple):
@@ -54,13 +91,32 @@ def about(message: wire.Chunk | wire.Piece | wire.Probe) -> About:
 
 
 def record_plan(trace: Instrument, plan: wire.Plan) -> None:
-    """A plan, its buckets, and what is in them."""
-    trace.record(Kind.PLAN, plan.group, plan.nbytes, 0, plan.id, len(plan.buckets))
+    """Records a plan, its buckets, and what is in them."""
+    trace.record(Kind.PLAN, plan.group, plan.nbytes, trace.number(_operation(plan)), plan.id, len(plan.buckets))
     for bucket in plan.buckets:
         itemsize = DTYPES[bucket.dtype].itemsize
         trace.record(Kind.BUCKET, f"bucket {bucket.index}", bucket.numel * itemsize, 0, plan.id, bucket.index)
         for tensor in bucket.tensors:
-            trace.record(Kind.MEMBER, tensor.name, tensor.numel * itemsize, 0, plan.id, bucket.index)
+            shape = trace.number(f"{bucket.dtype} {list(tensor.shape)}")
+            trace.record(Kind.MEMBER, tensor.name, tensor.numel * itemsize, shape, plan.id, bucket.index)
+
+
+def record_tensor(trace: Instrument, name: str, signature: wire.Signature) -> None:
+    """Records what a tensor outside a plan is, and what is done with it in Horovod's words."""
+    kind = signature.kind
+    text = "JOIN" if kind == "join" else "BARRIER"  # there are other operations without data, which Horovod has not
+    if signature.dtype:
+        op = "ADASUM" if signature.op == "adasum" and kind == "allreduce" else kind.upper()
+        text = f"{op} {signature.dtype} {list(signature.shape)}"
+    trace.record(Kind.TENSOR, name, 0, trace.number(text))
+
+
+def _operation(plan: wire.Plan) -> str:
+    """A plan's operation in Horovod's words; contributions that are answered one by one are not among these."""
+    op = "ADASUM" if plan.reduction.op == "adasum" else "ALLREDUCE"
+    if algorithms.parse(plan.reduction.algorithm).at_homes:
+        op = PUSH_PULL
+    return f"{op} (process set {plan.process_set})" if plan.process_set else op
 
 
 def recorded_jobs(jobs: Iterable[Job], trace: Instrument, what: About, nbytes: int) -> Sequence[Job]:

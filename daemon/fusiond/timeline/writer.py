@@ -1,4 +1,4 @@
-"""Turns what happens into the lines of Horovod's timeline. No I/O.
+"""Turns records into the lines of Horovod's timeline. No I/O.
 
 A tensor is a process of the trace, so that each has a row of its own: NEGOTIATE_<OP> lasts from the first rank's part
 to the moment when all ranks have agreed, with a mark for each rank; <OP> lasts until the results are there, with
@@ -17,7 +17,7 @@ that no bucket of that plan has had, or, before there is a plan, a tensor with a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -25,15 +25,49 @@ from typing import TypeAlias
 import msgspec
 
 from fusion_rt.trace_format import Kind
-from fusiond.timeline.events import Dropped, Event, Order, Plan, Tensor, Told
+from fusiond.core.tracing import PUSH_PULL
+from fusiond.timeline.ring_follower import Event, Gap
 
-PUSH_PULL = "PUSH_PULL"  # the OP of a contribution to a home
 _MAX_EARLY = 1024  # operations of which only other nodes have said anything
 _ACTIVITIES = ("QUEUE", "SHM_", "WAIT_FOR_DATA", "ZMQ_")  # in order; after _ comes the OP
 _QUEUE, _SHM, _WAIT, _ZMQ = range(len(_ACTIVITIES))
 _BEGINS = {Kind.REDUCE_BEGIN: _SHM, Kind.SENT: _WAIT, Kind.RECEIVED: _ZMQ}
 _quoted = msgspec.json.Encoder().encode
 _Key: TypeAlias = tuple[str, int, int]  # name, plan, clock
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What is to be written, and where: what the process that writes is told.
+
+    Attributes:
+        path: of the file; absolute.
+        first: number of a record before the one that begins this timeline.
+        ranks: whose view of it gets a file of its own (its number before the path's suffix); empty: one file, with
+            what happens on this node.
+        nodes: the ranks of each node.
+        mark_cycles: whether the beginning of each step is marked.
+        first_step, last_step: steps that are recorded, counted from the start of the timeline, from 0; the last may be
+            -1: no end.
+        max_bytes: size at which a file is kept as .1, and begun anew; 0: it may grow.
+    """
+
+    path: str
+    first: int = 0
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[tuple[int, ...], ...] = ()
+    mark_cycles: bool = False
+    first_step: int = 0
+    last_step: int = -1
+    max_bytes: int = 0
+
+
+@dataclass(eq=False)
+class _Plan:
+    """A plan: its operation, what goes after the labels of its rows, and its tensors (dtype and shape) by bucket."""
+
+    op: str
+    where: str
+    buckets: defaultdict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass(eq=False)
@@ -66,8 +100,8 @@ class _Under:
     activity: int = -1
 
 
-class Chronicle:
-    """The lines of one file.
+class TimelineWriter:
+    """Lines of one file.
 
     Args:
         order: what is recorded.
@@ -79,12 +113,12 @@ class Chronicle:
         self._order = order
         self._began, self._epoch_us = began
         self._rank = rank
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, _Plan] = {}
         self._clocks: dict[int, int] = {}  # the highest of each plan
         self._step = -1
         self._rows: dict[str, list[_Row]] = {}  # by label; several when a name is used several times at once
         self._pids = 0
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, str] = {}  # operation, dtype and shape
         self._under: dict[tuple[_Key, int], _Under] = {}  # with the rank, at homes, or -1
         self._early: OrderedDict[_Key, dict[int, int]] = OrderedDict()  # times by rank
         self._lines: list[bytes] = []
@@ -101,17 +135,21 @@ class Chronicle:
             row.told = bool(row.open)
         return lines + [line for row in rows if row.open for line in (*_named(row), *row.open)]
 
-    def take(self, told: Told) -> list[bytes]:
-        """The lines about what the daemon has told."""
+    def take(self, event: Event | Gap) -> list[bytes]:
+        """The lines that a record leads to."""
         self._lines = []
-        if isinstance(told, Event):
-            self._event(told)
-        elif isinstance(told, Plan):
-            self._plans[told.id] = told
-        elif isinstance(told, Tensor):
-            self._tensors[told.name] = told
+        if isinstance(event, Gap):
+            self._lose(event)
+        elif event.kind == Kind.PLAN:
+            op, _, where = event.text.partition(" ")
+            self._plans[event.plan] = _Plan(op, f" {where}" if where else "")
+        elif event.kind == Kind.MEMBER:
+            if event.plan in self._plans:
+                self._plans[event.plan].buckets[event.extra].append((event.name, event.text))
+        elif event.kind == Kind.TENSOR:
+            self._tensors[event.name] = event.text
         else:
-            self._lose(told)
+            self._event(event)
         return self._lines
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -119,7 +157,7 @@ class Chronicle:
     def _event(self, event: Event) -> None:
         key = event.name, event.plan, event.clock
         plan = self._plans.get(event.plan)
-        if plan is not None and plan.at_homes:
+        if plan is not None and plan.op == PUSH_PULL:
             self._at_home(event, key)
             return
         under = self._under.get((key, -1))
@@ -219,20 +257,18 @@ class Chronicle:
         """Its rows, found or made."""
         plan, index = self._plans.get(event.plan), event.name.removeprefix("bucket ")
         where = ""
-        if plan is not None and index.isdecimal() and int(index) < len(plan.buckets):
-            dtype, planned = plan.buckets[int(index)]
-            op = PUSH_PULL if plan.at_homes else plan.op
-            tensors = [(f"allreduce.{name}", dtype, shape) for name, shape in planned]
-            where = f" (process set {plan.process_set})" if plan.process_set else ""
-            where += f" [rank {event.peer}]" if plan.at_homes and self._rank is None else ""
+        if plan is not None and index.isdecimal() and int(index) in plan.buckets:
+            op, where = plan.op, plan.where
+            where += f" [rank {event.peer}]" if op == PUSH_PULL and self._rank is None else ""
+            tensors = [(f"allreduce.{name}", what) for name, what in plan.buckets[int(index)]]
         else:
-            known = self._tensors.get(event.name, Tensor(event.name, "ALLREDUCE", "", ()))
-            op, tensors = known.op, [(event.name, known.dtype, known.shape)]
-        rows = [self._row(name + where) for name, _, _ in tensors]
-        closing = [
-            b', "args": {"dtype": %s, "shape": "[%s]"}' % (_quoted(dtype), ", ".join(map(str, shape)).encode())
-            for _, dtype, shape in tensors
-        ]
+            op, _, what = self._tensors.get(event.name, "ALLREDUCE").partition(" ")
+            tensors = [(event.name, what)]
+        rows = [self._row(name + where) for name, _ in tensors]
+        closing = []
+        for _, what in tensors:
+            dtype, _, shape = what.partition(" ")
+            closing.append(b', "args": {"dtype": %s, "shape": %s}' % (_quoted(dtype), _quoted(shape or "[]")))
         return _Under(rows, closing, op)
 
     def _row(self, label: str) -> _Row:
@@ -245,12 +281,12 @@ class Chronicle:
         row.busy = True
         return row
 
-    def _lose(self, dropped: Dropped) -> None:
-        """The ends of what is under way may be among what was dropped."""
-        self._lines.append(self._marker(f"{dropped.events} events were dropped", dropped.ns))
+    def _lose(self, gap: Gap) -> None:
+        """The ends of what is under way may be among what was overwritten."""
+        self._lines.append(self._marker(f"{gap.records} events were dropped", gap.ns))
         for under in self._under.values():
             under.closing = [b""] * len(under.rows)
-            self._close(under, dropped.ns, False)
+            self._close(under, gap.ns, False)
         self._under.clear()
         self._early.clear()
 

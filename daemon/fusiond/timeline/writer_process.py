@@ -1,51 +1,53 @@
-"""The process that writes a timeline: `python -m fusiond.timeline.writer_process FD`, started by the daemon.
+"""The process that writes a timeline: `python -m fusiond.timeline.writer_process FD RING`, started by the daemon.
 
-On the descriptor, a stream socket, come the order (JSON) and then messages with events, each behind its length (4
-bytes). The line back says why nothing can be written, or nothing. The process ends, with what has come written, when
-the daemon has closed its end, or has been killed.
+On the descriptor FD, a socket of packets, comes the order (JSON). The answer says why nothing can be written, or is an
+empty line. What happens is read from the daemon's RING, another descriptor. The process ends, with everything written
+that was recorded, when the daemon has closed its end, or has been killed.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from fusiond.timeline.array_file import ArrayFile
-from fusiond.timeline.events import Order, Told, decode
-from fusiond.timeline.writer import Chronicle
+from fusiond.timeline.ring_follower import Event, Gap, RingFollower
+from fusiond.timeline.writer import Order, TimelineWriter
 
+MAX_ORDER = 1 << 18  # bytes
 _BATCH = 1 << 16  # bytes of a write, if a single event does not need more
+_EVERY = 0.05  # seconds between looks at the ring
 
 
-class Book:
-    """One chronicle and the file that it is in.
+class TimelineFile:
+    """One file, and what writes its lines.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: str, chronicle: Chronicle, max_bytes: int) -> None:
-        self._chronicle = chronicle
+    def __init__(self, path: str, writer: TimelineWriter, max_bytes: int) -> None:
+        self._writer = writer
         self._max_bytes = max_bytes
         self._file = ArrayFile(path)
         self._missing = 0  # lines that could not be written
-        self._file.append(chronicle.header())
+        self._file.append(writer.header())
 
-    def write(self, events: Sequence[Told]) -> None:
-        """Appends what these events are. While the disk is full, lines are left out, and counted."""
+    def write(self, events: Sequence[Event | Gap]) -> None:
+        """Appends the lines of these events. While the disk is full, lines are left out, and counted."""
         lines: list[bytes] = []
         nbytes = 0
         for event in events:
             if not lines and self._max_bytes and self._file.nbytes > self._max_bytes - _BATCH:
                 self._try(self._begin_anew)
-            new = self._chronicle.take(event)
+            new = self._writer.take(event)
             lines += new
             nbytes += sum(map(len, new))
             if nbytes >= _BATCH:
@@ -55,7 +57,7 @@ class Book:
 
     def _begin_anew(self) -> None:
         self._file.rotate()
-        self._file.append(self._chronicle.header())
+        self._file.append(self._writer.header())
 
     def _append(self, lines: list[bytes]) -> None:
         if not lines:
@@ -85,51 +87,64 @@ def path_of(path: str, rank: int) -> str:
     return f"{stem}.{rank}{suffix}"
 
 
-def open_books(order: Order) -> list[Book]:
+def open_files(order: Order) -> list[TimelineFile]:
     """The files that are asked for. Raises `OSError` when one cannot be opened."""
     began = time.monotonic_ns(), time.time_ns() // 1000
     if not order.ranks:
-        return [Book(order.path, Chronicle(order, began), order.max_bytes)]
-    return [Book(path_of(order.path, rank), Chronicle(order, began, rank), order.max_bytes) for rank in order.ranks]
+        return [TimelineFile(order.path, TimelineWriter(order, began), order.max_bytes)]
+    return [
+        TimelineFile(path_of(order.path, rank), TimelineWriter(order, began, rank), order.max_bytes)
+        for rank in order.ranks
+    ]
 
 
-def serve(connection: socket.socket) -> None:
-    """Writes until the daemon has closed its end. Raises `msgspec.MsgspecError` for what no daemon sends."""
-    with connection.makefile("rb") as stream:
-        messages = _messages(stream)
-        order = msgspec.json.decode(next(messages, b""), type=Order)
-        try:
-            books = open_books(order)
-        except OSError as error:
-            connection.send(
-                f"the timeline {error.filename or order.path} cannot be written: {error.strerror}\n".encode()
-            )
-            return
-        connection.send(b"\n")
-        for message in messages:
-            events = decode(message)
-            for book in books:
-                book.write(events)
-        for book in books:
-            book.close()
+def serve(connection: socket.socket, ring: int) -> None:
+    """Writes until the daemon has closed its end.
 
+    Args:
+        ring: descriptor of the daemon's ring; taken over.
 
-def _messages(stream: IO[bytes]) -> Iterator[bytes]:
-    """Whole messages; a daemon that was killed may have sent a part of one."""
-    while len(head := stream.read(4)) == 4:
-        length = int.from_bytes(head, "big")
-        message = stream.read(length)
-        if len(message) < length:
-            return
-        yield message
+    Raises:
+        msgspec.MsgspecError: the order is none that a daemon gives.
+    """
+    order = msgspec.json.decode(connection.recv(MAX_ORDER), type=Order)
+    try:
+        files = open_files(order)
+    except OSError as error:
+        connection.send(f"the timeline {error.filename or order.path} cannot be written: {error.strerror}\n".encode())
+        return
+    connection.send(b"\n")
+    follower = RingFollower(ring, order.first)
+
+    def write(until: int) -> None:
+        for events in follower.read(until):
+            for file in files:
+                file.write(events)
+
+    seen = follower.written
+    while not select.select([connection], [], [], _EVERY)[0]:
+        # What was seen the last time: by now the threads that were about to write it have done so.
+        until, seen = seen, follower.written
+        write(until)
+    looks = 0  # at an end of the ring that is no end of the timeline: the daemon has been killed
+    while not follower.over and looks < 2:
+        time.sleep(_EVERY / 5)
+        until = follower.written
+        write(until)
+        looks = looks + 1 if follower.next >= until else 0
+    for file in files:
+        file.close()
+    follower.close()
 
 
 def main() -> None:
     """Entry point."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the whole job; it ends when the daemon has
         signal.signal(number, signal.SIG_IGN)
+    ring = os.open(f"/proc/self/fd/{sys.argv[2]}", os.O_RDONLY)  # of its own, which does not keep the daemon's lock
+    os.close(int(sys.argv[2]))
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        serve(connection)
+        serve(connection, ring)
 
 
 if __name__ == "__main__":

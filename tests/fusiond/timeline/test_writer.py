@@ -11,29 +11,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_rt.trace_format import NOBODY, Kind
-from fusiond.timeline.events import Dropped, Event, Order, Plan, Tensor, Told
-from fusiond.timeline.writer import Chronicle
+from fusiond.timeline.ring_follower import Event, Gap
+from fusiond.timeline.writer import Order, TimelineWriter
 
 TWO_NODES = Order("t.json", nodes=((0, 1), (2, 3)))
-PLAN = Plan(7, 0, False, "ALLREDUCE", (("float32", (("a", (2, 3)), ("b", ()))), ("float16", (("c", (5,)),))))
 
 
 def event(us: int, kind: Kind, name: str = "bucket 0", plan: int = 7, clock: int = 0, peer: int = NOBODY) -> Event:
-    return Event(1_000_000 + us * 1000, kind, name, clock, plan, peer)
+    return Event(1_000_000 + us * 1000, kind, name, clock, plan, 0, peer)
 
 
-def told(*events: Told, order: Order = TWO_NODES, rank: int | None = None) -> list[dict[str, Any]]:
+def tensor(name: str, text: str) -> Event:
+    return Event(0, Kind.TENSOR, name, 1, 0, 0, NOBODY, text)
+
+
+def plan(operation: str, *buckets: dict[str, str], number: int = 7) -> list[Event]:
+    """The records of a plan; buckets: dtype and shape by name."""
+    records = [Event(0, Kind.PLAN, "group", 1, number, len(buckets), NOBODY, operation)]
+    for index, members in enumerate(buckets):
+        records.append(Event(0, Kind.BUCKET, f"bucket {index}", 0, number, index, NOBODY))
+        records += [Event(0, Kind.MEMBER, name, 1, number, index, NOBODY, text) for name, text in members.items()]
+    return records
+
+
+PLAN = plan("ALLREDUCE", {"a": "float32 [2, 3]", "b": "float32 []"}, {"c": "float16 [5]"})
+
+
+def told(*events: Event | Gap, order: Order = TWO_NODES, rank: int | None = None) -> list[dict[str, Any]]:
     """The lines, without those about rows."""
-    chronicle = Chronicle(order, (1_000_000, 1_700_000_000_000_000), rank)
-    lines = [json.loads(line) for each in events for line in chronicle.take(each)]
+    writer = TimelineWriter(order, (1_000_000, 1_700_000_000_000_000), rank)
+    lines = [json.loads(line) for each in events for line in writer.take(each)]
     return [line for line in lines if line["ph"] != "M"]
 
 
 def test_a_tensor_has_the_lines_that_horovod_gives_it() -> None:
-    chronicle = Chronicle(TWO_NODES, (1_000_000, 1_700_000_000_000_000))
-    lines = chronicle.header()
+    writer = TimelineWriter(TWO_NODES, (1_000_000, 1_700_000_000_000_000))
+    lines = writer.header()
     for each in (
-        Tensor("allreduce.x", "ALLREDUCE", "float32", (3, 4)),
+        tensor("allreduce.x", "ALLREDUCE float32 [3, 4]"),
         event(5, Kind.READY, "allreduce.x", 0, peer=0),
         event(7, Kind.READY, "allreduce.x", 0, peer=1),
         event(9, Kind.RECEIVED, "allreduce.x", 0, peer=1),
@@ -47,7 +62,7 @@ def test_a_tensor_has_the_lines_that_horovod_gives_it() -> None:
         event(50, Kind.RUN_END, "allreduce.x", 0),
         event(51, Kind.ANSWERED, "allreduce.x", 0, peer=0),
     ):
-        lines += chronicle.take(each)
+        lines += writer.take(each)
     assert [json.loads(line) for line in lines] == [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": 1700000000000000}},
         {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
@@ -74,7 +89,7 @@ def test_a_tensor_has_the_lines_that_horovod_gives_it() -> None:
 
 def test_the_tensors_of_a_bucket_have_a_row_each_with_the_same_lines() -> None:
     lines = told(
-        PLAN,
+        *PLAN,
         event(1, Kind.READY, peer=0),
         event(2, Kind.RUN_BEGIN),
         event(3, Kind.RUN_END),
@@ -93,7 +108,7 @@ def test_the_tensors_of_a_bucket_have_a_row_each_with_the_same_lines() -> None:
 
 
 def test_a_name_in_use_twice_has_two_rows() -> None:
-    chronicle = Chronicle(TWO_NODES, (0, 0))
+    writer = TimelineWriter(TWO_NODES, (0, 0))
     named = [
         json.loads(line)["args"].get("name")
         for clock in (0, 1, 2)
@@ -101,22 +116,22 @@ def test_a_name_in_use_twice_has_two_rows() -> None:
             event(clock, Kind.READY, "allreduce.noname", 0, clock, 0),
             event(9, Kind.RUN_END, "allreduce.noname", 0, clock - 1),
         )
-        for line in chronicle.take(each)
+        for line in writer.take(each)
         if b"process_name" in line
     ]
     assert named == ["allreduce.noname", "allreduce.noname (2)"]
 
 
 def test_other_nodes_that_are_early_begin_the_negotiation() -> None:
-    lines = told(PLAN, event(1, Kind.RECEIVED, peer=1), event(4, Kind.READY, peer=0))
+    lines = told(*PLAN, event(1, Kind.RECEIVED, peer=1), event(4, Kind.READY, peer=0))
     first = [(line["ph"], line["name"], line["ts"]) for line in lines if line["pid"] == 1]
     assert first == [("B", "NEGOTIATE_ALLREDUCE", 1), ("X", "2", 1), ("X", "3", 1), ("X", "0", 4)]
 
 
 def test_what_failed_ends_with_an_error() -> None:
-    negotiating = told(PLAN, event(1, Kind.READY, "bucket 1", peer=0), event(2, Kind.FAILED, "bucket 1"))
+    negotiating = told(*PLAN, event(1, Kind.READY, "bucket 1", peer=0), event(2, Kind.FAILED, "bucket 1"))
     running = told(
-        PLAN,
+        *PLAN,
         event(1, Kind.READY, "bucket 1", peer=0),
         event(2, Kind.RUN_BEGIN, "bucket 1"),
         event(3, Kind.FAILED, "bucket 1"),
@@ -128,9 +143,8 @@ def test_what_failed_ends_with_an_error() -> None:
 
 
 def test_contributions_to_homes_are_answered_one_by_one() -> None:
-    plan = Plan(7, 0, True, "ALLREDUCE", (("float32", (("a", (2,)),)),))
     lines = told(
-        plan,
+        *plan("PUSH_PULL", {"a": "float32 [2]"}),
         event(1, Kind.READY, peer=0),
         event(2, Kind.READY, peer=1),
         event(3, Kind.ANSWERED, peer=1),
@@ -145,7 +159,7 @@ def test_contributions_to_homes_are_answered_one_by_one() -> None:
 
 
 def test_the_view_of_a_rank_begins_with_its_own_part() -> None:
-    events: list[Told] = [PLAN]
+    events = [*PLAN]
     for bucket, first in (("bucket 0", 0), ("bucket 1", 1)):
         events += [event(first, Kind.READY, bucket, peer=first), event(5, Kind.READY, bucket, peer=1 - first)]
     lines = told(*events, rank=1)
@@ -163,8 +177,8 @@ def step(clock: int, name: str = "bucket 0", plan: int = 7) -> list[Event]:
 
 def test_cycles_are_passes_through_the_plan() -> None:
     order = Order("t.json", nodes=((0,),), mark_cycles=True)
-    before = [told for clock in range(3) for told in step(clock, "allreduce.loss", 0)]
-    lines = told(*before, PLAN, *step(0), *step(0, "bucket 1"), *step(3, "allreduce.loss", 0), *step(1), order=order)
+    before = [each for clock in range(3) for each in step(clock, "allreduce.loss", 0)]
+    lines = told(*before, *PLAN, *step(0), *step(0, "bucket 1"), *step(3, "allreduce.loss", 0), *step(1), order=order)
     marks = [line for line in lines if line["ph"] == "i"]
     assert marks[0] == {"ph": "i", "name": "CYCLE_START", "ts": 0, "s": "g"}
     assert [mark["ts"] for mark in marks] == [0, 10, 20, 0, 10]
@@ -172,42 +186,54 @@ def test_cycles_are_passes_through_the_plan() -> None:
 
 def test_only_the_steps_that_are_asked_for_are_told() -> None:
     order = Order("t.json", nodes=((0,),), mark_cycles=True, first_step=2, last_step=3)
-    lines = told(PLAN, *[event for clock in range(6) for event in step(clock, "bucket 1")], order=order)
+    lines = told(*PLAN, *[event for clock in range(6) for event in step(clock, "bucket 1")], order=order)
     assert {line["ts"] // 10 for line in lines} == {2, 3}
     assert sum(line["ph"] == "B" for line in lines) == sum(line["ph"] == "E" for line in lines) == 6
 
 
+def test_rows_of_a_process_set_say_so() -> None:
+    writer = TimelineWriter(TWO_NODES, (1_000_000, 5))
+    events = [*plan("PUSH_PULL (process set 3)", {"a": "float32 [2]"}), event(1, Kind.READY, peer=1)]
+    lines = [json.loads(line) for each in events for line in writer.take(each)]
+    assert lines[0]["args"]["name"] == "allreduce.a (process set 3) [rank 1]"
+
+
+def test_a_plan_that_is_recorded_again_changes_nothing() -> None:
+    once = told(*PLAN, *step(0), *step(1), *step(1, "bucket 1"))
+    assert told(*PLAN, *step(0), *PLAN, *step(1), *PLAN, *step(1, "bucket 1")) == once
+
+
 def test_what_is_under_way_when_events_are_lost_ends_there() -> None:
-    lines = told(PLAN, event(1, Kind.READY, peer=0), Dropped(1_009_000, 12), event(10, Kind.RUN_END), *step(1))
+    lines = told(*PLAN, event(1, Kind.READY, peer=0), Gap(1_009_000, 12), event(10, Kind.RUN_END), *step(1))
     assert lines[4] == {"ph": "i", "name": "12 events were dropped", "ts": 9, "s": "g"}
     assert [(line["ph"], line["ts"], line["pid"]) for line in lines[5:7]] == [("E", 9, 1), ("E", 9, 2)]
     assert lines[7]["ts"] == 10  # the end of what is not known any more is left out; the next step is told
 
 
 def test_a_new_file_repeats_what_is_under_way() -> None:
-    chronicle = Chronicle(TWO_NODES, (1_000_000, 5))
-    for each in (PLAN, event(1, Kind.READY, "bucket 1", peer=0), event(2, Kind.RUN_BEGIN, "bucket 1")):
-        chronicle.take(each)
-    again = [json.loads(line) for line in chronicle.header()][2:]
+    writer = TimelineWriter(TWO_NODES, (1_000_000, 5))
+    for each in (*PLAN, event(1, Kind.READY, "bucket 1", peer=0), event(2, Kind.RUN_BEGIN, "bucket 1")):
+        writer.take(each)
+    again = [json.loads(line) for line in writer.header()][2:]
     assert [line.get("args", {}).get("name") or line["name"] for line in again] == [
         "allreduce.c", "process_sort_index", "ALLREDUCE", "QUEUE",
     ]  # fmt: skip
-    ends = [json.loads(line) for line in chronicle.take(event(9, Kind.RUN_END, "bucket 1"))]
+    ends = [json.loads(line) for line in writer.take(event(9, Kind.RUN_END, "bucket 1"))]
     assert len(ends) == 2
 
 
-@given(st.text(max_size=40), st.text(max_size=10))
+@given(st.text(max_size=40), st.text(st.characters(exclude_characters=" "), max_size=10))
 def test_any_name_is_escaped(name: str, dtype: str) -> None:
-    chronicle = Chronicle(TWO_NODES, (1_000_000, 5))
+    writer = TimelineWriter(TWO_NODES, (1_000_000, 5))
     lines = [
         line
         for each in (
-            Tensor(name, "ALLREDUCE", dtype, (1,)),
+            tensor(name, f"ALLREDUCE {dtype} [1]"),
             event(1, Kind.READY, name, 0, peer=0),
             event(2, Kind.RUN_BEGIN, name, 0),
             event(3, Kind.RUN_END, name, 0),
         )
-        for line in chronicle.take(each)
+        for line in writer.take(each)
     ]
     array = json.loads(b"[" + b",".join(lines) + b"]")
     assert array[0]["args"]["name"] == name
@@ -219,7 +245,7 @@ def test_whatever_happens_rows_nest(seed: int) -> None:
     import random
 
     rng = random.Random(seed)
-    chronicle = Chronicle(Order("t", nodes=((0, 1), (2,)), mark_cycles=True), (1_000_000, 5))
+    writer = TimelineWriter(Order("t", nodes=((0, 1), (2,)), mark_cycles=True), (1_000_000, 5))
     stories = []
     for clock in range(30):
         story = [
@@ -227,7 +253,8 @@ def test_whatever_happens_rows_nest(seed: int) -> None:
             Kind.RECEIVED, rng.choice((Kind.RUN_END, Kind.FAILED)),
         ]  # fmt: skip
         stories.append((clock, [kind for kind in story if rng.random() < 0.9]))
-    chronicle.take(PLAN)
+    for each in PLAN:
+        writer.take(each)
     depth: dict[int, int] = defaultdict(int)
     now = 0
     while stories:
@@ -236,7 +263,7 @@ def test_whatever_happens_rows_nest(seed: int) -> None:
             stories.remove((clock, story))
             continue
         now += 1
-        for line in chronicle.take(event(now, story.pop(0), f"bucket {clock % 2}", 7, clock // 2, rng.randrange(2))):
+        for line in writer.take(event(now, story.pop(0), f"bucket {clock % 2}", 7, clock // 2, rng.randrange(2))):
             told_line = json.loads(line)
             if told_line["ph"] in "BE":
                 depth[told_line["pid"]] += 1 if told_line["ph"] == "B" else -1

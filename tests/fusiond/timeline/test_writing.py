@@ -1,4 +1,4 @@
-"""From the engine's records to the file: what is collected, and the process that writes it."""
+"""From the records to the file: what the controller has recorded, and the process that writes."""
 
 from __future__ import annotations
 
@@ -7,95 +7,43 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from fusion_rt import trace, wire
+from fusion_rt import bootstrap, trace_files, wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.trace_format import Kind
+from fusion_trace import rings
+from fusiond.core.tracing import Trace, record_plan
 from fusiond.host.loop import EventLoop
-from fusiond.timeline import instrument
-from fusiond.timeline.controller import Desk
-from fusiond.timeline.events import Dropped, Event, Order, Plan, Tensor, Told, decode
-from fusiond.timeline.instrument import Tee
-from fusiond.timeline.writer import Chronicle
-from fusiond.timeline.writer_process import Book
+from fusiond.timeline.controller import TimelineController
+from fusiond.timeline.ring_follower import Event
+from fusiond.timeline.writer import Order, TimelineWriter
+from fusiond.timeline.writer_process import TimelineFile
 
 PLAN = wire.Plan(
     3, "g", 0, wire.Reduction(), (wire.Bucket(0, "float32", 6, 0, (wire.PlannedTensor("w", 0, 6, (2, 3)),)),), 24
 )
+TOPOLOGY = Topology(("a",), ((0, 1),))
 
 
-class Ring:
-    """An instrument that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.kinds: list[int] = []
-
-    def record(self, kind: int, *what: object, **more: object) -> None:
-        self.kinds.append(kind)
-
-    def close(self) -> None:
-        pass
-
-
-def step(clock: int) -> list[Told]:
+def step(clock: int) -> list[Event]:
     kinds = (Kind.READY, Kind.RUN_BEGIN, Kind.RUN_END)
-    return [Event(clock * 1000 + i, kind, "allreduce.x", clock, 0, 0) for i, kind in enumerate(kinds)]
-
-
-def all_of(tee: Tee) -> list[Told]:
-    return [told for packet in tee.packets() for told in decode(packet)]
-
-
-def test_without_a_timeline_only_the_ring_is_told() -> None:
-    ring = Ring()
-    tee = Tee(ring)
-    assert tee.record == ring.record
-    tee.submitted(wire.Submit(1, "x", 0, wire.Signature("allreduce", "float32", (2,))))
-    assert all_of(tee) == []
-
-
-def test_a_timeline_is_told_what_tensors_and_plans_are_before_their_records() -> None:
-    ring = Ring()
-    tee = Tee(ring, lambda: 5)
-    tee.planned(PLAN)
-    tee.begin()
-    for name in ("x", "x", "y"):
-        tee.submitted(wire.Submit(1, name, 0, wire.Signature("allreduce", "float32", (2,), "adasum")))
-        tee.record(Kind.READY, name, 8, peer=1)
-    tee.record(Kind.CLOCK, "", 8, peer=1)
-    tee.planned(PLAN)
-    tee.end()
-    tee.record(Kind.RUN_END, "x")
-    assert ring.kinds == [Kind.READY, Kind.READY, Kind.READY, Kind.CLOCK, Kind.RUN_END]
-    tensors = [Tensor(name, "ADASUM", "float32", (2,)) for name in "xy"]
-    ready = [Event(5, Kind.READY, name, 0, 0, 1) for name in "xxy"]
-    plan = Plan(3, 0, False, "ALLREDUCE", (("float32", (("w", (2, 3)),)),))
-    assert all_of(tee) == [plan, tensors[0], ready[0], ready[1], tensors[1], ready[2]]
-
-
-def test_what_nobody_takes_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instrument, "MAX_WAITING", 3)
-    tee = Tee(trace.NULL, lambda: 5)
-    tee.begin()
-    for _ in range(10):
-        tee.record(Kind.READY, "x")
-    assert all_of(tee) == [Event(5, Kind.READY, "x", 0, 0, 65535)] * 3 + [Dropped(5, 7)]
-    assert all_of(tee) == []
+    return [Event(clock * 1000 + i, kind, "allreduce.x", clock, 0, 0, 0) for i, kind in enumerate(kinds)]
 
 
 def test_a_file_that_is_full_goes_on_in_another(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     order = Order(str(path), nodes=((0,),))
-    book = Book(str(path), Chronicle(order, (0, 0)), 1 << 17)
+    file = TimelineFile(str(path), TimelineWriter(order, (0, 0)), 1 << 17)
     for clock in range(1000):
-        book.write(step(clock))
-    book.close()
+        file.write(step(clock))
+    file.close()
     for each in (path, tmp_path / "t.json.1"):
         lines = json.loads(each.read_bytes())
         assert each.stat().st_size <= 1 << 17
@@ -107,8 +55,8 @@ def test_a_full_disk_leaves_a_gap_that_is_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "t.json"
-    book = Book(str(path), Chronicle(Order(str(path), nodes=((0,),)), (0, 0)), 0)
-    book.write(step(0))
+    file = TimelineFile(str(path), TimelineWriter(Order(str(path), nodes=((0,),)), (0, 0)), 0)
+    file.write(step(0))
     pwrite = os.pwrite
 
     def full(fd: int, data: bytes, at: int) -> int:
@@ -117,64 +65,145 @@ def test_a_full_disk_leaves_a_gap_that_is_marked(
         return pwrite(fd, data, at)
 
     monkeypatch.setattr(os, "pwrite", full)
-    book.write(step(1))
-    book.write(step(2))
+    file.write(step(1))
+    file.write(step(2))
     monkeypatch.setattr(os, "pwrite", pwrite)
-    book.write(step(3))
-    book.close()
+    file.write(step(3))
+    file.close()
     lines = json.loads(path.read_bytes())
     assert [line["name"] for line in lines if line["ph"] == "i"] == ["14 lines are missing"]
     assert lines[-1] == {"ph": "E", "ts": 3, "pid": 1, "args": {"dtype": "", "shape": "[]"}}
     assert capsys.readouterr().err.count("has gaps: No space left on device") == 1
 
 
-@pytest.mark.multiprocess
-def test_a_desk_starts_switches_and_ends_timelines(tmp_path: Path) -> None:
-    loop = EventLoop()
-    tee = Tee(trace.NULL)
-    warnings: list[str] = []
-    desk = Desk(loop, tee, Settings(), Topology(("a",), ((0, 1),)), 0, warnings.append)
+class Recorded:
+    """A daemon's ring, and the controller of its timelines."""
 
-    def done(ask: Callable[[Callable[[str], None]], None]) -> str:
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.settings = Settings(trace_dir=str(directory / "rings"), runtime_dir=str(directory / "run"), **settings)
+        (directory / "rings").mkdir()
+        self.config = bootstrap.DaemonConfig("job", 0, TOPOLOGY)
+        bootstrap.make_private_directory(self.settings.runtime_root())
+        bootstrap.make_private_directory(bootstrap.job_directory(self.settings.runtime_root(), "job", 0))
+        self.trace = Trace(self.config, self.settings)
+        self.loop = EventLoop()
+        self.loop.call_every(0.05, lambda: None)
+        self.warnings: list[str] = []
+        self.timeline = TimelineController(
+            self.loop,
+            self.trace,
+            self.settings,
+            TOPOLOGY,
+            0,
+            lambda: record_plan(self.trace, PLAN),
+            self.warnings.append,
+        )
+
+    def done(self, ask: Callable[[Callable[[str], None]], None]) -> str:
         told: list[str] = []
         ask(told.append)
-        deadline = time.monotonic() + 60
-        loop.call_every(0.05, lambda: None)
-        while not told:
-            assert time.monotonic() < deadline
-            loop.turn()
+        self.turn_until(lambda: bool(told))
         return told[0]
 
-    def collects() -> bool:
-        return tee.collects
+    def turn_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            self.loop.turn()
 
+    def start(self, rank: int, path: str) -> str:
+        return self.done(lambda then: self.timeline.start(rank, path, False, then))
+
+    def stop(self, rank: int) -> str:
+        return self.done(lambda then: self.timeline.stop(rank, then))
+
+    def operation(self, name: str, clock: int = 0, plan: int = 0) -> None:
+        """One that two ranks take part in."""
+        for rank in (0, 1):
+            if not plan:
+                signature = wire.Signature("allreduce", "float32", (2,), "adasum")
+                self.timeline.submitted(wire.Submit(1, name, clock, signature))
+            self.trace.record(Kind.READY, name, 8, clock, plan, peer=rank)
+        self.trace.record(Kind.RUN_BEGIN, name, 8, clock, plan)
+        self.trace.record(Kind.RUN_END, name, 8, clock, plan)
+
+    def close(self) -> None:
+        self.timeline.close()
+        self.loop.close()
+        self.trace.close()
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Recorded]:
+    made = Recorded(tmp_path)
+    yield made
+    made.close()
+
+
+def names_in(path: str) -> list[str]:
+    """Of the rows of a timeline."""
+    lines = json.loads(Path(path).read_bytes())
+    return [line["args"]["name"] for line in lines if "name" in line.get("args", {})]
+
+
+@pytest.mark.multiprocess
+def test_a_timeline_has_what_is_recorded_while_there_is_one(recorded: Recorded, tmp_path: Path) -> None:
+    path = str(tmp_path / "t.json")
+    recorded.operation("before")
+    assert recorded.start(0, path) == ""
+    recorded.operation("x")
+    recorded.operation("bucket 0", plan=3)
+    recorded.operation("x", 1)
+    assert recorded.stop(0) == ""
+    recorded.operation("after")
+    assert names_in(path) == ["x", "allreduce.w"]
+    ends = [line["args"] for line in json.loads(Path(path).read_bytes()) if line["ph"] == "E" and "args" in line]
+    x, w = ({"dtype": "float32", "shape": shape} for shape in ("[2]", "[2, 3]"))
+    assert ends == [x, w, x]
+    ring = rings.read(os.path.join(trace_files.directory_of(recorded.settings.trace_root(), "job"), "node-0.ring"))
+    assert not ring.problems
+    told = ring.records[ring.records["kind"] == Kind.TENSOR]
+    assert [(ring.names[row["name"]], ring.names[row["clock"]]) for row in told] == [("x", "ADASUM float32 [2]")]
+
+
+@pytest.mark.multiprocess
+def test_where_nothing_is_recorded_a_timeline_has_a_ring_of_its_own_that_leaves_nothing(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path, trace=False)
+    for name in ("1.json", "2.json"):
+        assert recorded.start(0, str(tmp_path / name)) == ""
+        recorded.operation(name)
+        assert recorded.stop(0) == ""
+        assert names_in(str(tmp_path / name)) == [name]
+    recorded.close()
+    assert not [path for path in tmp_path.rglob("*") if "ring" in path.name and not path.is_dir()]
+
+
+@pytest.mark.multiprocess
+def test_timelines_are_started_switched_and_ended(recorded: Recorded, tmp_path: Path) -> None:
     first, second, third = (str(tmp_path / name) for name in ("1.json", "2.json", "3.json"))
-    assert "cannot be the path" in done(lambda then: desk.start(0, "t.json", False, then))
-    assert "cannot be written: No such file" in done(lambda then: desk.start(0, "/no/such", False, then))
-    assert done(lambda then: desk.start(1, third, False, then)) == ""  # rank 1 has none
-    assert not collects()
-    assert done(lambda then: desk.start(0, first, False, then)) == ""
-    tee.record(Kind.READY, "x", peer=0)
-    assert done(lambda then: desk.start(0, first, False, then)) == ""  # goes on
-    assert done(lambda then: desk.start(0, second, False, then)) == ""
-    tee.record(Kind.READY, "y", peer=0)
-    assert done(lambda then: desk.stop(1, then)) == ""
-    assert collects()
-    assert done(lambda then: desk.stop(0, then)) == done(lambda then: desk.stop(0, then)) == ""
-    assert not collects()
-    assert done(lambda then: desk.start(0, first, False, then)) == ""
+    assert "cannot be the path" in recorded.start(0, "t.json")
+    assert "cannot be written: No such file" in recorded.start(0, "/no/such")
+    assert recorded.start(1, third) == ""  # rank 1 has none
+    assert not recorded.timeline.is_written
+    assert recorded.start(0, first) == ""
+    recorded.operation("x")
+    assert recorded.start(0, first) == ""  # goes on
+    assert recorded.start(0, second) == ""
+    recorded.operation("y")
+    assert recorded.stop(1) == ""
+    assert recorded.timeline.is_written
+    assert recorded.stop(0) == recorded.stop(0) == ""
+    assert not recorded.timeline.is_written
+    assert recorded.start(0, first) == ""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # of an earlier one, which has ended by itself
             if "fusiond.timeline.writer_process" in child.cmdline():
                 child.kill()
-    while collects():
-        loop.turn()
-    assert warnings == [f"the timeline {first} is not written any more: its process has ended"]
-    assert done(lambda then: desk.start(0, third, False, then)) == ""
-    tee.record(Kind.READY, "z", peer=0)
-    desk.close()
-    loop.close()
-    assert len(warnings) == 1
+    recorded.turn_until(lambda: not recorded.timeline.is_written)
+    assert recorded.warnings == [f"the timeline {first} is not written any more: its process has ended"]
+    assert recorded.start(0, third) == ""
+    recorded.operation("z")
+    recorded.timeline.close()
+    assert len(recorded.warnings) == 1
     for path, name in ((f"{first}.1", "x"), (second, "y"), (third, "z")):
-        lines = json.loads(Path(path).read_bytes())
-        assert [line["args"]["name"] for line in lines if "name" in line.get("args", {})] == [name]
+        assert names_in(path) == [name]
