@@ -82,7 +82,7 @@ def about_key(key: OpKey) -> About:
 
 
 def about(message: wire.Chunk | wire.Piece | wire.Probe) -> About:
-    """What a message with a payload is about."""
+    """Returns what a message with a payload is about."""
     if isinstance(message, wire.Chunk):
         return about_key(message.key)
     if isinstance(message, wire.Piece):

@@ -31,7 +31,7 @@ class TimelineController:
         trace: what happens is recorded there.
         settings: what is written.
         topology, node: of the job, and this daemon's.
-        describe: records the plans in force.
+        describe: records the active plans.
         warn: is told of a timeline that is not written any more.
     """
 
@@ -57,7 +57,7 @@ class TimelineController:
 
     @property
     def is_written(self) -> bool:
-        """Whether there is a timeline, and nobody has asked for its end."""
+        """Tells whether there is a timeline, and nobody has asked for its end."""
         return self._process is not None and not self._process.ending
 
     def start(self, rank: int, path: str, mark_cycles: bool, then: Then) -> None:
@@ -90,7 +90,7 @@ class TimelineController:
             self._process = None
 
     def _is_for(self, ranks: tuple[int, ...]) -> bool:
-        """Whether the timeline is these ranks' business: Horovod's is rank 0's."""
+        """Tells whether the timeline is these ranks' business: Horovod's is rank 0's."""
         return bool(ranks) and (self._settings.timeline_all_ranks or 0 in ranks)
 
     def _begin(self, path: str, mark_cycles: bool, then: Then) -> None:
@@ -181,7 +181,7 @@ class _WriterProcess:
 
     @property
     def ending(self) -> bool:
-        """Whether its end has been asked for."""
+        """Tells whether its end has been asked for."""
         return bool(self._enders)
 
     def when_open(self, then: Then) -> None:

@@ -79,7 +79,7 @@ class RingFollower:
 
     @property
     def written(self) -> int:
-        """How many records there have been; those of the last moment may not be there yet."""
+        """The number of records so far; those of the last moment may not be there yet."""
         return self._header()[1]
 
     def read(self, until: int) -> Iterator[list[Event | Gap]]:
@@ -121,7 +121,7 @@ class RingFollower:
         return found
 
     def _may_still_come(self) -> bool:
-        """Whether the next record is to be waited for."""
+        """Tells whether the next record is to be waited for."""
         now = time.monotonic_ns()
         if self._late[0] != self.next:
             self._late = self.next, now

@@ -37,7 +37,7 @@ _Key: TypeAlias = tuple[str, int, int]  # name, plan, clock
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What is to be written, and where: what the process that writes is told.
+    """Order to the process that writes a timeline.
 
     Attributes:
         path: of the file; absolute.

@@ -68,7 +68,7 @@ class TimelineFile:
         self._missing = 0 if self._try(lambda: self._file.append(gap + lines)) else self._missing + len(lines)
 
     def _try(self, do: Callable[[], None]) -> bool:
-        """Whether it could be done; says so once if not."""
+        """Tells whether it could be done; says so once if not."""
         try:
             do()
         except OSError as error:
@@ -82,7 +82,7 @@ class TimelineFile:
 
 
 def path_of(path: str, rank: int) -> str:
-    """Of the file of one rank."""
+    """Returns the path of the file of one rank."""
     stem, suffix = os.path.splitext(path)
     return f"{stem}.{rank}{suffix}"
 
