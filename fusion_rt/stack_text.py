@@ -1,4 +1,4 @@
-"""What `faulthandler` writes, read; and where workers are, in words.
+"""Reads what `faulthandler` writes, and puts into words where workers are.
 
 A stack has the most recent call first, as `faulthandler` writes it. Calls inside of fusion_rt are of no interest to
 whoever looks for what hangs: only the one that the script has made is kept.
@@ -49,7 +49,7 @@ def parse(text: str, directory: str = "") -> wire.Stack:
 
 
 def is_whole(text: str) -> bool:
-    """Whether what `faulthandler` wrote goes as far as the module that was run, where nearly all stacks end."""
+    """Tells whether what `faulthandler` wrote goes as far as the module that was run, where nearly all stacks end."""
     return text.endswith(" in <module>\n")
 
 

@@ -1,4 +1,4 @@
-"""How a worker lets its node's daemon see its Python stack, without any help of what it is doing.
+"""A worker's Python stack, which its node's daemon can see without any help of what the worker is doing.
 
 `faulthandler` writes the stack of the main thread into a sealed memfd whenever STACK_SIGNAL comes: from the signal
 handler, in C, and so also while some extension holds the GIL, or the main thread waits in a system call. The memfd goes
@@ -26,7 +26,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Offer(NamedTuple):
-    """What the daemon needs: the memfd (the caller's own; -1: there is none), and the signal."""
+    """Offer to the daemon: the memfd (the caller's own; -1: there is none), and the signal."""
 
     fd: int
     signal: int
@@ -53,7 +53,7 @@ def offer() -> Offer:
 
 
 def is_handled(pid: int, number: int) -> bool:
-    """Whether a process catches or ignores a signal.
+    """Tells whether a process catches or ignores a signal.
 
     Raises:
         OSError: there is no such process.

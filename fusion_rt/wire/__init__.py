@@ -38,7 +38,7 @@ from fusion_rt.wire.basics import (
     Text,
 )
 from fusion_rt.wire.coding import PeerMessage, decode_daemon_message, decode_peer_message, decode_worker_message, encode
-from fusion_rt.wire.coordinator import Inquiry, Mismatch, OpFailed, PlanRequest, PlanVerdict, Report, Request, Verdict
+from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
 from fusion_rt.wire.data import Began, Chunk, Credit, Piece, PieceKind
 from fusion_rt.wire.figures import Figures, FiguresRequest, LinkFigures, RankFigures
 from fusion_rt.wire.inquiries import (
@@ -179,7 +179,6 @@ __all__ = [
     "HangRequest",
     "Heartbeat",
     "Hello",
-    "Inquiry",
     "JobFailed",
     "JobRequest",
     "JobRingRequest",
@@ -226,7 +225,6 @@ __all__ = [
     "Reduction",
     "Reopen",
     "Reopened",
-    "Report",
     "Request",
     "RingFile",
     "RingPiece",

@@ -8,7 +8,7 @@ import msgspec
 
 from fusion_rt.errors import WireError
 from fusion_rt.wire.basics import MAX_MESSAGE, PROTOCOL_VERSION
-from fusion_rt.wire.coordinator import Inquiry, Mismatch, OpFailed, PlanRequest, PlanVerdict, Report, Request, Verdict
+from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
 from fusion_rt.wire.data import Began, Chunk, Credit, Piece
 from fusion_rt.wire.figures import Figures, FiguresRequest
 from fusion_rt.wire.inquiries import Locate, Located, WaitingHere, WaitingRequest
@@ -46,7 +46,7 @@ from fusion_rt.wire.views import (
 
 PeerMessage: TypeAlias = (
     PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Up | NewEpoch | Start
-    | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Inquiry | Report | Locate | Located | WaitingRequest
+    | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
     | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Began | Chunk | Credit
     | Piece | RingsRequest | Rings | RingPieceRequest | RingPiece
     | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled

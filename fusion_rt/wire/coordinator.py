@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from fusion_rt.wire.basics import Count, Name, Rank, Text
-from fusion_rt.wire.inquiries import Traffic
 from fusion_rt.wire.operations import OpKey, Signature
 from fusion_rt.wire.plans import Plan, Proposal
 
@@ -51,24 +52,16 @@ class PlanVerdict(msgspec.Struct, tag="plan_verdict", array_like=True):
 
 
 class Mismatch(msgspec.Struct, tag="mismatch", array_like=True):
-    """To the coordinator: the ranks do not agree about this operation, or wait for some that do not submit it."""
+    """To the coordinator: the ranks do not agree about this, or wait for some that do not submit it.
+
+    Attributes:
+        kind, key: as in `Waiting`.
+        waited: seconds.
+    """
 
     key: OpKey
     waited: float = 0.0
-
-
-class Inquiry(msgspec.Struct, tag="inquiry", array_like=True):
-    """From the coordinator: which of your ranks have submitted this operation, and as what?"""
-
-    key: OpKey
-
-
-class Report(msgspec.Struct, tag="report", array_like=True):
-    """To the coordinator: the answer to an `Inquiry`. `traffic`: with the peers, once data is exchanged."""
-
-    key: OpKey
-    signatures: dict[Rank, Signature]
-    traffic: tuple[Traffic, ...] = ()
+    kind: Literal["operation", "plan"] = "operation"
 
 
 class OpFailed(msgspec.Struct, tag="op_failed", array_like=True):

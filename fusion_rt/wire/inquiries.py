@@ -1,4 +1,4 @@
-"""What is told about what is under way, who waits for whom, and where workers are."""
+"""Messages about what is under way, who waits for whom, and where workers are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from fusion_rt.wire.basics import MAX_FRAMES, MAX_LOCATED, MAX_WAITING, Count, Line, Rank
-from fusion_rt.wire.operations import OpKey
+from fusion_rt.wire.operations import OpKey, Signature
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -45,7 +45,7 @@ class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traffic(msgspec.Struct, frozen=True, array_like=True):
-    """What has gone between a node and its peer `node` in one operation, as the former sees it.
+    """Traffic between a node and its peer `node` in one operation, as the former sees it.
 
     Attributes:
         sent, received: chunks.
@@ -72,7 +72,8 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
         submitted: local ranks that have submitted it, and wait.
         awaits: ranks, of any node, without which it cannot be done; of a home, those that it lacks.
         traffic: with the peers, once data is exchanged.
-        note: what else is known here.
+        note: what else is known here; of an operation, that it is over.
+        signatures: of what they have submitted, where that was asked for.
     """
 
     kind: Literal["operation", "plan", "home"]
@@ -83,10 +84,11 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
     awaits: tuple[Rank, ...] = ()
     traffic: tuple[Traffic, ...] = ()
     note: Line = ""
+    signatures: tuple[Signature, ...] = ()
 
 
 class Locate(msgspec.Struct, tag="locate", array_like=True):
-    """Where are these ranks of yours? And which of these operations are over on your node? Answered with `Located`."""
+    """A node is asked where these ranks of it are, and what it knows of these operations. Answered with `Located`."""
 
     serial: Count
     ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_LOCATED)]
@@ -94,21 +96,26 @@ class Locate(msgspec.Struct, tag="locate", array_like=True):
 
 
 class Located(msgspec.Struct, tag="located", array_like=True):
-    """Where they are, and which operations are over there."""
+    """The sender tells where its ranks are, and which of those operations wait, or are over, on its node."""
 
     serial: Count
     found: Annotated[tuple[Whereabouts, ...], msgspec.Meta(max_length=MAX_LOCATED)]
-    over: Annotated[tuple[OpKey, ...], msgspec.Meta(max_length=MAX_WAITING)] = ()
+    waiting: Annotated[tuple[Waiting, ...], msgspec.Meta(max_length=MAX_WAITING)] = ()
 
 
 class WaitingRequest(msgspec.Struct, tag="waiting?", array_like=True):
-    """What is under way on your node? Answered with `WaitingHere`."""
+    """A node is asked what is under way there. Answered with `WaitingHere`.
+
+    Attributes:
+        key: of this only, with signatures, and also when it is over.
+    """
 
     serial: Count
+    key: OpKey | None = None
 
 
 class WaitingHere(msgspec.Struct, tag="waiting", array_like=True):
-    """What is under way on the sender's node, and its daemon's process; `more`: how much has no room here."""
+    """The sender tells what is under way on its node, and its daemon's process; `more`: how much has no room here."""
 
     serial: Count
     pid: Count

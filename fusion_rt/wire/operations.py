@@ -69,6 +69,11 @@ class OpKey(NamedTuple):
     name: str
     clock: int
 
+    @property
+    def in_words(self) -> str:
+        """What people are told of."""
+        return f"bucket {self.name} of plan {self.plan}" if self.plan else f"tensor {self.name!r}"
+
 
 @lru_cache(maxsize=4096)
 def mark(key: OpKey) -> int:

@@ -21,7 +21,7 @@ from fusiond.transport.flow_control import CreditExceeded
 if TYPE_CHECKING:
     from fusiond.engine.engine import Engine
 
-_FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Inquiry, wire.Start, wire.Settled)
+_FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Start, wire.Settled)
 _LAST_DATA = 2.0  # seconds without data after which what is complete on one node does not complete on the others
 _log = logging.getLogger("fusiond")
 

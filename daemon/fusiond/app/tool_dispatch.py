@@ -11,7 +11,7 @@ from fusiond.app.effects import Acting
 from fusiond.app.ending import Ending
 from fusiond.app.ring_files import RingFiles
 from fusiond.app.status import state_of
-from fusiond.control.survey import Survey, document, fitting
+from fusiond.control.waiting import Survey, document, fitting
 from fusiond.live import figures as live
 from fusiond.membership.epoch import Membership
 

@@ -7,15 +7,13 @@ view before, and is dropped: the node has handed over what it was to be about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
 from fusiond.control.handover import inherit, settle_sets
-from fusiond.control.inquiries import Outgoing
-from fusiond.control.negotiation import Coordinator
+from fusiond.control.negotiation import Coordinator, Outgoing
 from fusiond.control.questions import Questions
-from fusiond.control.survey import whereabouts
 from fusiond.operations.context import Context
 
 _MAX_WAITING = 65536  # messages of a node that wait for the coordinator to begin
@@ -61,13 +59,16 @@ class Coordination:
         self.coordinator = self._make() if context.node == self.node else None
 
     def _make(self) -> Coordinator:
-        context, outside = self._context, self._context.outside
-        return Coordinator(context.participants, context.settings, outside.clock, outside.warn, self._locate)
+        context = self._context
+        warn = context.outside.warn
+        return Coordinator(context.participants, context.settings, self._questions, warn, self._send)
 
     def view_begins(self, view: wire.View, coordinator: int, handover: wire.Handover) -> None:
         """Another view begins here, with what this node hands over."""
         self.node = coordinator
         self.settling = True
+        if self.coordinator is not None:
+            self.coordinator.end()
         self.coordinator = None
         self._number, self._nodes = view.number, view.nodes
         if coordinator == self._context.node:
@@ -111,7 +112,7 @@ class Coordination:
         return True
 
     def takes(self, node: int) -> bool:
-        """Whether a message of the coordinator is to be taken: not one of a view that is over."""
+        """Tells whether a message of the coordinator is to be taken: not one of a view that is over."""
         if self.settling or node != self.node:
             self.dropped += 1
             return False
@@ -158,30 +159,6 @@ class Coordination:
         """A process set has been removed."""
         if self.coordinator is not None:
             self.coordinator.forget_set(process_set)
-
-    def tick(self) -> None:
-        """Time has passed."""
-        if self.coordinator is not None:
-            self._send(self.coordinator.tick())
-
-    def under_way(self) -> list[wire.Waiting]:
-        """The plans that wait for proposals, if the coordinator is here."""
-        return [] if self.coordinator is None else self.coordinator.under_way()
-
-    def _locate(self, ranks: Sequence[int], finish: Callable[[str], Outgoing]) -> Outgoing:
-        asks = self.coordinator
-
-        def found(text: str) -> None:
-            if self.coordinator is asks:  # else another view has begun, and what was open is decided there
-                self._send(finish(text))
-
-        whereabouts(self._context, self._questions, ranks, found)
-        return []
-
-    @property
-    def idle(self) -> bool:
-        """Whether time cannot end anything."""
-        return self.coordinator is None or self.coordinator.idle
 
     def statistics(self) -> dict[str, int] | None:
         """The coordinator's, if it is here."""

@@ -1,4 +1,4 @@
-"""What nodes know at the beginning of a view, put together for its coordinator. No I/O.
+"""The handover to the coordinator of a new view: what the nodes know is put together. No I/O.
 
 The coordinator before may have died at any point: some nodes may have heard its last words, others not. What one node
 has heard holds for all; what no node has heard is decided anew.
@@ -18,13 +18,13 @@ PLANS_OF_A_VIEW = 1 << 24  # ids of plans of a view begin at its number times th
 
 @dataclass
 class Inherited:
-    """What a coordinator begins with.
+    """Beginning of a coordinator: what it takes over from the one before.
 
     Attributes:
         next_plan: id of the next plan.
         approved: process sets and digests of signatures that all ranks have agreed on.
         verdicts: those that said more than that, by operation.
-        plans: those in force, by process set and group, with all proposals that are known.
+        plans: the active ones, by process set and group, with all proposals that are known.
         news: what nodes have not heard yet.
         open: what they have asked, and not been told.
     """
@@ -83,7 +83,7 @@ def _plans(handovers: Mapping[int, wire.Handover], participants: Participants, f
 
 
 def _failed(handovers: Mapping[int, wire.Handover], participants: Participants, found: Inherited) -> None:
-    """What has failed on some nodes fails on all."""
+    """Fails on all nodes what has failed on some."""
     heard: dict[tuple[object, ...], set[int]] = {}
     texts: dict[tuple[object, ...], wire.OpFailed | wire.PlanVerdict] = {}
     for node, handover in handovers.items():

@@ -13,18 +13,21 @@ nodes; it is asked
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from fusion_rt import algorithms, plugins, wire
 from fusion_rt.settings import Settings
 from fusion_rt.wire import OpKey
 from fusiond.control import planning
 from fusiond.control.handover import Inherited
-from fusiond.control.inquiries import Inquiries, Locate, Outgoing
+from fusiond.control.inquiries import Inquiries
+from fusiond.control.questions import Questions
+from fusiond.control.waiting import Subject
 from fusiond.core.participants import Participants
 
-PlanKey = tuple[int, str, int]  # process set, group, clock
+Outgoing: TypeAlias = list[tuple[int, wire.PeerMessage]]
+PlanKey: TypeAlias = tuple[int, str, int]  # process set, group, clock
 
 # Kinds in which every node contributes to every result: data that does not match is noticed before anything completes.
 DIRECT_KINDS = frozenset({"allreduce", "reducescatter", "barrier"})
@@ -61,16 +64,8 @@ class Approved:
 
 
 @dataclass
-class _PendingPlan:
-    since: float
-    proposals: dict[int, wire.Proposal] = field(default_factory=dict)
-    warned: bool = False
-    ending: bool = False
-
-
-@dataclass
 class _Made:
-    """The plan in force of a group: what its first rank proposed, and who has it."""
+    """The active plan of a group: what its first rank proposed, and who has it."""
 
     plan: wire.Plan
     proposal_rank: int
@@ -84,9 +79,9 @@ class Coordinator:
     Args:
         participants: shared with the engine, which keeps it up to date.
         settings: largest bucket, and time-outs.
-        clock: now, in seconds.
+        questions: ask the nodes about what is disputed or late.
         warn: tells people that something is late.
-        locate: finds out where ranks are; see `Locate` in `inquiries`.
+        send: sends messages to nodes that are not the answer to one.
 
     Attributes:
         seconds_per_byte: of the links to other nodes, as far as they have been measured.
@@ -96,19 +91,18 @@ class Coordinator:
         self,
         participants: Participants,
         settings: Settings,
-        clock: Callable[[], float],
+        questions: Questions,
         warn: Callable[[str], None],
-        locate: Locate = lambda ranks, finish: finish(""),
+        send: Callable[[Outgoing], None],
     ) -> None:
         self._participants = participants
         self._topology = participants.topology
         self._settings = settings
-        self._clock = clock
-        self._locate = locate
         self._approved = Approved()
         self._pending: dict[OpKey, dict[int, wire.Request]] = {}  # what nodes have asked about and not been told
-        self._inquiries = Inquiries(participants, settings, warn, locate, self._submitted, self._inquired)
-        self._plans: dict[PlanKey, _PendingPlan] = {}
+        self._inquiries = Inquiries(participants, settings, questions, warn, self._known, self._inquired)
+        self._send = send
+        self._plans: dict[PlanKey, dict[int, wire.Proposal]] = {}  # proposals, by rank
         self._made: dict[tuple[int, str], _Made] = {}
         self._next_plan = 1
         self._verdicts: dict[OpKey, wire.Verdict] = {}  # of the view before, which some nodes may not have heard
@@ -116,7 +110,7 @@ class Coordinator:
 
     @property
     def has_plans(self) -> bool:
-        """Whether any plan is in force."""
+        """Tells whether any plan is active."""
         return bool(self._made)
 
     def take_over(self, inherited: Inherited) -> Outgoing:
@@ -133,42 +127,25 @@ class Coordinator:
         return list(inherited.news)
 
     def handle(self, node: int, message: wire.PeerMessage) -> Outgoing | None:
-        """What to send because of a node's message; None when no node of this job would send it."""
-        if not self._makes_sense(node, message):
-            return None
-        if isinstance(message, wire.PlanRequest):
-            process_set = message.proposal.process_set
-        else:
-            assert isinstance(message, (wire.Request, wire.Mismatch, wire.Report))
-            process_set = message.key.process_set
-        if process_set not in self._participants:  # it has been removed since
-            return []
-        if isinstance(message, wire.Request):
-            return self.request(node, message)
-        if isinstance(message, wire.Mismatch):
-            return self.mismatch(message)
-        if isinstance(message, wire.Report):
-            return self.report(node, message)
-        return self.plan_request(message)
-
-    def _makes_sense(self, node: int, message: wire.PeerMessage) -> bool:
-        """Whether a message is about a process set that there is or was, and about ranks of its sender."""
+        """Returns what to send because of a node's message; None when no node of this job would send it."""
         if isinstance(message, wire.PlanRequest):
             process_set, ranks = message.proposal.process_set, {message.rank}
-        elif isinstance(message, (wire.Request, wire.Report)):
+        elif isinstance(message, wire.Request):
             process_set, ranks = message.key.process_set, set(message.signatures)
         elif isinstance(message, wire.Mismatch):
             process_set, ranks = message.key.process_set, set()
         else:
-            return False
-        if process_set not in self._participants:
-            return self._participants.is_over(process_set)
+            return None
+        if process_set not in self._participants:  # it has been removed since, or never was there
+            return [] if self._participants.is_over(process_set) else None
         members = self._participants.members(process_set)
         local = set(members.set.local(self._topology, node))
+        if not ranks <= local:
+            return None
         if isinstance(message, wire.Request):
-            awaited = {rank for rank in local if self._participants.is_awaited(rank, members)}
-            return bool(ranks) and ranks <= local and awaited <= ranks
-        return ranks <= local
+            complete = ranks.issuperset(local.intersection(self._participants.awaited(members)))
+            return self.request(node, message) if ranks and complete else None
+        return self.mismatch(message) if isinstance(message, wire.Mismatch) else self.plan_request(message)
 
     def request(self, node: int, request: wire.Request) -> Outgoing:
         """A node's local ranks have all submitted an operation."""
@@ -177,38 +154,46 @@ class Coordinator:
         if key in self._verdicts:
             return [(node, self._verdicts[key])]
         approved = signature.kind in DIRECT_KINDS and (key.process_set, wire.digest(signature)) in self._approved
-        if approved and key not in self._pending and key not in self._inquiries:
+        if approved and key not in self._pending and ("operation", key) not in self._inquiries:
             return [(node, wire.Verdict(key))]
         self._pending.setdefault(key, {})[node] = request
         refusal = self._refused_after_join(key)
         if refusal:
             return refusal
         if any(wire.digest(s) != wire.digest(signature) for s in self._submitted(key).values()):
-            return self._inquiries.inquire(key)
+            self._inquiries.inquire(("operation", key))
+            return []
         return self._decide(key)
 
     def mismatch(self, message: wire.Mismatch) -> Outgoing:
-        """A node found that ranks disagree about an operation, or has waited too long for some."""
-        return self._inquiries.inquire(message.key, message.waited)
+        """A node found that ranks disagree about something, or has waited too long for some."""
+        if message.kind == "operation" or _plan_key(message.key) in self._plans:  # else it has been decided
+            self._inquiries.inquire((message.kind, message.key), message.waited)
+        return []
 
-    def report(self, node: int, report: wire.Report) -> Outgoing:
-        """A node answers an inquiry."""
-        return self._inquiries.report(node, report)
+    def _known(self, subject: Subject) -> Mapping[int, wire.Signature | None]:
+        kind, key = subject
+        return self._submitted(key) if kind == "operation" else dict.fromkeys(self._plans.get(_plan_key(key), ()))
 
-    def _inquired(self, key: OpKey, error: str) -> Outgoing:
-        """An inquiry is over: the operation fails, or goes on if nothing is wrong."""
-        if error:
+    def _inquired(self, subject: Subject, error: str) -> None:
+        """An inquiry is over: what it was about fails, or goes on if nothing is wrong."""
+        kind, key = subject
+        if error and kind == "plan":
+            self._send(self._plan_verdict(_plan_key(key), None, error))
+        elif error:
             self.forget(key)
-            return [(node, wire.OpFailed(key, error)) for node in self._participants.members(key.process_set).nodes]
-        return self._decide(key)
+            nodes = self._participants.members(key.process_set).nodes
+            self._send([(node, wire.OpFailed(key, error)) for node in nodes])
+        elif kind == "operation":
+            self._send(self._decide(key))
 
     def joined(self) -> Outgoing:
         """A rank has joined: what waits for it goes on without it, or fails."""
         out: Outgoing = []
         for key in list(self._pending):
             out += self._refused_after_join(key) or self._decide(key)
-        for plan_key, pending in list(self._plans.items()):
-            out += self._decide_plan(plan_key, pending)
+        for plan_key in list(self._plans):
+            out += self._decide_plan(plan_key)
         return out
 
     def plan_request(self, request: wire.PlanRequest) -> Outgoing:
@@ -222,100 +207,61 @@ class Coordinator:
             made.holders.add(request.rank)
             verdict = wire.PlanVerdict(*plan_key, None if error else made.plan, error)
             return [(self._topology.node_of(request.rank), verdict)]
-        pending = self._plans.setdefault(plan_key, _PendingPlan(self._clock()))
-        pending.proposals[request.rank] = proposal
-        return self._decide_plan(plan_key, pending)
+        self._plans.setdefault(plan_key, {})[request.rank] = proposal
+        return self._decide_plan(plan_key)
 
-    def _decide_plan(self, plan_key: PlanKey, pending: _PendingPlan) -> Outgoing:
+    def _decide_plan(self, plan_key: PlanKey) -> Outgoing:
         """Makes the plan once every rank that is awaited has proposed it."""
-        reduction = next(iter(pending.proposals.values())).reduction
+        proposals = self._plans[plan_key]
+        members = self._participants.members(plan_key[0])
+        reduction = next(iter(proposals.values())).reduction
         if lacking := plugins.missing(reduction.packages):
             why = f"no plan for {plan_key[1]!r}: on the node that decides for all {lacking}"
             return self._plan_verdict(plan_key, None, why)
         algorithm = reduction.algorithm
         if algorithms.parse(algorithm).synchronous:
-            why = self._participants.why_not_since(algorithm, self._participants.members(plan_key[0]))
+            why = self._participants.why_not_since(algorithm, members)
             if why:
                 return self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {why}")
-        if self._missing(plan_key, pending):
+        if not proposals.keys() >= set(self._participants.awaited(members)):
             return []
-        error = planning.disagreement(pending.proposals, self._topology)
+        error = planning.disagreement(proposals, self._topology)
         if error:
             return self._plan_verdict(plan_key, None, error)
-        first = min(pending.proposals)
-        merged = planning.merge(pending.proposals)
+        first = min(proposals)
+        merged = planning.merge(proposals)
         threshold = self._settings.fusion_threshold
         homes = planning.home_shares(merged, self._participants, self._settings.shard_hosts, self.seconds_per_byte)
         plan = planning.make_plan(self._next_plan, merged, threshold, homes)
         self._next_plan += 1
-        self._made[plan_key[:2]] = _Made(plan, first, pending.proposals[first], set(pending.proposals))
+        self._made[plan_key[:2]] = _Made(plan, first, proposals[first], set(proposals))
         return self._plan_verdict(plan_key, plan, "")
 
-    def _missing(self, plan_key: PlanKey, pending: _PendingPlan) -> list[int]:
-        members = self._participants.members(plan_key[0])
-        awaited = [rank for rank in members.set.ranks if self._participants.is_awaited(rank, members)]
-        return [rank for rank in awaited if rank not in pending.proposals]
-
-    def tick(self) -> Outgoing:
-        """Ends proposals that have waited too long, or wait for a rank that has left."""
-        out: Outgoing = []
-        for plan_key, pending in list(self._plans.items()):
-            missing = self._missing(plan_key, pending)
-            waited = self._clock() - pending.since
-            gone = [rank for rank in missing if rank in self._participants.departed]
-            who = self._topology.describe(gone or missing)
-            if gone and waited > 1:
-                out += self._plan_verdict(plan_key, None, f"no plan for {plan_key[1]!r}: {who} has left the job")
-            elif waited > self._settings.operation_timeout and not pending.ending:
-                pending.ending = True
-                error = f"no plan for {plan_key[1]!r}: {who} did not propose it within {waited:.0f} s"
-                out += self._locate(missing, partial(self._end_plan, plan_key, pending, error))
-            elif waited > self._settings.stall_warning_time and not pending.warned:
-                pending.warned = True
-                self._inquiries.warn(f"the plan of {plan_key[1]!r} has waited {waited:.0f} s for {who}", missing)
-        return out
-
-    def _end_plan(self, plan_key: PlanKey, pending: _PendingPlan, error: str, where: str) -> Outgoing:
-        if self._plans.get(plan_key) is not pending:  # it has been made meanwhile
-            return []
-        return self._plan_verdict(plan_key, None, error + where)
-
-    def under_way(self) -> list[wire.Waiting]:
-        """The plans that wait for proposals, as who asks is told."""
-        return [
-            wire.Waiting(
-                "plan",
-                OpKey(process_set, 0, group, clock),
-                f"the plan of {group!r}"[: wire.MAX_LINE],
-                self._clock() - pending.since,
-                awaits=tuple(self._missing((process_set, group, clock), pending)),
-            )
-            for (process_set, group, clock), pending in self._plans.items()
-        ]
+    def end(self) -> None:
+        """Another coordinator decides from now on."""
+        self._inquiries.end()
 
     def forget(self, key: OpKey) -> None:
         """An operation has failed."""
         self._pending.pop(key, None)
-        self._inquiries.forget(key)
+        self._inquiries.forget(("operation", key))
 
     def forget_set(self, process_set: int) -> None:
         """A process set has been removed."""
-        for key in [key for key in (*self._pending, *self._inquiries) if key.process_set == process_set]:
+        for key in [key for key in self._pending if key.process_set == process_set]:
             self.forget(key)
+        for subject in [subject for subject in self._inquiries if subject[1].process_set == process_set]:
+            self._inquiries.forget(subject)
         for plan_key in [key for key in self._plans if key[0] == process_set]:
             del self._plans[plan_key]
         for made in [key for key in self._made if key[0] == process_set]:
             del self._made[made]
 
-    @property
-    def idle(self) -> bool:
-        """Whether no proposal waits for other ranks, so that time cannot end anything."""
-        return not self._plans
-
     def statistics(self) -> dict[str, int]:
         """Numbers of `pending` operations and plans, `approved` signatures and `plans` made."""
         return {
-            "pending": len({*self._pending, *self._inquiries}) + len(self._plans),
+            "pending": len({*self._pending, *(key for kind, key in self._inquiries if kind == "operation")})
+            + len(self._plans),
             "approved": len(self._approved),
             "plans": self._next_plan - 1,
         }
@@ -323,7 +269,7 @@ class Coordinator:
     def _decide(self, key: OpKey) -> Outgoing:
         """Lets an operation start that all nodes have asked about, or whose signature has been approved meanwhile."""
         requests = self._pending.get(key)
-        if requests is None or self._inquiries.awaits_reports(key):
+        if requests is None or self._inquiries.awaits_answers(("operation", key)):
             return []
         signature = next(iter(next(iter(requests.values())).signatures.values()))
         agreed = (key.process_set, wire.digest(signature))
@@ -359,7 +305,7 @@ class Coordinator:
         return [(node, wire.OpFailed(key, f"tensor {key.name!r}: {why}")) for node in members.nodes]
 
     def _submitted(self, key: OpKey) -> dict[int, wire.Signature]:
-        """What ranks have submitted, as far as nodes have asked."""
+        """Returns what ranks have submitted, as far as nodes have asked."""
         requests = self._pending.get(key, {}).values()
         return {rank: signature for request in requests for rank, signature in request.signatures.items()}
 
@@ -374,6 +320,17 @@ class Coordinator:
 
     def _plan_verdict(self, plan_key: PlanKey, plan: wire.Plan | None, error: str) -> Outgoing:
         del self._plans[plan_key]
+        self._inquiries.forget(("plan", subject_of(plan_key)))
         verdict = wire.PlanVerdict(*plan_key, plan, error)
         nodes = set(self._participants.members(plan_key[0]).nodes)
         return [(node, verdict) for node in sorted(nodes.union(() if plan is None else plan.homes))]
+
+
+def subject_of(plan_key: PlanKey) -> OpKey:
+    """The key of what waits for a plan."""
+    process_set, group, clock = plan_key
+    return OpKey(process_set, 0, group, clock)
+
+
+def _plan_key(key: OpKey) -> PlanKey:
+    return key.process_set, key.name, key.clock

@@ -31,7 +31,7 @@ _PAGE = 4096  # bytes; buckets start on pages, so that two threads never write o
 
 
 def disagreement(proposals: Mapping[int, Proposal], topology: Topology) -> str:
-    """Why the ranks' proposals do not fit together, as a sentence that names ranks and tensor; empty when they do.
+    """Returns why the ranks' proposals do not fit together: a sentence with ranks and tensor, empty when they do.
 
     Their order, which of them are wanted together, and which are sparse may differ between ranks; everything else has
     to be equal.
@@ -160,7 +160,7 @@ def place_homes(buckets: Sequence[Bucket], shares: Mapping[int, float]) -> tuple
 
 
 def _tail(tensors: Sequence[TensorSpec], most: int) -> int:
-    """How many tensors at the end the last bucket is to have: of one dtype, and at most so many bytes."""
+    """Returns how many tensors at the end the last bucket is to have: of one dtype, and at most so many bytes."""
     count = nbytes = 0
     for tensor in reversed(tensors):
         nbytes += _nbytes(tensor)

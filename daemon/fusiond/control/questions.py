@@ -1,17 +1,18 @@
-"""What the nodes ask each other about what waits: which operations are under way, and where workers are. No I/O."""
+"""Questions of the nodes to each other about what waits: what is under way, and where workers are. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
-from fusiond.core.queries import Question, Rounds
+from fusiond.control.waiting import Survey, describe_ranks, merge
+from fusiond.core.queries import Rounds
 from fusiond.operations.context import Context
 
 PATIENCE = 3.0  # seconds for an answer: a worker has one to show its stacks, and a daemon may be busy
-Answer = wire.Located | wire.WaitingHere
-Answers = dict[int, Answer]  # by node
+Answer: TypeAlias = wire.Located | wire.WaitingHere
 
 
 class Questions:
@@ -20,63 +21,101 @@ class Questions:
     Args:
         context: the engine's.
         pid: of this daemon.
-        under_way: tells what is under way on this node.
-        is_over: tells whether an operation is over here.
+        under_way: tells what is under way on this node, or what is known of one thing, also when it is over.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        pid: int,
-        under_way: Callable[[], Sequence[wire.Waiting]],
-        is_over: Callable[[OpKey], bool],
-    ) -> None:
+    def __init__(self, context: Context, pid: int, under_way: Callable[[OpKey | None], Sequence[wire.Waiting]]) -> None:
         self._context = context
         self._pid = pid
         self._under_way = under_way
-        self._is_over = is_over
         self._rounds: Rounds[Answer] = Rounds(self._send, context.outside.call_later, PATIENCE)
 
     def locate(
         self, ranks: Iterable[int], keys: Sequence[OpKey], then: Callable[[dict[int, wire.Located]], None]
     ) -> None:
-        """Asks where ranks are, and which of these operations are over on their nodes; tells by node.
+        """Asks where ranks are, and what is known of these operations on their nodes; tells by node.
 
         Of each node so many ranks are asked about as a message tells of.
         """
+        wanted, keys = set(ranks), tuple(keys)[: wire.MAX_WAITING]
+        questions = {}
+        for node, local in enumerate(self._context.topology.ranks):
+            if some := tuple(sorted(wanted.intersection(local)))[: wire.MAX_LOCATED]:
+                questions[node] = lambda serial, some=some: wire.Locate(serial, some, keys)
+        self._rounds.ask(questions, lambda told: then({n: a for n, a in told.items() if isinstance(a, wire.Located)}))
+
+    def waiting(
+        self, then: Callable[[dict[int, wire.WaitingHere]], None], key: OpKey | None = None, nodes: Sequence[int] = ()
+    ) -> None:
+        """Asks all nodes what is under way there; tells by node.
+
+        Args:
+            key: is asked about, and nothing else, until all `nodes` have answered.
+        """
+        self._rounds.ask(
+            dict.fromkeys(
+                nodes if key else [self._context.node, *self._context.other_nodes()],
+                lambda serial: wire.WaitingRequest(serial, key),
+            ),
+            lambda told: then({n: a for n, a in told.items() if isinstance(a, wire.WaitingHere)}),
+            hurried=key is None,
+        )
+
+    def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
+        """Asks all nodes what is under way, and then where those are that are waited for.
+
+        Args:
+            everyone: also where all other ranks are.
+        """
+        topology = self._context.topology
+
+        def waiting(told: Mapping[int, wire.WaitingHere]) -> None:
+            entries = [(node, answer.waiting) for node, answer in told.items()]
+            stalls = merge(entries, topology)
+            missing = {rank for stall in stalls for rank in stall.missing}
+            wanted = set(range(topology.size)) if everyone else missing
+            keys = [stall.key for stall in stalls if stall.kind == "operation" and stall.missing]
+
+            def located(where: Mapping[int, wire.Located]) -> None:
+                asked = {topology.node_of(rank) for rank in wanted}
+                silent = (set(range(len(topology.hosts))) - set(told)) | (asked - set(where))
+                then(
+                    Survey(
+                        merge([*entries, *((node, answer.waiting) for node, answer in where.items())], topology),
+                        {found.rank: found for answer in where.values() for found in answer.found},
+                        {node: answer.pid for node, answer in told.items()},
+                        tuple(sorted(silent)),
+                        sum(answer.more for answer in told.values()),
+                    )
+                )
+
+            self.locate(wanted, keys, located)
+
+        self.waiting(waiting)
+
+    def whereabouts(self, ranks: Iterable[int], then: Callable[[str], None]) -> None:
+        """Tells where these ranks are, as lines to go after a sentence."""
+        topology = self._context.topology
         wanted = set(ranks)
-        of_nodes = {
-            node: tuple(sorted(wanted.intersection(local)))[: wire.MAX_LOCATED]
-            for node, local in enumerate(self._context.topology.ranks)
-            if wanted.intersection(local)
-        }
 
-        def told(answers: Answers) -> None:
-            then({node: answer for node, answer in answers.items() if isinstance(answer, wire.Located)})
+        def located(where: Mapping[int, wire.Located]) -> None:
+            found = [one for answer in where.values() for one in answer.found]
+            silent = sorted({topology.node_of(rank) for rank in wanted} - set(where))
+            then(describe_ranks(found, silent, topology))
 
-        keys = tuple(keys)[: wire.MAX_WAITING]
-        self._rounds.ask({node: _locate(some, keys) for node, some in of_nodes.items()}, told)
-
-    def waiting(self, then: Callable[[dict[int, wire.WaitingHere]], None]) -> None:
-        """Asks all nodes what is under way there; tells by node."""
-
-        def told(answers: Answers) -> None:
-            then({node: answer for node, answer in answers.items() if isinstance(answer, wire.WaitingHere)})
-
-        nodes = [self._context.node, *self._context.other_nodes()]
-        self._rounds.ask(dict.fromkeys(nodes, wire.WaitingRequest), told)
+        self.locate(wanted, (), located)
 
     def handle(self, node: int, message: wire.PeerMessage) -> bool:
         """Takes a message of another node, or of this one. Returns whether it was for this."""
         if isinstance(message, wire.Locate):
-            over = tuple(key for key in message.keys if self._is_over(key))
+            known = tuple(one for key in message.keys for one in self._under_way(key))[: wire.MAX_WAITING]
             local = set(self._context.topology.ranks[self._context.node])
             ranks = [rank for rank in message.ranks if rank in local]
             self._context.outside.locate(
-                ranks, lambda found: self._send(node, wire.Located(message.serial, tuple(found), over))
+                ranks, lambda found: self._send(node, wire.Located(message.serial, tuple(found), known))
             )
         elif isinstance(message, wire.WaitingRequest):
-            under_way = self._under_way()
+            under_way = self._under_way(message.key)
             told = tuple(under_way[: wire.MAX_WAITING])
             self._send(node, wire.WaitingHere(message.serial, self._pid, told, len(under_way) - len(told)))
         elif isinstance(message, (wire.Located, wire.WaitingHere)):
@@ -87,18 +126,15 @@ class Questions:
         return True
 
     def _may_tell(self, node: int, answer: Answer) -> bool:
-        """Whether it is about ranks of its sender, as far as that can be said."""
+        """Tells whether an answer is about ranks of its sender, as far as that can be said."""
         local = set(self._context.topology.ranks[node])
-        if isinstance(answer, wire.Located):
-            return all(found.rank in local for found in answer.found)
-        return all(local.issuperset(waiting.submitted) for waiting in answer.waiting)
+        found = answer.found if isinstance(answer, wire.Located) else ()
+        return local.issuperset(one.rank for one in found) and all(
+            local.issuperset(waiting.submitted) for waiting in answer.waiting
+        )
 
     def _send(self, node: int, message: wire.PeerMessage) -> None:
         if node == self._context.node:
             self.handle(node, message)
         else:
             self._context.outside.to_node(node, message)
-
-
-def _locate(ranks: tuple[int, ...], keys: tuple[OpKey, ...]) -> Question:
-    return lambda serial: wire.Locate(serial, ranks, keys)

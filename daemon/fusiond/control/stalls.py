@@ -1,67 +1,190 @@
-"""Operations that do not fit or have waited long: the coordinator is asked, and asks all nodes. No I/O."""
+"""The clock of what waits on a node: it is told to whoever asks, warned of, and ended when its time is up. No I/O.
+
+One clock looks at all of it: operations, proposals of plans, and contributions to buckets' homes. About an operation or
+a plan the coordinator is asked, which asks all nodes, so that one sentence holds for all ranks. A contribution concerns
+the rank that made it only: this node asks the others itself, and ends it.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple
 
 from fusion_rt import wire
 from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.control.coordination import Coordination
+from fusiond.control.questions import Questions
+from fusiond.control.waiting import (
+    Subject,
+    Survey,
+    describe,
+    describe_ranks,
+    explain_contribution,
+    plan_in_words,
+)
 from fusiond.core.tracing import about_key
 from fusiond.operations.context import Context
 from fusiond.operations.executor import Run
 from fusiond.operations.outcomes import Failing
+from fusiond.shards import Homes
+from fusiond.shards.timeouts import key_of
 
-_DEPARTURE_GRACE = 2.0  # seconds that an operation may still take to complete once one of its ranks has left
+_GRACE = 2.0  # seconds for what is late, or waits for a rank that has left, to complete, until it is asked again
+
+
+class _Wait(NamedTuple):
+    """Something that waits. `rank`: whose contribution it is; `left`: ranks have left that it may wait for."""
+
+    subject: Subject
+    since: float
+    left: bool = False
+    rank: int = -1
 
 
 class Stalls:
-    """Of one engine: `context`, what has failed, and the way to the coordinator are the engine's."""
+    """The clock of one engine, whose other parts it uses.
 
-    def __init__(self, context: Context, failing: Failing, coordination: Coordination) -> None:
+    Args:
+        proposals: the plans that local ranks have proposed: key, when the first one did (s), and the ranks.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        failing: Failing,
+        coordination: Coordination,
+        questions: Questions,
+        homes: Homes,
+        proposals: Callable[[], Iterable[tuple[OpKey, float, Collection[int]]]],
+    ) -> None:
         self._context = context
         self._failing = failing
         self._coordination = coordination
+        self._questions = questions
+        self._homes = homes
+        self._proposals = proposals
+        self._asked: dict[tuple[Subject, int], float] = {}  # when (s), of what waits
+        self._due: set[tuple[OpKey, int]] = set()  # contributions about which the nodes are being asked
 
-    def disagree(self, run: Run) -> None:
-        """The ranks do not agree."""
-        run.disputed = True
-        self._inquire(run, 0.0)
+    # --- the clock ----------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Time has passed: asks about what has waited long, or waits for ranks that have left."""
-        now = self._context.outside.clock()
-        settings = self._context.settings
+        now, settings = self._context.outside.clock(), self._context.settings
+        asked, self._asked = self._asked, {}
+        due = set()
+        for wait in list(self._waits()):
+            this = wait.subject, wait.rank
+            waited, last = now - wait.since, asked.get(this, -math.inf)
+            late = waited > settings.operation_timeout or (wait.left and waited > _GRACE)
+            if (waited > settings.stall_warning_time and last < wait.since) or (late and now - last > _GRACE):
+                if wait.rank < 0:
+                    last = now
+                    self._inquire(wait.subject, waited)
+                elif not self._due:  # else at a later tick
+                    last = now
+                    due.add((wait.subject[1], wait.rank))
+            self._asked[this] = last
+        if due:
+            self._due = due
+            self._questions.survey(False, self._told_of_homes)
+
+    def disagree(self, run: Run) -> None:
+        """The ranks do not agree about an operation."""
+        run.disputed = True
+        self._asked[("operation", run.key), -1] = self._context.outside.clock()
+        self._inquire(("operation", run.key), 0.0)
+
+    def _waits(self) -> Iterator[_Wait]:
         participants = self._context.participants
         departed = participants.departed.difference(participants.lost)
-        for run in list(self._context.runs.values()):
-            waited = now - run.since
-            left = any(r in run.members.set.ranks and r not in run.parts for r in departed)
-            warn = waited > settings.stall_warning_time and run.inquired < run.since
-            if warn or (
-                now - run.inquired > _DEPARTURE_GRACE
-                and (waited > settings.operation_timeout or (left and waited > _DEPARTURE_GRACE and run.parts))
-            ):
-                self._inquire(run, waited)
+        for run in self._context.runs.values():
+            left = bool(run.parts) and any(r in run.members.set.ranks and r not in run.parts for r in departed)
+            yield _Wait(("operation", run.key), run.since, left)
+        for key, since, ranks in self._proposals():
+            members = participants.members(key.process_set).set.ranks
+            yield _Wait(("plan", key), since, any(rank in members and rank not in ranks for rank in departed))
+        for sender in self._homes.waits.contributions():
+            key = key_of(sender.plan, sender.bucket, sender.home)
+            yield _Wait(("home", key), sender.since, rank=sender.rank)
 
-    def answer(self, inquiry: wire.Inquiry) -> None:
-        """The coordinator asks what this node's ranks have submitted."""
-        run = self._context.runs.get(inquiry.key)
-        traffic = () if run is None else run.traffic(self._context.node, self._context.outside.clock())
-        self._coordination.ask(wire.Report(inquiry.key, self._submitted(inquiry.key), traffic))
-
-    def _inquire(self, run: Run, waited: float) -> None:
+    def _inquire(self, subject: Subject, waited: float) -> None:
         """Has the coordinator ask everybody, and tell everybody if something is wrong."""
-        run.inquired = self._context.outside.clock()
-        name, clock, plan = about_key(run.key)
-        self._context.trace.record(Kind.STALL, name, int(waited), clock, plan)
-        self._coordination.ask(wire.Mismatch(run.key, waited))
+        kind, key = subject
+        assert kind != "home"
+        if kind == "operation":
+            name, clock, plan = about_key(key)
+            self._context.trace.record(Kind.STALL, name, int(waited), clock, plan)
+        self._coordination.ask(wire.Mismatch(key, waited, kind))
 
-    def _submitted(self, key: OpKey) -> dict[int, wire.Signature]:
-        """What local ranks have submitted of an operation that is under way, or has been recently."""
-        run = self._context.runs.get(key)
-        if run is not None:
-            return {rank: part.signature for rank, part in run.parts.items()}
+    def _told_of_homes(self, result: Survey) -> None:
+        """The nodes have told what homes wait for: contributions that have waited too long are ended."""
+        due, self._due = self._due, set()
+        topology, settings = self._context.topology, self._context.settings
+        stalls = {stall.key: stall for stall in result.stalls if stall.kind == "home"}
+        missing = {rank for stall in stalls.values() for rank in stall.missing}
+        found = [where for rank, where in result.found.items() if rank in missing]
+        where = describe_ranks(found, result.silent, topology)
+        shown = False
+        for sender in self._homes.waits.contributions():
+            key = key_of(sender.plan, sender.bucket, sender.home)
+            waited = self._context.outside.clock() - sender.since
+            if (key, sender.rank) not in due or waited <= min(settings.stall_warning_time, settings.operation_timeout):
+                continue  # it has been answered, and this is another one
+            plan, bucket = sender.plan.plan, sender.bucket.index
+            node = plan.homes[bucket] if plan.homes else None
+            text = explain_contribution(sender.rank, waited, bucket, plan.group, node, stalls.get(key), topology)
+            if waited > settings.operation_timeout:
+                self._homes.waits.give_up(sender, text + where)
+            else:
+                self._context.outside.warn(text if shown else text + where)
+                shown = True
+
+    # --- what is told to whoever asks ---------------------------------------------------------------------------------
+
+    def under_way(self, key: OpKey | None = None) -> list[wire.Waiting]:
+        """Returns what waits here; only what has this key, if there is one, and then also operations that are over."""
+        now = self._context.outside.clock()
+        runs = self._context.runs
+        if key is None:
+            found = [self._operation(run, now) for run in runs.values()]
+        else:
+            found = [self._operation(runs[key], now, True)] if key in runs else self._over(key)
+        participants = self._context.participants
+        for plan, since, ranks in self._proposals():
+            awaited = participants.awaited(participants.members(plan.process_set))
+            what = plan_in_words(plan.name)[: wire.MAX_LINE]
+            found.append(wire.Waiting("plan", plan, what, now - since, tuple(ranks), awaited))
+        found += self._homes.waits.under_way()
+        return found if key is None else [one for one in found if one.key == key]
+
+    def _operation(self, run: Run, now: float, signed: bool = False) -> wire.Waiting:
+        away = () if run.kind == "join" else self._context.participants.away(run.members)
+        signature = None if run.recipe is None else run.recipe.signature
+        what = run.what + ("" if signature is None else f" ({describe(signature)})")
+        ranks = sorted(run.parts)
+        return wire.Waiting(
+            "operation",
+            run.key,
+            what[: wire.MAX_LINE],
+            max(now - run.since, 0.0),
+            tuple(ranks),
+            tuple(rank for rank in run.members.set.ranks if rank not in away),
+            run.traffic(self._context.node, now),
+            signatures=tuple(run.parts[rank].signature for rank in ranks) if signed else (),
+        )
+
+    def _over(self, key: OpKey) -> list[wire.Waiting]:
+        """Returns what is known of an operation that is over here; nothing, as soon as that is forgotten."""
+        context = self._context
+        if not self._failing.is_over(key) or key.process_set not in context.participants:
+            return []
+        ranks = context.participants.members(key.process_set).local
         signature = self._failing.completed_as(key)
-        if signature is None or key.process_set not in self._context.participants:
-            return {}
-        return dict.fromkeys(self._context.participants.members(key.process_set).local, signature)
+        signatures = () if signature is None else (signature,) * len(ranks)
+        note = f"it is over on host {context.host} (node {context.node})"
+        return [
+            wire.Waiting("operation", key, key.in_words[: wire.MAX_LINE], 0.0, ranks, note=note, signatures=signatures)
+        ]

@@ -124,9 +124,10 @@ class Participants:
         """The ranks without which operations of these members go on."""
         return self.joined if members.set.id == GLOBAL_SET else ()
 
-    def is_awaited(self, rank: int, members: Members) -> bool:
-        """Whether operations of these members wait for one of them."""
-        return rank not in self.lost and rank not in self.away(members)
+    def awaited(self, members: Members) -> tuple[int, ...]:
+        """The ranks of these members without which their operations do not go on."""
+        away = self.away(members)
+        return tuple(rank for rank in members.set.ranks if rank not in self.lost and rank not in away)
 
     def awaited_nodes(self, members: Members) -> tuple[int, ...]:
         """The nodes that have a member which is not away."""

@@ -23,7 +23,7 @@ class _Asked(Generic[Answer]):
 
 
 class Rounds(Generic[Answer]):
-    """What one node asks.
+    """Questions of one node, and the answers so far.
 
     Args:
         send: sends a message to a node, which may be this one.
@@ -43,12 +43,15 @@ class Rounds(Generic[Answer]):
         self._asked: dict[int, _Asked[Answer]] = {}
         self._serial = 0
 
-    def ask(self, questions: Mapping[int, Question], then: Callable[[dict[int, Answer]], None]) -> None:
-        """Asks nodes; tells the answers that have come, by node, once all have or the time is up."""
+    def ask(
+        self, questions: Mapping[int, Question], then: Callable[[dict[int, Answer]], None], hurried: bool = True
+    ) -> None:
+        """Asks nodes; tells the answers that have come, by node, once all have or, if `hurried`, the time is up."""
         self._serial += 1
         serial = self._serial
         self._asked[serial] = _Asked(set(questions), then)
-        self._call_later(self._patience, lambda: self._finish(serial))
+        if hurried:
+            self._call_later(self._patience, lambda: self._finish(serial))
         for node, question in questions.items():
             self._send(node, question(serial))
         if not questions:

@@ -13,7 +13,6 @@ from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import Recipe, make_recipe
 from fusiond.control.coordination import Coordination
 from fusiond.control.negotiation import DIRECT_KINDS
-from fusiond.control.stalls import Stalls
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
 from fusiond.operations.context import Context
@@ -31,7 +30,8 @@ class Agreeing:
     """Of one engine, whose other parts it uses.
 
     Attributes:
-        coordination, failing, homes, plans, runner, stalls: the engine's.
+        coordination, failing, homes, plans, runner: the engine's.
+        disagree: is told of a run about which the ranks do not agree.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Agreeing:
         homes: Homes,
         plans: Plans,
         runner: Runner,
-        stalls: Stalls,
+        disagree: Callable[[Run], None],
     ) -> None:
         self._context = context
         self._participants = context.participants
@@ -53,7 +53,7 @@ class Agreeing:
         self._homes = homes
         self._plans = plans
         self._runner = runner
-        self._stalls = stalls
+        self._disagree = disagree
         self._approved: OrderedDict[tuple[int, int], wire.Signature] = OrderedDict()  # by process set and digest
         self._recipes: dict[wire.Signature, Recipe] = {}
         self._verdicts: OrderedDict[OpKey, wire.Verdict] = OrderedDict()  # those that say more than "approved"
@@ -187,7 +187,7 @@ class Agreeing:
             return
         run.digest = wire.digest(recipe.signature)
         if any(chunk.digest != run.digest for _, chunk, _ in run.early):
-            self._stalls.disagree(run)
+            self._disagree(run)
             return
         agreed = (run.key.process_set, run.digest)
         if run.early:  # no peer would have sent anything unless it were approved

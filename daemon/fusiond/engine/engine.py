@@ -25,13 +25,11 @@ from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import Plans
 from fusiond.collectives.base import Array
 from fusiond.collectives.cost import CostModel
-from fusiond.control import under_way
 from fusiond.control.coordination import Coordination
 from fusiond.control.negotiation import Coordinator
 from fusiond.control.questions import Questions
-from fusiond.control.shard_stalls import HomeStalls
 from fusiond.control.stalls import Stalls
-from fusiond.control.survey import Survey, survey
+from fusiond.control.waiting import Survey
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Participants
 from fusiond.core.tracing import record_plan
@@ -47,7 +45,7 @@ from fusiond.operations.thread_work import ThreadWork
 from fusiond.shards import Homes
 from fusiond.transport.flow_control import CreditExceeded, window_chunks
 
-_OF_COORDINATOR = wire.Verdict | wire.PlanVerdict | wire.Inquiry
+_OF_COORDINATOR = wire.Verdict | wire.PlanVerdict
 _MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them
 _MAX_EARLY_BYTES = 1 << 32  # of these chunks
 
@@ -100,12 +98,16 @@ class Engine:
             self._plans, self.homes, self._runs, outside, lambda: self._failing.failure, self._failing.codec_failed
         )
         self._context = context
-        self._questions = Questions(context, os.getpid(), self._under_way, self._failing.is_over)
-        self._home_stalls = HomeStalls(context, self._questions)
+        self._questions = Questions(context, os.getpid(), lambda key: self._stalls.under_way(key))
         self._coordination = Coordination(context, self._questions, self.peer_message, on_job_failed, epoch)
-        self._stalls = Stalls(context, self._failing, self._coordination)
         self._agreeing = Agreeing(
-            context, self._coordination, self._failing, self.homes, self._plans, self._runner, self._stalls
+            context,
+            self._coordination,
+            self._failing,
+            self.homes,
+            self._plans,
+            self._runner,
+            lambda run: self._stalls.disagree(run),
         )
         self._proposing = Proposing(
             context,
@@ -116,6 +118,9 @@ class Engine:
             self._plans,
             self.snapshots,
             self._agreeing.advance,
+        )
+        self._stalls = Stalls(
+            context, self._failing, self._coordination, self._questions, self.homes, self._proposing.waits
         )
 
     @property
@@ -327,20 +332,17 @@ class Engine:
         elif not self._questions.handle(node, message):
             self._coordination.handle(node, message)
 
-    def _decided(self, message: wire.Verdict | wire.PlanVerdict | wire.Inquiry) -> None:
+    def _decided(self, message: wire.Verdict | wire.PlanVerdict) -> None:
         if isinstance(message, wire.Verdict):
             self._agreeing.verdict(message)
-        elif isinstance(message, wire.PlanVerdict):
+        else:
             self._proposing.verdict(message)
             self.homes.occupied.look_again()
-        else:
-            self._stalls.answer(message)
 
     def tick(self) -> None:
         """Time has passed: ends what has waited too long. Called about once a second while anything is under way."""
         self._stalls.tick()
-        self.homes.tick(self._home_stalls.ask)
-        self._coordination.tick()
+        self.homes.tick()
 
     def fail_job(self, error: str) -> None:
         """The job cannot go on: everything under way, and everything later, fails with this sentence."""
@@ -366,8 +368,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way that a tick could end."""
-        nothing = not self._runs and not self._proposing.waiting and self.homes.idle
-        return nothing and self._coordination.idle
+        return not self._runs and not self._proposing.waiting and self.homes.idle
 
     @property
     def quiet_seconds(self) -> float:
@@ -376,11 +377,7 @@ class Engine:
 
     def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
         """Asks all nodes who waits for whom; `everyone`: and where also those are that nobody waits for."""
-        survey(self._context, self._questions, everyone, then)
-
-    def _under_way(self) -> list[wire.Waiting]:
-        found = under_way.operations(self._context) + under_way.proposals(self._context, self._proposing.waiting)
-        return found + self.homes.under_way() + self._coordination.under_way()
+        self._questions.survey(everyone, then)
 
     def record_plans(self) -> None:
         """Records the plans in force again: what was recorded first may be overwritten by now."""

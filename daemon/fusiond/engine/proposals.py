@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from fusion_rt import codecs, plugins, wire
 from fusion_rt.algorithms import parse
 from fusion_rt.errors import FusionError
+from fusion_rt.wire import OpKey
 from fusiond import algorithms
 from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import check_proposal
 from fusiond.control.coordination import Coordination
-from fusiond.control.negotiation import PlanKey
+from fusiond.control.negotiation import PlanKey, subject_of
 from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
 from fusiond.engine.snapshots import Snapshots
@@ -47,6 +48,7 @@ class Proposing:
         advance: Callable[[Run], None],
     ) -> None:
         self.waiting: dict[PlanKey, dict[int, int]] = {}
+        self._since: dict[PlanKey, float] = {}
         self._context = context
         self._coordination = coordination
         self._failing = failing
@@ -82,9 +84,15 @@ class Proposing:
             if not self._codecs.kernels_of(codec, dtypes, partial(self.propose, rank, handle, proposal)):
                 return
         key = (proposal.process_set, proposal.group, proposal.clock)
+        self._since.setdefault(key, self._context.outside.clock())
         self.waiting.setdefault(key, {})[rank] = handle
         self._proposed.setdefault(key, {})[rank] = proposal
         self._coordination.ask(wire.PlanRequest(rank, proposal))
+
+    def waits(self) -> Iterator[tuple[OpKey, float, Collection[int]]]:
+        """The plans that are not there yet: key, when it was first proposed here (s), and by which ranks."""
+        for plan_key, ranks in self.waiting.items():
+            yield subject_of(plan_key), self._since[plan_key], ranks
 
     def verdict(self, verdict: wire.PlanVerdict) -> None:
         """The coordinator has made a plan, or says why there is none."""
@@ -100,6 +108,7 @@ class Proposing:
             if not self._has_kernels(verdict.plan, partial(self.verdict, verdict)):
                 return
         waiting = self.waiting.pop(key, {})
+        self._since.pop(key, None)
         proposed = self._proposed.pop(key, {})
         plan = verdict.plan
         if plan is None:
@@ -149,7 +158,7 @@ class Proposing:
     def remove_set(self, process_set: int) -> None:
         """Forgets the plans of a process set; who waits for one is told."""
         for plan_key in [key for key in self.waiting if key[0] == process_set]:
-            del self._proposed[plan_key]
+            del self._proposed[plan_key], self._since[plan_key]
             for rank, handle in self.waiting.pop(plan_key).items():
                 self._failing.refuse(rank, handle, f"process set {process_set} was removed")
         for made in [key for key in self._made if key[0] == process_set]:
@@ -165,6 +174,7 @@ class Proposing:
     def clear(self) -> None:
         """Forgets who waits."""
         self.waiting.clear()
+        self._since.clear()
         self._proposed.clear()
 
     # --- for the coordinator of a new view ----------------------------------------------------------------------------

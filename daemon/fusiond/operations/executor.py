@@ -86,7 +86,6 @@ class Run:
         answer: what workers are told about an operation without data.
         early: chunks that came before it could start, with their sender's node; `early_from`: how many of each node.
         disputed: it cannot start here: submissions or a peer's data do not fit.
-        inquired: when the coordinator was last asked what is wrong (s).
         heard: when a chunk last came from a node (s).
         taking: the exchange is taking a chunk; `over`: with that one it has finished.
         working: the kernel pool has jobs of it.
@@ -110,7 +109,6 @@ class Run:
     early: deque[tuple[int, wire.Chunk, memoryview]] = field(default_factory=deque)
     early_from: Counter[int] = field(default_factory=Counter)
     disputed: bool = False
-    inquired: float = -math.inf
     heard: dict[int, float] = field(default_factory=dict)
     taking: bool = False
     over: bool = False
@@ -133,7 +131,7 @@ class Run:
     @property
     def what(self) -> str:
         """For people."""
-        return f"bucket {self.key.name} of plan {self.key.plan}" if self.key.plan else f"tensor {self.key.name!r}"
+        return self.key.in_words
 
     def traffic(self, node: int, now: float) -> tuple[wire.Traffic, ...]:
         """What has gone between this node and its peers, once the exchange is there; now in seconds."""

@@ -51,7 +51,6 @@ class Sender:
     post: Contribution | None = None
     awaited: int = 0
     since: float = 0.0
-    warned: bool = False
     busy: bool = False
     failed: str = ""
 
@@ -153,7 +152,7 @@ class Senders:
             )
         if posted.kind == "post" and (wrong := wrong_rates(state, bucket, posted.rates)):
             raise RequestError(f"rank {rank} posts to bucket {bucket.index} of plan {plan.id}, and {wrong}")
-        sender.post, sender.since, sender.warned = posted, self._here.outside.clock(), False
+        sender.post, sender.since = posted, self._here.outside.clock()
         posted.clock, posted.version, posted.arrived = sender.clock, sender.version, sender.since
         sender.awaited = sender.clock
         if posted.kind == "post":

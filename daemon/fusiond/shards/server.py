@@ -292,17 +292,6 @@ class Boxes:
                 slot[position].values = slot[position].values.copy()
         return True
 
-    def reason(self, sender: Sender) -> str:
-        """What the home waits for that a worker waits for; empty if that is not known here."""
-        box = self._boxes.get(sender.home_address)
-        if box is None or box.busy:
-            return ""  # a thread may be changing what would be told
-        describe = self._here.topology.describe
-        if not box.seeded:
-            return f"it has nothing to begin with, which has to come from {describe(box.ranks[:1])}"
-        awaited = self.awaited(box)
-        return f"it waits for {describe(awaited)}" if awaited else ""
-
     @staticmethod
     def awaited(box: Box) -> tuple[int, ...]:
         """The ranks that a home here waits for; none if that cannot be told now."""

@@ -23,7 +23,7 @@ from fusiond.shards.occupied import Occupied, Operations
 from fusiond.shards.push_pull import Senders
 from fusiond.shards.server import Boxes
 from fusiond.shards.staleness import Meters
-from fusiond.shards.timeouts import Ask, Overdue
+from fusiond.shards.timeouts import Waits
 
 
 class Homes:
@@ -31,6 +31,7 @@ class Homes:
 
     Attributes:
         occupied: ranks that wait in other operations.
+        waits: what local ranks wait for at homes, and what the homes here wait for.
 
     Args:
         topology, node: who is where, and which node this is.
@@ -69,7 +70,7 @@ class Homes:
         )
         work.resume = self._boxes.resume
         self.occupied = Occupied(self._here, self._senders, self._boxes, operations)
-        self._overdue = Overdue(self._here, self._senders, self._boxes)
+        self.waits = Waits(self._here, self._senders, self._boxes)
         self._incoming = Incoming(self._here, self._codings)
         self._states = States(self._senders, self._boxes, self._codings)
 
@@ -183,10 +184,9 @@ class Homes:
         """Whoever waits for an answer gets this sentence instead: this membership epoch is over elsewhere."""
         self._senders.end(error)
 
-    def tick(self, ask: Ask) -> None:
-        """Warns of what has waited long, and ends what has waited too long; `ask` tells what the nodes know of it."""
+    def tick(self) -> None:
+        """Time has passed."""
         self.occupied.tick()
-        self._overdue.tick(ask)
 
     def fail(self) -> None:
         """The job cannot go on."""
@@ -201,10 +201,6 @@ class Homes:
     def idle(self) -> bool:
         """Whether no local worker waits for an answer."""
         return self._senders.idle
-
-    def under_way(self) -> list[wire.Waiting]:
-        """What local ranks wait for at homes, and what the homes here wait for."""
-        return self._overdue.under_way()
 
     @property
     def meters(self) -> Meters:

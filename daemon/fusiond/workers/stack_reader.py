@@ -49,8 +49,8 @@ class Source:
 
     @classmethod
     def open(cls, pid: int, hello: wire.Hello, memfd: int) -> Source:
-        """Of the worker that has just said this, and attached `memfd` (-1: nothing), which is taken over, also on
-        failure.
+        """Opens that of the worker that has just said this. `memfd`: what it attached (-1: nothing); it is taken over,
+        also on failure.
 
         Raises:
             WireError: that is something else.
@@ -73,7 +73,7 @@ class Source:
 
     @property
     def written(self) -> int:
-        """How much it has written; it and this daemon share the descriptor's offset."""
+        """The number of bytes that it has written; it and this daemon share the descriptor's offset."""
         return os.lseek(self.memfd, 0, os.SEEK_CUR)
 
     def state(self) -> str:
@@ -86,7 +86,7 @@ class Source:
         return stack_text.process_state(self.pid)
 
     def why_not(self, state: str) -> str:
-        """Why it is not asked, as a sentence; empty if it can be."""
+        """Returns why it is not asked, as a sentence; empty if it can be."""
         if self.pid == 0:
             return "no stack: the worker runs in another process namespace than the daemon"
         if not state:

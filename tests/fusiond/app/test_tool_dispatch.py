@@ -10,7 +10,7 @@ from fusion_rt import wire
 from fusion_rt.bootstrap import DaemonConfig
 from fusion_rt.topology import Topology
 from fusiond.app.tool_dispatch import ToolRequests
-from fusiond.control.survey import Survey
+from fusiond.control.waiting import Survey
 from fusiond.membership.epoch import Membership
 
 TWO = Topology(("a", "b"), ((0,), (1,)))

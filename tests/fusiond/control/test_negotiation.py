@@ -12,28 +12,22 @@ from fusion_rt.settings import Settings
 from fusion_rt.topology import GLOBAL_SET, Topology
 from fusiond.control.negotiation import Coordinator
 from fusiond.core.participants import Participants
+from tests.fusiond.control.kept_questions import KeptQuestions
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
 SUM = wire.Signature("allreduce", "float32", (4, 2))
 GATHER = wire.Signature("allgather", "float32", (4, 2))
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def questions() -> KeptQuestions:
+    return KeptQuestions()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def coordinator(clock: Clock, participants: Participants, warnings: list[str]) -> Coordinator:
+def coordinator(participants: Participants, questions: KeptQuestions) -> Coordinator:
     settings = Settings(fusion_threshold=1024, operation_timeout=30.0, stall_warning_time=20.0)
-    return Coordinator(participants, settings, clock, warnings.append)
+    return questions.coordinator(participants, settings)
 
 
 @pytest.fixture
@@ -41,11 +35,6 @@ def participants() -> Participants:
     participants = Participants(TOPOLOGY, 0)
     participants.add((0, 1))
     return participants
-
-
-@pytest.fixture
-def warnings() -> list[str]:
-    return []
 
 
 def key(name: str = "x", process_set: int = GLOBAL_SET) -> wire.OpKey:
@@ -120,15 +109,13 @@ def test_no_plan_is_made_that_needs_a_package_which_the_coordinator_lacks(coordi
 def test_a_plan_is_made_when_every_rank_has_proposed(coordinator: Coordinator) -> None:
     for rank in (2, 0):
         assert coordinator.plan_request(wire.PlanRequest(rank, PROPOSAL)) == []
-    waits = not coordinator.idle
+    assert coordinator.statistics()["pending"] == 1
     out = coordinator.plan_request(wire.PlanRequest(1, PROPOSAL))
     assert [node for node, _ in out] == [0, 1]
     verdict = out[0][1]
     assert isinstance(verdict, wire.PlanVerdict)
     assert verdict.plan is not None
     assert verdict.plan.id == 1
-    assert waits
-    assert coordinator.idle
     assert coordinator.statistics() == {"pending": 0, "approved": 0, "plans": 1}
 
 
@@ -144,15 +131,20 @@ def test_every_plan_has_a_new_number(coordinator: Coordinator) -> None:
     assert numbers == [1, 2, 3]
 
 
-def test_a_proposal_ends_when_its_time_is_up(coordinator: Coordinator, clock: Clock) -> None:
+def test_a_proposal_ends_when_its_time_is_up(coordinator: Coordinator, questions: KeptQuestions) -> None:
+    late = wire.Mismatch(wire.OpKey(0, 0, "opt", 0), 31.0, "plan")
+    assert coordinator.mismatch(late) == []  # there is no such proposal any more
     coordinator.plan_request(wire.PlanRequest(0, PROPOSAL))
-    clock.now = 30.0
-    assert coordinator.tick() == []
-    clock.now = 31.0
-    error = "no plan for 'opt': rank 1 (host a), rank 2 (host b) did not propose it within 31 s"
-    assert coordinator.tick() == [(node, wire.PlanVerdict(0, "opt", 0, None, error)) for node in (0, 1)]
-    assert coordinator.tick() == []
-    assert coordinator.idle
+    assert coordinator.mismatch(late) == []
+    assert questions.answer({0: None}, {}, kind="plan") == []  # it is found out where the others are
+    error = (
+        "the plan of 'opt' waited 31 s for rank 1 (host a), rank 2 (host b), which did not propose it "
+        "(proposed by rank 0 (host a))"
+    )
+    verdicts = [(node, wire.PlanVerdict(0, "opt", 0, None, error)) for node in (0, 1)]
+    assert questions.answer({0: None}, {}, kind="plan") == verdicts
+    assert coordinator.statistics()["pending"] == 0
+    assert questions.asked == []
 
 
 # --- homes ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fusion_rt import wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
@@ -13,6 +15,8 @@ from tests.fusiond.simulation import SimulatedJob
 
 X = OpKey(0, 0, "x", 0)
 SUM = wire.Signature("barrier")
+SUM_OF_FLOATS = wire.Signature("allreduce", "float32", (2,))
+VALUES = np.ones(2, np.float32)
 
 
 def located(rank: int) -> wire.Whereabouts:
@@ -38,7 +42,8 @@ def test_every_node_says_where_its_ranks_are_and_what_is_over() -> None:
     job.settle()
     (found,) = answers
     assert {node: [one.rank for one in answer.found] for node, answer in found.items()} == {0: [0, 1], 1: [3]}
-    assert found[0].over == found[1].over == (X,)
+    assert [[one.key for one in found[node].waiting] for node in (0, 1)] == [[X], [X]]
+    assert found[1].waiting[0].note == "it is over on host host1 (node 1)"
 
 
 def test_every_node_says_what_is_under_way() -> None:
@@ -52,6 +57,36 @@ def test_every_node_says_what_is_under_way() -> None:
     assert (waiting.key, waiting.submitted, waiting.awaits) == (X, (1,), (0, 1, 2))
     assert waiting.what == "tensor 'x' (barrier)"
     assert none == ()
+
+
+def test_of_one_operation_every_node_says_what_was_submitted_even_when_it_is_over() -> None:
+    job = job_of(2, 1)
+    job.submit_all("x", SUM_OF_FLOATS, [VALUES] * 3)
+    job.submit(0, "x", SUM_OF_FLOATS, VALUES, clock=1)
+    job.settle()
+    answers: list[dict[int, wire.WaitingHere]] = []
+    for clock in (0, 1):
+        questions(job, 1).waiting(answers.append, OpKey(0, 0, "x", clock), (0, 1))
+    job.settle()
+    over, waiting = answers
+    assert [over[node].waiting[0].submitted for node in (0, 1)] == [(0, 1), (2,)]
+    assert over[0].waiting[0].signatures == (SUM_OF_FLOATS,) * 2
+    assert [(one.submitted, one.signatures) for one in waiting[0].waiting] == [((0,), (SUM_OF_FLOATS,))]
+    assert waiting[1].waiting == ()
+
+
+def test_about_one_operation_all_nodes_are_waited_for() -> None:
+    job = job_of(1, 1)
+    engine = job.nodes[1].engine
+    receive, engine.peer_message = engine.peer_message, lambda *_: None  # type: ignore[method-assign]
+    answers: list[dict[int, wire.WaitingHere]] = []
+    questions(job, 0).waiting(answers.append, X, (0, 1))
+    job.settle()
+    job.pass_time(10 * PATIENCE)
+    assert answers == []
+    receive(0, wire.WaitingRequest(1, X), None)
+    job.settle()
+    assert [sorted(found) for found in answers] == [[0, 1]]
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for_longer_than_the_others_patience() -> None:
@@ -118,5 +153,5 @@ def test_more_than_has_room_is_counted() -> None:
     context = Context(topology, 0, Settings(), job.nodes[0], Participants(topology, 0))
     many = [wire.Waiting("operation", OpKey(0, 0, str(n), 0), "x", 1.0) for n in range(wire.MAX_WAITING + 3)]
     told: list[dict[int, wire.WaitingHere]] = []
-    Questions(context, 1, lambda: many, lambda key: False).waiting(told.append)
+    Questions(context, 1, lambda key: many).waiting(told.append)
     assert (len(told[0][0].waiting), told[0][0].more) == (wire.MAX_WAITING, 3)

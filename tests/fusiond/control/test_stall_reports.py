@@ -62,11 +62,11 @@ def test_a_plan_says_where_the_rank_is_that_did_not_propose_it() -> None:
     job = job_of(2, 1)
     handles = {rank: job.propose(rank, PROPOSAL) for rank in (0, 1)}
     job.pass_time(8)
-    assert job.warnings == [f"the plan of 'opt' has waited 6 s for rank 2 (host host1){STACK}"]
+    sentence = "waited {} s for rank 2 (host host1), which did not propose it (proposed by ranks 0-1 (host host0))"
+    assert job.warnings == [f"the plan of 'opt' {sentence.format(6)}{STACK}"]
     job.pass_time(20)
     for rank, handle in handles.items():
-        expected = f"no plan for 'opt': rank 2 (host host1) did not propose it within 21 s{STACK}"
-        assert job.error(rank, handle) == expected
+        assert job.error(rank, handle) == f"the plan of 'opt' {sentence.format(21)}{STACK}"
     job.nothing_is_left()
 
 
@@ -137,3 +137,18 @@ def test_homes_say_where_the_rank_is_that_they_wait_for() -> None:
         for handle in workers._handles[rank]:
             assert job.error(rank, handle).endswith(STACK)
     job.nothing_is_left()
+
+
+def test_a_contribution_that_is_late_while_the_nodes_are_asked_about_another_is_not_forgotten() -> None:
+    from tests.fusiond.algorithms.training import Workers
+
+    job = job_of(2, 2)
+    job.nodes[1].locate = lambda ranks, then: job.timers.append((job.now + 2, lambda: then([])))  # type: ignore[method-assign]
+    workers = Workers([2, 2], "bsp", VALUES, 0.1, job=job)
+    for rank in (0, 1):
+        workers.post(rank, VALUES)
+        job.pass_time(1)
+    job.pass_time(14)
+    for rank in (0, 1):
+        warned = [text for text in job.warnings if text.startswith(f"rank {rank} has waited")]
+        assert len(warned) == len(workers.plan.buckets), job.warnings

@@ -8,8 +8,16 @@ from typing import Any
 from fusion_rt import wire
 from fusion_rt.topology import Topology
 from fusion_rt.wire import OpKey
-from fusiond.control.survey import Survey, document, fitting
-from fusiond.control.waiting import MOST_SHOWN, Stall, describe_ranks, describe_silent, merge, stragglers
+from fusiond.control.waiting import (
+    MOST_SHOWN,
+    Stall,
+    Survey,
+    describe_ranks,
+    document,
+    fitting,
+    merge,
+    stragglers,
+)
 
 TOPOLOGY = Topology(("a", "b", "c"), ((0, 1), (2,), (3,)))
 X = OpKey(0, 0, "x", 7)
@@ -20,8 +28,8 @@ def waiting(submitted: tuple[int, ...], seconds: float = 9.0, *traffic: wire.Tra
     return wire.Waiting("operation", X, "tensor 'x'", seconds, submitted, EVERYONE, traffic, **other)
 
 
-def one(told: dict[int, list[wire.Waiting]], over: dict[int, list[OpKey]] | None = None) -> Stall:
-    (stall,) = merge(told, TOPOLOGY, over or {})
+def one(told: dict[int, list[wire.Waiting]]) -> Stall:
+    (stall,) = merge(told.items(), TOPOLOGY)
     return stall
 
 
@@ -35,7 +43,8 @@ def test_a_rank_that_no_node_has_seen_submit_is_missing() -> None:
 
 
 def test_who_has_completed_it_already_is_not_missing() -> None:
-    stall = one({0: [waiting((0, 1))], 2: [waiting((3,))]}, {1: [X, OpKey(0, 0, "y", 0)]})
+    over = wire.Waiting("operation", X, "tensor 'x'", 0.0, (2,), note="it is over on host b (node 1)")
+    stall = one({0: [waiting((0, 1))], 2: [waiting((3,))], 1: [over]})
     assert (stall.submitted, stall.missing) == (EVERYONE, ())
     assert stall.notes == ("it is over on host b (node 1)",)
 
@@ -51,7 +60,7 @@ def test_what_has_waited_longest_comes_first_and_what_nobody_waits_for_not_at_al
         0: [waiting((0,), 3.0), wire.Waiting("operation", other, "tensor 'y'", 5.0, (0,), EVERYONE)],
         1: [wire.Waiting("home", OpKey(0, 1, "0", 0), "a home", 99.0, (), (2,))],
     }
-    assert [stall.key for stall in merge(told, TOPOLOGY, {})] == [other, X]
+    assert [stall.key for stall in merge(told.items(), TOPOLOGY)] == [other, X]
 
 
 def test_a_home_tells_whom_it_waits_for_wherever_it_is() -> None:
@@ -134,23 +143,23 @@ def located(rank: int, frames: int = 1) -> wire.Whereabouts:
 
 
 def test_where_ranks_are_goes_after_a_sentence() -> None:
-    assert describe_ranks([], TOPOLOGY) == ""
-    assert describe_ranks([located(3), located(0)], TOPOLOGY) == (
+    assert describe_ranks([], [], TOPOLOGY) == ""
+    assert describe_ranks([located(3), located(0)], [], TOPOLOGY) == (
         "\nrank 0 (host a, pid 100, sleeping (S)), most recent call first:\n    /train.py:12 in slow: time.sleep(300)"
         "\nrank 3 (host c, pid 103, sleeping (S)), most recent call first:\n    /train.py:12 in slow: time.sleep(300)"
     )
-    assert describe_silent([1], TOPOLOGY) == "\nhost b (node 1) did not say where its ranks are"
+    assert describe_ranks([], [1], TOPOLOGY) == "\nhost b (node 1) did not say where its ranks are"
 
 
 def test_of_many_ranks_some_are_shown() -> None:
     many = Topology(("a",), (tuple(range(50)),))
-    text = describe_ranks([located(rank) for rank in range(50)], many)
+    text = describe_ranks([located(rank) for rank in range(50)], [], many)
     assert text.count("most recent call first") == MOST_SHOWN
     assert text.endswith(f"\nand {50 - MOST_SHOWN} more ranks")
 
 
 def survey() -> Survey:
-    stalls = merge({0: [waiting((0,), 3.25, traffic(1, sent=2))], 1: [waiting((2,), 1.0, traffic(0))]}, TOPOLOGY, {})
+    stalls = merge([(0, [waiting((0,), 3.25, traffic(1, sent=2))]), (1, [waiting((2,), 1.0, traffic(0))])], TOPOLOGY)
     return Survey(stalls, {1: located(1)}, {0: 10, 1: 11}, (2,), 0)
 
 

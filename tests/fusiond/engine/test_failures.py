@@ -385,7 +385,6 @@ STRANGE = {
     "a request for some of its ranks": wire.Request(key(), {1: SUM}, {}),
     "a request for nobody": wire.Request(key(), {}, {}),
     "a request in a process set that is not there": wire.Request(wire.OpKey(9, 0, "x", 0), {1: SUM, 2: SUM}, {}),
-    "a report about another node's ranks": wire.Report(key(), {0: SUM}),
     "a mismatch in a process set that is not there": wire.Mismatch(wire.OpKey(9, 0, "x", 0)),
     "a proposal of another node's rank": wire.PlanRequest(0, wire.Proposal("opt", 0, 0, wire.Reduction(), ())),
     "a proposal of a rank that is not there": wire.PlanRequest(99, wire.Proposal("opt", 0, 0, wire.Reduction(), ())),
@@ -409,7 +408,7 @@ HARMLESS = [
     wire.Verdict(key()),
     wire.Credit(key(), 5),
     wire.OpFailed(wire.OpKey(0, 0, "never heard of", 0), "no"),
-    wire.Report(key(), {}),
+    wire.WaitingHere(1, 0, ()),
     wire.PlanVerdict(0, "opt", 0, None, "no"),
 ]
 

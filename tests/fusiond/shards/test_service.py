@@ -384,7 +384,7 @@ def test_a_stall_is_warned_of_once_and_ends_with_a_sentence_that_names_who_is_mi
     assert here
     assert away
     assert len(workers.job.warnings) == 6  # three ranks, two buckets
-    assert any(text.startswith("rank 0 has waited 7 s for the home of bucket 0 of 'opt'") for text in here)
+    assert any(text.startswith("rank 0 has waited 6 s for the home of bucket 0 of 'opt'") for text in here)
     workers.job.pass_time(15)
     assert "it waits for rank 3 (host host1)" in workers.job.error(0, workers._handles[0][workers.plan.homes.index(0)])
     workers.job.nothing_is_left()
@@ -393,8 +393,8 @@ def test_a_stall_is_warned_of_once_and_ends_with_a_sentence_that_names_who_is_mi
 def test_a_stall_of_gossip_names_the_neighbours_that_are_missing() -> None:
     workers = stalled("dpsgd(topology='ring')", 0, 1)
     texts = " ".join(workers.job.warnings)
-    assert "rank 0 has waited 7 s for the home of bucket 0 of 'opt'; it waits for rank 3 (host host1)" in texts
-    assert "rank 1 has waited 7 s for the home of bucket 0 of 'opt'; it waits for rank 2 (host host1)" in texts
+    assert "rank 0 has waited 6 s for the home of bucket 0 of 'opt'; it waits for rank 3 (host host1)" in texts
+    assert "rank 1 has waited 6 s for the home of bucket 0 of 'opt'; it waits for rank 2 (host host1)" in texts
 
 
 def test_a_stall_without_a_seed_says_whose_it_is() -> None:
