@@ -137,7 +137,7 @@ class Stalls:
             node = plan.homes[bucket] if plan.homes else None
             text = explain_contribution(sender.rank, waited, bucket, plan.group, node, stalls.get(key), topology)
             if waited > settings.operation_timeout:
-                self._homes.waits.give_up(sender, text + where)
+                self._homes.waits.end(sender, text + where)
             else:
                 self._context.outside.warn(text if shown else text + where)
                 shown = True

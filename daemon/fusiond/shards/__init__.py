@@ -5,7 +5,7 @@ algorithm, and is answered into the arena:
 
     senders.py    what local workers have posted, and wait for
     incoming.py   pieces from peers, which become parcels; checks.py: whether there can be such a one
-    overdue.py    what has waited too long, warned of and given up
+    timeouts.py   contributions that wait: told to whoever asks, and ended
     boxes.py      the homes here, and which thread takes in what when; box.py: one of them, and what waits for it
     steps.py      what an algorithm says, turned into what is done: answers, parcels, refusals
     state.py      what is saved of all that, and given back

@@ -1,4 +1,4 @@
-"""Contributions that local workers wait for, as they are told to whoever asks, and given up."""
+"""Contributions that local workers wait for: told to whoever asks, and ended when their time is up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Waits:
         """Those that have not been answered."""
         return [sender for sender in self._senders if sender.post is not None]
 
-    def give_up(self, sender: Sender, why: str) -> None:
+    def end(self, sender: Sender, why: str) -> None:
         """Tells a worker why it waits no longer, if no thread and no home is at its arena now."""
         if not sender.busy and self._boxes.withdraw(sender):
             sender.failed = why

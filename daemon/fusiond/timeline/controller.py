@@ -64,14 +64,14 @@ class TimelineController:
         """A worker asks for a timeline; `then` is told why there is none, or nothing."""
         if not os.path.isabs(path) or "\0" in path:
             then(f"{path!r} cannot be the path of a timeline")
-        elif self._is_for((rank,)):
+        elif self._is_for(rank):
             self._begin(path, mark_cycles, then)
         else:
             then("")
 
     def stop(self, rank: int, then: Then) -> None:
         """A worker asks for the end of the timeline; `then` is called when the file is complete."""
-        if self._process is None or not self._is_for((rank,)):
+        if self._process is None or not self._is_for(rank):
             then("")
         else:
             self._end(then)
@@ -89,9 +89,9 @@ class TimelineController:
             self._process.finish_now()
             self._process = None
 
-    def _is_for(self, ranks: tuple[int, ...]) -> bool:
-        """Tells whether the timeline is these ranks' business: Horovod's is rank 0's."""
-        return bool(ranks) and (self._settings.timeline_all_ranks or 0 in ranks)
+    def _is_for(self, rank: int) -> bool:
+        """Tells whether the timeline is a rank's business: Horovod's is rank 0's."""
+        return self._settings.timeline_all_ranks or rank == 0
 
     def _begin(self, path: str, mark_cycles: bool, then: Then) -> None:
         path = os.path.abspath(path)
