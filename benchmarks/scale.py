@@ -48,7 +48,7 @@ SIZES = (65_536, 1_048_576, 12_800_000)  # bytes, of what is validated
 
 def calibrate(codecs: Sequence[str], workers: bool = True) -> tuple[Any, dict[str, Any]]:
     """What things cost on this machine, and what it is. `workers`: also the way to a daemon, which starts a job."""
-    from fusion_trace.simulation import measuring
+    from fusion_trace.simulate import measuring
 
     local = None
     if workers:
@@ -88,8 +88,8 @@ def predict(costs: Any, nodes: Sequence[int], arguments: argparse.Namespace) -> 
     """A row for each algorithm, codec and number of nodes."""
     from benchmarks.netlab.iproute import bits_per_second
     from fusion_rt.algorithms import Place, parse
-    from fusion_trace.simulation.model import ethernet
-    from fusion_trace.simulation.steps import Case, Predictor
+    from fusion_trace.simulate.model import ethernet
+    from fusion_trace.simulate.predictions import Case, Predictor
 
     link = ethernet(bits_per_second(arguments.rate), arguments.latency)
     predictor = Predictor(link, costs)
@@ -138,9 +138,9 @@ def validate(costs: Any, hosts: Sequence[int], rates: Sequence[str]) -> list[dic
 
 def _all_reduce(costs: Any, hosts: int, rate: str, nbytes: int) -> float:
     from benchmarks.netlab.iproute import bits_per_second
-    from fusion_trace.simulation.jobs import Job
-    from fusion_trace.simulation.model import Bucket, equal, ethernet
-    from fusion_trace.simulation.workers import Submit, Wait
+    from fusion_trace.simulate.model import Bucket, equal, ethernet
+    from fusion_trace.simulate.programs import Submit, Wait
+    from fusion_trace.simulate.simulation import Job
 
     cluster = equal(hosts, ethernet(bits_per_second(rate), 30e-6), costs=costs, cores=os.cpu_count())
     return Job(cluster, [[(Submit(0), Wait(0))] * 3] * hosts, [Bucket(nbytes)]).run().step_seconds()

@@ -104,10 +104,10 @@ def measure(hosts: int, rates: Sequence[str], densities: Sequence[float], steps:
 def predict(traces: Path, rates: Sequence[str], densities: Sequence[float], steps: int) -> dict[str, Any]:
     """From each recording: what was recorded, and its prediction of every job."""
     from benchmarks.netlab.iproute import bits_per_second
-    from fusion_trace.choice import StepRange
-    from fusion_trace.job import load
-    from fusion_trace.simulation.changes import Change, answer, replay
-    from fusion_trace.simulation.recorded import understand
+    from fusion_trace.read.choice import StepRange
+    from fusion_trace.read.job import load
+    from fusion_trace.simulate.changes import Change, answer, replay
+    from fusion_trace.simulate.recorded import understand
 
     found: dict[str, Any] = {}
     for source in densities:
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         worker(arguments.worker, arguments.steps, arguments.compute)
         return
     if not arguments.table:
-        from fusion_trace.simulation import measuring
+        from fusion_trace.simulate import measuring
 
         hosts, steps = arguments.hosts, arguments.steps
         rates: Sequence[str] = RATES

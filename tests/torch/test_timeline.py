@@ -16,9 +16,10 @@ import torch
 
 import fusion_rt.torch as hvd
 from fusion_rt.trace_format import Kind
-from fusion_trace import critical_path, torch_profiles
-from fusion_trace.job import load
-from fusion_trace.steps import phases
+from fusion_trace.analyse import critical_path
+from fusion_trace.export import torch_profiles
+from fusion_trace.read.job import load
+from fusion_trace.read.operations import phases
 from tests.harness import Job
 from tests.torch.conftest import START
 

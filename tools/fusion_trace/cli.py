@@ -51,7 +51,7 @@ def topology(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
 ) -> None:
     """Shows a mixing graph for decentralised training: how fast it averages, at what cost, and what can use it."""
-    from fusion_trace import topology as page  # rich and numpy are imported only where something is shown
+    from fusion_trace.report import mixing_page as page  # rich and numpy are imported only where something is shown
 
     try:
         mixing = page.parse(graph, ranks)
@@ -86,7 +86,7 @@ def hang(
     job whose daemons are gone it tells what was not finished when its records end (without stacks).
     """
     from fusion_rt.settings import Settings
-    from fusion_trace import hang as finder
+    from fusion_trace.analyse import hang as finder
 
     root = Settings.from_env().runtime_root()
     found = [] if trace else list(finder.look(root, job, everyone, timeout))
@@ -96,7 +96,7 @@ def hang(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    from fusion_trace import hang_page  # rich is imported only where a page is shown
+    from fusion_trace.report import hang_page  # rich is imported only where a page is shown
 
     for number, document in enumerate(found):
         if number:
@@ -107,8 +107,9 @@ def hang(
 def _show_ending(not_there: FusionError, job: str, trace: list[str] | None, as_json: bool) -> None:
     """What a job that is gone has left in its records; `not_there`: why there is nobody to ask."""
     from fusion_rt.settings import Settings
-    from fusion_trace import hang_page, unfinished
-    from fusion_trace.job import load
+    from fusion_trace.analyse import unfinished
+    from fusion_trace.read.job import load
+    from fusion_trace.report import hang_page
 
     try:
         found = unfinished.ending(load(trace or ([job] if job else []), Settings.from_env().trace_root()))
@@ -117,7 +118,7 @@ def _show_ending(not_there: FusionError, job: str, trace: list[str] | None, as_j
     if as_json:
         typer.echo(json.dumps([found.document()], indent=2))
     else:
-        hang_page.print_lines(unfinished.lines(found))
+        hang_page.print_lines(hang_page.ending_lines(found))
 
 
 @app.command()
@@ -147,7 +148,7 @@ def whatif(
 
     Replays first what was recorded: by how much that is off says what the prediction is worth (docs/simulation.md).
     """
-    from fusion_trace import whatif as page  # the simulator imports the daemon's algorithms, and rich
+    from fusion_trace.report import whatif_page as page  # the simulator imports the daemon's algorithms, and rich
 
     try:
         page.run(

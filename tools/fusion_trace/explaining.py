@@ -8,19 +8,19 @@ from typing import Annotated
 
 import typer
 
-from fusion_trace.choice import AsJson, StepsOption, What, chosen, parse_steps
+from fusion_trace.read.choice import AsJson, StepsOption, What, chosen, parse_steps
 
 
 def summary(what: What = None, steps: StepsOption = "", as_json: AsJson = False) -> None:
     """Shows a job at a glance: its steps, its traffic, what is slow, and what is odd."""
-    from fusion_trace import summary as finder
+    from fusion_trace.analyse import summary as finder
 
     selected, trace = parse_steps(steps), chosen(what)
     found = finder.find(trace, selected)
     if as_json:
         _print(finder.document(found, trace))
         return
-    from fusion_trace import summary_page  # rich is imported only where a page is shown
+    from fusion_trace.report import summary_page  # rich is imported only where a page is shown
 
     summary_page.show(trace, found)
 
@@ -36,13 +36,13 @@ def overlap(
     The parts of a step add up to it. Exposed communication is what a faster network or better overlap would save;
     waiting is for other ranks (see stragglers).
     """
-    from fusion_trace import overlap as finder
+    from fusion_trace.analyse import overlap as finder
 
     selected, trace = parse_steps(steps), chosen(what)
     if as_json:
         _print(finder.document(trace, selected))
         return
-    from fusion_trace import overlap_page
+    from fusion_trace.report import overlap_page
 
     overlap_page.show(trace, finder.partitions(trace, selected), each)
 
@@ -53,15 +53,15 @@ def stragglers(what: What = None, steps: StepsOption = "", as_json: AsJson = Fal
     Causes: compute (a rank's own work), negotiation (asking the coordinator), queue (waiting although nothing is in the
     way), wire (a link).
     """
-    from fusion_trace import stragglers as finder
+    from fusion_trace.analyse import stragglers as finder
 
     selected, trace = parse_steps(steps), chosen(what)
     found = finder.find(trace, selected)
     if as_json:
         _print(finder.document(trace, found))
         return
-    from fusion_trace import stragglers_page
-    from fusion_trace.steps import all_steps
+    from fusion_trace.read.operations import all_steps
+    from fusion_trace.report import stragglers_page
 
     every = all_steps(trace).values()
     stragglers_page.show(trace, found, len({step.number for its in every for step in its if step.number in selected}))
@@ -69,13 +69,13 @@ def stragglers(what: What = None, steps: StepsOption = "", as_json: AsJson = Fal
 
 def buckets(what: What = None, steps: StepsOption = "", as_json: AsJson = False) -> None:
     """Shows every bucket: its size, why it was handed over, and how long each phase of its exchange takes."""
-    from fusion_trace import buckets as finder
+    from fusion_trace.analyse import bucket_times as finder
 
     selected, trace = parse_steps(steps), chosen(what)
     if as_json:
         _print(finder.document(trace, selected))
         return
-    from fusion_trace import buckets_page
+    from fusion_trace.report import buckets_page
 
     buckets_page.show(trace, finder.plans(trace), finder.find(trace, selected))
 
@@ -89,14 +89,14 @@ def tensor(
     as_json: AsJson = False,
 ) -> None:
     """Shows the life of a tensor, from its gradient to its update, on all ranks and links."""
-    from fusion_trace import tensor as finder
+    from fusion_trace.analyse import tensor as finder
 
     selected, trace = parse_steps(steps), chosen(what)
     found = finder.find(trace, name, selected)
     if as_json:
         _print(finder.document(trace, found))
         return
-    from fusion_trace import tensor_page
+    from fusion_trace.report import tensor_page
 
     tensor_page.show(trace, found)
 
@@ -118,8 +118,8 @@ def collect(
     Run it on any host of the job, as the user whose job it is. The job goes on meanwhile.
     """
     from fusion_rt.settings import Settings
-    from fusion_trace import collect as finder
-    from fusion_trace.rings import TraceError
+    from fusion_trace.read import collect as finder
+    from fusion_trace.read.ring_reader import TraceError
 
     daemon = finder.daemon_of(Settings.from_env().runtime_root(), job)
     directory = out or f"{daemon.job}.rings"

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from fusion_trace.choice import AsJson, ChoiceError, StepsOption, What, chosen, parse_steps
-from fusion_trace.job import JobTrace
-from fusion_trace.rings import TraceError
+from fusion_trace.read.choice import AsJson, ChoiceError, StepsOption, What, chosen, parse_steps
+from fusion_trace.read.job import JobTrace
+from fusion_trace.read.ring_reader import TraceError
 
 _SUFFIXES = {"chrome": "json", "perfetto": "pftrace", "csv": "csv"}
 Output = Annotated[
@@ -38,8 +38,8 @@ def merge(
 
     Arrows join a bucket's hand-over, its daemon and its answer, and each chunk's two ends.
     """
-    from fusion_trace import chrome, torch_profiles
-    from fusion_trace.picture import draw
+    from fusion_trace.export import chrome, torch_profiles
+    from fusion_trace.export.picture import draw
 
     trace = chosen(what)
     path = output or f"{trace.job}.json.gz"
@@ -67,12 +67,12 @@ def convert(
         raise ChoiceError(f"--to {form!r} is not one of {', '.join(_SUFFIXES)}")
     path = output or f"{trace.job}.{_SUFFIXES[form]}"
     if form == "csv":
-        from fusion_trace import table_file
+        from fusion_trace.export import table_file
 
         _tell(trace, path, _write(path, lambda: table_file.write(path, trace)), "records", as_json)
         return
-    from fusion_trace import chrome, perfetto_file
-    from fusion_trace.picture import draw
+    from fusion_trace.export import chrome, perfetto_file
+    from fusion_trace.export.picture import draw
 
     picture = draw(trace)
     if form == "perfetto":
@@ -89,14 +89,14 @@ def critical_path(
     as_json: AsJson = False,
 ) -> None:
     """Shows what steps are made of, across ranks and nodes: the chain of activities that is as long as the step."""
-    from fusion_trace import critical_path as finder
+    from fusion_trace.analyse import critical_path as finder
 
     selected, trace = parse_steps(steps), chosen(what)
     paths = finder.find(trace, selected)
     if as_json:
         typer.echo(json.dumps(finder.document(trace, paths), indent=2))
         return
-    from fusion_trace import critical_path_page
+    from fusion_trace.report import critical_path_page
 
     critical_path_page.show(trace, paths, each)
 
@@ -113,7 +113,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compares the steps of two jobs: what has changed, by how much, and what is only noise."""
-    from fusion_trace import diff as finder
+    from fusion_trace.analyse import diff as finder
 
     selected = parse_steps(steps)
     selected_after = parse_steps(after_steps) if after_steps else selected
@@ -123,7 +123,7 @@ def diff(
     if as_json:
         typer.echo(json.dumps(finder.document(first, second, found, confidence), indent=2))
         return
-    from fusion_trace import diff_page
+    from fusion_trace.report import diff_page
 
     diff_page.show(first, second, found, confidence)
 

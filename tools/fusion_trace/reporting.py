@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from fusion_trace.choice import AsJson, StepsOption, What, chosen, parse_steps
-from fusion_trace.rings import TraceError
+from fusion_trace.read.choice import AsJson, StepsOption, What, chosen, parse_steps
+from fusion_trace.read.ring_reader import TraceError
 
 
 def report(
@@ -23,16 +23,16 @@ def report(
 
     The page needs no network and no other file. It is drawn by plotly, which is in the extra `trace`.
     """
-    from fusion_trace.report import page
+    from fusion_trace.report import html_page
 
-    script = page.plotly_js()
+    script = html_page.plotly_js()
     selected, trace = parse_steps(steps), chosen(what)
-    from fusion_trace.report.analysis import analyse  # the simulator imports the daemon's algorithms
+    from fusion_trace.report.figures import analyse  # the simulator imports the daemon's algorithms
     from fusion_trace.report.findings import findings
     from fusion_trace.report.sections import sections
 
     found = analyse(trace, selected)
-    text = page.render(trace.job, sections(found), script)
+    text = html_page.render(trace.job, sections(found), script)
     try:
         with open(output, "w", encoding="utf-8") as file:
             file.write(text)

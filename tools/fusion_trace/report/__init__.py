@@ -1,10 +1,13 @@
-"""What `fusion-trace report` writes: one self-contained HTML page about a job.
+"""Pages for people: one module for each command that prints one, and the HTML report.
 
-analysis.py   everything the page is about, as figures; by:
-links.py      ... what went over each link, and how fast
-curves.py     ... what a step would take with other links
-findings.py   what was found, in sentences
-charts.py     figures as plotly's charts
-sections.py   figures as sentences, charts and tables, which parts.py defines
-page.py       these as HTML; template.html has the style and the script
+    wording.py    how pages say times, sizes, places and problems
+    *_page.py     the page of one command
+
+The HTML report (`fusion-trace report`):
+
+    figures.py    everything that the page is about, as figures; curves.py: the what-ifs among them
+    findings.py   what was found, in sentences
+    charts.py     figures as plotly's charts
+    sections.py   figures as sentences, charts and tables, which parts.py defines
+    html_page.py  these as HTML; template.html has the style and the script
 """

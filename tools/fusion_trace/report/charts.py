@@ -9,11 +9,11 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from fusion_trace.critical_path import Segment
-from fusion_trace.overlap import PARTS
-from fusion_trace.report.analysis import Column, RankTimes, Report
+from fusion_trace.analyse.critical_path import Segment
+from fusion_trace.analyse.link_figures import LinkFigures
+from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.report.curves import BANDWIDTHS, Curves
-from fusion_trace.report.links import LinkFigures
+from fusion_trace.report.figures import Column, RankTimes, Report
 
 Chart = dict[str, Any]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fusion_rt.errors import FusionError
-from fusion_trace.choice import StepRange
-from fusion_trace.job import JobTrace
-from fusion_trace.simulation.changes import Change, answer
-from fusion_trace.simulation.changes import replay as simulated
-from fusion_trace.simulation.model import FRAMED, CodecCosts
-from fusion_trace.simulation.recorded import Recorded, understand
+from fusion_trace.read.choice import StepRange
+from fusion_trace.read.job import JobTrace
+from fusion_trace.simulate.changes import Change, answer
+from fusion_trace.simulate.changes import replay as simulated
+from fusion_trace.simulate.model import FRAMED, CodecCosts
+from fusion_trace.simulate.recorded import Recorded, understand
 
 BANDWIDTHS = (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2.5e10)  # bits a second, as links are sold
 STEPS = 12  # that are replayed for each point

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from fusion_trace import stragglers_page
-from fusion_trace.report.analysis import Report
+from fusion_trace.analyse.stragglers import Finding
+from fusion_trace.report import stragglers_page
 from fusion_trace.report.curves import BANDWIDTHS
-from fusion_trace.stragglers import Finding
-from fusion_trace.wording import duration, share
+from fusion_trace.report.figures import Report
+from fusion_trace.report.wording import duration, share
 
 EXPOSED = IDLE = 0.1  # of a step, from which on it is told
 _MOST = 3  # stragglers; the section about them has all

@@ -1,4 +1,4 @@
-"""What a page is made of. All texts are plain; `page` escapes them."""
+"""What a page is made of. All texts are plain; `html_page` escapes them."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""The sections of a report: sentences, charts and tables. Texts are plain here; `page` escapes them."""
+"""The sections of a report: sentences, charts and tables. Texts are plain here; `html_page` escapes them."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from fusion_trace import stragglers_page
-from fusion_trace.overlap import PARTS
-from fusion_trace.report import charts
-from fusion_trace.report.analysis import Report
+from fusion_trace.analyse.overlap import PARTS
+from fusion_trace.report import charts, stragglers_page
 from fusion_trace.report.curves import BANDWIDTHS
+from fusion_trace.report.figures import Report
 from fusion_trace.report.findings import Told, findings
 from fusion_trace.report.parts import Section, Table, rows_of
-from fusion_trace.wording import count, duration, numbers, share, size
+from fusion_trace.report.wording import count, duration, numbers, share, size
 
 MOST_ROWS = 64
 

@@ -1,0 +1,269 @@
+"""`fusion-trace report`: the page, in figures and in a browser without a screen."""
+
+from __future__ import annotations
+
+import gzip
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from base64 import b64decode
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fusion_trace.analyse import critical_path, stragglers
+from fusion_trace.analyse.overlap import PARTS, partitions
+from fusion_trace.cli import app
+from fusion_trace.read import job
+from fusion_trace.read.choice import StepRange
+from fusion_trace.report import html_page
+from fusion_trace.report.charts import plain
+from fusion_trace.report.curves import BANDWIDTHS, CHANGES
+from fusion_trace.report.figures import MOST_COLUMNS, Report, analyse
+from fusion_trace.report.findings import findings
+from fusion_trace.report.sections import sections
+from fusion_trace.report.wording import duration
+from fusion_trace.simulate.changes import Change, replay
+from fusion_trace.simulate.model import FRAMED, CodecCosts
+from fusion_trace.simulate.recorded import understand
+from tests.tools.synthetic import MS, Job, Straggler, simulate
+
+plotly = pytest.importorskip("plotly", reason="reports need plotly, which is in the extra `trace`")
+SECTIONS = ("overview", "ranks", "overlap", "stragglers", "links", "critical-path", "whatif")
+HOSTILE = "<img src=x onerror=alert(1)>@@PLOTLY@@</script>"
+JOB = Job(
+    nodes=4, steps=200, buckets=2, bandwidth=120e6, bucket_nbytes=1 << 20, chunk_nbytes=1 << 18, skews={1: 7 * MS},
+    straggler=Straggler("compute", 3, factor=1.6, steps=range(60, 140)),
+)  # fmt: skip
+SMALL = replace(JOB, steps=14, straggler=None, bandwidth=2e9)
+
+
+def cheap(text: str) -> CodecCosts:
+    """In place of a measurement."""
+    return CodecCosts(0.0075 if text.startswith("topk") else 0.5)
+
+
+@dataclass
+class Made:
+    """A trace, what was found in it, and its page. `charts`: by name, as they are in the page."""
+
+    trace: job.JobTrace
+    report: Report
+    text: str
+    charts: dict[str, Any]
+
+
+def make(folder: Path, what: Job) -> Made:
+    truth = simulate(what)
+    for tape in truth.tapes.values():
+        tape.host = HOSTILE if tape.node == 3 else tape.host
+        tape.rows = [(*row[:3], HOSTILE if row[3] == "loss" else row[3], *row[4:]) for row in tape.rows]
+    truth.write(folder)
+    trace = job.load([str(folder)], "/nowhere")
+    report = analyse(trace, measure=cheap)
+    text = html_page.render(trace.job, sections(report), html_page.plotly_js())
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text)
+    assert found is not None
+    return Made(trace, report, text, json.loads(found[1]))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """200 steps of 4 ranks."""
+    return make(tmp_path_factory.mktemp("rings"), JOB)
+
+
+def test_all_sections_are_there_and_the_page_is_small_enough(made: Made) -> None:
+    assert re.findall(r'<section id="([^"]*)">', made.text) == list(SECTIONS)
+    assert len(made.text.encode()) <= 5e6
+    assert {name.rpartition("-")[0] for name in made.charts} == set(SECTIONS[1:])
+    for name in made.charts:
+        assert f'id="{name}"' in made.text
+
+
+class Loaded(HTMLParser):
+    """What a page's elements refer to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+
+
+def test_a_page_needs_nothing_from_elsewhere(made: Made) -> None:
+    assert Loaded(made.text).found == [f"#{name}" for name in SECTIONS]
+    _, _, rest = made.text.partition('<script type="application/json"')
+    packed = re.search(r'id="plotly">([^<]*)<', rest)
+    assert packed is not None
+    assert gzip.decompress(b64decode(packed[1])).decode() == html_page.plotly_js()
+    assert "http" not in rest.replace(packed[1], "")
+
+
+def test_charts_are_what_plotly_knows(made: Made) -> None:
+    from plotly.graph_objects import Figure
+
+    for chart in made.charts.values():
+        Figure(chart)  # raises for what it does not know
+
+
+def test_steps_are_those_of_the_analysis_and_their_parts_add_up(made: Made) -> None:
+    found = partitions(made.trace)
+    bars, single = made.charts["ranks-0"]["data"], made.charts["ranks-1"]["data"]
+    assert [bar["name"] for bar in bars] == list(PARTS)
+    for rank in range(4):
+        its = [part for part in found if part.rank == rank]
+        for place, name in enumerate(PARTS):
+            assert bars[place]["x"][rank] == pytest.approx(fmean(getattr(part, name) for part in its) / 1e6, abs=1e-4)
+            ours = single[rank * len(PARTS) + place]
+            assert ours["x"] == [part.number for part in its]
+            assert ours["y"] == pytest.approx([getattr(part, name) / 1e6 for part in its], abs=1e-4)
+        mean = fmean(part.ns for part in its)
+        assert sum(bar["x"][rank] for bar in bars) == pytest.approx(mean / 1e6, abs=1e-3)
+        assert f"<td>rank {rank}</td><td class=n>{len(its)}</td><td class=n>{duration(mean)}</td>" in made.text
+
+
+def test_the_straggler_is_named_and_seen(made: Made) -> None:
+    (found,) = stragglers.find(made.trace)
+    assert (found.cause, found.rank, found.steps) == ("compute", 3, tuple(range(60, 140)))
+    told = html.unescape(made.text)
+    assert f"Rank 3 (host {HOSTILE}) keeps the others waiting: compute, forward and backward, " in told
+    assert f"{duration(found.typical)} instead of {duration(found.usual)} in 80 of 199 steps" in told
+    rows = made.charts["stragglers-0"]["data"][0]["z"]
+    slow = [number for number, ms in zip(made.charts["stragglers-0"]["data"][0]["x"], rows[3], strict=True) if ms > 5]
+    assert slow == list(range(60, 140))
+
+
+def test_links_are_in_the_matrix(made: Made) -> None:
+    nbytes, bandwidth, _ = (made.charts[f"links-{place}"]["data"][0]["z"] for place in range(3))
+    for source in range(4):
+        for target in range(4):
+            used = target == (source + 1) % 4  # the synthetic job's ring
+            assert (nbytes[source][target] is not None) is used
+            if used:
+                # In 199 steps: 2 (n - 1) pieces of two buckets, and the loss.
+                sent = 199 * 6 * (2 * (1 << 20) // 4 + 4)
+                assert nbytes[source][target] == pytest.approx(sent / 2**20, rel=0.01)
+                assert bandwidth[source][target] == pytest.approx(120e6 * 8e-6, rel=0.1)
+
+
+def test_the_path_is_that_of_a_step_of_median_length_and_as_long(made: Made) -> None:
+    path = made.report.path
+    assert path is not None
+    number = path.step.number
+    assert (path,) == critical_path.find(made.trace, StepRange(number, number + 1))
+    lengths = sorted(fmean(part.ns for part in column) for column in zip(*_by_rank(made), strict=True))
+    assert fmean(part.ns for part in partitions(made.trace, StepRange(number, number + 1))) == lengths[99]
+    bars = made.charts["critical-path-0"]["data"]
+    assert sum(sum(bar["x"]) for bar in bars) == pytest.approx(path.step.ns / 1e6, abs=0.01)
+    assert f"<td>all of it</td><td></td><td class=n>{duration(path.step.ns)}</td>" in made.text
+
+
+def _by_rank(made: Made) -> list[list[Any]]:
+    found = partitions(made.trace)
+    return [[part for part in found if part.rank == rank] for rank in range(4)]
+
+
+def test_curves_are_what_whatif_says(made: Made) -> None:
+    curves = made.report.curves
+    recorded = understand(made.trace, StepRange(curves.steps[0], curves.steps[1] + 1))
+    lines = made.charts["whatif-0"]["data"]
+    assert [line["name"] for line in lines] == [*(title for title, _ in CHANGES), "recorded"]
+    for place in (0, len(BANDWIDTHS) - 1):
+        expected = replay(recorded, Change(bandwidth=BANDWIDTHS[place])).step * 1e3
+        assert lines[0]["y"][place] == pytest.approx(expected, abs=1e-4)
+    assert lines[0]["y"] == sorted(lines[0]["y"], reverse=True)
+    assert lines[3]["y"][0] < lines[2]["y"][0] < lines[0]["y"][0]  # topk, fp16, as recorded
+    assert curves.bandwidth == pytest.approx(120e6 * 8 * FRAMED, rel=0.1)
+
+
+def test_names_are_texts_and_nothing_else(made: Made) -> None:
+    assert "<img" not in made.text
+    assert made.text.count("</script>") == 3
+    assert html.escape(HOSTILE) in made.text
+    assert plain(HOSTILE) in json.dumps(made.charts, ensure_ascii=False)  # as plotly takes texts
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the command chromium (Debian's package)")
+def test_the_page_in_a_browser(made: Made, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(made.text, encoding="utf-8")
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+         f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom",
+         path.as_uri()],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    told = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "source: chrome://" not in line]
+    assert told == []  # what pages of the browser's own have to say, on a busy machine, is not ours
+    assert f'data-drawn="{len(made.charts)}"' in done.stdout
+    assert done.stdout.count("main-svg") >= len(made.charts)
+    assert "<img" not in done.stdout.partition("<body")[2].partition('<script type="application/json"')[0]
+    assert "There are no charts" not in done.stdout.partition("<script")[0]
+    words = re.sub(r"<[^>]*>", " ", done.stdout.partition("<main>")[2].partition("</main>")[0])
+    for axis in (
+        "mean of a step, ms",
+        "hidden, %",
+        "ms longer",
+        "payload, MiB",
+        "ms since the step began",
+        "a step, ms",
+    ):
+        assert axis in words
+    assert "without stragglers" in words  # a legend
+
+
+def test_the_command_writes_a_page_and_says_what_it_found(tmp_path: Path) -> None:
+    simulate(SMALL).write(tmp_path)
+    out = tmp_path / "r.html"
+    shown = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(out), "--steps", "2:", "--json"])
+    assert shown.exit_code == 0, shown.output
+    document = json.loads(shown.output)
+    assert (document["job"], document["file"], document["bytes"]) == ("synthetic", str(out), out.stat().st_size)
+    assert document["findings"]
+    assert "Step times" in out.read_text()
+    assert ">2-13</td>" in out.read_text()
+
+
+def test_without_links_or_steps_sections_say_so(tmp_path: Path) -> None:
+    alone = make(_folder(tmp_path, "alone"), replace(SMALL, nodes=1, ranks_per_node=2))
+    assert "Left out: all ranks are on one node" in alone.text
+    assert "There is nothing to show: all ranks are on one node" in alone.text
+    short = make(_folder(tmp_path, "short"), replace(SMALL, steps=1))
+    assert re.findall(r'<section id="([^"]*)">', short.text) == ["overview"]
+    assert findings(short.report)[0].what.startswith("No rank has a whole training step")
+
+
+def test_many_steps_are_drawn_as_means(tmp_path: Path) -> None:
+    many = replace(SMALL, nodes=1, ranks_per_node=1, buckets=1, tensors=1, loss=False, steps=2 * MOST_COLUMNS + 10)
+    report = make(tmp_path, many).report
+    assert len(report.columns) <= MOST_COLUMNS
+    assert sum(column.last - column.first + 1 for column in report.columns) == many.steps - 1
+    found = [part.ns for part in partitions(report.trace)]
+    assert sum(report.columns[0].parts[0].values()) == pytest.approx(fmean(found[:3]))
+
+
+def test_what_is_missing_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate(SMALL).write(tmp_path)
+    shown = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(tmp_path / "no" / "r.html")])
+    assert "r.html cannot be written: No such file or directory" in str(shown.exception)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    shown = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert "pip install plotly" in str(shown.exception)
+
+
+def _folder(parent: Path, name: str) -> Path:
+    path = parent / name
+    path.mkdir()
+    return path

@@ -1,0 +1,205 @@
+"""`fusion-trace whatif`: recordings of jobs of which everything is known, replayed and changed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fusion_rt.errors import FusionError
+from fusion_rt.trace_format import Kind
+from fusion_trace.cli import app
+from fusion_trace.read.choice import StepRange
+from fusion_trace.read.job import load
+from fusion_trace.simulate.changes import Change, answer, parse_bandwidth, replay
+from fusion_trace.simulate.model import FRAMED, CodecCosts
+from fusion_trace.simulate.programs import Compute, Submit, Wait
+from fusion_trace.simulate.recorded import NotRecorded, Recorded, understand
+from tests.tools.synthetic import MS, Job, Straggler, simulate
+
+BASE = Job(nodes=3, bandwidth=120e6, bucket_nbytes=1 << 20, steps=6, skews={1: 7 * MS, 2: -3 * MS})
+Record = Callable[[Job], Recorded]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    def recorded(job: Job) -> Recorded:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        simulate(job).write(folder)
+        return understand(load([str(folder)], str(tmp_path)))
+
+    return recorded
+
+
+def true_step(job: Job) -> float:
+    """Seconds."""
+    ends = simulate(job).steps.values()
+    return statistics.fmean((of[-1] - of[0]) / (len(of) - 1) for of in ends) / 1e9
+
+
+def cheap(text: str) -> CodecCosts:
+    """In place of a measurement."""
+    return CodecCosts(0.0075 if text.startswith("topk") else 0.5)
+
+
+def test_a_program_is_what_was_done_between_what_was_submitted_and_waited_for(record: Record) -> None:
+    found = record(replace(BASE, jitter=0.0))
+    step = found.programs[0][2]
+    submitted = [found.names[event.bucket] for event in step if isinstance(event, Submit)]
+    assert submitted == ["bucket 0", "bucket 1", "bucket 2", "loss"]
+    first_wait = next(index for index, event in enumerate(step) if isinstance(event, Wait))
+    assert not any(isinstance(event, Submit) for event in step[first_wait:])
+    computed = sum(event.seconds for event in step if isinstance(event, Compute))
+    assert computed + found.waited[0][2] == pytest.approx(found.measured[0][2], rel=1e-6)
+    assert [tensor.bucket for tensor in found.tensors] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("bandwidth", [25e6, 120e6])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_links_are_found_from_the_chunks(record: Record, nodes: int, bandwidth: float) -> None:
+    found = record(replace(BASE, nodes=nodes, bandwidth=bandwidth, skews={1: 7 * MS}))
+    for link in found.links:
+        assert link.bandwidth == pytest.approx(bandwidth, rel=0.05)
+        assert link.latency < 400e-6
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_the_replay_of_what_was_recorded_takes_as_long(record: Record, ranks_per_node: int) -> None:
+    found = answer(record(replace(BASE, ranks_per_node=ranks_per_node)), Change())
+    assert abs(found.error) < 0.04
+    assert found.changed is None
+    assert found.replayed.sent == pytest.approx(found.recorded.sent, rel=0.01)
+    assert found.replayed.exposed == pytest.approx(found.recorded.exposed, rel=0.08)
+
+
+@pytest.mark.parametrize("bandwidth", [480e6, 60e6, 20e6])
+def test_another_bandwidth_is_predicted(record: Record, bandwidth: float) -> None:
+    predicted = replay(record(BASE), Change(bandwidth=bandwidth * 8 * FRAMED)).step
+    assert predicted == pytest.approx(true_step(replace(BASE, bandwidth=bandwidth)), rel=0.1)
+
+
+def test_another_latency_is_predicted(record: Record) -> None:
+    predicted = replay(record(BASE), Change(latency=3e-3)).step
+    assert predicted == pytest.approx(true_step(replace(BASE, latency=3 * MS)), rel=0.1)
+
+
+def test_without_its_straggler_a_job_takes_as_long_as_one_without(record: Record) -> None:
+    slow = replace(BASE, straggler=Straggler("compute", 1, factor=4.0))
+    recorded = record(slow)
+    assert recorded.step_seconds > 1.3 * true_step(BASE)
+    assert replay(recorded, Change(no_straggler=True)).step == pytest.approx(true_step(BASE), rel=0.08)
+    assert replay(recorded, Change()).step == pytest.approx(true_step(slow), rel=0.05)
+
+
+def test_other_buckets_carry_the_same_gradients(record: Record) -> None:
+    recorded = record(BASE)
+    as_it_was = replay(recorded, Change())
+    for threshold in (1 << 10, 1 << 20, 64 << 20):
+        found = replay(recorded, Change(fusion_threshold=threshold))
+        assert found.sent == pytest.approx(as_it_was.sent, rel=0.01)
+    assert replay(recorded, Change(fusion_threshold=64 << 20)).exposed > as_it_was.exposed  # nothing overlaps
+    assert replay(recorded, Change(fusion_threshold=1 << 20)).step == pytest.approx(as_it_was.step, rel=0.02)
+
+
+def test_less_is_sent_with_a_density_and_more_nodes_send_what_a_ring_does(record: Record) -> None:
+    recorded = record(BASE)
+    dense, sparse = replay(recorded, Change()), replay(recorded, Change(density=0.01), cheap)
+    assert sparse.sent < 0.03 * dense.sent
+    assert sparse.step < dense.step
+    more = replay(recorded, Change(nodes=6))
+    assert more.sent == pytest.approx(dense.sent * (5 / 6) / (2 / 3), rel=0.02)
+    assert more.step > dense.step
+
+
+@pytest.mark.parametrize("algorithm", ["bsp", "asp", "dpsgd(topology='ring')", "local_sgd(steps=2)", "easgd(steps=2)"])
+def test_other_algorithms_are_replayed(record: Record, algorithm: str) -> None:
+    found = replay(record(BASE), Change(algorithm=algorithm))
+    computed = found.step - found.exposed
+    assert computed == pytest.approx(
+        replay(record(BASE), Change()).step - replay(record(BASE), Change()).exposed, rel=0.1
+    )
+
+
+def test_a_compressed_recording_is_replayed_with_what_was_sent(record: Record) -> None:
+    recorded = record(BASE)
+    assert recorded.codec == "dense"
+    half = replace(recorded, codec="fp16", costs=recorded.costs)
+    with pytest.raises(KeyError):
+        replay(half, Change())
+    assert replay(recorded, Change(codec="fp16"), cheap).sent == pytest.approx(recorded.sent / 3 / 2, rel=0.01)
+
+
+def test_what_cannot_be_simulated_is_said(record: Record, tmp_path: Path) -> None:
+    recorded = record(BASE)
+    for change, words in (
+        (Change(nodes=0), "cannot be replayed"),
+        (Change(density=2.0), "not above 0"),
+        (Change(density=0.5, codec="fp16"), "give one of them"),
+        (Change(algorithm="partial(backup=7)"), "wait for nobody"),
+        (Change(algorithm="no_such"), "no_such"),
+    ):
+        with pytest.raises(FusionError, match=words):
+            replay(recorded, change, cheap)
+    with pytest.raises(FusionError, match="no plan"):
+        replay(replace(recorded, tensors=()), Change(fusion_threshold=1))
+    short = tmp_path / "short"
+    short.mkdir()
+    simulate(replace(BASE, steps=1)).write(short)
+    with pytest.raises(NotRecorded, match="no whole training steps"):
+        understand(load([str(short)], str(tmp_path)))
+
+
+def test_only_the_chosen_steps_are_replayed(record: Record, tmp_path: Path) -> None:
+    simulate(BASE).write(tmp_path)
+    found = understand(load([str(tmp_path)], str(tmp_path)), StepRange(2, 4))
+    assert found.numbers == (2, 3)
+    assert len(found.programs[0]) == 2
+
+
+@pytest.mark.parametrize(("text", "bits"), [("100mbit", 1e8), ("2.5 Gbit", 2.5e9), ("1e9", 1e9), ("500kbit/s", 5e5)])
+def test_rates_are_read(text: str, bits: float) -> None:
+    assert parse_bandwidth(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1gbit", "0", "1.2.3mbit", "nan"])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(FusionError, match="not a rate"):
+        parse_bandwidth(text)
+
+
+def test_the_command_prints_the_error_of_the_replay_and_the_prediction(tmp_path: Path) -> None:
+    simulate(BASE).write(tmp_path)
+    shown = CliRunner().invoke(app, ["whatif", str(tmp_path), "--bandwidth", "100mbit", "--latency", "1ms"])
+    assert shown.exit_code == 0, shown.output
+    assert "The replay of what was recorded is" in shown.output
+    assert "100 Mbit/s, latency 1 ms" in shown.output
+    document = json.loads(CliRunner().invoke(app, ["whatif", str(tmp_path), "--nodes", "4", "--json"]).output)
+    assert document["change"] == {"nodes": 4}
+    assert document["replayed"]["error"] == pytest.approx(
+        document["replayed"]["step"] / document["recorded"]["step"] - 1
+    )
+    assert document["changed"]["sent"] > document["replayed"]["sent"]
+
+
+def test_the_command_says_what_is_wrong_in_a_sentence(tmp_path: Path) -> None:
+    for arguments in (["--bandwidth", "fast"], []):
+        found = CliRunner().invoke(app, ["whatif", str(tmp_path), *arguments])
+        assert found.exit_code == 1
+        assert "Traceback" not in found.output
+
+
+def test_a_plan_that_is_recorded_again_has_its_tensors_once(tmp_path: Path) -> None:
+    truth = simulate(BASE)
+    for tape in truth.tapes.values():
+        tape.rows += [row for row in tape.rows if row[6] in (Kind.PLAN, Kind.BUCKET, Kind.MEMBER)]
+    truth.write(tmp_path)
+    recorded = understand(load([str(tmp_path)], str(tmp_path)))
+    assert len(recorded.tensors) == BASE.buckets * BASE.tensors
+    fused = replay(recorded, Change(fusion_threshold=1 << 20))
+    assert fused.sent == pytest.approx(replay(recorded, Change()).sent, rel=0.01)

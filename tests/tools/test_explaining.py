@@ -1,0 +1,259 @@
+"""What `fusion-trace` says about a job: summary, overlap, stragglers, buckets, tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fusion_rt.errors import FusionError
+from fusion_rt.trace_format import Flush, Kind, Role
+from fusion_trace.analyse import bucket_times as bucket_finder
+from fusion_trace.analyse import summary as summary_finder
+from fusion_trace.analyse import tensor as tensor_finder
+from fusion_trace.analyse.overlap import PARTS
+from fusion_trace.cli import app
+from fusion_trace.read import job as jobs
+from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange, parse_steps
+from fusion_trace.report.wording import duration, numbers, size
+from tests.tools.synthetic import MS, START, US, Job, S, Straggler, Truth, simulate
+
+COMMANDS = (["summary"], ["overlap"], ["overlap", "--each"], ["stragglers"], ["buckets"], ["tensor", "layer1.0"])
+JOB = Job(
+    nodes=2, ranks_per_node=2, steps=8, skews={1: S}, straggler=Straggler("compute", 3, factor=2, steps=range(3, 6))
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rings")
+    simulate(JOB).write(path)
+    return str(path)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_a_page_and_a_document(command: list[str], directory: str) -> None:
+    assert "job synthetic" in run(*command, directory)
+    document = json.loads(run(*command, directory, "--json", "--steps", "2:6"))
+    assert document["job"] == "synthetic"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_says_what_is_missing_and_shows_the_rest(command: list[str], tmp_path: Path) -> None:
+    paths = simulate(JOB).write(tmp_path)
+    for path in paths[:2]:
+        Path(path).write_bytes(Path(path).read_bytes()[:-4000])
+    Path(paths[2]).write_bytes(b"FUSTRACE")
+    shown = run(*command, str(tmp_path))
+    assert "is cut off: " in shown
+    assert "ends within its header" in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_takes_the_newest_job_by_default_and_a_job_by_its_id(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSION_TRACE_DIR", str(tmp_path))
+    with pytest.raises(FusionError, match="there are no traces in"):
+        run(*command)
+    (tmp_path / "synthetic").mkdir()
+    simulate(JOB).write(tmp_path / "synthetic")
+    assert run(*command) == run(*command, "synthetic")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_can_do_with_a_job_that_has_no_step_yet(command: list[str], tmp_path: Path) -> None:
+    simulate(Job(steps=1)).write(tmp_path)
+    assert "job synthetic" in run(*command, str(tmp_path))
+    json.loads(run(*command, str(tmp_path), "--json"))
+
+
+def test_a_range_of_steps_is_one_of_python() -> None:
+    assert parse_steps("") is parse_steps(":") is EVERY_STEP
+    assert [number for number in range(20) if number in parse_steps("3:7")] == [3, 4, 5, 6]
+    assert [number for number in range(6) if number in parse_steps("3:")] == [3, 4, 5]
+    assert [number for number in range(6) if number in parse_steps(":2")] == [0, 1]
+    assert [number for number in range(6) if number in parse_steps("4")] == [4]
+    for wrong in ("a", "1:2:3", "-1:", "5:5", "7:3", "1-2", "1 2"):
+        with pytest.raises(ChoiceError, match=r"--steps"):
+            parse_steps(wrong)
+
+
+def test_the_page_of_overlap_has_bars_as_long_as_the_parts(directory: str) -> None:
+    document: dict[str, Any] = json.loads(run("overlap", directory, "--json"))
+    shown = run("overlap", directory)
+    bar = next(line for line in shown.splitlines() if line.startswith("rank 0") and "#" in line)
+    mine = [step for step in document["steps"] if step["rank"] == 0]
+    whole = sum(step["end"] - step["begin"] for step in mine)
+    for part, mark in (("compute", "#"), ("overlapped", "="), ("exposed", "!"), ("waiting", ".")):
+        assert bar.count(mark) == pytest.approx(40 * sum(step[part] for step in mine) / whole, abs=1)
+    assert all(part in shown for part in PARTS)
+
+
+def test_the_page_of_stragglers_says_who_why_and_when(directory: str) -> None:
+    shown = run("stragglers", directory)
+    line = next(line for line in shown.splitlines() if line.startswith("rank 3 (host host1)"))
+    assert "compute (forward and backward)" in line
+    assert line.rstrip().endswith("3-5")
+    assert "no rank, node or link stands out" in run("stragglers", directory, "--steps", "6:")
+
+
+# --- summary ----------------------------------------------------------------------------------------------------------
+
+
+def summarized(truth: Truth, directory: Path) -> summary_finder.Summary:
+    truth.write(directory)
+    return summary_finder.find(jobs.load([str(directory)], "/nowhere"))
+
+
+def test_a_summary_counts_steps_bytes_and_links(tmp_path: Path) -> None:
+    truth = simulate(Job(nodes=2, ranks_per_node=2, steps=6, buckets=3, bucket_nbytes=1 << 20))
+    found = summarized(truth, tmp_path)
+    assert (found.nodes, [rank.rank for rank in found.ranks]) == (2, [0, 1, 2, 3])
+    assert all((rank.steps, rank.first, rank.last) == (5, 1, 5) for rank in found.ranks)
+    times = sorted(b - a for a, b in zip(truth.steps[0], truth.steps[0][1:], strict=False))
+    assert found.ranks[0].median == pytest.approx(times[2], abs=2000)
+    assert found.handed_over == 3 * (1 << 20) + 4
+    # Two nodes: each sends half of a bucket twice. And one element of the loss each.
+    sent = [flight for flight in truth.flights if flight[3] > 0 and flight[0] == 0]
+    assert [(link.source, link.target) for link in found.links] == [(0, 1), (1, 0)]
+    assert found.links[0].chunks == pytest.approx(len(sent), abs=4)
+    assert found.links[0].nbytes == pytest.approx(5 * 3 * (1 << 20), rel=0.05)
+    assert found.steps_per_second == pytest.approx(5e9 / (truth.steps[0][-1] - truth.steps[0][0]), rel=1e-3)
+    assert found.odd == ()
+
+
+def test_a_summary_tells_what_is_odd(tmp_path: Path) -> None:
+    truth = simulate(Job(nodes=2, steps=4))
+    daemon = truth.tapes[Role.DAEMON, 0]
+    for kind, at in (
+        (Kind.LOST, 10),
+        (Kind.FOUND, 12),
+        (Kind.LOST, 20),
+        (Kind.BLOCKED_BEGIN, 5),
+        (Kind.BLOCKED_END, 7),
+    ):
+        daemon.add(kind, START + at * MS, peer=1)
+    daemon.add(Kind.STALL, START + 30 * MS, "loss", value=60)
+    daemon.add(Kind.STALL, START + 31 * MS, "loss", value=61)
+    daemon.add(Kind.PLAN, START + 40 * MS, plan=2, value=1, extra=1)
+    daemon.add(Kind.FAILED, START + 50 * MS, "loss", clock=3)
+    daemon.add(Kind.VIEW, START + 60 * MS, value=1)
+    worker = truth.tapes[Role.WORKER, 1]
+    worker.capacity = len(worker.rows) // 2
+    told = "\n".join(summarized(truth, tmp_path).odd)
+    for sentence in (
+        "node 0 (host host0): connections to node 1 broke 2 times, and were made again once",
+        "it could not send once, for 0.002 s together",
+        "loss made no progress for 61 s",
+        "2 plans came",
+        "1 operations failed, the first one of loss",
+        "the job went on with 1 nodes",
+        "rank 1: its first ",
+    ):
+        assert sentence in told
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_and_their_phases_are_what_was_simulated(tmp_path: Path) -> None:
+    truth = simulate(Job(nodes=2, steps=5, buckets=3, tensors=4, bucket_nbytes=1 << 20, jitter=0.0))
+    truth.write(tmp_path)
+    trace = jobs.load([str(tmp_path)], "/nowhere")
+    (plan,) = bucket_finder.plans(trace)
+    assert (plan.number, plan.nbytes, len(plan.buckets)) == (1, 3 << 20, 3)
+    assert plan.tensors["bucket 1"] == tuple((f"layer1.{number}", 1 << 18) for number in range(4))
+    assert plan.bucket_of("layer2.3") == "bucket 2"
+    found = {bucket.name: bucket for bucket in bucket_finder.find(trace)}
+    assert list(found) == ["bucket 0", "bucket 1", "bucket 2", "loss"]
+    bucket = found["bucket 1"]
+    assert (bucket.plan, bucket.nbytes, bucket.tensors, bucket.times, bucket.fill) == (1, 1 << 20, 4, 5, 1.0)
+    assert bucket.flushes == {"full": 10}
+    assert (found["loss"].plan, found["loss"].flushes, found["loss"].fill) == (0, {"alone": 10}, None)
+    # Three of four gradients after the first one, and the copy.
+    assert bucket.phases["fill"] == pytest.approx(3 * 16 * MS / 12 + 50 * US, rel=1e-3)
+    assert bucket.phases["hand over"] == 2 * US
+    assert bucket.phases["local"] == 25 * US
+    assert bucket.phases["apply"] == pytest.approx(2 * MS / 3, rel=1e-3)
+    assert "negotiate" in found["loss"].phases
+    assert "negotiate" not in bucket.phases
+    flights = [end - begin for *_, name, _, begin, end in truth.flights if name == "bucket 1"]
+    assert bucket.phases["wire"] == pytest.approx(sorted(flights)[len(flights) // 2], abs=400 * US)  # the clocks' error
+
+
+def test_reasons_for_handing_over_are_counted_and_steps_are_chosen(tmp_path: Path) -> None:
+    truth = simulate(Job(nodes=1, steps=6))
+    worker = truth.tapes[Role.WORKER, 0]
+    worker.rows = [
+        (*row[:5], Flush.STEP, *row[6:]) if row[6] == Kind.SUBMITTED and row[3] == "bucket 2" and row[2] % 2 else row
+        for row in worker.rows
+    ]
+    truth.write(tmp_path)
+    trace = jobs.load([str(tmp_path)], "/nowhere")
+    assert bucket_finder.find(trace)[2].flushes == {"full": 3, "step": 3}
+    chosen = bucket_finder.find(trace, StepRange(1, 3))[2]
+    assert (chosen.times, chosen.flushes) == (2, {"full": 1, "step": 1})
+
+
+# --- tensor -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_is_followed_from_its_gradient_to_its_update(tmp_path: Path) -> None:
+    truth = simulate(Job(nodes=2, steps=4, tensors=2, jitter=0.0))
+    truth.write(tmp_path)
+    found = tensor_finder.find(jobs.load([str(tmp_path)], "/nowhere"), "layer1.0")
+    assert (found.name, found.nbytes) == ("layer1.0", 1 << 19)
+    assert [life.step for life in found.lives] == [None, 1, 2, 3]  # the first one is in no whole step
+    life = found.lives[1]
+    assert (life.operation, life.plan, life.clock) == ("bucket 1", 1, 1)
+    mine = [event.what for event in life.events if event.who == "rank 0"]
+    assert mine == [
+        "its gradient is complete",
+        "it is copied into the arena",
+        "the bucket is full",
+        "it is handed to the daemon, because it is full",
+        "the script waits for it",
+        "the answer is read",
+        "it is applied",
+    ]
+    assert [event.what for event in life.events if event.who == "node 0"][:2] == [
+        "the part of rank 0 came",
+        "it runs: all local parts are there",
+    ]
+    on_wire = [e for e in life.events if e.who == "node 0 -> node 1" and e.what.endswith("is on the wire")]
+    assert len(on_wire) == len([f for f in truth.flights if f[0] == 0 and f[2:4] == ("bucket 1", 1)])
+    assert [event.at for event in life.events] == sorted(event.at for event in life.events)
+    assert all(event.since == event.at - life.events[0].at for event in life.events)
+
+
+def test_a_name_may_be_a_part_of_one_and_is_told_if_it_is_of_none_or_several(directory: str) -> None:
+    trace = jobs.load([directory], "/nowhere")
+    assert tensor_finder.find(trace, "yer2.1").name == "layer2.1"
+    assert tensor_finder.find(trace, "loss").lives[0].operation == "loss"
+    with pytest.raises(ChoiceError, match=r"part of several names: layer1\.0, layer1\.1"):
+        tensor_finder.find(trace, "layer1")
+    with pytest.raises(ChoiceError, match=r"nothing in this trace is called 'layre1\.0'; there are .*layer1\.0"):
+        tensor_finder.find(trace, "layre1.0")
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_times_sizes_and_numbers_in_words() -> None:
+    times = [(0, "0 ns"), (999, "999 ns"), (1000, "1.00 us"), (12_345_678, "12.3 ms"), (999_960_000, "1.00 s")]
+    assert [duration(ns) for ns, _ in times] == [words for _, words in times]
+    assert [size(n) for n in (3, 2048, 5 << 20)] == ["3 B", "2.00 KiB", "5.00 MiB"]
+    assert numbers([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert numbers(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10 and 14 more"

@@ -1,0 +1,312 @@
+"""What a step's length is made of, across ranks and nodes: `fusion-trace critical-path`.
+
+The path is found backwards, from the moment when the last rank ends the step. Whoever is busy then is on it, back to
+when it last waited for something; from there on whoever it waited for is, and so on until the step's begin. So each
+nanosecond of the step is one activity of one process or link, and the path is as long as the step.
+
+A worker's activities are forward, backward, step (in `step()`, or where gradients are finished), copy, apply, wake-up
+(it reads an answer that is there) and other (outside of all these: loading data, most often). A daemon's are reduce,
+encode, decode, and daemon: its loop, or a thread, is not yet at it. Between them are hand-over (a worker's message on
+its way), negotiation, queue and wire; `unrecorded` is what rings do not tell.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fusion_rt.trace_format import Kind
+from fusion_trace.read.choice import EVERY_STEP, StepRange
+from fusion_trace.read.chunks import Chunk
+from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.operations import DaemonPart, Key, Operation, Step, all_steps, operations, pairs, phases
+from fusion_trace.read.spans import Span, difference, union
+
+ACTIVITIES = (
+    "forward", "backward", "step", "copy", "apply", "wake-up", "other", "hand-over", "daemon", "reduce", "encode",
+    "decode", "negotiation", "queue", "wire", "unrecorded",
+)  # fmt: skip
+_LAST, _DATA, _RUN, _NEGOTIATED, _READY = 4, 3, 2, 1, 0  # what comes after what at the same moment
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something happens: at a rank, in a node's daemon, or on a link from one node to another."""
+
+    rank: int | None = None
+    node: int | None = None
+    link: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        if self.link is not None:
+            return f"node {self.link[0]} to node {self.link[1]}"
+        return f"rank {self.rank}" if self.rank is not None else f"daemon of node {self.node}"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a path; ns on the job's axis. `what`: the bucket or tensor that it is about, or ""."""
+
+    begin: int
+    end: int
+    activity: str
+    place: Place
+    what: str = ""
+
+    @property
+    def ns(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Path:
+    """The critical path of a step, in order of time. `step`: of the rank that was the last to end it."""
+
+    step: Step
+    segments: tuple[Segment, ...]
+
+    @property
+    def ns(self) -> int:
+        return sum(segment.ns for segment in self.segments)
+
+
+def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Path, ...]:
+    """The critical path of each step, by number."""
+    last: dict[int, Step] = {}
+    for step in (step for steps in all_steps(trace).values() for step in steps if step.number in chosen):
+        if step.number not in last or step.end > last[step.number].end:
+            last[step.number] = step
+    graph = _Graph(trace)
+    return tuple(Path(step, graph.back_from(step)) for _, step in sorted(last.items()))
+
+
+def totals(paths: Iterable[Path]) -> dict[tuple[str, Place], int]:
+    """ns of each activity at each place, the longest first."""
+    sums: Counter[tuple[str, Place]] = Counter()
+    for path in paths:
+        for segment in path.segments:
+            sums[segment.activity, segment.place] += segment.ns
+    return dict(sums.most_common())
+
+
+# --- the graph --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of a worker's time. `key`: what it waits for, if it does."""
+
+    begin: int
+    end: int
+    activity: str
+    key: Key | None = None
+
+
+@dataclass
+class _Walk:
+    """Where a path has come to, going backwards.
+
+    Attributes:
+        limit: the step's begin.
+        time: everything after it is in `segments`.
+        waiting: the rank whose wait is being explained, when that wait began, and for what it was.
+    """
+
+    limit: int
+    time: int
+    waiting: tuple[int, int, str]
+    segments: list[Segment] = field(default_factory=list)
+
+    def back_to(self, time: int, activity: str, place: Place, what: str = "") -> None:
+        """From `time` until where the path has come to, it was this. Clocks that disagree do not make it longer."""
+        begin = max(self.limit, min(time, self.time))
+        if begin < self.time:
+            self.segments.append(Segment(begin, self.time, activity, place, what))
+            self.time = begin
+
+    @property
+    def at_end(self) -> bool:
+        return self.time <= self.limit
+
+
+class _Graph:
+    """What happened, so that it can be walked back."""
+
+    def __init__(self, trace: JobTrace) -> None:
+        self._operations = operations(trace)
+        self._node_of = trace.node_of
+        self._pieces = {rank: _pieces(worker, self._operations.values()) for rank, worker in trace.workers.items()}
+        self._ends = {rank: [piece.end for piece in pieces] for rank, pieces in self._pieces.items()}
+
+    def back_from(self, step: Step) -> tuple[Segment, ...]:
+        """From the end of a step to its begin."""
+        walk = _Walk(step.begin, step.end, (step.rank, step.begin, ""))
+        at: tuple[int, Key] | int = step.rank  # a worker's rank, or a node and what its daemon is at
+        stage = _LAST
+        seen: set[object] = set()
+        while not walk.at_end:
+            state = at, walk.time, stage
+            if state in seen:  # clocks disagree so much that everybody waited for everybody
+                at = self._not_known(walk)
+                stage = _LAST
+                continue
+            seen.add(state)
+            if isinstance(at, int):
+                at, stage = self._in_worker(at, walk), _LAST
+            else:
+                at, stage = self._in_daemon(at[0], at[1], stage, walk)
+        return tuple(reversed(walk.segments))
+
+    def _not_known(self, walk: _Walk) -> int:
+        """Goes on where the wait that cannot be explained began."""
+        rank, began, what = walk.waiting
+        walk.back_to(min(began, walk.time - 1), "unrecorded", Place(rank=rank), what)
+        return rank
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _in_worker(self, rank: int, walk: _Walk) -> tuple[int, Key] | int:
+        place = bisect_left(self._ends[rank], walk.time)
+        pieces = self._pieces[rank]
+        if place == len(pieces) or pieces[place].begin >= walk.time:  # before its first record, or after its last
+            before = pieces[place - 1].end if place else walk.limit
+            walk.back_to(before, "unrecorded" if not place else "other", Place(rank=rank))
+            return rank
+        piece = pieces[place]
+        if piece.key is None:
+            walk.back_to(piece.begin, piece.activity, Place(rank=rank))
+            return rank
+        walk.waiting = rank, piece.begin, piece.key.name
+        node, operation = self._node_of[rank], self._operations[piece.key]
+        daemon = operation.daemons.get(node)
+        answered = None if daemon is None else daemon.answered.get(rank, daemon.run_end)
+        if answered is None:
+            return self._not_known(walk)
+        walk.back_to(max(answered, piece.begin), "wake-up", Place(rank=rank), piece.key.name)
+        return rank if answered <= piece.begin else (node, piece.key)
+
+    # --- daemons ------------------------------------------------------------------------------------------------------
+
+    def _in_daemon(self, node: int, key: Key, stage: int, walk: _Walk) -> tuple[tuple[int, Key] | int, int]:
+        """Goes back by one event of an operation on a node; `stage`: what at this very moment comes before."""
+        operation = self._operations[key]
+        part = operation.daemons.get(node)
+        found = None if part is None else self._latest(operation, part, node, stage, walk)
+        if found is None:
+            return self._not_known(walk), _LAST
+        time, stage, what = found
+        here = Place(node=node)
+        walk.back_to(time, "daemon", here, key.name)
+        if isinstance(what, Chunk):
+            assert what.sent is not None
+            link = Place(link=(what.source, what.target))
+            walk.back_to(what.sent, "wire", link, key.name)
+            if what.queued is not None:
+                walk.back_to(what.queued, "queue", link, key.name)
+            return (what.source, key), _LAST
+        if isinstance(what, _Kernel):
+            walk.back_to(what.begin, what.name, here, key.name)
+            return (node, key), _LAST if what.begin < time else stage
+        if isinstance(what, Span):
+            # The coordinator answers when it has heard of all nodes: the last of them kept it waiting.
+            begins = {
+                other: max((span.begin for span in its.negotiations if span.begin <= time), default=-1)
+                for other, its in operation.daemons.items()
+            }
+            last = max(begins, key=lambda other: (begins[other], other == node))
+            walk.back_to(begins[last], "negotiation", Place(node=last), key.name)
+            return (last, key), _NEGOTIATED
+        if isinstance(what, int):
+            worker = operation.workers.get(what)
+            if worker is None or worker.submitted is None:
+                return self._not_known(walk), _LAST
+            walk.back_to(worker.submitted, "hand-over", Place(rank=what), key.name)
+            return what, _LAST
+        return (node, key), stage
+
+    def _latest(
+        self, operation: Operation, part: DaemonPart, node: int, stage: int, walk: _Walk
+    ) -> tuple[int, int, Chunk | _Kernel | Span | int | None] | None:
+        """The last event before the moment that the path has come to: its time, its stage, and what it is."""
+        found: list[tuple[int, int, Chunk | _Kernel | Span | int | None]] = []
+        for name, spans in (("reduce", part.reduces), ("encode", part.encodes), ("decode", part.decodes)):
+            for begin, end in spans:
+                if begin < walk.time:
+                    found.append((min(end, walk.time), _DATA, _Kernel(begin, name)))
+        for chunk in operation.chunks:
+            if chunk.target == node and chunk.received is not None and chunk.sent is not None:
+                found.append((chunk.received, _DATA, chunk))
+        if part.run_begin is not None:
+            found.append((part.run_begin, _RUN, None))
+        found += [(span.end, _NEGOTIATED, span) for span in part.negotiations]
+        ready = part.ready
+        if operation.asynchronous and walk.waiting[0] in ready:  # homes do not wait for the others
+            ready = {walk.waiting[0]: ready[walk.waiting[0]]}
+        found += [(time, _READY, rank) for rank, time in ready.items()]
+        found = [each for each in found if each[0] < walk.time or (each[0] == walk.time and each[1] < stage)]
+        return max(found, key=lambda each: each[:2], default=None)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    begin: int
+    name: str
+
+
+def _pieces(worker: Process, found: Iterable[Operation]) -> list[_Piece]:
+    """All of a worker's time, from its first record to its last, in pieces that follow each other."""
+    if not len(worker.records):
+        return []
+    parts = [(operation.key, operation.workers[worker.rank]) for operation in found if worker.rank in operation.workers]
+    pieces: list[_Piece] = []
+    taken: tuple[Span, ...] = ()
+    for key, (begin, end) in sorted(
+        ((key, span) for key, part in parts for span in part.waits), key=lambda each: each[1]
+    ):
+        begin = max(begin, taken[-1].end if taken else begin)  # waits of a script follow each other
+        if begin < end:
+            pieces.append(_Piece(begin, end, "wait", key))
+            taken = (
+                (*taken[:-1], Span(taken[-1].begin, end))
+                if taken and taken[-1].end == begin
+                else (*taken, Span(begin, end))
+            )
+    work: Mapping[str, Sequence[Span]] = {
+        "apply": pairs(worker, Kind.APPLY_BEGIN, Kind.APPLY_END),
+        "copy": pairs(worker, Kind.COPY_BEGIN, Kind.COPY_END),
+        "step": phases(worker, Kind.STEP_BEGIN, Kind.STEP_END),
+        "backward": phases(worker, Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
+        "forward": phases(worker, Kind.FORWARD_BEGIN, Kind.FORWARD_END),
+        "other": [Span(int(worker.records["time"][0]), int(worker.records["time"][-1]))],
+    }
+    for activity, spans in work.items():
+        free = difference(union(spans), taken)
+        pieces += [_Piece(*span, activity) for span in free]
+        taken = union([*taken, *free])
+    return sorted(pieces, key=lambda piece: piece.begin)
+
+
+def document(trace: JobTrace, paths: Sequence[Path]) -> dict[str, object]:
+    """What `--json` shows; all times in ns."""
+    return {
+        "job": trace.job,
+        "totals": [
+            {"activity": activity, "place": str(place), "ns": ns} for (activity, place), ns in totals(paths).items()
+        ],
+        "steps": [
+            {
+                "number": path.step.number,
+                "rank": path.step.rank,
+                "begin": path.step.begin,
+                "ns": path.step.ns,
+                "path": [
+                    {"begin": s.begin, "ns": s.ns, "activity": s.activity, "place": str(s.place), "what": s.what}
+                    for s in path.segments
+                ],
+            }
+            for path in paths
+        ],
+        "problems": list(trace.problems),
+    }

@@ -1,0 +1,179 @@
+"""What has changed from one job to another: `fusion-trace diff`.
+
+A sample is a step: what it takes, as the mean over its ranks. Of each measure a trimmed mean over the steps is compared
+(the highest and the lowest tenth are left out, which a pause or the first steps would decide otherwise), and its
+interval comes from a bootstrap of blocks of steps that follow each other (Künsch, 1989), because neighbours resemble
+each other. All intervals of a comparison hold at once with the confidence that is asked for (Bonferroni), so that the
+same job against itself shows "no change", whatever is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusion_rt.trace_format import Kind
+from fusion_trace.analyse.overlap import PARTS, partitions, within
+from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
+from fusion_trace.read.job import JobTrace
+from fusion_trace.read.operations import all_steps, phases
+from fusion_trace.read.spans import union
+
+MEASURES = ("step", *PARTS, "forward", "backward", "step()")
+LEAST_STEPS = 8  # of each job
+_RESAMPLES = 4000
+_TRIM = 0.1
+_PHASES = {
+    "forward": (Kind.FORWARD_BEGIN, Kind.FORWARD_END),
+    "backward": (Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
+    "step()": (Kind.STEP_BEGIN, Kind.STEP_END),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A measure of a step in both jobs, in ns.
+
+    Attributes:
+        before, after: trimmed means.
+        low, high: interval of the difference.
+        changed: 0 is not in it.
+    """
+
+    measure: str
+    before: float
+    after: float
+    low: float
+    high: float
+
+    @property
+    def difference(self) -> float:
+        return self.after - self.before
+
+    @property
+    def changed(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+    def relative(self, ns: float) -> float | None:
+        """As a part of what it was."""
+        return ns / self.before if self.before else None
+
+
+def compare(
+    first: JobTrace,
+    second: JobTrace,
+    chosen: StepRange = EVERY_STEP,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[Change, ...]:
+    """The measures that either job has, in order of `MEASURES`.
+
+    Raises:
+        ChoiceError: a job has too few steps.
+    """
+    before, after = samples(first, chosen), samples(second, chosen)
+    return changes(before, after, (first.job, second.job), confidence, seed)
+
+
+def changes(
+    before: dict[str, NDArray[np.float64]],
+    after: dict[str, NDArray[np.float64]],
+    jobs: tuple[str, str] = ("the first", "the second"),
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[Change, ...]:
+    """As `compare`, of samples."""
+    for job, its in zip(jobs, (before, after), strict=True):
+        if len(its["step"]) < LEAST_STEPS:
+            raise ChoiceError(f"job {job} has {len(its['step'])} whole steps, and a comparison needs {LEAST_STEPS}")
+    shown = [name for name in MEASURES if before[name].any() or after[name].any()]
+    level = 1 - (1 - confidence) / len(shown)
+    generator = np.random.default_rng(seed)
+    found = []
+    for name in shown:
+        low, high = _interval(before[name], after[name], level, generator)
+        found.append(Change(name, _middle(before[name]), _middle(after[name]), low, high))
+    return tuple(found)
+
+
+def samples(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, NDArray[np.float64]]:
+    """By measure, what each step takes, ns, in order: the mean over its ranks."""
+    sums: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for part in partitions(trace, chosen):
+        sums[part.number]["step"].append(part.ns)
+        for name, ns in part.parts.items():
+            sums[part.number][name].append(ns)
+    for rank, steps in all_steps(trace).items():
+        kept = [step for step in steps if step.number in chosen]
+        for name, kinds in _PHASES.items():
+            lengths = within(kept, union(phases(trace.workers[rank], *kinds)))
+            for step, ns in zip(kept, lengths, strict=True):
+                sums[step.number][name].append(ns)
+    return {name: np.array([np.mean(sums[number][name]) for number in sorted(sums)], np.float64) for name in MEASURES}
+
+
+def _middle(values: NDArray[np.float64]) -> float:
+    return float(_trimmed(values[np.newaxis])[0])
+
+
+def _trimmed(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The trimmed mean of each row."""
+    number = rows.shape[1]
+    cut = int(number * _TRIM)
+    means: NDArray[np.float64] = np.sort(rows, axis=1)[:, cut : number - cut].mean(axis=1)
+    return means
+
+
+def _interval(
+    before: NDArray[np.float64], after: NDArray[np.float64], level: float, generator: np.random.Generator
+) -> tuple[float, float]:
+    """Of the difference of the trimmed means: the basic bootstrap, widened as Student's t is for few steps."""
+    difference = _middle(after) - _middle(before)
+    drawn = _resampled(after, generator) - _resampled(before, generator) - difference
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    fewest = min(len(before), len(after))
+    wider = math.sqrt(fewest / (fewest - 1)) * (1 + 2.5 / fewest)
+    return difference - float(high) * wider, difference - float(low) * wider
+
+
+def _resampled(values: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
+    """Trimmed means of resamples, made of blocks of steps that follow each other, around the end too."""
+    number = len(values)
+    length = max(1, round(number ** (1 / 3)))
+    begins = generator.integers(0, number, (_RESAMPLES, -(-number // length), 1))
+    places = (begins + np.arange(length)).reshape(_RESAMPLES, -1)[:, :number] % number
+    return _trimmed(values[places])
+
+
+def verdict(found: Sequence[Change]) -> str:
+    """A sentence on the step, the first of the measures."""
+    step = found[0]
+    assert step.measure == "step"
+    if not step.changed:
+        return "no change"
+    part, low, high = (step.relative(ns) or 0.0 for ns in (step.difference, step.low, step.high))
+    ends = sorted((abs(low), abs(high)))
+    return f"steps are {'slower' if part > 0 else 'faster'} by {abs(part):.1%} ({ends[0]:.1%} to {ends[1]:.1%})"
+
+
+def document(first: JobTrace, second: JobTrace, found: Sequence[Change], confidence: float) -> dict[str, object]:
+    """What `--json` shows; all times in ns."""
+    return {
+        "jobs": [first.job, second.job],
+        "confidence": confidence,
+        "verdict": verdict(found),
+        "measures": [
+            {
+                **{field.name: getattr(change, field.name) for field in fields(change)},
+                "difference": change.difference,
+                "changed": change.changed,
+            }
+            for change in found
+        ],
+        "problems": [*first.problems, *second.problems],
+    }

@@ -1,0 +1,215 @@
+"""How much of each step a rank computes, communicates, and waits: `fusion-trace overlap`.
+
+Every nanosecond of a step is in exactly one of five parts, so that they add up to the step:
+
+| part | the script | and meanwhile |
+| --- | --- | --- |
+| compute | runs | nothing is communicated for this rank |
+| overlapped | runs | communication is under way: it costs nothing |
+| exposed | waits | communication is under way: what a faster network, or better overlap, would save |
+| waiting | waits | ... for other ranks that are not there yet, or for its turn to read an answer |
+| idle | does neither: outside of forward, backward and `step()` | nothing is communicated (loading data, most often) |
+
+Communication of an operation is under way for a rank from when the last rank has handed its part over until this rank's
+daemon has answered it; of an operation with homes, from when this rank has handed over its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from fusion_rt.trace_format import Kind
+from fusion_trace.read.choice import EVERY_STEP, StepRange
+from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.operations import Key, Operation, Step, all_steps, operations, pairs, phases
+from fusion_trace.read.spans import Span, difference, intersection, union
+
+PARTS = ("compute", "overlapped", "exposed", "waiting", "idle")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A step of a rank, in parts that add up to `ns`. All in ns."""
+
+    rank: int
+    number: int
+    begin: int
+    end: int
+    compute: int
+    overlapped: int
+    exposed: int
+    waiting: int
+    idle: int
+
+    @property
+    def ns(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def blocked(self) -> int:
+        """In which the script waits, whatever for."""
+        return self.exposed + self.waiting
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in PARTS}
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Medians over steps, ns; `hidden`: of all communication, how much was overlapped, or None if there was none."""
+
+    steps: int
+    ns: int
+    compute: int
+    overlapped: int
+    exposed: int
+    waiting: int
+    idle: int
+    hidden: float | None
+
+
+def partitions(
+    trace: JobTrace,
+    chosen: StepRange = EVERY_STEP,
+    found: Mapping[Key, Operation] | None = None,
+) -> tuple[Partition, ...]:
+    """All whole steps of all ranks, by rank and number.
+
+    Args:
+        found: the job's operations, if they are known already.
+    """
+    every = operations(trace) if found is None else found
+    result: list[Partition] = []
+    for rank, steps in all_steps(trace).items():
+        kept = [step for step in steps if step.number in chosen]
+        result += _of_rank(trace.workers[rank], kept, under_way(rank, trace.node_of[rank], every.values()))
+    return tuple(result)
+
+
+def under_way(rank: int, node: int, found: Iterable[Operation]) -> tuple[Span, ...]:
+    """When communication is under way for a rank; see above."""
+    return union(span for operation in found if (span := _flight(operation, rank, node)) is not None)
+
+
+def _flight(operation: Operation, rank: int, node: int) -> Span | None:
+    mine = operation.workers.get(rank)
+    if mine is None or mine.submitted is None:
+        return None
+    begin = mine.submitted
+    if not operation.asynchronous:
+        begin = max(part.submitted for part in operation.workers.values() if part.submitted is not None)
+    daemon = operation.daemons.get(node)
+    ends = [daemon.answered.get(rank), daemon.run_end] if daemon is not None else []
+    end = next((time for time in [*ends, mine.done] if time is not None), None)
+    return Span(begin, end) if end is not None and end > begin else None
+
+
+def _of_rank(worker: Process, steps: Sequence[Step], flights: Sequence[Span]) -> list[Partition]:
+    waits = union(pairs(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
+    working = union(
+        [
+            *phases(worker, Kind.FORWARD_BEGIN, Kind.FORWARD_END),
+            *phases(worker, Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
+            *phases(worker, Kind.STEP_BEGIN, Kind.STEP_END),
+            *pairs(worker, Kind.COPY_BEGIN, Kind.COPY_END),
+            *pairs(worker, Kind.APPLY_BEGIN, Kind.APPLY_END),
+        ]
+    )
+    exposed = within(steps, intersection(waits, flights))
+    waiting = within(steps, difference(waits, flights))
+    overlapped = within(steps, difference(flights, waits))
+    compute = within(steps, difference(difference(working, waits), flights))
+    return [
+        Partition(
+            rank=step.rank,
+            number=step.number,
+            begin=step.begin,
+            end=step.end,
+            compute=compute[place],
+            overlapped=overlapped[place],
+            exposed=exposed[place],
+            waiting=waiting[place],
+            idle=step.ns - compute[place] - overlapped[place] - exposed[place] - waiting[place],
+        )
+        for place, step in enumerate(steps)
+    ]
+
+
+def within(steps: Sequence[Step], spans: Sequence[Span]) -> list[int]:
+    """How much of a set is in each step, ns. Steps in order of time."""
+    lengths = []
+    first = 0
+    for step in steps:
+        while first < len(spans) and spans[first].end <= step.begin:
+            first += 1
+        ns, place = 0, first
+        while place < len(spans) and spans[place].begin < step.end:
+            ns += min(spans[place].end, step.end) - max(spans[place].begin, step.begin)
+            place += 1
+        lengths.append(ns)
+    return lengths
+
+
+def operations_of_steps(found: Iterable[Operation], parts: Sequence[Partition]) -> dict[int, list[Operation]]:
+    """By number of the step, the operations that were handed over in it; by the lowest rank that has whole steps."""
+    by_rank: dict[int, list[Partition]] = defaultdict(list)
+    for part in parts:
+        by_rank[part.rank].append(part)
+    result: dict[int, list[Operation]] = defaultdict(list)
+    for operation in found:
+        for rank, steps in by_rank.items():
+            mine = operation.workers.get(rank)
+            if mine is not None and mine.submitted is not None:
+                number = _containing(steps, mine.submitted)
+                if number is not None:
+                    result[number].append(operation)
+                    break
+    return result
+
+
+def _containing(steps: Sequence[Partition], time: int) -> int | None:
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high) // 2
+        if steps[middle].end < time:  # what was handed over at its very end belongs to it
+            low = middle + 1
+        else:
+            high = middle
+    return steps[low].number if low < len(steps) and steps[low].begin < time else None
+
+
+def overview(found: Sequence[Partition]) -> Overview:
+    """Of steps of one or more ranks; at least one."""
+    middle = {name: median([getattr(each, name) for each in found]) for name in ("ns", *PARTS)}
+    overlapped, exposed = sum(each.overlapped for each in found), sum(each.exposed for each in found)
+    hidden = overlapped / (overlapped + exposed) if overlapped + exposed else None
+    return Overview(steps=len(found), hidden=hidden, **middle)
+
+
+def median(values: Iterable[int]) -> int:
+    """The middle one, or the mean of the two in the middle, rounded down; of at least one value."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
+
+
+def document(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, object]:
+    """What `--json` shows; all times in ns."""
+    found = partitions(trace, chosen)
+    by_rank: dict[int, list[Partition]] = {}
+    for each in found:
+        by_rank.setdefault(each.rank, []).append(each)
+    return {
+        "job": trace.job,
+        "ranks": [{"rank": rank, **_as_dict(overview(steps))} for rank, steps in by_rank.items()],
+        "all": _as_dict(overview(found)) if found else None,
+        "steps": [_as_dict(each) for each in found],
+        "problems": list(trace.problems),
+    }
+
+
+def _as_dict(of: Overview | Partition) -> dict[str, object]:
+    return {field.name: getattr(of, field.name) for field in fields(of)}

@@ -1,0 +1,225 @@
+"""The life of a tensor, from the hook to the update, over all ranks: `fusion-trace tensor NAME`.
+
+A parameter is followed into its bucket; a bucket, and a tensor outside a plan, are followed themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from fusion_rt.trace_format import Kind
+from fusion_trace.analyse.bucket_times import Plan, plans
+from fusion_trace.analyse.overlap import Partition, median, operations_of_steps, partitions
+from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
+from fusion_trace.read.chunks import Chunk
+from fusion_trace.read.job import JobTrace
+from fusion_trace.read.operations import DaemonPart, Operation, WorkerPart, operations
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to it.
+
+    Attributes:
+        at: ns on the job's axis.
+        since: ns since its first event of this life.
+        who: `rank 2`, `node 0` or `node 0 -> node 1`.
+        what: in words.
+        lasted: ns, of what began then; None: it is a moment.
+    """
+
+    at: int
+    since: int
+    who: str
+    what: str
+    lasted: int | None
+
+
+@dataclass(frozen=True)
+class Life:
+    """What happened to a tensor in one step. `clock`: of the operation; `ns`: from its first event to its last."""
+
+    step: int | None
+    clock: int
+    plan: int
+    operation: str
+    nbytes: int
+    ns: int
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor. `nbytes`: of the tensor itself; 0: not known. `lives`: one for each operation, by time."""
+
+    name: str
+    nbytes: int
+    lives: tuple[Life, ...]
+
+    @property
+    def typical(self) -> Life | None:
+        """The one of median length; None: there are none."""
+        if not self.lives:
+            return None
+        middle = median(life.ns for life in self.lives)
+        return min(self.lives, key=lambda life: abs(life.ns - middle))
+
+
+def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> Tensor:
+    """The lives of a tensor or bucket.
+
+    Args:
+        name: all of it, or a part of it that no other name has.
+
+    Raises:
+        ChoiceError: there is no such name, or several are meant.
+    """
+    every = operations(trace)
+    made = plans(trace)
+    name = _meant(name, sorted({key.name for key in every} | _tensors(trace, made)))
+    its = {key: operation for key, operation in every.items() if key.name == name}
+    nbytes = 0
+    for plan in made:
+        bucket = plan.bucket_of(name)
+        if bucket is not None:
+            nbytes = dict(plan.tensors[bucket])[name]
+            its |= {key: each for key, each in every.items() if (key.name, key.plan) == (bucket, plan.number)}
+    parts = partitions(trace, chosen, every)
+    step_of = {
+        operation.key: number
+        for number, found in operations_of_steps(its.values(), parts).items()
+        for operation in found
+    }
+    kept = [operation for operation in its.values() if chosen is EVERY_STEP or operation.key in step_of]
+    kept.sort(key=lambda operation: operation.submitted or 0)
+    gradients = _gradients(trace, name)
+    steps = {(part.rank, part.number): part for part in parts}
+    lives = [_life(trace, operation, step_of.get(operation.key), gradients, steps) for operation in kept]
+    if not nbytes:
+        nbytes = max((operation.nbytes for key, operation in its.items() if key.name == name), default=0)
+    return Tensor(name, nbytes, tuple(life for life in lives if life.events))
+
+
+def _tensors(trace: JobTrace, made: Sequence[Plan]) -> set[str]:
+    names = {tensor for plan in made for its in plan.tensors.values() for tensor, _ in its}
+    for worker in trace.workers.values():
+        names |= {trace.names[number] for number in set(worker.of(Kind.GRADIENT)["name"].tolist())}
+    return names - {""}
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    if name in known:
+        return name
+    parts = [each for each in known if name and name in each]
+    if len(parts) == 1:
+        return parts[0]
+    if parts:
+        raise ChoiceError(f"{name!r} is part of several names: {_some(parts)}")
+    near = difflib.get_close_matches(name, known, 5, 0.4) or known
+    raise ChoiceError(
+        f"nothing in this trace is called {name!r}; there are {_some(near)}" if known else "this trace has no tensors"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
+
+
+_Gradients = Mapping[int, Sequence[int]]  # by rank, times
+
+
+def _gradients(trace: JobTrace, name: str) -> _Gradients:
+    number = trace.names.index(name) if name in trace.names else -1
+    found = {}
+    for rank, worker in trace.workers.items():
+        records = worker.of(Kind.GRADIENT)
+        found[rank] = records["time"][records["name"] == number].tolist()
+    return found
+
+
+def _life(
+    trace: JobTrace,
+    operation: Operation,
+    step: int | None,
+    gradients: _Gradients,
+    steps: Mapping[tuple[int, int], Partition],
+) -> Life:
+    seen: list[tuple[int, str, str, int | None]] = []
+    for rank, mine in sorted(operation.workers.items()):
+        part = steps.get((rank, step)) if step is not None else None
+        limit = mine.submitted
+        if part is not None and limit is not None:
+            last = [time for time in gradients.get(rank, ()) if part.begin <= time <= limit]
+            seen += [(last[-1], f"rank {rank}", "its gradient is complete", None)] if last else []
+        seen += _of_worker(rank, mine)
+    for node, there in sorted(operation.daemons.items()):
+        seen += _of_daemon(node, there)
+    for chunk in operation.chunks:
+        seen += _of_chunk(chunk)
+    seen.sort(key=lambda each: each[0])
+    first = seen[0][0] if seen else 0
+    events = tuple(Event(at, at - first, who, what, lasted) for at, who, what, lasted in seen)
+    end = max((event.at + (event.lasted or 0) for event in events), default=first)
+    return Life(
+        step, operation.key.clock, operation.key.plan, operation.key.name, operation.nbytes, end - first, events
+    )
+
+
+_Seen = Iterator[tuple[int, str, str, int | None]]
+
+
+def _of_worker(rank: int, mine: WorkerPart) -> _Seen:
+    who = f"rank {rank}"
+    for at, end in mine.copies:
+        yield at, who, "it is copied into the arena", end - at
+    if mine.full is not None:
+        yield mine.full, who, "the bucket is full", None
+    if mine.submitted is not None:
+        why = {None: "", 1: ", because it is full", 2: ", because the step wants it", 3: ", by the script"}[mine.flush]
+        yield mine.submitted, who, f"it is handed to the daemon{why}", None
+    for at, end in mine.waits:
+        yield at, who, "the script waits for it", end - at
+    if mine.done is not None:
+        yield mine.done, who, "the answer is read", None
+    for at, end in mine.applies:
+        yield at, who, "it is applied", end - at
+
+
+def _of_daemon(node: int, there: DaemonPart) -> _Seen:
+    who = f"node {node}"
+    for rank, at in there.ready.items():
+        yield at, who, f"the part of rank {rank} came", None
+    for at, end in there.negotiations:
+        yield at, who, "the coordinator is asked", end - at
+    if there.run_begin is not None:
+        lasted = None if there.run_end is None else there.run_end - there.run_begin
+        yield there.run_begin, who, "it runs: all local parts are there", lasted
+    for what, spans in (("reduced", there.reduces), ("encoded", there.encodes), ("decoded", there.decodes)):
+        for at, end in spans:
+            yield at, who, f"it is {what}", end - at
+    for rank, (at, staleness) in there.applied.items():
+        yield at, who, f"its home takes what rank {rank} gave ({staleness} versions old)", None
+    for rank, at in there.answered.items():
+        yield at, who, f"rank {rank} is answered", None
+    if there.failed is not None:
+        yield there.failed, who, "it fails", None
+
+
+def _of_chunk(chunk: Chunk) -> _Seen:
+    who = f"node {chunk.source} -> node {chunk.target}"
+    if chunk.queued is not None and chunk.sent is not None:
+        yield chunk.queued, who, f"a chunk of {chunk.nbytes} bytes waits to be sent", chunk.sent - chunk.queued
+    if chunk.sent is not None:
+        lasted = None if chunk.received is None else chunk.received - chunk.sent
+        yield chunk.sent, who, f"a chunk of {chunk.nbytes} bytes is on the wire", lasted
+    elif chunk.received is not None:
+        yield chunk.received, who, f"a chunk of {chunk.nbytes} bytes comes", None
+    if chunk.received is not None and chunk.taken is not None:
+        yield chunk.received, who, "it waits to be used", chunk.taken - chunk.received
+
+
+def document(trace: JobTrace, found: Tensor) -> dict[str, object]:
+    """What `--json` shows; all times in ns."""
+    return {"job": trace.job, **asdict(found), "problems": list(trace.problems)}

@@ -1,0 +1,151 @@
+"""The chunks of every operation, from what the daemons at both ends of each link have recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fusion_rt.trace_format import Kind
+from fusion_trace.read.job import Process
+
+_OF_LINKS = (Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)
+
+Id = tuple[int, int, int]
+"""Of an operation: name (its number in the job's table), plan, clock."""
+
+Row = tuple[int, int, int, int, int]
+"""Of a record: kind, time, value, extra, peer."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk on its way from a node to another. Times in ns on the job's axis, None: not recorded.
+
+    Attributes:
+        source, target: nodes.
+        number: among those of the link; 0: not counted.
+        nbytes: of its payload.
+        queued: it waits for credit or its turn.
+        sent: it was handed to the link.
+        received, taken: it came; it was consumed.
+    """
+
+    source: int
+    target: int
+    number: int
+    nbytes: int
+    queued: int | None
+    sent: int | None
+    received: int | None
+    taken: int | None
+
+
+def by_operation(process: Process, kinds: Sequence[Kind]) -> Iterable[tuple[Id, list[Row]]]:
+    """The records of each operation, by time. Those without a name are of none."""
+    rows: dict[Id, list[Row]] = defaultdict(list)
+    records = process.of(*kinds)
+    columns = (records[field].tolist() for field in ("name", "plan", "clock", "kind", "time", "value", "extra", "peer"))
+    for name, plan, clock, *row in zip(*columns, strict=True):
+        if name:
+            rows[name, plan, clock].append(tuple(row))
+    return rows.items()
+
+
+def chunks_of(daemons: Mapping[int, Process]) -> dict[Id, list[Chunk]]:
+    """The chunks of every operation, from what both ends of each link have recorded."""
+    out: dict[tuple[Id, int, int], list[Row]] = {}  # by operation, source and target
+    into: dict[tuple[Id, int, int], list[Row]] = {}
+    for node, daemon in daemons.items():
+        for key, rows in by_operation(daemon, _OF_LINKS):
+            for row in rows:
+                if row[0] in (Kind.QUEUED, Kind.SENT):
+                    out.setdefault((key, node, row[4]), []).append(row)
+                else:
+                    into.setdefault((key, row[4], node), []).append(row)
+    chunks: dict[Id, list[Chunk]] = defaultdict(list)
+    for key, source, target in dict.fromkeys([*out, *into]):
+        link = key, source, target
+        chunks[key] += _of_link(source, target, out.get(link, ()), into.get(link, ()))
+    for found in chunks.values():
+        found.sort(
+            key=lambda chunk: min(
+                time for time in (chunk.queued, chunk.sent, chunk.received, chunk.taken) if time is not None
+            )
+        )
+    return chunks
+
+
+def _of_link(source: int, target: int, out: Sequence[Row], into: Sequence[Row]) -> list[Chunk]:
+    """The chunks of one operation on one link.
+
+    A link keeps its order, so that what has no number belongs to the next one that has nothing yet.
+    """
+    sent = _departures(out)
+    received = _arrivals(into)
+    by_number = {row[3]: (row, taken) for row, taken in received if row is not None and row[3]}
+    others = deque((row, taken) for row, taken in received if row is None or not row[3])
+    chunks = []
+    for queued, row in sent:
+        number = row[3] if row is not None else 0
+        came: Row | None
+        if number:
+            came, taken = by_number.pop(number, (None, None))
+        elif row is not None and others:
+            came, taken = others.popleft()
+        else:
+            came, taken = None, None
+        nbytes = next((each[2] for each in (row, queued, came) if each is not None), 0)
+        chunks.append(
+            Chunk(
+                source,
+                target,
+                number,
+                nbytes,
+                queued and queued[1],
+                row and row[1],
+                came and came[1],
+                taken and taken[1],
+            )
+        )
+    for came, taken in [*by_number.values(), *others]:
+        row = came or taken
+        assert row is not None
+        chunks.append(Chunk(source, target, row[3], row[2], None, None, came and came[1], taken and taken[1]))
+    return chunks
+
+
+def _departures(rows: Iterable[Row]) -> list[tuple[Row | None, Row | None]]:
+    """What was sent on a link, each with the first QUEUED of the chunk, if it had to wait; then what still waits.
+
+    A chunk waits for credit, then for its turn, or for one of them, or for neither; nothing overtakes.
+    """
+    for_credit: deque[Row] = deque()
+    for_turn: deque[Row] = deque()
+    found: list[tuple[Row | None, Row | None]] = []
+    for row in rows:
+        if row[0] == Kind.QUEUED and not row[3]:
+            for_credit.append(row)
+        elif row[0] == Kind.QUEUED:
+            for_turn.append(for_credit.popleft() if for_credit else row)
+        else:
+            waited = for_turn.popleft() if for_turn else for_credit.popleft() if for_credit else None
+            found.append((waited, row))
+    return found + [(row, None) for row in (*for_turn, *for_credit)]
+
+
+def _arrivals(rows: Iterable[Row]) -> list[tuple[Row | None, Row | None]]:
+    """What came on a link, each with its TAKEN: of the same number, or the first one that is not of another chunk."""
+    waiting: deque[Row] = deque()
+    found: list[tuple[Row | None, Row | None]] = []
+    for row in rows:
+        if row[0] == Kind.RECEIVED:
+            waiting.append(row)
+            continue
+        came = next((each for each in waiting if row[3] and each[3] == row[3]), None)
+        if came is None and waiting and not (waiting[0][3] and row[3]):
+            came = waiting[0]
+        if came is not None:
+            waiting.remove(came)
+        found.append((came, row))
+    return found + [(row, None) for row in waiting]

@@ -1,0 +1,291 @@
+"""The rings of a job, put together: one axis of time (node 0's clock, ns), one table of names.
+
+Times of a `JobTrace` are int64 nanoseconds of node 0's CLOCK_MONOTONIC, whichever host they were recorded on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from fusion_rt.trace_format import Kind, Role
+from fusion_trace.read import alignment
+from fusion_trace.read.alignment import Offset
+from fusion_trace.read.ring_reader import RECORD_DTYPE, Records, Ring, TraceError, is_ring, read, read_header
+
+_MOST_FILES = 16384  # below a directory
+_DEPTH = 3  # folders of folders that are looked through
+
+
+@dataclass(frozen=True, eq=False)
+class Process:
+    """A worker or daemon.
+
+    Attributes:
+        role, rank, node, host, pid: who; the rank of a daemon is its node. `pid` is that of the last one, if several
+            processes had this part one after the other.
+        records: of `ring_reader.RECORD_DTYPE`, by time; `time` on the job's axis, `name` in the job's table.
+        written, overwritten: records, of which the latter are lost.
+        paths: the files.
+    """
+
+    role: Role
+    rank: int
+    node: int
+    host: str
+    pid: int
+    records: Records
+    written: int
+    overwritten: int
+    paths: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" if self.role == Role.WORKER else f"daemon of node {self.node}"
+
+    def of(self, *kinds: Kind) -> Records:
+        """Its records of some kinds, by time."""
+        found: Records = self.records[np.isin(self.records["kind"], kinds)]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class JobTrace:
+    """A job.
+
+    Attributes:
+        job: its id.
+        processes: workers by rank, then daemons by node.
+        names: of buckets and tensors; number 0 is "".
+        offsets: by node, what was added to its times.
+        problems: sentences about what is missing or could not be read.
+    """
+
+    job: str
+    processes: tuple[Process, ...]
+    names: tuple[str, ...]
+    offsets: dict[int, Offset]
+    problems: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def workers(self) -> dict[int, Process]:
+        """By rank."""
+        return {process.rank: process for process in self.processes if process.role == Role.WORKER}
+
+    @cached_property
+    def daemons(self) -> dict[int, Process]:
+        """By node."""
+        return {process.node: process for process in self.processes if process.role == Role.DAEMON}
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """By node."""
+        return {process.node: process.host for process in self.processes}
+
+    @cached_property
+    def node_of(self) -> dict[int, int]:
+        """By rank."""
+        return {rank: worker.node for rank, worker in self.workers.items()}
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        return tuple(rank for rank, of in sorted(self.node_of.items()) if of == node)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first and last time of all records, ns; (0, 0) if there are none."""
+        ends = [
+            (process.records["time"][0], process.records["time"][-1])
+            for process in self.processes
+            if len(process.records)
+        ]
+        return (int(min(end[0] for end in ends)), int(max(end[1] for end in ends))) if ends else (0, 0)
+
+
+def load(what: Sequence[str], root: str) -> JobTrace:
+    """The trace that a person means.
+
+    Args:
+        what: nothing (the newest job), one job's id, or directories and files, which must be of one job.
+        root: directory in which traces are written (`trace_dir`).
+
+    Raises:
+        TraceError: there is none, or several jobs are meant, or nothing of it can be read.
+    """
+    paths = find(what, root)
+    rings, problems = [], []
+    for path in paths:
+        try:
+            rings.append(read(path))
+        except TraceError as error:
+            problems.append(str(error))
+    if not rings:
+        raise TraceError("; ".join(problems))
+    jobs = sorted({ring.job for ring in rings})
+    if len(jobs) > 1:
+        raise TraceError(f"these are rings of several jobs ({', '.join(jobs)}): name one of them")
+    return join(rings, problems)
+
+
+def find(what: Sequence[str], root: str) -> list[str]:
+    """The files that a person means, as `load` has it. The newest job, if directories have several and none is named.
+
+    Raises:
+        TraceError: there are none.
+    """
+    if len(what) == 1 and not os.path.exists(what[0]):
+        paths = _of_job(list(_below(root)), what[0])
+        if not paths:
+            raise TraceError(f"{what[0]} is neither a file or directory, nor a job with traces in {root}")
+        return paths
+    if not what:
+        paths = list(_below(root))
+        if not paths:
+            raise TraceError(f"there are no traces in {root}")
+        return _newest(paths)
+    paths = []
+    for path in what:
+        if os.path.isdir(path):
+            found = list(_below(path))
+            if not found:
+                raise TraceError(f"there are no traces in {path}")
+            paths += found
+        elif os.path.exists(path):
+            paths.append(path)
+        else:
+            raise TraceError(f"{path} does not exist")
+    paths = list(dict.fromkeys(os.path.realpath(path) for path in paths))
+    return _newest(paths) if all(os.path.isdir(path) for path in what) else paths
+
+
+def _below(directory: str, depth: int = _DEPTH) -> Iterator[str]:
+    """Rings in a directory and those below it."""
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries[:_MOST_FILES]:
+        if entry.is_dir(follow_symlinks=False):
+            if depth > 1:
+                yield from _below(entry.path, depth - 1)
+        elif entry.is_file() and is_ring(entry.path):
+            yield entry.path
+
+
+def _jobs(paths: Iterable[str]) -> tuple[dict[str, list[tuple[int, str]]], list[str]]:
+    """By job, when its rings were made and where they are; and files that nobody can tell whose they are."""
+    jobs: dict[str, list[tuple[int, str]]] = {}
+    damaged = []
+    for path in paths:
+        try:
+            header = read_header(path)
+        except TraceError:
+            damaged.append(path)
+            continue
+        jobs.setdefault(header.job, []).append((header.created_wall, path))
+    return jobs, damaged
+
+
+def _of_job(paths: Sequence[str], job: str) -> list[str]:
+    """A job's rings, and damaged ones beside them, of which `load` says what is wrong."""
+    jobs, damaged = _jobs(paths)
+    its = [path for _, path in jobs.get(job, [])]
+    beside = {os.path.dirname(path) for path in its}
+    return its + [path for path in damaged if os.path.dirname(path) in beside]
+
+
+def _newest(paths: Sequence[str]) -> list[str]:
+    """The rings of the job of which one was made last; all, if not one of them can be read."""
+    jobs, _ = _jobs(paths)
+    return _of_job(paths, max(jobs, key=lambda job: max(jobs[job]))) if jobs else list(paths)
+
+
+def join(rings: Sequence[Ring], problems: Sequence[str] = ()) -> JobTrace:
+    """Rings of one job on one axis of time and with one table of names. At least one ring."""
+    rings = _without_copies(rings)
+    problems = [*problems, *(problem for ring in rings for problem in ring.problems)]
+    names: dict[str, int] = {"": 0}
+    offsets = _offsets(rings, problems)
+    parts: dict[tuple[Role, int], list[tuple[Ring, Records]]] = {}
+    for ring in sorted(rings, key=lambda ring: (ring.role, ring.rank, ring.created_wall)):
+        numbers = np.array([names.setdefault(name, len(names)) for name in ring.names], "<u4")
+        records = ring.records.copy()
+        records["name"] = numbers[records["name"]]
+        records["time"] = offsets[ring.node].apply(records["time"])
+        parts.setdefault((ring.role, ring.rank), []).append((ring, records))
+    processes = tuple(_process(role, rank, part) for (role, rank), part in parts.items())
+    problems += _missing(rings, processes)
+    return JobTrace(rings[0].job, processes, tuple(names), offsets, tuple(problems))
+
+
+def _without_copies(rings: Sequence[Ring]) -> list[Ring]:
+    """Of each ring that is there more than once (collected twice, for instance) the one that was copied last."""
+    latest: dict[tuple[object, ...], Ring] = {}
+    for ring in rings:
+        key = (ring.role, ring.rank, ring.host, ring.pid, ring.created)
+        if key not in latest or latest[key].written < ring.written:
+            latest[key] = ring
+    return list(latest.values())
+
+
+def _process(role: Role, rank: int, part: Sequence[tuple[Ring, Records]]) -> Process:
+    last = part[-1][0]
+    records = np.concatenate([records for _, records in part]) if part else np.zeros(0, RECORD_DTYPE)
+    return Process(
+        role=role,
+        rank=rank,
+        node=last.node,
+        host=last.host,
+        pid=last.pid,
+        records=records[np.argsort(records["time"], kind="stable")],
+        written=sum(ring.written for ring, _ in part),
+        overwritten=sum(ring.overwritten for ring, _ in part),
+        paths=tuple(ring.path for ring, _ in part),
+    )
+
+
+def _offsets(rings: Sequence[Ring], problems: list[str]) -> dict[int, Offset]:
+    """For every node with a ring. Where nothing was measured, its host's clocks are believed, and that is said."""
+    daemons: dict[int, Records] = {}
+    for ring in rings:
+        if ring.role == Role.DAEMON:
+            earlier = daemons.get(ring.node)
+            daemons[ring.node] = ring.records if earlier is None else np.concatenate([earlier, ring.records])
+    offsets = alignment.to_node_0(daemons)
+    by_node = {ring.node: ring for ring in rings}
+    reference = by_node[min(by_node)]
+    for node, ring in sorted(by_node.items()):
+        if node in offsets:
+            continue
+        if ring.host == reference.host and abs(_boot(ring) - _boot(reference)) < 10**9:
+            offsets[node] = alignment.same("the same host as node 0")
+            continue
+        apart = _boot(ring) - _boot(reference)
+        offsets[node] = alignment.fixed(apart, -1, "the hosts' wall clocks")
+        problems.append(
+            f"the clock of node {node} (host {ring.host}) was not measured against the others: the hosts' wall clocks "
+            "are believed, and times between hosts may be wrong by more than they last"
+        )
+    return {node: offsets[node] for node in by_node}
+
+
+def _boot(ring: Ring) -> int:
+    """Wall-clock time at which its host's CLOCK_MONOTONIC was 0, ns."""
+    return ring.created_wall - ring.created
+
+
+def _missing(rings: Sequence[Ring], processes: Sequence[Process]) -> Iterator[str]:
+    nodes = max(ring.nodes for ring in rings)
+    there = {process.node for process in processes if process.role == Role.DAEMON}
+    if absent := [node for node in range(nodes) if node not in there]:
+        shown = ", ".join(map(str, absent[:8])) + (", ..." if absent[8:] else "")
+        yield f"there is no ring of the daemons of nodes {shown}: `fusion-trace collect` fetches them from other hosts"
+    for process in processes:
+        if not len(process.records):
+            yield (
+                f"the {process} has recorded nothing"
+                if process.role == Role.DAEMON
+                else f"{process} has recorded nothing"
+            )

@@ -1,0 +1,291 @@
+"""The training steps of every rank, and the operations of a job: what each worker, daemon and link did for each.
+
+An operation is one bucket or tensor at one clock: `Key`. Its parts are put together from what workers, the daemons of
+their nodes, and the daemons at both ends of each link have recorded. Any part may be missing (`None`, or not in the
+tuples), because rings are finite and processes die; nothing is invented for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fusion_rt.trace_format import Flush, Kind
+from fusion_trace.read.chunks import Chunk, Id, Row, by_operation, chunks_of
+from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.ring_reader import Records
+from fusion_trace.read.spans import Span
+
+
+class Key(NamedTuple):
+    """Which operation. `name`: `bucket 3`, or a tensor outside a plan, for which `plan` is 0."""
+
+    name: str
+    plan: int
+    clock: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} (plan {self.plan}, clock {self.clock})" if self.plan else f"{self.name} (clock {self.clock})"
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of a rank, from one STEP_END to the next; `number` is the clock of the latter."""
+
+    rank: int
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def ns(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class WorkerPart:
+    """What a worker did for an operation. Times in ns, None: not recorded.
+
+    Attributes:
+        rank: whose.
+        full: the last gradient of the bucket was there.
+        submitted: it was handed to the daemon.
+        nbytes: how much.
+        flush: why it was handed over then.
+        done: the daemon's answer was read.
+        waits, copies, applies: when the script waited for it; gradients into the arena; results out of it.
+    """
+
+    rank: int
+    full: int | None
+    submitted: int | None
+    nbytes: int
+    flush: Flush | None
+    done: int | None
+    waits: tuple[Span, ...]
+    copies: tuple[Span, ...]
+    applies: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class DaemonPart:
+    """What a node's daemon did for an operation. Times in ns, None: not recorded.
+
+    Attributes:
+        node: whose.
+        ready: by rank, when its part came.
+        negotiations: the coordinator was asked, and answered.
+        run_begin, run_end: all local parts were there; results are where they belong.
+        nbytes: how much.
+        reduces, encodes, decodes: work of kernels.
+        answered: by rank, when it was given the result.
+        applied: by rank, when a home took its contribution, and its staleness in versions.
+        failed: when it failed.
+    """
+
+    node: int
+    ready: Mapping[int, int]
+    negotiations: tuple[Span, ...]
+    run_begin: int | None
+    run_end: int | None
+    nbytes: int
+    reduces: tuple[Span, ...]
+    encodes: tuple[Span, ...]
+    decodes: tuple[Span, ...]
+    answered: Mapping[int, int]
+    applied: Mapping[int, tuple[int, int]]
+    failed: int | None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One bucket or tensor at one clock, on all ranks and nodes that have recorded something of it."""
+
+    key: Key
+    workers: Mapping[int, WorkerPart]
+    daemons: Mapping[int, DaemonPart]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bucket or tensor; 0 if nobody has recorded it."""
+        parts: list[int] = [part.nbytes for part in self.workers.values()]
+        return max([*parts, *(part.nbytes for part in self.daemons.values())], default=0)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether homes took contributions one at a time, so that no rank waits for all others."""
+        return any(part.applied for part in self.daemons.values())
+
+    @property
+    def submitted(self) -> int | None:
+        """When the first rank handed it over."""
+        return min((part.submitted for part in self.workers.values() if part.submitted is not None), default=None)
+
+
+def steps_of(process: Process) -> tuple[Step, ...]:
+    """The whole steps of a worker, in order; what is before the first STEP_END and after the last one is none."""
+    ends = process.of(Kind.STEP_END)
+    times, clocks = ends["time"].tolist(), ends["clock"].tolist()
+    return tuple(
+        Step(process.rank, number, begin, end)
+        for begin, end, before, number in zip(times, times[1:], clocks, clocks[1:], strict=False)
+        if number == before + 1 and begin < end  # else records between them are lost, or steps are counted anew
+    )
+
+
+def all_steps(trace: JobTrace) -> dict[int, tuple[Step, ...]]:
+    """By rank."""
+    return {rank: steps_of(worker) for rank, worker in sorted(trace.workers.items())}
+
+
+def pairs(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
+    """From each `begin` to the `end` that belongs to it (the same name, plan and clock), by time.
+
+    A begin without an end, or the other way round, is left out: its partner is lost, or has not come yet.
+    """
+    found = process.of(begin, end)
+    spans, _ = _pair(found, begin)
+    return tuple(sorted(span for _, span in spans))
+
+
+def phases(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
+    """As `pairs`, of things that do not overlap and are about nothing in particular: forward, backward, step."""
+    found = process.of(begin, end)
+    spans, opened = [], -1
+    for kind, time in zip(found["kind"].tolist(), found["time"].tolist(), strict=True):
+        if kind == begin:
+            opened = time if opened < 0 else opened  # modules within modules: the outer one counts
+        elif opened >= 0:
+            spans.append(Span(opened, time))
+            opened = -1
+    return tuple(spans)
+
+
+def _pair(records: Records, begin: Kind) -> tuple[list[tuple[Id, Span]], int]:
+    """Spans with what they are about, and how many begins or ends have no partner."""
+    opened: dict[Id, deque[int]] = defaultdict(deque)
+    spans, alone = [], 0
+    for name, plan, clock, kind, time in zip(
+        *(records[field].tolist() for field in ("name", "plan", "clock", "kind", "time")), strict=True
+    ):
+        key = (name, plan, clock)
+        if kind == begin:
+            opened[key].append(time)
+        elif opened[key]:
+            spans.append((key, Span(opened[key].popleft(), time)))
+        else:
+            alone += 1
+    return spans, alone + sum(map(len, opened.values()))
+
+
+def operations(trace: JobTrace) -> dict[Key, Operation]:
+    """All operations, in order of their first hand-over."""
+    workers: dict[Id, dict[int, WorkerPart]] = defaultdict(dict)
+    daemons: dict[Id, dict[int, DaemonPart]] = defaultdict(dict)
+    for rank, worker in trace.workers.items():
+        for key, records in by_operation(worker, _OF_WORKERS):
+            workers[key][rank] = _worker_part(rank, records)
+    for node, daemon in trace.daemons.items():
+        for key, records in by_operation(daemon, _OF_DAEMONS):
+            daemons[key][node] = _daemon_part(node, records)
+    chunks = chunks_of(trace.daemons)
+    found = [
+        Operation(
+            Key(trace.names[key[0]], key[1], key[2]),
+            workers.get(key, {}),
+            daemons.get(key, {}),
+            tuple(chunks.get(key, ())),
+        )
+        for key in dict.fromkeys([*workers, *daemons, *chunks])
+    ]
+    found.sort(key=_first)
+    return {operation.key: operation for operation in found}
+
+
+_OF_WORKERS = (
+    Kind.FULL, Kind.SUBMITTED, Kind.DONE, Kind.WAIT_BEGIN, Kind.WAIT_END, Kind.COPY_BEGIN, Kind.COPY_END,
+    Kind.APPLY_BEGIN, Kind.APPLY_END,
+)  # fmt: skip
+_OF_DAEMONS = (
+    Kind.READY, Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END, Kind.RUN_BEGIN, Kind.RUN_END, Kind.FAILED, Kind.ANSWERED,
+    Kind.APPLIED, Kind.REDUCE_BEGIN, Kind.REDUCE_END, Kind.ENCODE_BEGIN, Kind.ENCODE_END, Kind.DECODE_BEGIN,
+    Kind.DECODE_END,
+)  # fmt: skip
+
+
+def _spans(rows: Iterable[Row], begin: Kind, end: Kind) -> tuple[Span, ...]:
+    """First begun, first ended: kernels of a pool may overlap, and what they do together is the same either way."""
+    opened: deque[int] = deque()
+    spans = []
+    for kind, time, *_ in rows:
+        if kind == begin:
+            opened.append(time)
+        elif kind == end and opened:
+            spans.append(Span(opened.popleft(), time))
+    return tuple(spans)
+
+
+def _first_of(rows: Iterable[Row], kind: Kind) -> Row | None:
+    return next((row for row in rows if row[0] == kind), None)
+
+
+def _time_of(rows: Iterable[Row], kind: Kind) -> int | None:
+    row = _first_of(rows, kind)
+    return None if row is None else row[1]
+
+
+def _worker_part(rank: int, rows: Sequence[Row]) -> WorkerPart:
+    submitted = _first_of(rows, Kind.SUBMITTED)
+    flush = None
+    if submitted is not None and submitted[3] in tuple(Flush):
+        flush = Flush(submitted[3])
+    return WorkerPart(
+        rank=rank,
+        full=_time_of(rows, Kind.FULL),
+        submitted=None if submitted is None else submitted[1],
+        nbytes=0 if submitted is None else submitted[2],
+        flush=flush,
+        done=_time_of(rows, Kind.DONE),
+        waits=_spans(rows, Kind.WAIT_BEGIN, Kind.WAIT_END),
+        copies=_spans(rows, Kind.COPY_BEGIN, Kind.COPY_END),
+        applies=_spans(rows, Kind.APPLY_BEGIN, Kind.APPLY_END),
+    )
+
+
+def _daemon_part(node: int, rows: Sequence[Row]) -> DaemonPart:
+    run = _first_of(rows, Kind.RUN_BEGIN)
+    return DaemonPart(
+        node=node,
+        ready={peer: time for kind, time, _, _, peer in reversed(rows) if kind == Kind.READY},
+        negotiations=_spans(rows, Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END),
+        run_begin=None if run is None else run[1],
+        run_end=_time_of(rows, Kind.RUN_END),
+        nbytes=0 if run is None else run[2],
+        reduces=_spans(rows, Kind.REDUCE_BEGIN, Kind.REDUCE_END),
+        encodes=_spans(rows, Kind.ENCODE_BEGIN, Kind.ENCODE_END),
+        decodes=_spans(rows, Kind.DECODE_BEGIN, Kind.DECODE_END),
+        answered={peer: time for kind, time, _, _, peer in rows if kind == Kind.ANSWERED},
+        applied={peer: (time, value) for kind, time, value, _, peer in rows if kind == Kind.APPLIED},
+        failed=_time_of(rows, Kind.FAILED),
+    )
+
+
+def _first(operation: Operation) -> tuple[int, int]:
+    """For the order: when it was handed over, or what there is first."""
+    submitted = operation.submitted
+    if submitted is None:
+        times = [
+            time
+            for part in operation.daemons.values()
+            for time in (*part.ready.values(), part.run_begin)
+            if time is not None
+        ]
+        times += [time for chunk in operation.chunks for time in (chunk.sent, chunk.received) if time is not None]
+        times += [time for part in operation.workers.values() for time in (part.full, part.done) if time is not None]
+        submitted = min(times, default=0)
+    return submitted, operation.key.clock

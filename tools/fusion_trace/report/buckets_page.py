@@ -1,0 +1,50 @@
+"""The page that `fusion-trace buckets` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from fusion_trace.analyse.bucket_times import PHASES, Bucket, Plan
+from fusion_trace.read.job import JobTrace
+from fusion_trace.report.wording import console, count, duration, problems, share, size, table
+
+MOST = 60  # that are shown
+
+
+def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[Bucket]) -> None:
+    """Prints it."""
+    out = console()
+    out.print(Text(f"job {trace.job}: buckets, and where their time goes (medians)", "bold"))
+    for plan in plans:
+        about = f"{count(len(plan.buckets), 'bucket')}, {size(plan.nbytes)}"
+        out.print(f"plan {plan.number}: {about}, {duration(plan.at - trace.span[0])} after the first record")
+    if not found:
+        out.print("nothing was exchanged")
+    else:
+        rows = table("", "plan", "size", "fill", "tensors", "times", "handed over because", left=1)
+        for bucket in found[:MOST]:
+            reasons = ", ".join(f"{reason} {number}" for reason, number in bucket.flushes.items())
+            rows.add_row(
+                bucket.name,
+                str(bucket.plan or ""),
+                size(bucket.nbytes),
+                share(bucket.fill),
+                str(bucket.tensors),
+                str(bucket.times),
+                reasons,
+            )
+        out.print(rows)
+        out.print()
+        shown = [phase for phase in PHASES if any(phase in bucket.phases for bucket in found)]
+        # Two tables, since one of all phases is wider than most windows.
+        for some in (shown[: (len(shown) + 1) // 2], shown[(len(shown) + 1) // 2 :]):
+            rows = table("", *some)
+            for bucket in found[:MOST]:
+                rows.add_row(bucket.name, *(duration(bucket.phases.get(phase)) for phase in some))
+            out.print(rows)
+            out.print()
+        if found[MOST:]:
+            out.print(f"and {len(found) - MOST} more (--json has them all)")
+    problems(out, trace.problems)

@@ -1,0 +1,190 @@
+"""Everything that a report is about, as figures. Times in ns on the job's axis, if nothing else is said."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from fusion_trace.analyse import bucket_times, critical_path, summary
+from fusion_trace.analyse.bucket_times import Bucket
+from fusion_trace.analyse.critical_path import Path
+from fusion_trace.analyse.link_figures import LinkFigures, link_figures
+from fusion_trace.analyse.overlap import PARTS, Partition, median, operations_of_steps, partitions
+from fusion_trace.analyse.summary import Summary
+from fusion_trace.read.choice import EVERY_STEP, StepRange
+from fusion_trace.read.job import JobTrace
+from fusion_trace.read.operations import operations
+from fusion_trace.read.spans import Span
+from fusion_trace.report.curves import STEPS, Curves, sweep
+from fusion_trace.simulate.model import CodecCosts
+
+MOST_COLUMNS = 240  # of charts over steps; with more steps, a column is the mean of several
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Steps of a rank. `mean`: of each of `PARTS`; they add up to `ns`, the mean step."""
+
+    rank: int
+    node: int
+    host: str
+    steps: int
+    ns: float
+    median: int
+    mean: Mapping[str, float]
+
+    @property
+    def hidden(self) -> float | None:
+        """Of its communication, how much was overlapped; None if there was none."""
+        all_of_it = self.mean["overlapped"] + self.mean["exposed"]
+        return self.mean["overlapped"] / all_of_it if all_of_it else None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One step, or some that follow each other.
+
+    Attributes:
+        first, last: their numbers.
+        parts: by rank, the mean of each of `PARTS`.
+        slower: by rank, by how much its own work took longer than the median rank's, the mean.
+    """
+
+    first: int
+    last: int
+    parts: Mapping[int, Mapping[str, float]]
+    slower: Mapping[int, float]
+
+    @property
+    def hidden(self) -> float | None:
+        """Of all ranks' communication, how much was overlapped; None if there was none."""
+        overlapped = sum(parts["overlapped"] for parts in self.parts.values())
+        exposed = sum(parts["exposed"] for parts in self.parts.values())
+        return overlapped / (overlapped + exposed) if overlapped + exposed else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A job.
+
+    Attributes:
+        trace: what was recorded; `chosen`: the steps that this is about.
+        summary: what `fusion-trace summary` says.
+        ranks: by rank, those with whole steps.
+        columns: by step.
+        slowest: single steps of all ranks, the longest first.
+        buckets, links: as `bucket_times.find` and `link_figures.link_figures` have them.
+        path: the critical path of the step of median length; None without steps.
+        curves: what-ifs.
+    """
+
+    trace: JobTrace
+    chosen: StepRange
+    summary: Summary
+    ranks: tuple[RankTimes, ...]
+    columns: tuple[Column, ...]
+    slowest: tuple[Partition, ...]
+    buckets: tuple[Bucket, ...]
+    links: tuple[LinkFigures, ...]
+    path: Path | None
+    curves: Curves
+
+
+def analyse(
+    trace: JobTrace, chosen: StepRange = EVERY_STEP, measure: Callable[[str], CodecCosts] | None = None
+) -> Report:
+    """Looks at a job from all sides.
+
+    Args:
+        measure: what a codec costs, as in `curves.sweep`.
+    """
+    every = operations(trace)
+    parts = partitions(trace, chosen, every)
+    of_step = operations_of_steps(every.values(), parts)
+    span = Span(min((part.begin for part in parts), default=0), max((part.end for part in parts), default=0))
+    middle = _middle_step(parts)
+    paths = () if middle is None else critical_path.find(trace, StepRange(middle, middle + 1))
+    return Report(
+        trace=trace,
+        chosen=chosen,
+        summary=summary.find(trace, chosen),
+        ranks=_ranks(trace, parts),
+        columns=_columns(parts),
+        slowest=tuple(sorted(parts, key=lambda part: -part.ns)[:10]),
+        buckets=bucket_times.find(trace, chosen, every),
+        links=link_figures(trace, (chunk for its in of_step.values() for each in its for chunk in each.chunks), span),
+        path=paths[0] if paths else None,
+        curves=sweep(trace, _around(parts, middle), measure),
+    )
+
+
+def _ranks(trace: JobTrace, parts: Sequence[Partition]) -> tuple[RankTimes, ...]:
+    by_rank: dict[int, list[Partition]] = defaultdict(list)
+    for part in parts:
+        by_rank[part.rank].append(part)
+    return tuple(
+        RankTimes(
+            rank=rank,
+            node=trace.node_of[rank],
+            host=trace.workers[rank].host,
+            steps=len(its),
+            ns=fmean(part.ns for part in its),
+            median=median(part.ns for part in its),
+            mean=_means(its),
+        )
+        for rank, its in sorted(by_rank.items())
+    )
+
+
+def _means(parts: Sequence[Partition]) -> dict[str, float]:
+    return {name: fmean(getattr(part, name) for part in parts) for name in PARTS}
+
+
+def _columns(parts: Sequence[Partition]) -> tuple[Column, ...]:
+    by_step: dict[int, list[Partition]] = defaultdict(list)
+    for part in parts:
+        by_step[part.number].append(part)
+    numbers = sorted(by_step)
+    size = -(-len(numbers) // MOST_COLUMNS) or 1
+    return tuple(
+        _column([by_step[number] for number in numbers[at : at + size]], numbers[at : at + size])
+        for at in range(0, len(numbers), size)
+    )
+
+
+def _column(steps: Sequence[Sequence[Partition]], numbers: Sequence[int]) -> Column:
+    by_rank: dict[int, list[Partition]] = defaultdict(list)
+    slower: dict[int, list[int]] = defaultdict(list)
+    for its in steps:
+        usual = median(part.ns - part.blocked for part in its)
+        for part in its:
+            by_rank[part.rank].append(part)
+            slower[part.rank].append(part.ns - part.blocked - usual)
+    return Column(
+        first=numbers[0],
+        last=numbers[-1],
+        parts={rank: _means(its) for rank, its in sorted(by_rank.items())},
+        slower={rank: fmean(values) for rank, values in sorted(slower.items())},
+    )
+
+
+def _middle_step(parts: Sequence[Partition]) -> int | None:
+    """The number of the step whose length (the mean over ranks) is the median of all, or just below it."""
+    lengths: dict[int, list[int]] = defaultdict(list)
+    for part in parts:
+        lengths[part.number].append(part.ns)
+    ordered = sorted(lengths, key=lambda number: (fmean(lengths[number]), number))
+    return ordered[(len(ordered) - 1) // 2] if ordered else None
+
+
+def _around(parts: Sequence[Partition], middle: int | None) -> StepRange:
+    """The steps around one, for a replay."""
+    if middle is None:
+        return StepRange(0, 0)
+    numbers = sorted({part.number for part in parts})
+    place = numbers.index(middle)
+    first = max(0, min(place - STEPS // 2, len(numbers) - STEPS))
+    kept = numbers[first : first + STEPS]
+    return StepRange(kept[0], kept[-1] + 1)

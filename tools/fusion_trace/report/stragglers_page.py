@@ -1,0 +1,55 @@
+"""The page that `fusion-trace stragglers` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from fusion_trace.analyse.stragglers import Finding
+from fusion_trace.read.job import JobTrace
+from fusion_trace.report.wording import console, duration, numbers, problems, share, table
+
+
+def place(trace: JobTrace, finding: Finding) -> str:
+    """Where it is, in words."""
+    if finding.rank is not None:
+        return f"rank {finding.rank} (host {trace.workers[finding.rank].host})"
+    if finding.node is not None:
+        return f"node {finding.node} (host {trace.hosts.get(finding.node, '?')})"
+    assert finding.link is not None
+    return f"link from node {finding.link[0]} to node {finding.link[1]}"
+
+
+def sentence(trace: JobTrace, finding: Finding) -> str:
+    """A finding, as one would say it."""
+    detail = f", {finding.detail}" if finding.detail else ""
+    slow = "all" if len(finding.steps) == finding.of else str(len(finding.steps))
+    return (
+        f"{place(trace, finding)}: {finding.cause}{detail}, {duration(finding.typical)} instead of "
+        f"{duration(finding.usual)} in {slow} of {finding.of} steps ({share(finding.share)} of their time)"
+    )
+
+
+def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
+    """Prints it. `steps`: how many were looked at."""
+    out = console()
+    out.print(Text(f"job {trace.job}: who is slower than the others", "bold"))
+    if not steps:
+        out.print("no rank has a whole step in it")
+    elif not found:
+        out.print(f"nobody: in {steps} steps no rank, node or link stands out", style="green")
+    else:
+        rows = table("where", "cause", "lost", "of all", "takes", "usual", "steps", left=2)
+        for finding in found:
+            rows.add_row(
+                place(trace, finding),
+                finding.cause + (f" ({finding.detail})" if finding.detail else ""),
+                duration(finding.lost),
+                share(finding.share),
+                duration(finding.typical),
+                duration(finding.usual),
+                numbers(finding.steps),
+            )
+        out.print(rows)
+    problems(out, trace.problems)

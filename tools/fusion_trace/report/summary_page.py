@@ -1,0 +1,51 @@
+"""The page that `fusion-trace summary` shows."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from fusion_trace.analyse.overlap import PARTS
+from fusion_trace.analyse.summary import Summary
+from fusion_trace.read.job import JobTrace
+from fusion_trace.report import stragglers_page
+from fusion_trace.report.wording import console, count, duration, problems, share, size, table
+
+MOST = 64  # ranks or links that are shown
+
+
+def show(trace: JobTrace, found: Summary) -> None:
+    """Prints it."""
+    out = console()
+    who = f"{count(len(trace.workers), 'rank')} on {count(len(trace.hosts), 'node')}"
+    out.print(Text(f"job {found.job}: {who}, {found.seconds:.1f} s, {found.records} records", "bold"))
+    if found.ranks:
+        out.print(
+            f"{found.steps_per_second:.2f} steps a second; {size(found.handed_over)} handed over in each by a rank"
+        )
+        rows = table("", "host", "pid", "steps", "median", "5 %", "95 %", left=2)
+        for rank in found.ranks[:MOST]:
+            steps = f"{rank.first}-{rank.last}"
+            times = (duration(ns) for ns in (rank.median, rank.p5, rank.p95))
+            rows.add_row(f"rank {rank.rank}", f"{rank.host} (node {rank.node})", str(rank.pid), steps, *times)
+        out.print(rows)
+        if found.ranks[MOST:]:
+            out.print(f"and {len(found.ranks) - MOST} more (--json has them all)")
+    if found.overlap is not None:
+        out.print()
+        parts = ", ".join(f"{name} {duration(getattr(found.overlap, name))}" for name in PARTS)
+        hidden = "" if found.overlap.hidden is None else f"; {share(found.overlap.hidden)} of communication is hidden"
+        out.print(f"a step: {parts}{hidden}", soft_wrap=True)
+    if found.links:
+        out.print()
+        out.print(f"between nodes: {size(found.link_rate)} a second")
+        rows = table("from", "to", "bytes", "chunks", left=2)
+        for link in found.links[:MOST]:
+            rows.add_row(f"node {link.source}", f"node {link.target}", size(link.nbytes), str(link.chunks))
+        out.print(rows)
+    if found.ranks:
+        out.print()
+        if found.stragglers:
+            out.print(Text(f"slow: {stragglers_page.sentence(trace, found.stragglers[0])}", "red"), soft_wrap=True)
+        else:
+            out.print("no rank, node or link stands out as slow", style="green")
+    problems(out, found.odd)

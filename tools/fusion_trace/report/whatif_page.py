@@ -1,0 +1,126 @@
+"""What `fusion-trace whatif` shows: how long a step would take with something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fusion_rt.settings import Settings
+from fusion_rt.units import parse_seconds, parse_size
+from fusion_trace.read.choice import parse_steps
+from fusion_trace.read.job import load
+from fusion_trace.simulate.changes import Answer, Change, Prediction, answer, parse_bandwidth
+from fusion_trace.simulate.recorded import Recorded, understand
+
+
+def change(
+    bandwidth: str, latency: str, density: float | None, codec: str, threshold: str, nodes: int | None, algorithm: str,
+    no_straggler: bool,
+) -> Change:  # fmt: skip
+    """What the command line asks for; empty texts: as recorded.
+
+    Raises:
+        FusionError: a number cannot be read.
+    """
+    return Change(
+        bandwidth=parse_bandwidth(bandwidth) if bandwidth else None,
+        latency=parse_seconds(latency) if latency else None,
+        density=density,
+        codec=codec,
+        fusion_threshold=parse_size(threshold) if threshold else None,
+        nodes=nodes,
+        algorithm=algorithm,
+        no_straggler=no_straggler,
+    )
+
+
+def run(what: Sequence[str], steps: str, wanted: Change, as_json: bool) -> None:
+    """The command: loads a trace, simulates, and prints.
+
+    Raises:
+        FusionError: there is no such trace, it has not what is needed, or the change cannot be.
+    """
+    trace = load(what, Settings.from_env().trace_root())
+    recorded = understand(trace, parse_steps(steps))
+    found = answer(recorded, wanted)
+    if as_json:
+        print(json.dumps(as_document(trace.job, recorded, wanted, found), indent=2))
+    else:
+        show(trace.job, recorded, wanted, found)
+
+
+def as_document(job: str, recorded: Recorded, change: Change, found: Answer) -> dict[str, Any]:
+    """Everything as JSON types. Seconds, bytes, and bytes a second."""
+    return {
+        "job": job,
+        "nodes": recorded.nodes,
+        "ranks": recorded.nodes * recorded.workers,
+        "steps": [recorded.numbers[0], recorded.numbers[-1] + 1],
+        "links": [{"bandwidth": link.bandwidth, "latency": link.latency} for link in recorded.links],
+        "codec": recorded.codec,
+        "change": {name: value for name, value in asdict(change).items() if value not in (None, "", False)},
+        "recorded": asdict(found.recorded),
+        "replayed": {**asdict(found.replayed), "error": found.error},
+        "changed": None if found.changed is None else asdict(found.changed),
+        "problems": list(recorded.problems),
+    }
+
+
+def show(job: str, recorded: Recorded, change: Change, found: Answer) -> None:
+    """Prints the prediction beside what was recorded."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 120
+    rates = [link.bandwidth * 8e-6 for link in recorded.links]
+    latencies = [link.latency * 1e6 for link in recorded.links]
+    console.print(
+        f"{job}: {recorded.nodes} nodes, {recorded.nodes * recorded.workers} ranks, steps {recorded.numbers[0]} to "
+        f"{recorded.numbers[-1]}; links {min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} "
+        f"to {max(latencies):.0f} us; codec {recorded.codec}"
+    )
+    table = Table()
+    for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):
+        table.add_column(column, justify="left" if not column else "right")
+    _row(table, "recorded", found.recorded)
+    _row(table, "replayed as it was", found.replayed)
+    if found.changed is not None:
+        _row(table, _words(change), found.changed)
+    console.print(table)
+    console.print(
+        f"The replay of what was recorded is {abs(found.error):.1%} too {'long' if found.error > 0 else 'short'}."
+    )
+    if found.changed is not None:
+        console.print(f"Changed, a step takes {found.changed.step / found.replayed.step:.2f} times as long.")
+    for problem in recorded.problems:
+        console.print(f"Note: {problem}.")
+
+
+def _row(table: Table, title: str, found: Prediction) -> None:
+    table.add_row(title, f"{found.step * 1e3:.2f}", f"{found.exposed * 1e3:.2f}", f"{found.sent / 1e6:.3f}")
+
+
+def _words(change: Change) -> str:
+    """In a few words."""
+    words = []
+    if change.bandwidth is not None:
+        words.append(f"{change.bandwidth / 1e6:g} Mbit/s")
+    if change.latency is not None:
+        words.append(f"latency {change.latency * 1e3:g} ms")
+    if change.density is not None:
+        words.append(f"density {change.density:g}")
+    if change.codec:
+        words.append(change.codec)
+    if change.fusion_threshold is not None:
+        words.append(f"buckets of {change.fusion_threshold / 2**20:g} MiB")
+    if change.nodes is not None:
+        words.append(f"{change.nodes} nodes")
+    if change.algorithm:
+        words.append(change.algorithm)
+    if change.no_straggler:
+        words.append("no straggler")
+    return ", ".join(words)

@@ -1,0 +1,26 @@
+"""A discrete-event simulation of a job: what its steps would take on other links, with other codecs, or on more nodes.
+
+It runs the daemon's own exchanges and algorithms, on arrays without contents, over simulated links; what is modelled,
+and what is not, is in docs/simulation.md.
+
+    simulator.py    time; what happens when; threads, which do one thing after the other
+    model.py        what links, messages and kernels cost
+    network.py      links: what is sent, queues, and arrives
+    ghosts.py       arrays that have a length only, and what computes with them
+    ghost_codecs.py what codecs make of a bucket: bytes, and time
+    daemons.py      one node's daemon: threads, and the way to others; what it does:
+    exchanges.py    ... all-reduces: fusiond.collectives, fusiond.transport.flow_control
+    homes.py        ... homes: fusiond.algorithms
+    programs.py     training processes: compute, submit, wait
+    simulation.py   all of it, joined; what came of it
+
+    patterns.py     the messages of exchanges, without running them
+    stages.py       what all nodes are busy with, as vectors; by these:
+    scaling.py      ... all-reduces of thousands of nodes
+    gossiping.py    ... gossip of thousands of nodes
+    predictions.py  predicts a step, in whichever way is possible
+    measuring.py    what messages, kernels and codecs cost on this machine
+
+    recorded.py     a recorded job as a simulated one
+    changes.py      what-ifs: replays it with something else
+"""

@@ -1,0 +1,268 @@
+"""What-ifs: a recorded job, replayed as it was, and with something else."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from fusion_rt import algorithms as chosen
+from fusion_rt import codecs
+from fusion_rt.errors import FusionError
+from fusion_trace.simulate import measuring
+from fusion_trace.simulate.model import FRAMED, Bucket, Cluster, CodecCosts, Costs, Link
+from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
+from fusion_trace.simulate.recorded import Event, Gradient, Recorded, Tensor
+from fusion_trace.simulate.simulation import Job, Outcome
+
+MOST_NODES = 256  # of a replay, in which every message is simulated
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+class WhatIfError(FusionError, ValueError):
+    """What was asked for cannot be simulated."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is different. `None`, or empty: as recorded.
+
+    Attributes:
+        bandwidth: of every link, bits of Ethernet frames a second, as links are sold.
+        latency: of every link, one way (s).
+        density: of topk; 1 stands for no compression.
+        codec: its text, for others.
+        fusion_threshold: bytes.
+        nodes: how many; they do what the recorded ones did, in turn.
+        algorithm: its text.
+        no_straggler: every rank computes as long as the median rank.
+    """
+
+    bandwidth: float | None = None
+    latency: float | None = None
+    density: float | None = None
+    codec: str = ""
+    fusion_threshold: int | None = None
+    nodes: int | None = None
+    algorithm: str = ""
+    no_straggler: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a step: how long it takes, and for how much of that the script is kept waiting (s), and what a node sends."""
+
+    step: float
+    exposed: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Recorded, replayed as it was, and changed."""
+
+    recorded: Prediction
+    replayed: Prediction
+    changed: Prediction | None
+
+    @property
+    def error(self) -> float:
+        """Of the replay: by which share its step is too long."""
+        return self.replayed.step / self.recorded.step - 1
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bits a second of "100mbit", "2.5gbit", "1e9".
+
+    Raises:
+        WhatIfError: it is something else.
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmg]?)(?:bit(?:/s)?|bps)?", text.strip().lower())
+    try:
+        value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e15:
+        raise WhatIfError(f"--bandwidth {text!r} is not a rate such as 100mbit, 2.5gbit or 1e9 (bits a second)")
+    return value
+
+
+def answer(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts] | None = None) -> Answer:
+    """Replays a recorded job, and replays it with a change, if there is any.
+
+    Args:
+        measure: what a codec costs that the job did not use; by default it is measured here.
+
+    Raises:
+        WhatIfError, AlgorithmError, CodecError: this cannot be.
+    """
+    told = Prediction(recorded.step_seconds, recorded.waited_seconds, recorded.sent / recorded.nodes)
+    replayed = replay(recorded, Change(), measure)
+    changed = None if change == Change() else replay(recorded, change, measure)
+    return Answer(told, replayed, changed)
+
+
+def replay(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts] | None = None) -> Prediction:
+    """What the simulation says about the recorded job with a change. Raises as `answer`."""
+    nodes = recorded.nodes if change.nodes is None else change.nodes
+    if not 1 <= nodes <= MOST_NODES:
+        raise WhatIfError(
+            f"--nodes {nodes} cannot be replayed: 1 to {MOST_NODES} can; see `python -m benchmarks.scale`"
+        )
+    programs, buckets = recorded.programs, recorded.buckets
+    if change.no_straggler:
+        programs = _without_stragglers(programs)
+    if change.fusion_threshold is not None:
+        programs, buckets = _fused(recorded, programs, change.fusion_threshold)
+    plain = [[_plain(step) for step in program] for program in programs]
+    ranks = nodes * recorded.workers
+    codec, costs = _codec(recorded, change, measure or measuring.codec_costs)
+    algorithm = change.algorithm or "allreduce"
+    spec = chosen.parse(algorithm)
+    spec.check(ranks)
+    shifted = [_taken_in_turn(plain, rank, len(recorded.numbers)) for rank in range(ranks)]
+    adapted = [_for_algorithm(program, len(buckets), spec) for program in shifted]
+    links = tuple(_link(recorded.links[node % recorded.nodes], change) for node in range(nodes))
+    cluster = Cluster(links, recorded.workers, costs, max(recorded.chunk_bytes, 4096))
+    outcome = Job(cluster, adapted, buckets, algorithm, codec).run()
+    return _prediction(outcome, len(recorded.numbers), nodes)
+
+
+def _prediction(outcome: Outcome, steps: int, nodes: int) -> Prediction:
+    skip = 1 if steps > 1 else 0  # in the first, nothing is under way yet
+    sent = sum(traffic.sent for traffic in outcome.traffic) / nodes / steps
+    return Prediction(outcome.step_seconds(skip), outcome.waited_seconds(skip), sent)
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def _plain(step: Sequence[Event]) -> list[Action]:
+    return [event for event in step if not isinstance(event, Gradient)]
+
+
+def _taken_in_turn(plain: list[list[list[Action]]], rank: int, steps: int) -> list[list[Action]]:
+    """The program of a rank: that of the recorded one whose turn it is, begun at another step each time round."""
+    program, offset = plain[rank % len(plain)], rank // len(plain)
+    return [program[(number + offset) % steps] for number in range(steps)]
+
+
+def _without_stragglers(programs: Sequence[Sequence[Sequence[Event]]]) -> tuple[tuple[tuple[Event, ...], ...], ...]:
+    """In each step, all ranks compute as long as the median rank, each of them stretched or shortened evenly."""
+    found: list[list[tuple[Event, ...]]] = [[] for _ in programs]
+    for number in range(len(programs[0])):
+        computed = [sum(e.seconds for e in program[number] if isinstance(e, Compute)) for program in programs]
+        middle = statistics.median(computed)
+        for rank, program in enumerate(programs):
+            factor = middle / computed[rank] if computed[rank] else 1.0
+            found[rank].append(
+                tuple(Compute(e.seconds * factor) if isinstance(e, Compute) else e for e in program[number])
+            )
+    return tuple(tuple(steps) for steps in found)
+
+
+def _fused(
+    recorded: Recorded, programs: Sequence[Sequence[Sequence[Event]]], threshold: int
+) -> tuple[tuple[tuple[tuple[Event, ...], ...], ...], tuple[Bucket, ...]]:
+    """The same gradients in other buckets: each is submitted when its last gradient is complete, and waited for where
+    the bucket was that had its last tensor."""
+    tensors = [tensor for tensor in recorded.tensors if tensor.bucket >= 0]
+    if not tensors:
+        raise WhatIfError("--fusion-threshold: the trace has no plan (it may have been overwritten)")
+    groups = _groups(tensors, threshold)
+    others = [i for i in range(len(recorded.buckets)) if i not in {t.bucket for t in tensors}]
+    number_of = {old: new for new, old in enumerate(others, len(groups))}
+    buckets = [Bucket(max(4, sum(t.nbytes for t in group) // 4 * 4)) for group in groups]
+    buckets += [recorded.buckets[old] for old in others]
+    of = {tensor.name: index for index, group in enumerate(groups) for tensor in group}
+    after: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        after.setdefault(group[-1].bucket, []).append(index)
+    return tuple(
+        tuple(_refused(step, groups, of, number_of, after) for step in program) for program in programs
+    ), tuple(buckets)
+
+
+def _groups(tensors: Sequence[Tensor], threshold: int) -> list[list[Tensor]]:
+    """As `fusiond.control.planning` fuses tensors of one dtype."""
+    groups: list[list[Tensor]] = []
+    for tensor in tensors:
+        if groups and sum(t.nbytes for t in groups[-1]) + tensor.nbytes <= threshold:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+    return groups
+
+
+def _refused(
+    step: Sequence[Event],
+    groups: Sequence[Sequence[Tensor]],
+    of: dict[str, int],
+    number_of: dict[int, int],
+    after: dict[int, list[int]],
+) -> tuple[Event, ...]:
+    missing = [len(group) for group in groups]
+    events: list[Event] = []
+    for event in step:
+        if isinstance(event, Gradient) and event.name in of:
+            index = of[event.name]
+            missing[index] -= 1
+            if not missing[index]:
+                events.append(Submit(index))
+        elif isinstance(event, Submit | Wait) and event.bucket in number_of:
+            events.append(type(event)(number_of[event.bucket]))
+        elif isinstance(event, Wait):
+            late = [index for index in after.get(event.bucket, []) if missing[index] > 0]
+            for index in late:  # a parameter without gradient: its bucket leaves when it is wanted
+                missing[index] = 0
+                events.append(Submit(index))
+            events.extend(Wait(index) for index in after.get(event.bucket, []))
+        elif not isinstance(event, Submit):
+            events.append(event)
+    return tuple(events)
+
+
+def _for_algorithm(program: list[list[Action]], buckets: int, spec: chosen.Algorithm) -> list[list[Action]]:
+    """What a worker does with an algorithm, given what it did with all-reduce."""
+    if spec.signal is chosen.Signal.GRADIENT:
+        return program
+    everything = range(buckets)
+    found: list[list[Action]] = []
+    for number, step in enumerate(program, 1):
+        computed = sum(action.seconds for action in step if isinstance(action, Compute))
+        actions: list[Action] = [Compute(computed), *(Wait(bucket) for bucket in everything)]
+        if number % spec.period == 0:
+            actions += [Submit(bucket) for bucket in everything]
+            if not spec.overlaps:
+                actions += [Wait(bucket) for bucket in everything]
+        found.append(actions)
+    return found
+
+
+# --- links and codecs -------------------------------------------------------------------------------------------------
+
+
+def _link(link: Link, change: Change) -> Link:
+    bandwidth = link.bandwidth if change.bandwidth is None else change.bandwidth / 8 / FRAMED
+    return replace(link, bandwidth=bandwidth, latency=link.latency if change.latency is None else change.latency)
+
+
+def _codec(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts]) -> tuple[str, Costs]:
+    if change.density is not None and change.codec:
+        raise WhatIfError("--density and --codec are both about the codec: give one of them")
+    text = change.codec
+    if change.density is not None:
+        if not 0 < change.density <= 1:
+            raise WhatIfError(f"--density {change.density} is not above 0 and at most 1")
+        text = "dense" if change.density == 1 else f"topk(density={change.density:g})"
+    if not text:
+        return recorded.codec, recorded.costs
+    codec = codecs.parse(text)
+    text = str(codec)
+    if codec.lossless:
+        return text, recorded.costs
+    found = measure(text)
+    return text, msgspec.structs.replace(recorded.costs, codecs={**recorded.costs.codecs, text: found})

@@ -1,0 +1,101 @@
+"""One node's daemon: its threads, its way to other nodes and to its workers. What it does is in `exchanges` and
+`homes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fusion_trace.simulate.model import Cluster, Costs
+from fusion_trace.simulate.network import Network
+from fusion_trace.simulate.simulator import Processor, Simulator, Thread
+
+Answered = Callable[[int, int], None]
+"""(rank, bucket): a worker has its answer."""
+
+
+class Host:
+    """A node: the event loop of its daemon, the threads that ZeroMQ sends and receives with, and the pool.
+
+    Attributes:
+        others: all nodes, by number.
+        costs: this node's.
+    """
+
+    def __init__(
+        self, simulator: Simulator, network: Network, cluster: Cluster, node: int, processor: Processor | None
+    ) -> None:
+        self.simulator, self.network, self.cluster, self.node = simulator, network, cluster, node
+        self.costs = slowed(cluster.costs, cluster.slow.get(node, 1.0))
+        self.others: Sequence[Host] = ()
+        self.loop = Thread(simulator, processor)
+        self._sending = Thread(simulator, processor)
+        self._receiving = Thread(simulator, processor)
+        self._pool = [Thread(simulator, processor) for _ in range(self.costs.threads)]
+        self._turn = 0
+
+    def send(self, target: int, nbytes: int, priority: int, then: Callable[..., None], *arguments: Any) -> None:
+        """Sends a payload (at least one byte is taken to be sent); the target's loop does `then`, having received it.
+
+        To be called by what this node's loop does.
+        """
+        nbytes = max(nbytes, 1)
+        self.simulator.spend(self.costs.send)
+        self.simulator.at(
+            self.simulator.time, self._sending.post, nbytes * self.costs.io_send, self._leave, target, nbytes, priority,
+            then, arguments,
+        )  # fmt: skip
+
+    def tell(self, target: int, then: Callable[..., None], *arguments: Any) -> None:
+        """Sends a control message, such as credit."""
+        self.simulator.spend(self.costs.control)
+        other = self.others[target]
+        self.simulator.at(
+            self.simulator.time, self.network.send, self.node, target, 0, -1, other.loop.post, other.costs.control,
+            then, *arguments,
+        )  # fmt: skip
+
+    def _leave(
+        self, target: int, nbytes: int, priority: int, then: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        other = self.others[target]
+        self.simulator.at(
+            self.simulator.time, self.network.send, self.node, target, nbytes, priority, other.came, nbytes, then,
+            arguments,
+        )  # fmt: skip
+
+    def came(self, nbytes: int, then: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """A payload's last byte has come."""
+        self._receiving.post(nbytes * self.costs.io_receive, self._read, then, arguments)
+
+    def _read(self, then: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.simulator.at(self.simulator.time, self.loop.post, self.costs.receive, then, *arguments)
+
+    def work(self, job: Callable[[], Any], then: Callable[..., None]) -> None:
+        """Has a thread of the pool do a job, and then the loop `then`."""
+        thread = self._pool[self._turn % len(self._pool)]
+        self._turn += 1
+
+        def done() -> None:
+            job()
+            self.simulator.at(self.simulator.time, self.loop.post, self.costs.job / 2, then)
+
+        self.simulator.at(self.simulator.time, thread.post, self.costs.job / 2, done)
+
+
+def slowed(costs: Costs, factor: float) -> Costs:
+    """Of a node that takes `factor` times as long."""
+    if factor == 1.0:
+        return costs
+    import msgspec
+
+    numbers = {
+        name: getattr(costs, name) * factor for name in costs.__struct_fields__ if name not in ("threads", "codecs")
+    }
+    codecs = {
+        text: msgspec.structs.replace(
+            codec, **{f: getattr(codec, f) * factor for f in codec.__struct_fields__ if f != "ratio"}
+        )
+        for text, codec in costs.codecs.items()
+    }
+    return msgspec.structs.replace(costs, **numbers, codecs=codecs)

@@ -1,0 +1,287 @@
+"""One node's homes of buckets: the daemon's own training algorithms, on arrays of one element.
+
+A home takes one contribution at a time, on a thread of the pool, and what the algorithm says is carried out as in
+`fusiond.shards`: answers to workers, parcels to other homes, waking up later. Parcels are as large as those of the
+bucket.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from fusion_rt import algorithms as chosen
+from fusion_rt import codecs, mixing
+from fusion_rt.codecs.base import Layout
+from fusion_rt.codecs.dense import Dense
+from fusion_trace.simulate.daemons import Answered, Host
+from fusion_trace.simulate.ghost_codecs import wire_nbytes
+from fusion_trace.simulate.ghosts import F32
+from fusion_trace.simulate.model import Bucket
+from fusiond import algorithms
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Refuse, Send, Tell
+from fusiond.collectives.base import Array
+from fusiond.core.contribution import Contribution
+
+_ORDER_NBYTES = 64
+
+
+class SimulationError(Exception):
+    """Something was simulated that cannot happen in a job."""
+
+
+class _Optimizer:
+    """In place of a shard's, whose module may import torch."""
+
+    def step(self, gradient: Array, rates: Sequence[float]) -> None:
+        """Takes a step, of which there is nothing to see."""
+
+
+class _Home(Home):
+    """Whose arithmetic is of one element."""
+
+    def mean(self, values: Sequence[Array], divisor: int) -> Array:
+        total: Array = np.zeros(self.elements, self.dtype.storage)
+        for each in values:
+            total = total + each
+        mean: Array = total / np.float32(divisor)
+        return mean
+
+
+class _Box:
+    """A home, and what waits for it."""
+
+    def __init__(self, home: Home, bucket: int, threads: int) -> None:
+        self.home, self.bucket, self.free = home, bucket, threads
+        self.waiting: deque[Contribution] = deque()
+
+
+class Homes:
+    """The homes on one node, and the way of its workers to homes anywhere.
+
+    Args:
+        peers: those of all nodes.
+        places: for algorithms with shards, the node of each bucket's home.
+        answered: called when a worker has its answer.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        peers: Sequence[Homes],
+        buckets: Sequence[Bucket],
+        codec: str,
+        spec: chosen.Algorithm,
+        places: Sequence[int],
+        answered: Answered,
+    ) -> None:
+        self._host, self._peers, self._buckets, self._codec = host, peers, buckets, codec
+        self._spec, self._places, self._answered = spec, places, answered
+        self._cost = host.costs.codec(codec)
+        self._algorithm = make(spec, host.cluster.ranks)
+        self._wire = [wire_nbytes(codec, bucket, host.costs) for bucket in buckets]
+        self._versions: dict[tuple[int, int], int] = {}
+        self._boxes: dict[tuple[int, int], _Box] = {}
+        for index in range(len(buckets)):
+            if spec.place is chosen.Place.REPLICA:
+                for local in range(host.cluster.workers):
+                    self._open(index, host.node * host.cluster.workers + local)
+            elif places[index] == host.node:
+                self._open(index, -1)
+
+    def _open(self, bucket: int, rank: int) -> None:
+        home = _Home(rank, self._host.cluster.ranks, F32, 1, ((0, 1, 0),), bucket == 0)
+        home.optimizer = cast("Any", _Optimizer())
+        if rank < 0:
+            home.value = np.zeros(1, np.float32)
+        if isinstance(self._spec, chosen.Choco):
+            home.codec = Dense().open(Layout(F32, 1))
+        exclusive = self._algorithm.exclusive
+        self._boxes[bucket, rank] = _Box(home, bucket, 1 if exclusive else self._host.costs.threads)
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def submit(self, rank: int, bucket: int, clock: int) -> None:
+        """A local worker posts to its home; see `Exchanges.submit`."""
+        host = self._host
+        host.simulator.after(
+            host.costs.local / 2, host.loop.post, host.costs.local / 2, self._posted, rank, bucket, clock
+        )
+
+    def _posted(self, rank: int, bucket: int, clock: int) -> None:
+        version = self._versions.get((rank, bucket), 0)
+        part = Contribution(rank, np.zeros(1, np.float32), clock=clock, version=version, rates=(0.1,))
+        shard = self._spec.place is chosen.Place.SHARD
+        node = self._places[bucket] if shard else self._host.node
+        if node == self._host.node:
+            self._arrived(bucket, -1 if shard else rank, part)
+            return
+        self._host.work(lambda: self._encode(bucket), lambda: self._parcel(node, bucket, -1, part, self._wire[bucket]))
+
+    def _encode(self, bucket: int) -> None:
+        nbytes = self._buckets[bucket].nbytes
+        copied = nbytes * self._host.costs.copy if codecs.parse(self._codec).lossless else 0.0
+        self._host.simulator.spend(nbytes * self._cost.contribute + self._wire[bucket] * self._cost.pack + copied)
+
+    def _decode(self, bucket: int) -> None:
+        nbytes = self._buckets[bucket].nbytes
+        self._host.simulator.spend(self._wire[bucket] * self._cost.unpack + nbytes * self._host.costs.copy)
+
+    def _parcel(self, node: int, bucket: int, home: int, part: Contribution, nbytes: int) -> None:
+        """Sends a part to a home elsewhere, in pieces."""
+        peer, largest = self._peers[node], self._host.cluster.chunk_bytes
+        for start in range(0, max(nbytes, 1), largest):
+            last = start + largest >= nbytes
+            self._host.send(node, min(largest, nbytes - start), bucket, peer.came, bucket, home, part, last)
+
+    def came(self, bucket: int, home: int, part: Contribution, last: bool) -> None:
+        """A piece of a part for a home here has come."""
+        if last:
+            self._arrived(bucket, home, part)
+
+    # --- homes --------------------------------------------------------------------------------------------------------
+
+    def _arrived(self, bucket: int, home: int, part: Contribution) -> None:
+        part.arrived = self._host.simulator.time
+        box = self._boxes[bucket, home]
+        box.waiting.append(part)
+        self._turn(box)
+
+    def _turn(self, box: _Box) -> None:
+        while box.free and box.waiting:
+            box.free -= 1
+            part = box.waiting.popleft()
+            acts: list[Any] = []
+            self._host.work(partial(self._take_in, box, part, acts), partial(self._took_in, box, acts))
+
+    def left(self, rank: int) -> None:
+        """A rank has ended, and been answered: shards do not wait for it any more."""
+        for box in self._boxes.values():
+            if box.home.rank < 0 and self._algorithm.waits:
+                box.home.present = box.home.present - {rank}
+                acts: list[Any] = []
+                box.free -= 1
+                self._host.work(partial(self._go_on_without, box, rank, acts), partial(self._took_in, box, acts))
+
+    def _go_on_without(self, box: _Box, rank: int, acts: list[Any]) -> None:
+        """A thread of the pool."""
+        acts.extend(self._prepared(box, self._algorithm.without(box.home, rank)))
+
+    def _take_in(self, box: _Box, part: Contribution, acts: list[Any]) -> None:
+        """A thread of the pool."""
+        nbytes = self._buckets[box.bucket].nbytes
+        home = box.home
+        away = self._host.cluster.node_of(part.rank) != self._host.node
+        if away and part.kind != "told":
+            self._decode(box.bucket)
+        self._host.simulator.spend(nbytes * self._host.costs.apply if part.kind != "told" else 0.0)
+        if part.kind == "post":
+            home.done[part.rank] += 1
+        acts.extend(self._prepared(box, self._algorithm.received(home, part)))
+
+    def _prepared(self, box: _Box, steps: Iterable[Any]) -> list[Any]:
+        found = []
+        encoded = False
+        for step in steps:
+            if isinstance(step, Refuse):
+                raise SimulationError(step.why)
+            away = [step.part.rank] if isinstance(step, Answer) else step.ranks if isinstance(step, Send) else ()
+            if any(self._host.cluster.node_of(rank) != self._host.node for rank in away):
+                if isinstance(step, Answer) or not encoded:
+                    self._encode(box.bucket)
+                encoded = True
+            elif away:
+                self._host.simulator.spend(self._buckets[box.bucket].nbytes * self._host.costs.copy)
+            found.append(step)
+        return found
+
+    def _took_in(self, box: _Box, acts: Sequence[Any]) -> None:
+        box.free += 1
+        for step in acts:
+            self._act(box, step)
+        self._turn(box)
+
+    def _act(self, box: _Box, step: Any) -> None:
+        host, node_of = self._host, self._host.cluster.node_of
+        if isinstance(step, Answer):
+            node, version = node_of(step.part.rank), box.home.version
+            if node == host.node:
+                self._answer(step.part.rank, box.bucket, version)
+                return
+            peer, nbytes, largest = self._peers[node], self._wire[box.bucket], host.cluster.chunk_bytes
+            for start in range(0, max(nbytes, 1), largest):
+                last = start + largest >= nbytes
+                host.send(node, min(largest, nbytes - start), box.bucket,
+                          peer.answer_came, step.part.rank, box.bucket, version, last)  # fmt: skip
+        elif isinstance(step, Send):
+            if step.kind == "want":
+                return  # an empty message, and here no rank is ever occupied
+            for rank in step.ranks:
+                part = Contribution(
+                    box.home.rank, step.values, kind=step.kind, clock=step.clock, version=box.home.version,
+                    weight=step.weight,
+                )  # fmt: skip
+                if node_of(rank) == host.node:
+                    self._arrived(box.bucket, rank, part)
+                else:
+                    self._parcel(node_of(rank), box.bucket, rank, part, self._wire[box.bucket])
+        elif isinstance(step, Tell):
+            for bucket, node in enumerate(self._places):
+                part = Contribution(0, step.numbers, kind="told", clock=step.clock)
+                if bucket == box.bucket:
+                    continue
+                if node == host.node:
+                    self._arrived(bucket, -1, part)
+                else:
+                    self._parcel(node, bucket, -1, part, _ORDER_NBYTES)
+        else:
+            host.simulator.at(max(step.at, host.simulator.time), self._wake, box)
+
+    def _wake(self, box: _Box) -> None:
+        acts: list[Any] = []
+        now = self._host.simulator.now
+        box.free -= 1
+        self._host.work(lambda: acts.extend(self._prepared(box, self._algorithm.elapsed(box.home, now))),
+                        lambda: self._took_in(box, acts))  # fmt: skip
+
+    def answer_came(self, rank: int, bucket: int, version: int, last: bool) -> None:
+        """A piece of the answer to a local worker has come."""
+        if last:
+            self._host.work(lambda: self._decode(bucket), lambda: self._answer(rank, bucket, version))
+
+    def _answer(self, rank: int, bucket: int, version: int) -> None:
+        self._versions[rank, bucket] = version
+        host = self._host
+        host.simulator.spend(host.costs.local / 2)
+        host.simulator.at(host.simulator.time + host.costs.local / 2, self._answered, rank, bucket)
+
+
+def make(spec: chosen.Algorithm, ranks: int) -> HomeAlgorithm[Any]:
+    """The daemon's own class. Graphs of more ranks than jobs may have are made here, for predictions.
+
+    Raises:
+        AlgorithmError: so many ranks cannot do this.
+    """
+    topology = getattr(spec, "topology", "")
+    if not topology or ranks <= mixing.MAX_RANKS:
+        spec.check(ranks)
+        made = algorithms.make(str(spec), ranks)
+        assert isinstance(made, HomeAlgorithm)
+        return made
+    made = algorithms.make(str(spec), 2)
+    assert isinstance(made, HomeAlgorithm)
+    made.ranks = ranks
+    made.graph = graph(topology, ranks)  # type: ignore[attr-defined]  # all gossip has one
+    return made
+
+
+def graph(topology: str, ranks: int) -> mixing.Mixing:
+    """A mixing graph of any number of ranks; see `mixing.parse`."""
+    if ranks <= mixing.MAX_RANKS:
+        return mixing.parse(topology, ranks)
+    rows, note = mixing.GRAPHS[topology](ranks)
+    return mixing.Mixing(topology, ranks, rows, note)

@@ -1,0 +1,142 @@
+"""Links: what is sent waits for its turn, travels, and arrives.
+
+A node has one network card, with a queue in each direction. A message takes its length divided by the bandwidth in the
+sender's; its first byte arrives after the latency, and from then on it takes its turn in the receiver's, so late that
+it does not end before its last byte has come. So between two equal links a message passes through both at the same
+time, as packets do; many senders to one receiver share its link, and a slow sender takes little of a fast receiver's.
+Nothing is lost, and TCP's congestion control is ideal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusion_trace.simulate.model import HEAD_NBYTES, Link
+from fusion_trace.simulate.simulator import Simulator
+
+
+@dataclass(slots=True)
+class Message:
+    """Something on its way.
+
+    Attributes:
+        nbytes: of its payload; on the link its head is added.
+        priority: smaller ones leave first, where that counts.
+        then: called with `arguments` when its last byte has come.
+        sent, arrived: seconds; when it was handed to the link, and when it had come.
+    """
+
+    source: int
+    target: int
+    nbytes: int
+    priority: int
+    then: Callable[..., None]
+    arguments: tuple[Any, ...]
+    sent: float = 0.0
+    arrived: float = 0.0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a node has sent and received: payload bytes and messages, without credit and the like; and that."""
+
+    sent: int = 0
+    received: int = 0
+    sent_messages: int = 0
+    received_messages: int = 0
+    control: int = 0
+
+
+class _Card:
+    """One direction of a network card."""
+
+    def __init__(self, simulator: Simulator, link: Link) -> None:
+        self.byte = link.byte
+        self.by_priority = link.discipline == "priority"
+        self.waiting: list[tuple[int, int, Message]] = []
+        self.busy = False
+        self.serial = 0
+        self._simulator = simulator
+
+    def put(self, message: Message) -> None:
+        self.serial += 1
+        heapq.heappush(self.waiting, (message.priority if self.by_priority else 0, self.serial, message))
+
+    def take(self) -> Message:
+        return heapq.heappop(self.waiting)[2]
+
+
+@dataclass
+class Network:
+    """All links.
+
+    Args:
+        watch: called with each message that has arrived, if it has a payload.
+
+    Attributes:
+        traffic: of each node.
+    """
+
+    simulator: Simulator
+    links: tuple[Link, ...]
+    watch: Callable[[Message], None] | None = None
+    traffic: list[Traffic] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.traffic = [Traffic() for _ in self.links]
+        self._up = [_Card(self.simulator, link) for link in self.links]
+        self._down = [_Card(self.simulator, link) for link in self.links]
+
+    def send(
+        self, source: int, target: int, nbytes: int, priority: int, then: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Sends a payload now. One of 0 bytes is a control message."""
+        message = Message(source, target, nbytes, priority, then, arguments, sent=self.simulator.now)
+        if nbytes:
+            self.traffic[source].sent += nbytes
+            self.traffic[source].sent_messages += 1
+        else:
+            self.traffic[source].control += 1
+        self._up[source].put(message)
+        if not self._up[source].busy:
+            self._depart(source)
+
+    def _depart(self, node: int) -> None:
+        card = self._up[node]
+        card.busy = bool(card.waiting)
+        if not card.waiting:
+            return
+        message = card.take()
+        now = self.simulator.now
+        length = message.nbytes + HEAD_NBYTES
+        departed = now + length * card.byte
+        self.simulator.at(departed, self._depart, node)
+        begins = max(now, departed - length * self._down[message.target].byte)
+        self.simulator.at(begins + self.links[node].latency, self._come, message)
+
+    def _come(self, message: Message) -> None:
+        card = self._down[message.target]
+        card.put(message)
+        if not card.busy:
+            self._enter(message.target)
+
+    def _enter(self, node: int) -> None:
+        card = self._down[node]
+        card.busy = bool(card.waiting)
+        if not card.waiting:
+            return
+        message = card.take()
+        self.simulator.after((message.nbytes + HEAD_NBYTES) * card.byte, self._arrive, message)
+
+    def _arrive(self, message: Message) -> None:
+        message.arrived = self.simulator.now
+        if message.nbytes:
+            self.traffic[message.target].received += message.nbytes
+            self.traffic[message.target].received_messages += 1
+            if self.watch is not None:
+                self.watch(message)
+        message.then(*message.arguments)
+        self._enter(message.target)

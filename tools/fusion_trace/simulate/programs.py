@@ -1,0 +1,104 @@
+"""Training processes: each has a program, which is what it does in each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fusion_trace.simulate.simulator import Simulator
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Takes so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Hands its part of a bucket to the daemon."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Waits for what was submitted of a bucket last, if it has not come."""
+
+    bucket: int
+
+
+Action: TypeAlias = Compute | Submit | Wait
+Step: TypeAlias = Sequence[Action]
+Program: TypeAlias = Sequence[Step]
+
+
+class Worker:
+    """One rank.
+
+    Args:
+        submit: called with (rank, bucket, clock).
+        ended: called with the rank when its program has ended.
+
+    Attributes:
+        ends: when each step ended (s).
+        waited: seconds for which each step was kept waiting.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        rank: int,
+        program: Program,
+        submit: Callable[[int, int, int], None],
+        ended: Callable[[int], None] = lambda rank: None,
+    ) -> None:
+        self.rank = rank
+        self.ends: list[float] = []
+        self.waited: list[float] = []
+        self._simulator, self._submit, self._ended = simulator, submit, ended
+        self._program = program
+        self._clocks: dict[int, int] = {}
+        self._under_way: set[int] = set()
+        self._awaited: int | None = None
+        self._since = 0.0
+        self._waited = 0.0
+        self._steps = iter(program)
+        self._actions = iter(next(self._steps, ()))
+
+    def begin(self) -> None:
+        self._go_on()
+
+    @property
+    def done(self) -> bool:
+        return len(self.ends) == len(self._program)
+
+    def answered(self, bucket: int) -> None:
+        """What it has submitted of a bucket has come back."""
+        self._under_way.discard(bucket)
+        if self._awaited == bucket:
+            self._awaited = None
+            self._waited += self._simulator.now - self._since
+            self._go_on()
+
+    def _go_on(self) -> None:
+        while not self.done:
+            for action in self._actions:
+                if isinstance(action, Compute):
+                    self._simulator.after(action.seconds, self._go_on)
+                    return
+                if isinstance(action, Submit):
+                    clock = self._clocks.get(action.bucket, 0)
+                    self._clocks[action.bucket] = clock + 1
+                    self._under_way.add(action.bucket)
+                    self._submit(self.rank, action.bucket, clock)
+                elif action.bucket in self._under_way:
+                    self._awaited, self._since = action.bucket, self._simulator.now
+                    return
+            self.ends.append(self._simulator.now)
+            self.waited.append(self._waited)
+            self._waited = 0.0
+            self._actions = iter(next(self._steps, ()))
+        self._ended(self.rank)

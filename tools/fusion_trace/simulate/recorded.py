@@ -1,0 +1,370 @@
+"""A recorded job as a simulated one: what its workers did, what its messages cost, and what its links are like.
+
+* A worker's program: in each of its steps, what it computed between the events that were recorded, what it submitted,
+  and what it waited for; the waits themselves are left out, since they are what the simulation is about.
+* Links: chunks that followed each other without a gap say how many bytes a second pass; those that found the link
+  empty, what else a chunk takes.
+* Costs: the time of kernels for each chunk, as a part for the chunk and one for each byte; the way to the daemon and
+  back. What was not recorded is taken from `Costs`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from fusion_rt.errors import FusionError
+from fusion_rt.trace_format import NOBODY, Kind
+from fusion_trace.read.choice import EVERY_STEP, StepRange
+from fusion_trace.read.chunks import Chunk
+from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.operations import Operation, Step, operations, steps_of
+from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
+from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
+
+S = 1e9  # ns
+_ROUNDS = 8
+_LEAST_CHUNK = 16 * 1024  # bytes; of smaller ones the time says nothing about the bandwidth
+
+
+class NotRecorded(FusionError):
+    """The trace has not what a simulation needs."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A mark in a worker's step: a gradient is complete."""
+
+    name: str
+
+
+Event = Action | Gradient
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One of a plan, with the bucket that it is in."""
+
+    name: str
+    nbytes: int
+    bucket: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was found in a trace.
+
+    Attributes:
+        nodes: those that have workers; workers: on each of them.
+        numbers: of the steps that all ranks have, in order.
+        programs: by rank, of each of these steps.
+        measured: by rank, what each of these steps took (s); `waited`: for how long it was kept waiting (s).
+        names, buckets: what was submitted.
+        tensors: of the plan, in its order; empty where it was not recorded.
+        links: by node.
+        costs: of the daemons.
+        codec: a text that stands for what buckets were encoded with; its costs are in `costs`.
+        chunk_bytes: the largest payload.
+        sent: payload bytes of all nodes in a step.
+        problems: sentences.
+    """
+
+    nodes: int
+    workers: int
+    numbers: tuple[int, ...]
+    programs: tuple[tuple[tuple[Event, ...], ...], ...]
+    measured: tuple[tuple[float, ...], ...]
+    waited: tuple[tuple[float, ...], ...]
+    names: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+    tensors: tuple[Tensor, ...]
+    links: tuple[Link, ...]
+    costs: Costs
+    codec: str
+    chunk_bytes: int
+    sent: float
+    problems: tuple[str, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean over ranks and steps."""
+        return statistics.fmean(seconds for rank in self.measured for seconds in rank)
+
+    @property
+    def waited_seconds(self) -> float:
+        return statistics.fmean(seconds for rank in self.waited for seconds in rank)
+
+
+def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs | None = None) -> Recorded:
+    """Everything that a simulation of the recorded job needs.
+
+    Raises:
+        NotRecorded: it has no whole steps of all ranks, or its nodes have different numbers of workers.
+    """
+    defaults = defaults or Costs()
+    steps = {rank: {s.number: s for s in steps_of(w) if s.number in chosen} for rank, w in trace.workers.items()}
+    if not steps or not all(steps.values()):
+        missing = sorted(rank for rank, found in steps.items() if not found)
+        whose = f"rank {missing[0]} has" if missing else "there are"
+        raise NotRecorded(f"{whose} no whole training steps in this trace, so that there is nothing to replay")
+    numbers = tuple(sorted(set.intersection(*(set(found) for found in steps.values()))))
+    if not numbers:
+        raise NotRecorded("the ranks have no training step in common in this trace")
+    nodes = sorted(set(trace.node_of.values()))
+    sizes = Counter(trace.node_of.values())
+    if len(set(sizes.values())) > 1:
+        raise NotRecorded(f"nodes have different numbers of workers ({dict(sizes)}), which the simulation has not")
+    found = [op for op in operations(trace).values() if _is_of(op, steps, numbers)]
+    names = tuple(dict.fromkeys(op.key.name for op in found))
+    index = {name: number for number, name in enumerate(names)}
+    nbytes = {name: max(op.nbytes for op in found if op.key.name == name) for name in names}
+    buckets = tuple(Bucket(max(4, -(-nbytes[name] // 4) * 4)) for name in names)
+    ranks = sorted(trace.workers)
+    programs = tuple(
+        tuple(_program(trace, trace.workers[rank], steps[rank][number], index) for number in numbers) for rank in ranks
+    )
+    if not any(isinstance(event, Submit) for program in programs for step in program for event in step):
+        raise NotRecorded("no worker has handed anything to its daemon in these steps")
+    chunks = [chunk for op in found for chunk in op.chunks]
+    problems: list[str] = []
+    links = _links(chunks, nodes, problems)
+    costs = _costs(found, trace, defaults, problems)
+    sent = float(sum(chunk.nbytes for chunk in chunks if chunk.sent is not None)) / len(numbers)
+    plans = sum(b.nbytes for b in buckets)
+    codec, costs = _codec(found, sent, plans, len(nodes), costs)
+    return Recorded(
+        nodes=len(nodes),
+        workers=sizes[nodes[0]],
+        numbers=numbers,
+        programs=programs,
+        measured=tuple(tuple(steps[rank][number].ns / S for number in numbers) for rank in ranks),
+        waited=tuple(tuple(_waited(trace.workers[rank], steps[rank][number]) for number in numbers) for rank in ranks),
+        names=names,
+        buckets=buckets,
+        tensors=_tensors(trace, index),
+        links=links,
+        costs=costs,
+        codec=codec,
+        chunk_bytes=max((chunk.nbytes for chunk in chunks), default=2 << 20),
+        sent=sent,
+        problems=tuple(problems),
+    )
+
+
+def _is_of(op: Operation, steps: Mapping[int, Mapping[int, Step]], numbers: Sequence[int]) -> bool:
+    """Whether some rank submitted it in one of the steps."""
+    return any(
+        part.submitted is not None and steps[rank][n].begin <= part.submitted < steps[rank][n].end
+        for rank, part in op.workers.items()
+        for n in numbers
+    )
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+_KINDS = (Kind.GRADIENT, Kind.SUBMITTED, Kind.WAIT_BEGIN, Kind.WAIT_END, Kind.DONE, Kind.APPLY_BEGIN)
+
+
+def _program(trace: JobTrace, worker: Process, step: Step, index: Mapping[str, int]) -> tuple[Event, ...]:
+    """What a worker did in a step. Time in which it was kept waiting is none of it."""
+    events: list[Event] = []
+    pending: dict[int, None] = {}  # submitted, and not known to have been waited for
+    at, waiting = step.begin, 0
+    for kind, time, name in _rows(trace, worker, step):
+        number = index.get(name)
+        if kind == Kind.WAIT_END:
+            if waiting:
+                waiting -= 1
+                at = time if not waiting else at
+            continue
+        if not waiting and time > at:
+            events.append(Compute((time - at) / S))
+            at = time
+        if kind == Kind.GRADIENT:
+            events.append(Gradient(name))
+        elif number is None:
+            waiting += kind == Kind.WAIT_BEGIN
+        elif kind == Kind.SUBMITTED:
+            events.append(Submit(number))
+            pending[number] = None
+        else:  # what is read or applied has come, also where it had come before anybody waited
+            waiting += kind == Kind.WAIT_BEGIN
+            events.append(Wait(number))
+            pending.pop(number, None)
+    if not waiting and step.end > at:
+        events.append(Compute((step.end - at) / S))
+    return tuple(events)
+
+
+def _rows(trace: JobTrace, worker: Process, step: Step) -> Iterable[tuple[int, int, str]]:
+    records = worker.of(*_KINDS)
+    times = records["time"]
+    low, high = np.searchsorted(times, step.begin, "right"), np.searchsorted(times, step.end, "right")
+    for kind, time, name in zip(*(records[f][low:high].tolist() for f in ("kind", "time", "name")), strict=True):
+        yield kind, time, trace.names[name]
+
+
+def _waited(worker: Process, step: Step) -> float:
+    """For how long a step was kept waiting (s)."""
+    total, opened = 0, 0
+    begin = step.begin
+    records = worker.of(Kind.WAIT_BEGIN, Kind.WAIT_END)
+    for kind, time in zip(records["kind"].tolist(), records["time"].tolist(), strict=True):
+        if not step.begin <= time <= step.end:
+            continue
+        if kind == Kind.WAIT_BEGIN:
+            begin = time if not opened else begin
+            opened += 1
+        elif opened:
+            opened -= 1
+            total += 0 if opened else time - begin
+    return total / S
+
+
+def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
+    """The latest plan's, as one daemon has it."""
+    for daemon in trace.daemons.values():
+        records = daemon.of(Kind.MEMBER)
+        if len(records):
+            latest = records[records["plan"] == records["plan"][-1]]
+            found = (
+                Tensor(trace.names[name], nbytes, index.get(f"bucket {extra}", -1))
+                for name, nbytes, extra in zip(*(latest[f].tolist() for f in ("name", "value", "extra")), strict=True)
+            )
+            return tuple(dict.fromkeys(found))  # a plan is recorded anew from time to time
+    return ()
+
+
+# --- links and costs --------------------------------------------------------------------------------------------------
+
+
+def _links(chunks: Sequence[Chunk], nodes: Sequence[int], problems: list[str]) -> tuple[Link, ...]:
+    """By node, the faster of what it sends and what it receives: the slower one is some other node's doing."""
+    flown = [c for c in chunks if c.sent is not None and c.received is not None]
+    if not flown:
+        if len(nodes) > 1:
+            problems.append("no chunk was seen at both ends of a link: links of 10 Gbit/s and 50 us are assumed")
+        return tuple(Link(10e9 / 8) for _ in nodes)
+    found = []
+    for node in nodes:
+        sides = [link_speed([c for c in flown if c.source == node]), link_speed([c for c in flown if c.target == node])]
+        known = [side for side in sides if side is not None]
+        if not known:
+            problems.append(
+                f"node {node} has sent and received nothing large: how fast its link is cannot be told, and 10 Gbit/s "
+                "are assumed"
+            )
+        found.append(Link(max((s[0] for s in known), default=10e9 / 8), min((s[1] for s in known), default=50e-6)))
+    return tuple(found)
+
+
+def link_speed(chunks: Sequence[Chunk]) -> tuple[float, float] | None:
+    """Bytes a second, and latency (s), of what passes through one network card in one direction, one after the other.
+
+    A chunk is on the link from when it was handed over, or the one before it had come, until it has come itself. What
+    of that is latency is found by turns with the bandwidth. Medians over bytes and a low quantile leave out those that
+    were held up elsewhere.
+    """
+    ordered = sorted(chunks, key=lambda c: c.received or 0)
+    sent = np.array([c.sent for c in ordered], float) / S
+    came = np.array([c.received for c in ordered], float) / S
+    nbytes = np.array([c.nbytes for c in ordered], float)
+    large = nbytes >= _LEAST_CHUNK
+    if not large.any():
+        return None
+    before = np.concatenate([[-np.inf], came[:-1]])
+    latency, byte = 0.0, 0.0
+    for _ in range(_ROUNDS):
+        took = np.maximum(came - np.maximum(sent + latency, before), 1e-9)
+        byte = _middle((took / np.maximum(nbytes, 1))[large], nbytes[large])
+        latency = max(float(np.quantile(came - sent - nbytes * byte, 0.05)), 0.0)
+    return 1 / byte, latency
+
+
+def _middle(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+    """The median, by weight."""
+    order = np.argsort(values)
+    values, weights = values[order], weights[order]
+    return float(np.interp(0.5, (np.cumsum(weights) - weights / 2) / weights.sum(), values))
+
+
+def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problems: list[str]) -> Costs:
+    """As recorded; what a link carries has ZeroMQ's work in it."""
+    there = [
+        (part.ready[rank] - worker.submitted) / S
+        for op in found
+        for rank, worker in op.workers.items()
+        if (part := op.daemons.get(trace.node_of[rank])) and worker.submitted is not None and rank in part.ready
+    ]
+    back = [
+        (worker.done - part.answered[rank]) / S
+        for op in found
+        for rank, worker in op.workers.items()
+        if (part := op.daemons.get(trace.node_of[rank])) and worker.done is not None and rank in part.answered
+    ]
+    local = statistics.median(there) + statistics.median(back) if there and back else defaults.local
+    receive, byte = _chunk_costs(trace)
+    if receive is None:
+        problems.append("no kernels were recorded: their costs are assumed")
+        return replace(defaults, local=max(local, 0.0), io_send=0.0, io_receive=0.0)
+    return replace(
+        defaults,
+        local=max(local, 0.0),
+        receive=receive,
+        reduce=byte,
+        copy=byte,
+        io_send=0.0,
+        io_receive=0.0,
+    )
+
+
+def _chunk_costs(trace: JobTrace) -> tuple[float | None, float]:
+    """Seconds for a chunk, and for each of its bytes, that daemons take for what has come."""
+    sizes: dict[int, list[float]] = defaultdict(list)
+    for daemon in trace.daemons.values():
+        opened: dict[tuple[int, int], tuple[int, int]] = {}
+        records = daemon.of(Kind.REDUCE_BEGIN, Kind.REDUCE_END)
+        of_peers = records[records["peer"] != NOBODY]
+        records = of_peers if len(of_peers) else records  # what is done for chunks, if it can be told
+        columns = (records[f].tolist() for f in ("kind", "time", "name", "clock", "value"))
+        for kind, time, name, clock, value in zip(*columns, strict=True):
+            if kind == Kind.REDUCE_BEGIN:
+                opened[name, clock] = time, value
+            elif (name, clock) in opened:
+                begin, nbytes = opened.pop((name, clock))
+                sizes[nbytes].append((time - begin) / S)
+    if not sizes:
+        return None, 0.0
+    medians = {nbytes: statistics.median(times) for nbytes, times in sizes.items()}
+    largest, smallest = max(medians), min(medians)
+    if largest < 2 * smallest + 1024:  # all of one size
+        return medians[largest] / 2, medians[largest] / 2 / max(largest, 1)
+    byte = max((medians[largest] - medians[smallest]) / (largest - smallest), 0.0)
+    return max(medians[largest] - byte * largest, 0.0), byte
+
+
+def _codec(found: Sequence[Operation], sent: float, nbytes: int, nodes: int, costs: Costs) -> tuple[str, Costs]:
+    """What buckets were encoded with, from how much was sent of them, and what that took."""
+    whole = 2 * (nodes - 1) * nbytes
+    share = sent / whole if whole else 1.0
+    if nodes == 1 or share > 0.8:
+        return "dense", costs
+    seconds = [span.ns / S for op in found for part in op.daemons.values() for span in part.encodes]
+    runs = sum(len(op.daemons) for op in found)
+    per_step = sum(op.nbytes * len(op.daemons) for op in found)
+    contribute = sum(seconds) / per_step if seconds and runs else 0.0
+    if 0.45 < share < 0.55 and not seconds:
+        return "fp16", replace(costs, codecs={**costs.codecs, "fp16": CodecCosts(0.5)})
+    text = f"topk(density={min(max(share, 1e-4), 1.0):.4g})"
+    # What daemons did with chunks was the codec's work, most of it with a few of them, and not a sum of dense values.
+    came = sum(chunk.nbytes for op in found for chunk in op.chunks if chunk.received is not None)
+    work = sum(span.ns / S for op in found for part in op.daemons.values() for span in part.reduces)
+    coding = CodecCosts(share, contribute=contribute, unpack=work / came if came else 0.0)
+    defaults = Costs()
+    return text, replace(costs, reduce=defaults.reduce, copy=defaults.copy, codecs={**costs.codecs, text: coding})
