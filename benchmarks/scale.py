@@ -6,9 +6,9 @@
 
 What messages, kernels and codecs cost is measured on this machine, on loopback, in a few seconds; the rest is simulated
 (docs/simulation.md): up to 16 nodes (with homes, 32) message by message, by the daemon's own exchanges and algorithms;
-beyond, the same messages worked out for all nodes at once, or, with shards, from what the busiest part has to do. *A
-step* computes for `--compute` seconds, two thirds of it backward, in which buckets become ready one after the other;
-*sent* is what a node sends in one. Nodes' times to compute differ by `--jitter` (relative deviation).
+beyond, one node stands for all, or, with homes, the busiest part says by how much a step is longer. *A step* computes
+for `--compute` seconds, two thirds of it backward, in which buckets become ready one after the other; *sent* is what a
+node sends in one. Nodes' times to compute differ by `--jitter` (relative deviation).
 
 `--validate` (root needed) measures all-reduces of 2 and 4 netlab hosts at 1 Gbit/s, 200 and 100 Mbit/s, and compares.
 All hosts are on one machine then, whose cores they share, in the simulation too.

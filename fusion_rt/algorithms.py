@@ -85,6 +85,11 @@ class Algorithm(ABC):
         """Whether the worker takes its next steps while an exchange is under way."""
         return False
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether a home answers (nearly) all ranks at once, when (nearly) all of them have contributed."""
+        return self.synchronous
+
     def check(self, ranks: int) -> None:
         """Raises `AlgorithmError`, or `MixingError`, when so many ranks cannot do this."""
         del ranks
@@ -247,6 +252,10 @@ class Partial(Algorithm):
     def __post_init__(self) -> None:
         _not_negative(self, "backup", "deadline")
 
+    @property
+    def lockstep(self) -> bool:
+        return True
+
     def check(self, ranks: int) -> None:
         if self.backup >= ranks:
             raise AlgorithmError(
@@ -295,6 +304,10 @@ class EASGD(Algorithm):
     @property
     def overlaps(self) -> bool:
         return True
+
+    @property
+    def lockstep(self) -> bool:
+        return self.synchronous_home
 
 
 @dataclass(frozen=True)

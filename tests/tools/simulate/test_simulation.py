@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_rt import codecs
-from fusion_trace.simulate import patterns, predictions
+from fusion_trace.simulate import predictions
+from fusion_trace.simulate.daemons import SimulationError
 from fusion_trace.simulate.ghost_codecs import factors, real_layout
 from fusion_trace.simulate.model import FREE, HEAD_NBYTES, Bucket, Cluster, CodecCosts, Costs, Link, equal, ethernet
 from fusion_trace.simulate.network import Network
 from fusion_trace.simulate.predictions import Case, Predictor
 from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
-from fusion_trace.simulate.scaling import Exchanging
 from fusion_trace.simulate.simulation import Job, Outcome, place
 from fusion_trace.simulate.simulator import Processor, Simulator, Thread
-from fusion_trace.simulate.stages import served
 
 CODECS = {
     "fp16": CodecCosts(0.5, pack=1e-9, unpack=1e-9),
@@ -250,64 +247,40 @@ def test_a_bucket_home_is_where_a_plan_has_it() -> None:
     assert place([Bucket(4 * size) for size in sizes], 3) == place_homes(planned, dict.fromkeys(range(3), 1.0))
 
 
-# --- without running exchanges ----------------------------------------------------------------------------------------
-
-
-def trace_of(nodes: int, nbytes: int, codec: str, route: str = "auto") -> Counter[patterns.Sent]:
-    sent: Counter[patterns.Sent] = Counter()
-
-    def watch(source: int, target: int, chunk: Any, length: int) -> None:
-        sent[patterns.Sent(source, target, chunk.part, chunk.start, chunk.hop, length)] += 1
-
-    cluster = equal(nodes, LINK, costs=NO_COSTS, sparse_route=route)
-    all_reduce(cluster, nbytes, codec, watch=watch)
-    return sent
-
-
-@pytest.mark.parametrize("nodes", range(2, 17))
-def test_patterns_are_message_by_message_those_of_the_daemons_exchanges(nodes: int) -> None:
-    chunk = 512 * 1024  # on links of 1 Gbit/s
-    big, small = 4 * 1_000_003, 4 * 77
-    assert trace_of(nodes, big, "dense") == Counter(patterns.ring(nodes, big // 4, chunk))
-    assert trace_of(nodes, big, "fp16") == Counter(patterns.ring(nodes, big // 4, chunk, 0.5))
-    assert trace_of(nodes, small, "dense") == Counter(patterns.doubling(nodes, small // 4))
-    found = trace_of(nodes, big, "int8")
-    lengths = {(s.source, s.target, s.part): 0 for s in found}
-    for sent, count in found.items():
-        lengths[sent.source, sent.target, sent.part] += sent.nbytes * count
-    owned = [max(lengths[(node + 1) % nodes, node, 0], 0) for node in range(nodes)]
-    result = [lengths[node, (node + 1) % nodes, 1] for node in range(nodes)]
-    expected = Counter(patterns.all_to_all(nodes, owned, 0, chunk, by_source=False))
-    expected += Counter(patterns.all_to_all(nodes, result, 1, chunk, by_source=True))
-    assert found == expected
-    assert sum(owned) == pytest.approx(0.26 * big, rel=0.01)
+# --- thousands of nodes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", ["dense", *CODECS])
-@pytest.mark.parametrize(("nodes", "rate"), [(2, 1e9), (3, 10e9), (16, 1e9)])
-def test_what_is_worked_out_at_once_is_what_single_messages_come_to(codec: str, nodes: int, rate: float) -> None:
+@pytest.mark.parametrize(("nodes", "rate"), [(2, 1e9), (4, 10e9), (16, 1e9)])
+def test_one_node_that_stands_for_all_comes_to_what_each_of_them_does(codec: str, nodes: int, rate: float) -> None:
     cluster = equal(nodes, ethernet(rate), costs=COSTS)
-    buckets = [Bucket(4_000_000, ((1000, 1000),)), Bucket(400_000, ((100, 1000),))]
-    program = [(Submit(0), Compute(0.005), Submit(1), Wait(0), Wait(1))]
-    outcome = Job(cluster, [program] * nodes, buckets, codec=codec).run()
-    engine = Exchanging(cluster, codec)
-    ended = engine.run(buckets, [np.zeros(nodes), np.full(nodes, 0.005)])
-    assert float(np.max(ended)) == pytest.approx(max(ends[0] for ends in outcome.ends), rel=0.08)
-    assert engine.stages.sent.sum() == pytest.approx(sum(t.sent for t in outcome.traffic), rel=0.08)
-    assert engine.stages.messages.sum() == sum(t.sent_messages for t in outcome.traffic)
+    buckets = [Bucket(4_096_000, ((1024, 1000),)), Bucket(409_600, ((100, 1024),))]
+    program = [(Submit(0), Compute(0.005), Submit(1), Wait(0), Wait(1))] * 2
+    each = Job(cluster, [program] * nodes, buckets, codec=codec).run()
+    one = Job(cluster, [program], buckets, codec=codec, alike=True).run()
+    assert one.ends[0] == pytest.approx(tuple(map(max, zip(*each.ends, strict=True))), rel=1e-3)
+    assert {traffic.sent for traffic in each.traffic} == {one.traffic[0].sent} == {one.traffic[0].received}
+    assert {traffic.sent_messages for traffic in each.traffic} == {one.traffic[0].sent_messages}
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 10), st.floats(0, 2)), max_size=30))
-def test_jobs_of_many_nodes_are_done_first_come_first_served(jobs: list[tuple[int, float, float]]) -> None:
-    free = np.array([0.0, 1.0, 2.0, 0.0])
-    expected_free, expected = free.copy(), {}
-    for index, (node, ready, took) in sorted(enumerate(jobs), key=lambda job: job[1][1]):
-        expected_free[node] = expected[index] = max(expected_free[node], ready) + took
-    columns = [np.array([job[i] for job in jobs]) for i in range(3)]
-    done = served(free, columns[0].astype(int), columns[1].astype(float), columns[2])
-    assert done == pytest.approx([expected[index] for index in range(len(jobs))], abs=1e-9)
-    assert free == pytest.approx(expected_free, abs=1e-9)
+def test_nodes_that_do_not_all_do_the_same_are_refused() -> None:
+    program = [(Submit(0), Wait(0))]  # recursive doubling, in which two of six nodes only fold
+    with pytest.raises(SimulationError):
+        Job(equal(6, LINK, costs=COSTS), [program], [Bucket(4008)], alike=True).run()
+
+
+@pytest.mark.parametrize("codec", ["dense", "topk(density=0.01)", "int8"])
+def test_all_wait_for_the_slowest_so_one_that_computes_as_long_stands_for_all(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("allreduce", codec, 16, 0.05, parameters=1_000_000)
+    each = Predictor(LINK, COSTS)(case)
+    monkeypatch.setattr(predictions, "SIMULATED", 4)
+    one = Predictor(LINK, COSTS)(case)
+    assert each is not None
+    assert one is not None
+    assert one["seconds"] == pytest.approx(each["seconds"], rel=0.03)
+    assert one["messages"] == each["messages"]
 
 
 @pytest.mark.parametrize("algorithm", ["allreduce", "bsp", "asp", "dpsgd(topology='ring')", "adpsgd(topology='ring')"])
@@ -324,6 +297,18 @@ def test_hundreds_of_nodes_are_predicted_for_every_kind_of_algorithm(
         assert many["sent"] == pytest.approx(2 * 4_000_000, rel=0.01)
     if algorithm == "dpsgd(topology='ring')":
         assert many["sent"] == few["sent"] == pytest.approx(2 * 4_000_000, rel=0.01)
+
+
+@pytest.mark.parametrize("nodes", [64, 2048])
+def test_a_graph_in_which_ranks_have_more_neighbours_takes_longer_by_what_these_send(nodes: int) -> None:
+    case = Case("dpsgd(topology='exponential')", "dense", 32, 0.01, parameters=1_000_000)
+    predictor = Predictor(LINK, COSTS)
+    few, many = (predictor(replace(case, nodes=count)) for count in (32, nodes))
+    assert few is not None
+    assert many is not None
+    more = nodes.bit_length() - 6  # neighbours: 5 of 32, one more for each doubling
+    assert many["sent"] == pytest.approx(few["sent"] * (5 + more) / 5)
+    assert many["seconds"] == pytest.approx(few["seconds"] + more * 4_000_000 * LINK.byte, rel=0.02)
 
 
 def test_factors_are_as_large_as_those_of_the_codec() -> None:

@@ -9,15 +9,11 @@ and what is not, is in docs/simulation.md.
     ghosts.py       arrays that have a length only, and what computes with them
     ghost_codecs.py what codecs make of a bucket: bytes, and time
     daemons.py      one node's daemon: threads, and the way to others; what it does:
-    exchanges.py    ... all-reduces: fusiond.collectives, fusiond.transport.flow_control
+    exchanges.py    ... all-reduces: fusiond.collectives, fusiond.transport.flow_control; of thousands of nodes, one for all
     homes.py        ... homes: fusiond.algorithms
     programs.py     training processes: compute, submit, wait
     simulation.py   all of it, joined; what came of it
 
-    patterns.py     the messages of exchanges, without running them
-    stages.py       what all nodes are busy with, as vectors; by these:
-    scaling.py      ... all-reduces of thousands of nodes
-    gossiping.py    ... gossip of thousands of nodes
     predictions.py  predicts a step, in whichever way is possible
     measuring.py    what messages, kernels and codecs cost on this machine
 

@@ -14,7 +14,7 @@ from fusion_rt import codecs
 from fusion_rt.errors import FusionError
 from fusion_trace.simulate import measuring
 from fusion_trace.simulate.model import FRAMED, Bucket, Cluster, CodecCosts, Costs, Link
-from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
+from fusion_trace.simulate.programs import Action, Compute, Submit, Wait, around_steps
 from fusion_trace.simulate.recorded import Event, Gradient, Recorded, Tensor
 from fusion_trace.simulate.simulation import Job, Outcome
 
@@ -229,17 +229,8 @@ def _for_algorithm(program: list[list[Action]], buckets: int, spec: chosen.Algor
     """What a worker does with an algorithm, given what it did with all-reduce."""
     if spec.signal is chosen.Signal.GRADIENT:
         return program
-    everything = range(buckets)
-    found: list[list[Action]] = []
-    for number, step in enumerate(program, 1):
-        computed = sum(action.seconds for action in step if isinstance(action, Compute))
-        actions: list[Action] = [Compute(computed), *(Wait(bucket) for bucket in everything)]
-        if number % spec.period == 0:
-            actions += [Submit(bucket) for bucket in everything]
-            if not spec.overlaps:
-                actions += [Wait(bucket) for bucket in everything]
-        found.append(actions)
-    return found
+    computed = (sum(action.seconds for action in step if isinstance(action, Compute)) for step in program)
+    return around_steps(computed, buckets, spec)
 
 
 # --- links and codecs -------------------------------------------------------------------------------------------------

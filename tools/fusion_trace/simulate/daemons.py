@@ -6,27 +6,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fusion_trace.simulate.model import Cluster, Costs
+from fusion_trace.simulate.model import Cluster
 from fusion_trace.simulate.network import Network
 from fusion_trace.simulate.simulator import Processor, Simulator, Thread
 
 Answered = Callable[[int, int], None]
-"""(rank, bucket): a worker has its answer."""
+"""Called with (rank, bucket) when a worker has its answer."""
+
+
+class SimulationError(Exception):
+    """Something was simulated that cannot happen in a job."""
 
 
 class Host:
     """A node: the event loop of its daemon, the threads that ZeroMQ sends and receives with, and the pool.
 
     Attributes:
-        others: all nodes, by number.
-        costs: this node's.
+        others: all nodes, by number. Where one node stands for all of them, each of these is that one.
     """
 
     def __init__(
         self, simulator: Simulator, network: Network, cluster: Cluster, node: int, processor: Processor | None
     ) -> None:
         self.simulator, self.network, self.cluster, self.node = simulator, network, cluster, node
-        self.costs = slowed(cluster.costs, cluster.slow.get(node, 1.0))
+        self.costs = cluster.costs
         self.others: Sequence[Host] = ()
         self.loop = Thread(simulator, processor)
         self._sending = Thread(simulator, processor)
@@ -51,7 +54,7 @@ class Host:
         self.simulator.spend(self.costs.control)
         other = self.others[target]
         self.simulator.at(
-            self.simulator.time, self.network.send, self.node, target, 0, -1, other.loop.post, other.costs.control,
+            self.simulator.time, self.network.send, self.node, other.node, 0, -1, other.loop.post, other.costs.control,
             then, *arguments,
         )  # fmt: skip
 
@@ -60,7 +63,7 @@ class Host:
     ) -> None:
         other = self.others[target]
         self.simulator.at(
-            self.simulator.time, self.network.send, self.node, target, nbytes, priority, other.came, nbytes, then,
+            self.simulator.time, self.network.send, self.node, other.node, nbytes, priority, other.came, nbytes, then,
             arguments,
         )  # fmt: skip
 
@@ -82,20 +85,13 @@ class Host:
 
         self.simulator.at(self.simulator.time, thread.post, self.costs.job / 2, done)
 
+    def hear(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Has the loop do `work` when it has read a message that a local worker sends now."""
+        half = self.costs.local / 2
+        self.simulator.after(half, self.loop.post, half, work, *arguments)
 
-def slowed(costs: Costs, factor: float) -> Costs:
-    """Of a node that takes `factor` times as long."""
-    if factor == 1.0:
-        return costs
-    import msgspec
-
-    numbers = {
-        name: getattr(costs, name) * factor for name in costs.__struct_fields__ if name not in ("threads", "codecs")
-    }
-    codecs = {
-        text: msgspec.structs.replace(
-            codec, **{f: getattr(codec, f) * factor for f in codec.__struct_fields__ if f != "ratio"}
-        )
-        for text, codec in costs.codecs.items()
-    }
-    return msgspec.structs.replace(costs, **numbers, codecs=codecs)
+    def answer(self, answered: Answered, rank: int, bucket: int) -> None:
+        """Tells a local worker that what it has submitted of a bucket is back. To be called by what the loop does."""
+        half = self.costs.local / 2
+        self.simulator.spend(half)
+        self.simulator.at(self.simulator.time + half, answered, rank, bucket)

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
-from fusion_trace.simulate.daemons import Answered, Host
+from fusion_trace.simulate.daemons import Answered, Host, SimulationError
 from fusion_trace.simulate.ghost_codecs import open_codec
 from fusion_trace.simulate.ghosts import GhostReducer, values
 from fusion_trace.simulate.model import Bucket, Cluster
 from fusiond import algorithms
 from fusiond.algorithms.base import Work
-from fusiond.collectives.base import Exchange
+from fusiond.collectives.base import Exchange, ExchangeError
 from fusiond.collectives.cost import CostModel
 from fusiond.operations.thread_work import INLINE_WORK
 from fusiond.transport.flow_control import BORROW_FROM, FlowPort
@@ -40,7 +42,6 @@ class Exchanges:
     Args:
         peers: those of all nodes, by number.
         answered: called when a worker has its answer.
-        watch: called with (source, target, chunk, bytes of payload) of each chunk that is sent.
     """
 
     def __init__(
@@ -50,10 +51,9 @@ class Exchanges:
         buckets: Sequence[Bucket],
         codec: str,
         answered: Answered,
-        watch: Any = None,
     ) -> None:
         self._host, self._peers, self._buckets, self._codec = host, peers, buckets, codec
-        self._answered, self._watch = answered, watch
+        self._answered = answered
         self._algorithm = algorithms.AllReduce()
         self._codecs: dict[int, BucketCodec] = {}
         self._runs: dict[_Key, _Run] = {}
@@ -62,8 +62,10 @@ class Exchanges:
 
     def submit(self, rank: int, bucket: int, clock: int) -> None:
         """A local worker's part is in the arena, and its message was sent now."""
-        host = self._host
-        host.simulator.after(host.costs.local / 2, host.loop.post, host.costs.local / 2, self._ready, (bucket, clock))
+        self._host.hear(self._ready, (bucket, clock))
+
+    def left(self, rank: int) -> None:
+        """A rank has ended, and with it all others, since they wait for each other."""
 
     def _ready(self, key: _Key) -> None:
         run = self._run(key)
@@ -87,7 +89,7 @@ class Exchanges:
             self._chunk_bytes,
             cluster.window_bytes,
             partial(self._send, key),
-            lambda node, chunks: host.tell(node, self._peers[node].credit, key, host.node, chunks),
+            partial(self._tell, key),
             partial(self._finished, key),
         )
         sources = [values(bucket.elements, spend, host.costs) for _ in range(cluster.workers)]
@@ -126,10 +128,11 @@ class Exchanges:
     # --- between nodes ------------------------------------------------------------------------------------------------
 
     def _send(self, key: _Key, node: int, chunk: wire.Chunk, payload: Any) -> bool:
-        if self._watch is not None:
-            self._watch(self._host.node, node, chunk, len(payload))
         self._host.send(node, len(payload), key[0], self._peers[node].receive, key, self._host.node, chunk, payload)
         return len(payload) >= BORROW_FROM
+
+    def _tell(self, key: _Key, node: int, chunks: int) -> None:
+        self._host.tell(node, self._peers[node].credit, key, self._host.node, chunks)
 
     def receive(self, key: _Key, position: int, chunk: wire.Chunk, payload: Any) -> None:
         """A chunk of a peer."""
@@ -155,9 +158,39 @@ class Exchanges:
         host = self._host
         del self._runs[key]
         for local in range(host.cluster.workers):
-            host.simulator.spend(host.costs.local / 2)
-            rank = host.node * host.cluster.workers + local
-            host.simulator.at(host.simulator.time + host.costs.local / 2, self._answered, rank, key[0])
+            host.answer(self._answered, host.node * host.cluster.workers + local, key[0])
+
+
+class Alike(Exchanges):
+    """All-reduces of nodes that all do the same at the same time, of which one stands for all.
+
+    What a node sends to the n-th node after it, it gets from the n-th before it at the same time; in exchanges of
+    pairs, from the node that it sends to. A part that is numbered by nodes has the number of the node before then. What
+    of that is so, the exchange says, which refuses a chunk that does not belong to it.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._sends_to: dict[int, int] = {}  # by node that chunks come from
+
+    def _send(self, key: _Key, node: int, chunk: wire.Chunk, payload: Any) -> bool:
+        self._host.send(node, len(payload), key[0], self.receive, key, node, chunk, payload)
+        return len(payload) >= BORROW_FROM
+
+    def _tell(self, key: _Key, node: int, chunks: int) -> None:
+        self._host.tell(node, self.credit, key, self._sends_to[node], chunks)
+
+    def _take(self, run: _Run, target: int, chunk: wire.Chunk, payload: Any) -> None:
+        nodes, part = self._host.cluster.nodes, chunk.part
+        before = -target % nodes
+        for position, number in ((before, part), (before, part - 1), (before, part + nodes - 1), (target, part)):
+            self._sends_to[position] = target
+            try:
+                super()._take(run, position, replace(chunk, part=number), payload)
+                return
+            except ExchangeError:
+                continue
+        raise SimulationError(f"{nodes} nodes do not all do the same in {type(run.exchange).__name__}")
 
 
 def cost_model(cluster: Cluster) -> CostModel:

@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 
 from fusion_rt import algorithms as chosen
-from fusion_rt import codecs, mixing
+from fusion_rt import codecs
 from fusion_rt.codecs.base import Layout
 from fusion_rt.codecs.dense import Dense
-from fusion_trace.simulate.daemons import Answered, Host
+from fusion_trace.simulate.daemons import Answered, Host, SimulationError
 from fusion_trace.simulate.ghost_codecs import wire_nbytes
 from fusion_trace.simulate.ghosts import F32
 from fusion_trace.simulate.model import Bucket
@@ -28,10 +28,6 @@ from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 
 _ORDER_NBYTES = 64
-
-
-class SimulationError(Exception):
-    """Something was simulated that cannot happen in a job."""
 
 
 class _Optimizer:
@@ -82,7 +78,8 @@ class Homes:
         self._host, self._peers, self._buckets, self._codec = host, peers, buckets, codec
         self._spec, self._places, self._answered = spec, places, answered
         self._cost = host.costs.codec(codec)
-        self._algorithm = make(spec, host.cluster.ranks)
+        spec.check(host.cluster.ranks)
+        self._algorithm = cast("HomeAlgorithm[Any]", algorithms.make(str(spec), host.cluster.ranks))
         self._wire = [wire_nbytes(codec, bucket, host.costs) for bucket in buckets]
         self._versions: dict[tuple[int, int], int] = {}
         self._boxes: dict[tuple[int, int], _Box] = {}
@@ -98,8 +95,7 @@ class Homes:
         home.optimizer = cast("Any", _Optimizer())
         if rank < 0:
             home.value = np.zeros(1, np.float32)
-        if isinstance(self._spec, chosen.Choco):
-            home.codec = Dense().open(Layout(F32, 1))
+        home.codec = Dense().open(Layout(F32, 1))
         exclusive = self._algorithm.exclusive
         self._boxes[bucket, rank] = _Box(home, bucket, 1 if exclusive else self._host.costs.threads)
 
@@ -107,10 +103,7 @@ class Homes:
 
     def submit(self, rank: int, bucket: int, clock: int) -> None:
         """A local worker posts to its home; see `Exchanges.submit`."""
-        host = self._host
-        host.simulator.after(
-            host.costs.local / 2, host.loop.post, host.costs.local / 2, self._posted, rank, bucket, clock
-        )
+        self._host.hear(self._posted, rank, bucket, clock)
 
     def _posted(self, rank: int, bucket: int, clock: int) -> None:
         version = self._versions.get((rank, bucket), 0)
@@ -255,33 +248,4 @@ class Homes:
 
     def _answer(self, rank: int, bucket: int, version: int) -> None:
         self._versions[rank, bucket] = version
-        host = self._host
-        host.simulator.spend(host.costs.local / 2)
-        host.simulator.at(host.simulator.time + host.costs.local / 2, self._answered, rank, bucket)
-
-
-def make(spec: chosen.Algorithm, ranks: int) -> HomeAlgorithm[Any]:
-    """The daemon's own class. Graphs of more ranks than jobs may have are made here, for predictions.
-
-    Raises:
-        AlgorithmError: so many ranks cannot do this.
-    """
-    topology = getattr(spec, "topology", "")
-    if not topology or ranks <= mixing.MAX_RANKS:
-        spec.check(ranks)
-        made = algorithms.make(str(spec), ranks)
-        assert isinstance(made, HomeAlgorithm)
-        return made
-    made = algorithms.make(str(spec), 2)
-    assert isinstance(made, HomeAlgorithm)
-    made.ranks = ranks
-    made.graph = graph(topology, ranks)  # type: ignore[attr-defined]  # all gossip has one
-    return made
-
-
-def graph(topology: str, ranks: int) -> mixing.Mixing:
-    """A mixing graph of any number of ranks; see `mixing.parse`."""
-    if ranks <= mixing.MAX_RANKS:
-        return mixing.parse(topology, ranks)
-    rows, note = mixing.GRAPHS[topology](ranks)
-    return mixing.Mixing(topology, ranks, rows, note)
+        self._host.answer(self._answered, rank, bucket)

@@ -134,8 +134,6 @@ class Cluster:
         costs: of each daemon.
         chunk_bytes, window_bytes: the settings.
         cores: if all nodes are on one machine with so many, as in netlab; else each thread has a core.
-        expected: what daemons take the links to be, in choosing chunks and exchanges; by default what they are.
-        slow: factors on the costs of single nodes.
     """
 
     links: tuple[Link, ...]
@@ -144,7 +142,6 @@ class Cluster:
     chunk_bytes: int = 2 << 20
     window_bytes: int = 16 << 20
     cores: int | None = None
-    slow: Mapping[int, float] = field(default_factory=dict)
     sparse_route: str = "auto"
 
     @property

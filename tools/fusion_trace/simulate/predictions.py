@@ -1,30 +1,29 @@
 """Predicts the time and traffic of a step, of so many nodes, with any algorithm and codec.
 
-Up to `SIMULATED` nodes (with homes: `SIMULATED_HOMES`) message by message; beyond, all-reduces and gossip by `scaling`
-and `gossiping`. Shards of more nodes: what the busiest home's network card, event loop or pool needs for all
-contributions of a step. Where nobody waits for all, a step takes that, but at least as long as among fewer nodes (the
-usual bound of a closed queueing network); where all are waited for, they first come in and then go out, and a step
-takes by so much longer than among fewer nodes.
+Up to `SIMULATED` nodes (with homes: `SIMULATED_HOMES`) every node is simulated, message by message. Beyond that:
+
+* In an all-reduce all nodes do the same, so that one of them is simulated and stands for all (`exchanges.Alike`); it
+  computes as long as the slowest of them, for which all wait. Numbers of nodes are rounded up to a power of two, since
+  recursive doubling treats nodes differently in others.
+* With homes: as among fewer nodes, and what the busiest home's network card, event loop or pool needs for all
+  contributions of a step. Where nobody waits for all, a step takes at least that (the usual bound of a closed queueing
+  network); where all are waited for, contributions first come in and answers then go out, and a step takes by twice so
+  much longer as the busiest home needs more; where ranks wait for their neighbours, once, since both go on at once.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from fusion_rt import algorithms as chosen
+from fusion_rt import mixing
 from fusion_trace.simulate.ghost_codecs import wire_nbytes
-from fusion_trace.simulate.gossiping import Mixing
-from fusion_trace.simulate.homes import graph
 from fusion_trace.simulate.model import Bucket, Cluster, Costs, Link, equal
-from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
-from fusion_trace.simulate.scaling import Exchanging
+from fusion_trace.simulate.programs import Action, Compute, Submit, Wait, around_steps
 from fusion_trace.simulate.simulation import Job, place
-from fusion_trace.simulate.stages import Times
 
 SIMULATED, SIMULATED_HOMES = 16, 32
 _STEPS = 3
@@ -62,49 +61,80 @@ class Predictor:
         self._known: dict[Case, _Found] = {}
 
     def __call__(self, case: Case) -> dict[str, Any] | None:
-        """Seconds of a step, for how long it is kept waiting, bytes and messages that a node sends in it, and how that
-        was found out; None if so many nodes cannot do this."""
+        """Predicts a step.
+
+        Returns:
+            Its seconds, for how long it is kept waiting, bytes and messages that a node sends in it, and how that was
+            found out; None if so many nodes cannot do this.
+        """
         spec = chosen.parse(case.algorithm)
         try:
-            spec.check(min(case.nodes, 1024))
+            spec.check(min(case.nodes, mixing.MAX_RANKS))
         except chosen.AlgorithmError:
             return None
         every = spec if spec.period == 1 else replace(spec, steps=1)  # type: ignore[call-arg]
         one = replace(case, algorithm=str(every))  # one exchange in each step
-        if case.nodes <= _simulated_up_to(every):
-            found = self._simulated(one, every)
-        elif spec.place is chosen.Place.NOWHERE or isinstance(spec, chosen.DPSGD | chosen.SGP | chosen.Choco):
-            found = _at_once(one, self._cluster(one), every)
-        else:
-            found = self._bound(one, every)
-        seconds, sent, messages, how = found
+        at_homes = spec.place is not chosen.Place.NOWHERE
+        seconds, sent, messages, how = (
+            self._bound(one, every) if at_homes and case.nodes > SIMULATED_HOMES else self._simulated(one, every)
+        )
         waited = max(seconds - case.compute, 0.0) / spec.period
         return {"seconds": case.compute + waited, "waited": waited, "sent": sent / spec.period,
                 "messages": messages / spec.period, "how": how}  # fmt: skip
 
-    def _cluster(self, case: Case) -> Cluster:
-        return equal(case.nodes, self._link, costs=self._costs)
+    def _cluster(self, nodes: int) -> Cluster:
+        return equal(nodes, self._link, costs=self._costs)
 
     def _simulated(self, case: Case, spec: chosen.Algorithm) -> _Found:
         if case not in self._known:
-            self._known[case] = _simulated(case, self._cluster(case), spec)
+            alike = spec.place is chosen.Place.NOWHERE and case.nodes > SIMULATED
+            self._known[case] = (self._one_for_all if alike else self._each)(case, spec)
         return self._known[case]
 
+    def _each(self, case: Case, spec: chosen.Algorithm) -> _Found:
+        buckets = buckets_of(case, spec)
+        programs = [program(spec, buckets, computing(case, rank)) for rank in range(case.nodes)]
+        outcome = Job(self._cluster(case.nodes), programs, buckets, str(spec), case.codec).run()
+        most = max(outcome.traffic, key=lambda traffic: traffic.sent)
+        return outcome.step_seconds(), most.sent / _STEPS, most.sent_messages / _STEPS, "simulated"
+
+    def _one_for_all(self, case: Case, spec: chosen.Algorithm) -> _Found:
+        nodes = 1 << (case.nodes - 1).bit_length()
+        segment = 4 * nodes  # bytes; buckets are cut into segments of equal length
+        buckets = [replace(each, nbytes=-(-each.nbytes // segment) * segment) for each in buckets_of(case, spec)]
+        slowest = [max(step) for step in zip(*(computing(case, rank) for rank in range(nodes)), strict=True)]
+        programs = [program(spec, buckets, slowest)]
+        outcome = Job(self._cluster(nodes), programs, buckets, str(spec), case.codec, alike=True).run()
+        sent = outcome.traffic[0]
+        return outcome.step_seconds(), sent.sent / _STEPS, sent.sent_messages / _STEPS, "one for all"
+
     def _bound(self, case: Case, spec: chosen.Algorithm) -> _Found:
-        few = replace(case, nodes=_simulated_up_to(spec))
+        few = replace(case, nodes=SIMULATED_HOMES)
         seconds, sent, messages, _ = self._simulated(few, spec)
-        if spec.place is chosen.Place.REPLICA:  # a rank has as many neighbours, however many ranks there are
-            return seconds, sent, messages, f"as {few.nodes} nodes"
-        cluster = self._cluster(case)
-        busiest, homes = _busiest(case, cluster, spec)
-        if spec.synchronous or isinstance(spec, chosen.Partial) or getattr(spec, "synchronous_home", False):
-            seconds += 2 * max(busiest - _busiest(few, cluster, spec)[0], 0.0)
-        own = sum(wire_nbytes(case.codec, bucket, cluster.costs) for bucket in buckets_of(case, spec))
-        return max(seconds, busiest), own + homes, messages, f"as {few.nodes} nodes, and the busiest home"
+        before, _ = _busiest(few, self._cluster(few.nodes), spec)
+        busiest, home_sends = _busiest(case, self._cluster(case.nodes), spec)
+        how = f"as {few.nodes} nodes, and the busiest home"
+        if spec.place is chosen.Place.REPLICA:
+            more = heard(spec, case.nodes) / heard(spec, few.nodes)
+            waits = seconds > case.compute * (1 + 3 * case.jitter)
+            seconds = seconds + busiest - before if waits else max(seconds, busiest)
+            return seconds, sent * more, messages * more, how
+        if spec.lockstep:
+            seconds += 2 * max(busiest - before, 0.0)
+        own = sum(wire_nbytes(case.codec, bucket, self._costs) for bucket in buckets_of(case, spec))
+        return max(seconds, busiest), own + home_sends, messages, how
 
 
-def _simulated_up_to(spec: chosen.Algorithm) -> int:
-    return SIMULATED if spec.place is chosen.Place.NOWHERE else SIMULATED_HOMES
+def heard(spec: chosen.Algorithm, nodes: int) -> int:
+    """From how many other ranks a home hears in a step, with a rank on each node; the most at any clock."""
+    if spec.place is chosen.Place.SHARD:
+        return nodes - 1
+    topology: str = getattr(spec, "topology")  # noqa: B009  # all gossip has one
+    if nodes <= mixing.MAX_RANKS:
+        graph = mixing.parse(topology, nodes)
+    else:
+        graph = mixing.Mixing(topology, nodes, *mixing.GRAPHS[topology](nodes))
+    return max(len(graph.incoming(rank, clock)) for rank in range(nodes) for clock in range(graph.period))
 
 
 def buckets_of(case: Case, spec: chosen.Algorithm) -> list[Bucket]:
@@ -123,67 +153,35 @@ def buckets_of(case: Case, spec: chosen.Algorithm) -> list[Bucket]:
     ]
 
 
-def program(
-    case: Case, spec: chosen.Algorithm, buckets: Sequence[Bucket], rank: int, steps: int = _STEPS
-) -> list[list[Action]]:
-    """What a rank does."""
+def computing(case: Case, rank: int) -> list[float]:
+    """Seconds for which a rank computes in each step."""
     dice = random.Random(rank)
+    return [case.compute * max(dice.gauss(1.0, case.jitter), 0.1) for _ in range(_STEPS)]
+
+
+def program(spec: chosen.Algorithm, buckets: Sequence[Bucket], steps: Iterable[float]) -> list[list[Action]]:
+    """The program of a rank that computes for so many seconds in each of its steps."""
+    if spec.signal is not chosen.Signal.GRADIENT:
+        return around_steps(steps, len(buckets), spec)
     found: list[list[Action]] = []
-    everything = range(len(buckets))
-    for _ in range(steps):
-        compute = case.compute * max(dice.gauss(1.0, case.jitter), 0.1)
-        if spec.signal is not chosen.Signal.GRADIENT:
-            waits = [Wait(bucket) for bucket in everything]
-            submits = [Submit(bucket) for bucket in everything]
-            found.append([Compute(compute), *waits, *submits, *([] if spec.overlaps else waits)])
-            continue
+    total = sum(bucket.nbytes for bucket in buckets)
+    for compute in steps:
         step: list[Action] = [Compute(compute * _FORWARD)]
-        total = sum(bucket.nbytes for bucket in buckets)
         for index, bucket in enumerate(buckets):
             step += [Compute(compute * (1 - _FORWARD) * bucket.nbytes / total), Submit(index)]
-        found.append([*step, *(Wait(bucket) for bucket in everything)])
+        found.append([*step, *(Wait(index) for index in range(len(buckets)))])
     return found
 
 
-def _simulated(case: Case, cluster: Cluster, spec: chosen.Algorithm) -> _Found:
-    buckets = buckets_of(case, spec)
-    programs = [program(case, spec, buckets, rank) for rank in range(case.nodes)]
-    outcome = Job(cluster, programs, buckets, str(spec), case.codec).run()
-    most = max(outcome.traffic, key=lambda traffic: traffic.sent)
-    return outcome.step_seconds(), most.sent / _STEPS, most.sent_messages / _STEPS, "simulated"
-
-
-def _at_once(case: Case, cluster: Cluster, spec: chosen.Algorithm) -> _Found:
-    buckets = buckets_of(case, spec)
-    dice = np.random.default_rng(1)
-    compute = case.compute * np.maximum(dice.normal(1.0, case.jitter, case.nodes), 0.1)
-    engine: Exchanging
-    if spec.place is chosen.Place.NOWHERE:
-        engine = Exchanging(cluster, case.codec)
-    else:
-        engine = Mixing(cluster, case.codec, graph(getattr(spec, "topology"), case.nodes), 0)  # noqa: B009
-    ended = engine.run(buckets, _submitted(spec, buckets, compute))
-    last = np.max(ended, axis=0)
-    # With overlap the exchange has all of the next step's computing to hide behind.
-    seconds = float(np.mean(np.maximum(compute, last - compute) if spec.overlaps else last))
-    stages = engine.stages
-    return seconds, float(stages.sent.max()), float(stages.messages.max()), "all at once"
-
-
-def _submitted(spec: chosen.Algorithm, buckets: Sequence[Bucket], compute: Times) -> list[Times]:
-    if spec.signal is not chosen.Signal.GRADIENT:
-        return [compute for _ in buckets]
-    done = np.cumsum([bucket.nbytes for bucket in buckets]) / sum(bucket.nbytes for bucket in buckets)
-    return [compute * (_FORWARD + (1 - _FORWARD) * share) for share in done]
-
-
 def _busiest(case: Case, cluster: Cluster, spec: chosen.Algorithm) -> tuple[float, float]:
-    """What the busiest part of the busiest home has to do for a contribution of everybody (s), and what that home
-    sends."""
+    """What the busiest part of the busiest node's homes has to do for all contributions of a step (s), and the bytes
+    that these homes send."""
     buckets, costs = buckets_of(case, spec), cluster.costs
     coding = costs.codec(case.codec)
     work: dict[int, list[float]] = {}
-    for bucket, node in zip(buckets, place(buckets, case.nodes), strict=True):
+    shards = spec.place is chosen.Place.SHARD
+    nodes = place(buckets, case.nodes) if shards else [0] * len(buckets)  # each node has all of its rank's replicas
+    for bucket, node in zip(buckets, nodes, strict=True):
         wire = wire_nbytes(case.codec, bucket, costs)
         each = bucket.nbytes * (coding.contribute + costs.apply + 2 * costs.copy) + wire * (coding.pack + coding.unpack)
         row = work.setdefault(node, [0.0] * 4)
@@ -191,5 +189,5 @@ def _busiest(case: Case, cluster: Cluster, spec: chosen.Algorithm) -> tuple[floa
         row[1] += -(-wire // cluster.chunk_bytes) * (costs.send + costs.receive) + costs.job / 2
         row[2] += each / costs.threads
         row[3] += wire
-    others = case.nodes - 1
+    others = heard(spec, case.nodes)
     return max(max(row[:3]) for row in work.values()) * others, max(row[3] for row in work.values()) * others

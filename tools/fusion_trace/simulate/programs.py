@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from fusion_rt.algorithms import Algorithm
 from fusion_trace.simulate.simulator import Simulator
 
 
@@ -33,6 +34,23 @@ class Wait:
 Action: TypeAlias = Compute | Submit | Wait
 Step: TypeAlias = Sequence[Action]
 Program: TypeAlias = Sequence[Step]
+
+
+def around_steps(steps: Iterable[float], buckets: int, spec: Algorithm) -> list[list[Action]]:
+    """The program of a rank that posts parameters, or changes of them, around its own steps.
+
+    Args:
+        steps: seconds for which it computes in each.
+        buckets: how many there are.
+    """
+    waits, submits = ([kind(bucket) for bucket in range(buckets)] for kind in (Wait, Submit))
+    found: list[list[Action]] = []
+    for number, seconds in enumerate(steps, 1):
+        due = number % spec.period == 0
+        found.append(
+            [Compute(seconds), *waits, *(submits if due else ()), *(waits if due and not spec.overlaps else ())]
+        )
+    return found
 
 
 class Worker:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt import algorithms as chosen
-from fusion_trace.simulate.daemons import Host
-from fusion_trace.simulate.exchanges import Exchanges
-from fusion_trace.simulate.homes import Homes, SimulationError
+from fusion_rt import wire
+from fusion_trace.simulate.daemons import Host, SimulationError
+from fusion_trace.simulate.exchanges import Alike, Exchanges
+from fusion_trace.simulate.homes import Homes
 from fusion_trace.simulate.model import Bucket, Cluster
 from fusion_trace.simulate.network import Message, Network, Traffic
 from fusion_trace.simulate.programs import Program, Worker
 from fusion_trace.simulate.simulator import Processor, Simulator
+from fusiond.control.planning import place_homes
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class Job:
         buckets: of the plan.
         algorithm, codec: their texts.
         places: nodes of the buckets' homes, for algorithms with shards; by default balanced by bytes.
-        watch: called with (source, target, chunk, bytes of payload) of each chunk of an all-reduce.
         arrivals: called with each message that has arrived.
+        alike: all nodes do the same at the same time, so that only the first is simulated, and stands for all; for
+            all-reduces. Programs are then those of its workers.
 
     Raises:
         AlgorithmError: so many ranks cannot do this.
@@ -68,22 +71,23 @@ class Job:
         algorithm: str = "allreduce",
         codec: str = "dense",
         places: Sequence[int] = (),
-        watch: Callable[[int, int, Any, int], None] | None = None,
         arrivals: Callable[[Message], None] | None = None,
+        alike: bool = False,
     ) -> None:
-        if len(programs) != cluster.ranks:
-            raise ValueError(f"{len(programs)} programs are not one for each of {cluster.ranks} ranks")
+        nodes = 1 if alike else cluster.nodes
+        if len(programs) != nodes * cluster.workers:
+            raise ValueError(f"{len(programs)} programs are not one for each of {nodes * cluster.workers} ranks")
         self.simulator = Simulator()
-        self.network = Network(self.simulator, cluster.links, arrivals)
+        self.network = Network(self.simulator, cluster.links[:nodes], arrivals)
         processor = None if cluster.cores is None else Processor(self.simulator, cluster.cores)
-        self.hosts = [Host(self.simulator, self.network, cluster, n, processor) for n in range(cluster.nodes)]
+        self.hosts = [Host(self.simulator, self.network, cluster, n, processor) for n in range(nodes)]
         for host in self.hosts:
-            host.others = self.hosts
+            host.others = [host] * cluster.nodes if alike else self.hosts
         spec = chosen.parse(algorithm)
         daemons: list[Any] = []
         for host in self.hosts:
             if spec.place is chosen.Place.NOWHERE:
-                daemons.append(Exchanges(host, daemons, buckets, codec, self._answered, watch))
+                daemons.append((Alike if alike else Exchanges)(host, daemons, buckets, codec, self._answered))
             else:
                 homes = places or place(buckets, cluster.nodes)
                 daemons.append(Homes(host, daemons, buckets, codec, spec, homes, self._answered))
@@ -98,8 +102,7 @@ class Job:
 
     def _ended(self, rank: int) -> None:
         for daemon in self._daemons:
-            if isinstance(daemon, Homes):
-                daemon.left(rank)
+            daemon.left(rank)
 
     def run(self) -> Outcome:
         """Goes on until nothing is left to happen.
@@ -122,12 +125,6 @@ class Job:
 
 
 def place(buckets: Sequence[Bucket], nodes: int) -> tuple[int, ...]:
-    """A node for the home of each bucket, as `fusiond.control.planning.place_homes` has it: the largest first, each to
-    the node that has least."""
-    load = [0] * nodes
-    placed: dict[int, int] = {}
-    for index in sorted(range(len(buckets)), key=lambda i: -buckets[i].nbytes):
-        node = min(range(nodes), key=lambda n: load[n] + buckets[index].nbytes)
-        placed[index] = node
-        load[node] += buckets[index].nbytes
-    return tuple(placed[index] for index in range(len(buckets)))
+    """A node for the home of each bucket, as the daemon's plans have it."""
+    planned = [wire.Bucket(index, "float32", bucket.elements, 0, ()) for index, bucket in enumerate(buckets)]
+    return place_homes(planned, dict.fromkeys(range(nodes), 1.0))
