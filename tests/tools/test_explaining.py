@@ -80,7 +80,7 @@ def test_every_command_can_do_with_a_job_that_has_no_step_yet(command: list[str]
 
 
 def test_a_range_of_steps_is_one_of_python() -> None:
-    assert parse_steps("") is parse_steps(":") is EVERY_STEP
+    assert parse_steps("") == parse_steps(":") == EVERY_STEP
     assert [number for number in range(20) if number in parse_steps("3:7")] == [3, 4, 5, 6]
     assert [number for number in range(6) if number in parse_steps("3:")] == [3, 4, 5]
     assert [number for number in range(6) if number in parse_steps(":2")] == [0, 1]

@@ -31,7 +31,7 @@ from fusion_rt.trace_format import Flush, Kind
 from fusion_trace.analyse.overlap import median, operations_of_steps, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operations import Key, Operation, operations
+from fusion_trace.read.operations import Operation, operations
 from fusion_trace.read.ring_reader import Records
 from fusion_trace.read.spans import difference, total, union
 
@@ -110,19 +110,14 @@ def _plan(trace: JobTrace, number: int, records: Records) -> Plan:
     return Plan(number, int(records["time"][0]), nbytes, names, members)
 
 
-def find(
-    trace: JobTrace,
-    chosen: StepRange = EVERY_STEP,
-    found: Mapping[Key, Operation] | None = None,
-) -> tuple[Bucket, ...]:
+def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Bucket, ...]:
     """Buckets by plan and size, then what is outside any plan.
 
     Without a choice of steps, operations outside of whole steps count too.
     """
-    every = operations(trace) if found is None else found
-    its: Iterable[Operation] = every.values()
-    if chosen is not EVERY_STEP:
-        of_step = operations_of_steps(its, partitions(trace, chosen, every))
+    its: Iterable[Operation] = operations(trace).values()
+    if chosen != EVERY_STEP:
+        of_step = operations_of_steps(its, partitions(trace, chosen))
         its = [operation for number in sorted(of_step) for operation in of_step[number]]
     groups: dict[tuple[int, str], list[Operation]] = defaultdict(list)
     for operation in its:
@@ -202,7 +197,7 @@ def _phases(trace: JobTrace, group: Sequence[Operation], members: set[str], grad
                 seen["negotiate"].append(total(asked))
             note("run", part.run_begin, part.run_end)
             if part.run_end is not None:
-                seen["kernels"].append(total(union([*part.reduces, *part.encodes, *part.decodes])))
+                seen["kernels"].append(total(union(part.worked)))
         for chunk in operation.chunks:
             note("queue", chunk.queued, chunk.sent)
             note("wire", chunk.sent, chunk.received)

@@ -21,7 +21,7 @@ from fusion_rt.trace_format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import DaemonPart, Key, Operation, Step, all_steps, operations, pairs, phases
+from fusion_trace.read.operations import DaemonPart, Key, Operation, Step, all_steps, operations, pairs, script
 from fusion_trace.read.spans import Span, difference, union
 
 ACTIVITIES = (
@@ -231,7 +231,7 @@ class _Graph:
     ) -> tuple[int, int, Chunk | _Kernel | Span | int | None] | None:
         """The last event before the moment that the path has come to: its time, its stage, and what it is."""
         found: list[tuple[int, int, Chunk | _Kernel | Span | int | None]] = []
-        for name, spans in (("reduce", part.reduces), ("encode", part.encodes), ("decode", part.decodes)):
+        for name, spans in part.kernels.items():
             for begin, end in spans:
                 if begin < walk.time:
                     found.append((min(end, walk.time), _DATA, _Kernel(begin, name)))
@@ -273,12 +273,13 @@ def _pieces(worker: Process, found: Iterable[Operation]) -> list[_Piece]:
                 if taken and taken[-1].end == begin
                 else (*taken, Span(begin, end))
             )
+    phases = script(worker)
     work: Mapping[str, Sequence[Span]] = {
         "apply": pairs(worker, Kind.APPLY_BEGIN, Kind.APPLY_END),
         "copy": pairs(worker, Kind.COPY_BEGIN, Kind.COPY_END),
-        "step": phases(worker, Kind.STEP_BEGIN, Kind.STEP_END),
-        "backward": phases(worker, Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
-        "forward": phases(worker, Kind.FORWARD_BEGIN, Kind.FORWARD_END),
+        "step": phases["step()"],
+        "backward": phases["backward"],
+        "forward": phases["forward"],
         "other": [Span(int(worker.records["time"][0]), int(worker.records["time"][-1]))],
     }
     for activity, spans in work.items():

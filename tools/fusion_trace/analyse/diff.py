@@ -17,22 +17,16 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_rt.trace_format import Kind
 from fusion_trace.analyse.overlap import PARTS, partitions, within
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operations import all_steps, phases
+from fusion_trace.read.operations import all_steps, script
 from fusion_trace.read.spans import union
 
 MEASURES = ("step", *PARTS, "forward", "backward", "step()")
 LEAST_STEPS = 8  # of each job
 _RESAMPLES = 4000
 _TRIM = 0.1
-_PHASES = {
-    "forward": (Kind.FORWARD_BEGIN, Kind.FORWARD_END),
-    "backward": (Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
-    "step()": (Kind.STEP_BEGIN, Kind.STEP_END),
-}
 
 
 @dataclass(frozen=True)
@@ -110,9 +104,8 @@ def samples(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, NDArra
             sums[part.number][name].append(ns)
     for rank, steps in all_steps(trace).items():
         kept = [step for step in steps if step.number in chosen]
-        for name, kinds in _PHASES.items():
-            lengths = within(kept, union(phases(trace.workers[rank], *kinds)))
-            for step, ns in zip(kept, lengths, strict=True):
+        for name, spans in script(trace.workers[rank]).items():
+            for step, ns in zip(kept, within(kept, union(spans)), strict=True):
                 sums[step.number][name].append(ns)
     return {name: np.array([np.mean(sums[number][name]) for number in sorted(sums)], np.float64) for name in MEASURES}
 

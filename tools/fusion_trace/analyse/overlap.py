@@ -17,13 +17,15 @@ daemon has answered it; of an operation with homes, from when this rank has hand
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import chain
 
 from fusion_rt.trace_format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import Key, Operation, Step, all_steps, operations, pairs, phases
+from fusion_trace.read.operations import Operation, Step, all_steps, operations, pairs, script
 from fusion_trace.read.spans import Span, difference, intersection, union
 
 PARTS = ("compute", "overlapped", "exposed", "waiting", "idle")
@@ -71,17 +73,10 @@ class Overview:
     hidden: float | None
 
 
-def partitions(
-    trace: JobTrace,
-    chosen: StepRange = EVERY_STEP,
-    found: Mapping[Key, Operation] | None = None,
-) -> tuple[Partition, ...]:
-    """All whole steps of all ranks, by rank and number.
-
-    Args:
-        found: the job's operations, if they are known already.
-    """
-    every = operations(trace) if found is None else found
+@lru_cache(maxsize=2)  # as `operations`
+def partitions(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Partition, ...]:
+    """All whole steps of all ranks, by rank and number."""
+    every = operations(trace)
     result: list[Partition] = []
     for rank, steps in all_steps(trace).items():
         kept = [step for step in steps if step.number in chosen]
@@ -111,9 +106,7 @@ def _of_rank(worker: Process, steps: Sequence[Step], flights: Sequence[Span]) ->
     waits = union(pairs(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
     working = union(
         [
-            *phases(worker, Kind.FORWARD_BEGIN, Kind.FORWARD_END),
-            *phases(worker, Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
-            *phases(worker, Kind.STEP_BEGIN, Kind.STEP_END),
+            *chain(*script(worker).values()),
             *pairs(worker, Kind.COPY_BEGIN, Kind.COPY_END),
             *pairs(worker, Kind.APPLY_BEGIN, Kind.APPLY_END),
         ]
@@ -155,12 +148,10 @@ def within(steps: Sequence[Step], spans: Sequence[Span]) -> list[int]:
 
 def operations_of_steps(found: Iterable[Operation], parts: Sequence[Partition]) -> dict[int, list[Operation]]:
     """By number of the step, the operations that were handed over in it; by the lowest rank that has whole steps."""
-    by_rank: dict[int, list[Partition]] = defaultdict(list)
-    for part in parts:
-        by_rank[part.rank].append(part)
+    steps_of_rank = by_rank(parts)
     result: dict[int, list[Operation]] = defaultdict(list)
     for operation in found:
-        for rank, steps in by_rank.items():
+        for rank, steps in steps_of_rank.items():
             mine = operation.workers.get(rank)
             if mine is not None and mine.submitted is not None:
                 number = _containing(steps, mine.submitted)
@@ -181,6 +172,23 @@ def _containing(steps: Sequence[Partition], time: int) -> int | None:
     return steps[low].number if low < len(steps) and steps[low].begin < time else None
 
 
+def by_rank(parts: Iterable[Partition]) -> dict[int, list[Partition]]:
+    """The steps of each rank."""
+    return _grouped(parts, lambda part: part.rank)
+
+
+def by_step(parts: Iterable[Partition]) -> dict[int, list[Partition]]:
+    """The ranks' partitions of each step, by its number, in order."""
+    return dict(sorted(_grouped(parts, lambda part: part.number).items()))
+
+
+def _grouped(parts: Iterable[Partition], key: Callable[[Partition], int]) -> dict[int, list[Partition]]:
+    groups: dict[int, list[Partition]] = defaultdict(list)
+    for part in parts:
+        groups[key(part)].append(part)
+    return groups
+
+
 def overview(found: Sequence[Partition]) -> Overview:
     """Of steps of one or more ranks; at least one."""
     middle = {name: median([getattr(each, name) for each in found]) for name in ("ns", *PARTS)}
@@ -199,12 +207,9 @@ def median(values: Iterable[int]) -> int:
 def document(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, object]:
     """What `--json` shows; all times in ns."""
     found = partitions(trace, chosen)
-    by_rank: dict[int, list[Partition]] = {}
-    for each in found:
-        by_rank.setdefault(each.rank, []).append(each)
     return {
         "job": trace.job,
-        "ranks": [{"rank": rank, **_as_dict(overview(steps))} for rank, steps in by_rank.items()],
+        "ranks": [{"rank": rank, **_as_dict(overview(steps))} for rank, steps in by_rank(found).items()],
         "all": _as_dict(overview(found)) if found else None,
         "steps": [_as_dict(each) for each in found],
         "problems": list(trace.problems),

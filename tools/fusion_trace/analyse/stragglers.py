@@ -19,15 +19,14 @@ of what is usual (but for ranks, which are more even), and more than what the cl
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from fusion_rt.trace_format import Kind
-from fusion_trace.analyse.overlap import Partition, median, operations_of_steps, partitions
+from fusion_trace.analyse.overlap import Partition, by_step, median, operations_of_steps, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operations import Key, Operation, operations, phases
+from fusion_trace.read.operations import Operation, operations, script
 from fusion_trace.read.spans import Span, difference, total, union
 
 LEAST = 0.03  # of a step, below which an excess is the noise that every machine has
@@ -82,24 +81,13 @@ class _Place:
 _Times = dict[_Place, dict[int, int]]  # by place and step, ns
 
 
-def find(
-    trace: JobTrace,
-    chosen: StepRange = EVERY_STEP,
-    found: Mapping[Key, Operation] | None = None,
-) -> tuple[Finding, ...]:
-    """All that were slower than the others, the most expensive first.
-
-    Args:
-        found: the job's operations, if they are known already.
-    """
-    every = operations(trace) if found is None else found
-    parts = partitions(trace, chosen, every)
+def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Finding, ...]:
+    """All that were slower than the others, the most expensive first."""
+    parts = partitions(trace, chosen)
     if not parts:
         return ()
-    by_step: dict[int, list[Partition]] = defaultdict(list)
-    for part in parts:
-        by_step[part.number].append(part)
-    of_step = operations_of_steps(every.values(), parts)
+    steps = by_step(parts)
+    of_step = operations_of_steps(operations(trace).values(), parts)
     bytes_carried: dict[_Place, dict[int, int]] = defaultdict(dict)
     spans_seen: dict[_Place, dict[int, int]] = defaultdict(dict)
     times: _Times = defaultdict(dict)
@@ -110,14 +98,12 @@ def find(
         _of_links(number, its, times, bytes_carried, spans_seen)
     groups: dict[_Kind, list[_Place]] = defaultdict(list)
     for place in times:
-        groups[place.cause, "rank" if place.rank is not None else "node" if place.node is not None else "link"].append(
-            place
-        )
+        groups[place.kind].append(place)
     findings = []
     for places in groups.values():
         expected = _expected(places, times, bytes_carried)
         for place in places:
-            finding = _finding(trace, place, times[place], expected[place], spans_seen[place], by_step, parts)
+            finding = _finding(trace, place, times[place], expected[place], spans_seen[place], steps, parts)
             if finding is not None:
                 findings.append(finding)
     return tuple(sorted(findings, key=lambda finding: -finding.lost))
@@ -131,7 +117,7 @@ def _of_daemons(number: int, its: Sequence[Operation], times: _Times) -> None:
     for operation in its:
         submitted = [part.submitted for part in operation.workers.values() if part.submitted is not None]
         for node, part in operation.daemons.items():
-            kernels[node] += [*part.reduces, *part.encodes, *part.decodes]
+            kernels[node] += part.worked
             asked = [Span(max(begin, *submitted), end) for begin, end in part.negotiations] if submitted else []
             negotiation[node] += total(union(asked))
             if part.run_begin is None or not part.ready:
@@ -190,11 +176,7 @@ def _expected(
         return max(1, bytes_carried[place][number]) if place in bytes_carried else 1
 
     def rate(place: _Place, number: int) -> float:
-        return (
-            times[place][number] / max(1, bytes_carried[place][number])
-            if place in bytes_carried
-            else times[place][number]
-        )
+        return times[place][number] / nbytes(place, number)
 
     expected: dict[_Place, dict[int, float]] = {}
     for place in places:
@@ -219,13 +201,13 @@ def _finding(
     took: Mapping[int, int],
     expected: Mapping[int, float],
     spans_seen: Mapping[int, int],
-    by_step: Mapping[int, Sequence[Partition]],
+    steps: Mapping[int, Sequence[Partition]],
     parts: Sequence[Partition],
 ) -> Finding | None:
     error = _clock_error(trace, place)
     lost, slow = 0, []
     for number, ns in took.items():
-        step = by_step[number]
+        step = steps[number]
         blocked = max(part.blocked for part in step if part.rank != place.rank or len(step) == 1)
         excess = min(round(ns - expected[number]), blocked)
         noise = error * spans_seen.get(number, 0)
@@ -244,10 +226,10 @@ def _finding(
         lost=lost,
         share=lost / whole,
         steps=tuple(slow),
-        of=len(by_step),
+        of=len(steps),
         typical=median(took[number] for number in slow),
         usual=round(_middle([expected[number] for number in slow])),
-        detail=_detail(trace, place, slow, by_step),
+        detail=_detail(trace, place, slow, steps),
     )
 
 
@@ -258,7 +240,7 @@ def _clock_error(trace: JobTrace, place: _Place) -> int:
     return sum(max(0, trace.offsets[node].error) for node in place.link if node in trace.offsets)
 
 
-def _detail(trace: JobTrace, place: _Place, slow: Sequence[int], by_step: Mapping[int, Sequence[Partition]]) -> str:
+def _detail(trace: JobTrace, place: _Place, slow: Sequence[int], steps: Mapping[int, Sequence[Partition]]) -> str:
     """In which phase a rank is slower than the others; that a node's kernels are."""
     if place.cause == "queue":
         return "between its workers and its daemon" if place.node is not None else "with nothing on the link"
@@ -266,47 +248,33 @@ def _detail(trace: JobTrace, place: _Place, slow: Sequence[int], by_step: Mappin
         return ""
     if place.node is not None:
         return "kernels of the daemon"
-    apart: dict[str, list[int]] = {}
-    for name, begin, end in (
-        ("forward", Kind.FORWARD_BEGIN, Kind.FORWARD_END),
-        ("backward", Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
-    ):
-        mine, others = _in_steps(trace, begin, end, slow, by_step, place.rank)
-        apart[name] = [own - other for own, other in zip(mine, others, strict=True)]
-    rest = []
-    for index, number in enumerate(slow):
-        own = [part.ns - part.blocked for part in by_step[number] if part.rank == place.rank]
-        others = [part.ns - part.blocked for part in by_step[number] if part.rank != place.rank]
-        if own and others:
-            rest.append(own[0] - median(others) - sum(values[index] for values in apart.values()))
-    apart["outside of forward and backward"] = rest
+    apart: dict[str, list[int]] = {"forward": [], "backward": [], "outside of forward and backward": []}
+    scripts = {rank: script(worker) for rank, worker in trace.workers.items()}
+
+    def longer(number: int, length: Callable[[Partition], int]) -> int | None:
+        """By how much a part of a step takes longer here than on the other ranks, ns; None: nothing to compare."""
+        own = [length(part) for part in steps[number] if part.rank == place.rank]
+        others = [length(part) for part in steps[number] if part.rank != place.rank]
+        return own[0] - median(others) if own and others else None
+
+    for number in slow:
+        both = 0
+        for name in ("forward", "backward"):
+            more = longer(number, lambda part, name=name: _begun_in(part, scripts[part.rank][name])) or 0  # type: ignore[misc]
+            apart[name].append(more)
+            both += more
+        work = longer(number, lambda part: part.ns - part.blocked)
+        if work is not None:
+            apart["outside of forward and backward"].append(work - both)
     known = {name: fmean(values) for name, values in apart.items() if values}
     total_apart = sum(value for value in known.values() if value > 0)
     named = [name for name, value in known.items() if total_apart > 0 and value >= 0.25 * total_apart]
     return " and ".join(named)
 
 
-def _in_steps(
-    trace: JobTrace,
-    begin: Kind,
-    end: Kind,
-    slow: Sequence[int],
-    by_step: Mapping[int, Sequence[Partition]],
-    rank: int | None,
-) -> tuple[list[int], list[int]]:
-    """How long a phase was in each of some steps: on a rank, and on the others (the median)."""
-    spans = {each: phases(worker, begin, end) for each, worker in trace.workers.items()}
-
-    def length(part: Partition) -> int:
-        return sum(span.ns for span in spans[part.rank] if part.begin <= span.begin < part.end)
-
-    mine, others = [], []
-    for number in slow:
-        own = [length(part) for part in by_step[number] if part.rank == rank]
-        rest = [length(part) for part in by_step[number] if part.rank != rank]
-        mine.append(own[0] if own else 0)
-        others.append(median(rest) if rest else mine[-1])
-    return mine, others
+def _begun_in(part: Partition, spans: Sequence[Span]) -> int:
+    """How long spans that begin in a step are, ns."""
+    return sum(span.ns for span in spans if part.begin <= span.begin < part.end)
 
 
 def document(trace: JobTrace, found: Sequence[Finding]) -> dict[str, object]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from fusion_rt.trace_format import NOBODY, Kind
 from fusion_trace.analyse import stragglers
-from fusion_trace.analyse.overlap import Overview, Partition, overview, partitions
+from fusion_trace.analyse.overlap import Overview, Partition, by_rank, overview, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import operations, pairs
@@ -76,12 +75,10 @@ class Summary:
 
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
     every = operations(trace)
-    parts = partitions(trace, chosen, every)
-    by_rank: dict[int, list[Partition]] = defaultdict(list)
-    for part in parts:
-        by_rank[part.rank].append(part)
+    parts = partitions(trace, chosen)
+    steps_of_rank = by_rank(parts)
     begin, end = trace.span
-    spans = {rank: (steps[0].begin, steps[-1].end) for rank, steps in by_rank.items()}
+    spans = {rank: (steps[0].begin, steps[-1].end) for rank, steps in steps_of_rank.items()}
     handed, links = [], dict[tuple[int, int], list[int]]()
     first = min((span[0] for span in spans.values()), default=begin)
     last = max((span[1] for span in spans.values()), default=end)
@@ -93,22 +90,22 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
             at = chunk.sent if chunk.sent is not None else chunk.received
             if at is not None and first <= at <= last:
                 links.setdefault((chunk.source, chunk.target), []).append(chunk.nbytes)
-    most = max(by_rank.values(), key=len, default=[])
+    most = max(steps_of_rank.values(), key=len, default=[])
     seconds = (most[-1].end - most[0].begin) / 1e9 if most else 0.0
     return Summary(
         job=trace.job,
         nodes=len(trace.daemons),
         seconds=(end - begin) / 1e9,
-        ranks=tuple(_rank(trace.workers[rank], steps) for rank, steps in sorted(by_rank.items())),
+        ranks=tuple(_rank(trace.workers[rank], steps) for rank, steps in sorted(steps_of_rank.items())),
         steps_per_second=len(most) / seconds if seconds else 0.0,
         handed_over=sum(handed) // max(1, len(parts)),
         links=tuple(Link(*link, sum(sizes), len(sizes)) for link, sizes in sorted(links.items())),
         link_rate=sum(sum(sizes) for sizes in links.values()) / max(1e-9, (last - first) / 1e9),
         overlap=overview(parts) if parts else None,
-        stragglers=stragglers.find(trace, chosen, every),
+        stragglers=stragglers.find(trace, chosen),
         records=sum(process.written for process in trace.processes),
         overwritten=sum(process.overwritten for process in trace.processes),
-        odd=tuple(_odd(trace, by_rank)),
+        odd=tuple(_odd(trace, bool(parts))),
     )
 
 
@@ -128,13 +125,13 @@ def _rank(worker: Process, steps: Sequence[Partition]) -> Rank:
     )
 
 
-def _odd(trace: JobTrace, by_rank: Mapping[int, Sequence[Partition]]) -> Iterator[str]:
+def _odd(trace: JobTrace, any_step: bool) -> Iterator[str]:
     """Lost records, connections, stalls, plans, failures; in this order, and then what could not be read."""
     for process in trace.processes:
         if process.overwritten:
             share = process.overwritten / max(1, process.written)
             yield f"{process}: its first {process.overwritten} records ({share:.0%}) were overwritten by later ones"
-    if trace.workers and not by_rank:
+    if trace.workers and not any_step:
         yield "no rank has a whole step: a step lasts from one end of `optimizer.step()` to the next"
     for node, daemon in sorted(trace.daemons.items()):
         yield from _of_daemon(trace, node, daemon)

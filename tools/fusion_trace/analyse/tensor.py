@@ -86,13 +86,13 @@ def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> Tensor:
         if bucket is not None:
             nbytes = dict(plan.tensors[bucket])[name]
             its |= {key: each for key, each in every.items() if (key.name, key.plan) == (bucket, plan.number)}
-    parts = partitions(trace, chosen, every)
+    parts = partitions(trace, chosen)
     step_of = {
         operation.key: number
         for number, found in operations_of_steps(its.values(), parts).items()
         for operation in found
     }
-    kept = [operation for operation in its.values() if chosen is EVERY_STEP or operation.key in step_of]
+    kept = [operation for operation in its.values() if chosen == EVERY_STEP or operation.key in step_of]
     kept.sort(key=lambda operation: operation.submitted or 0)
     gradients = _gradients(trace, name)
     steps = {(part.rank, part.number): part for part in parts}
@@ -196,9 +196,9 @@ def _of_daemon(node: int, there: DaemonPart) -> _Seen:
     if there.run_begin is not None:
         lasted = None if there.run_end is None else there.run_end - there.run_begin
         yield there.run_begin, who, "it runs: all local parts are there", lasted
-    for what, spans in (("reduced", there.reduces), ("encoded", there.encodes), ("decoded", there.decodes)):
+    for what, spans in there.kernels.items():
         for at, end in spans:
-            yield at, who, f"it is {what}", end - at
+            yield at, who, f"it is {what.removesuffix('e')}ed", end - at
     for rank, (at, staleness) in there.applied.items():
         yield at, who, f"its home takes what rank {rank} gave ({staleness} versions old)", None
     for rank, at in there.answered.items():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fusion_rt.trace_format import NOBODY, Kind, Role
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import DaemonPart, Key, Operation, WorkerPart, operations, pairs, phases, steps_of
+from fusion_trace.read.operations import DaemonPart, Key, Operation, WorkerPart, operations, pairs, script, steps_of
 
 _MARKS = {
     Kind.GRADIENT: "gradients",
@@ -26,11 +26,6 @@ _MARKS = {
     Kind.STALL: "events",
     Kind.VIEW: "events",
 }
-_SCRIPT = (
-    ("forward", Kind.FORWARD_BEGIN, Kind.FORWARD_END),
-    ("backward", Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
-    ("step()", Kind.STEP_BEGIN, Kind.STEP_END),
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ class _Arrows:
 def _of_worker(process: Process, trace: JobTrace, found: Iterable[Operation], arrows: _Arrows) -> list[Track]:
     del trace
     steps = [Slice(step.begin, step.end, f"step {step.number}") for step in steps_of(process)]
-    script = [Slice(*span, name) for name, begin, end in _SCRIPT for span in phases(process, begin, end)]
+    phases = [Slice(*span, name) for name, spans in script(process).items() for span in spans]
     waits: list[Slice] = []
     memory: list[Slice] = []
     flights: list[Slice] = []
@@ -139,7 +134,7 @@ def _of_worker(process: Process, trace: JobTrace, found: Iterable[Operation], ar
             memory += [Slice(*span, f"apply {operation.key.name}", about) for span in part.applies]
             flights += _flight(operation.key, part, arrows.of(operation.key, process.rank))
     return [
-        *lanes("steps", steps), *lanes("script", script), *lanes("waits", waits), *lanes("memory", memory),
+        *lanes("steps", steps), *lanes("script", phases), *lanes("waits", waits), *lanes("memory", memory),
         *lanes("handed over", flights),
     ]  # fmt: skip
 
@@ -174,7 +169,7 @@ def _of_daemon(process: Process, trace: JobTrace, found: Iterable[Operation], ar
             for rank, time in part.answered.items():
                 answers.append(Slice(time, time, f"{key.name} to rank {rank}", about, arrows.of(key, rank)))
             runs += _run(key, part)
-            for name, spans in (("reduce", part.reduces), ("encode", part.encodes), ("decode", part.decodes)):
+            for name, spans in part.kernels.items():
                 kernels += [Slice(*span, f"{name} {key.name}", about) for span in spans]
         for chunk in operation.chunks:
             if process.node in (chunk.source, chunk.target):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,17 +32,15 @@ class ChoiceError(FusionError, ValueError):
     """What was asked for cannot be meant, or is not there."""
 
 
+@dataclass(frozen=True)
 class StepRange:
     """Numbers of steps. `None` on either side: no limit."""
 
-    def __init__(self, first: int | None = None, stop: int | None = None) -> None:
-        self.first, self.stop = first, stop
+    first: int | None = None
+    stop: int | None = None
 
     def __contains__(self, number: int) -> bool:
         return (self.first is None or number >= self.first) and (self.stop is None or number < self.stop)
-
-    def __str__(self) -> str:
-        return f"{'' if self.first is None else self.first}:{'' if self.stop is None else self.stop}"
 
 
 EVERY_STEP = StepRange()
@@ -62,7 +61,7 @@ def parse_steps(text: str) -> StepRange:
         stop = first + 1
     if first is not None and stop is not None and stop <= first:
         raise ChoiceError(f"--steps {text!r} has no step in it")
-    return EVERY_STEP if first is None and stop is None else StepRange(first, stop)
+    return StepRange(first, stop)
 
 
 def chosen(what: list[str] | None) -> JobTrace:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from fusion_rt.trace_format import Flush, Kind
@@ -17,6 +19,12 @@ from fusion_trace.read.chunks import Chunk, Id, Row, by_operation, chunks_of
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.ring_reader import Records
 from fusion_trace.read.spans import Span
+
+_SCRIPT = {
+    "forward": (Kind.FORWARD_BEGIN, Kind.FORWARD_END),
+    "backward": (Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
+    "step()": (Kind.STEP_BEGIN, Kind.STEP_END),
+}
 
 
 class Key(NamedTuple):
@@ -81,7 +89,7 @@ class DaemonPart:
         negotiations: the coordinator was asked, and answered.
         run_begin, run_end: all local parts were there; results are where they belong.
         nbytes: how much.
-        reduces, encodes, decodes: work of kernels.
+        kernels: work of kernels, by what they do: reduce, encode, decode.
         answered: by rank, when it was given the result.
         applied: by rank, when a home took its contribution, and its staleness in versions.
         failed: when it failed.
@@ -93,12 +101,15 @@ class DaemonPart:
     run_begin: int | None
     run_end: int | None
     nbytes: int
-    reduces: tuple[Span, ...]
-    encodes: tuple[Span, ...]
-    decodes: tuple[Span, ...]
+    kernels: Mapping[str, tuple[Span, ...]]
     answered: Mapping[int, int]
     applied: Mapping[int, tuple[int, int]]
     failed: int | None
+
+    @property
+    def worked(self) -> list[Span]:
+        """All work of kernels."""
+        return list(chain(*self.kernels.values()))
 
 
 @dataclass(frozen=True)
@@ -153,8 +164,13 @@ def pairs(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
     return tuple(sorted(span for _, span in spans))
 
 
+def script(worker: Process) -> dict[str, tuple[Span, ...]]:
+    """When a worker's script was in each of its phases: `forward`, `backward` and `step()`."""
+    return {name: phases(worker, *kinds) for name, kinds in _SCRIPT.items()}
+
+
 def phases(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
-    """As `pairs`, of things that do not overlap and are about nothing in particular: forward, backward, step."""
+    """Spans, as of `pairs`, of things that do not overlap and are about nothing in particular."""
     found = process.of(begin, end)
     spans, opened = [], -1
     for kind, time in zip(found["kind"].tolist(), found["time"].tolist(), strict=True):
@@ -183,7 +199,8 @@ def _pair(records: Records, begin: Kind) -> tuple[list[tuple[Id, Span]], int]:
     return spans, alone + sum(map(len, opened.values()))
 
 
-def operations(trace: JobTrace) -> dict[Key, Operation]:
+@lru_cache(maxsize=2)  # a command asks several questions about a job, or compares two
+def operations(trace: JobTrace) -> Mapping[Key, Operation]:
     """All operations, in order of their first hand-over."""
     workers: dict[Id, dict[int, WorkerPart]] = defaultdict(dict)
     daemons: dict[Id, dict[int, DaemonPart]] = defaultdict(dict)
@@ -207,14 +224,18 @@ def operations(trace: JobTrace) -> dict[Key, Operation]:
     return {operation.key: operation for operation in found}
 
 
+_KERNELS = {
+    "reduce": (Kind.REDUCE_BEGIN, Kind.REDUCE_END),
+    "encode": (Kind.ENCODE_BEGIN, Kind.ENCODE_END),
+    "decode": (Kind.DECODE_BEGIN, Kind.DECODE_END),
+}
 _OF_WORKERS = (
     Kind.FULL, Kind.SUBMITTED, Kind.DONE, Kind.WAIT_BEGIN, Kind.WAIT_END, Kind.COPY_BEGIN, Kind.COPY_END,
     Kind.APPLY_BEGIN, Kind.APPLY_END,
 )  # fmt: skip
 _OF_DAEMONS = (
     Kind.READY, Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END, Kind.RUN_BEGIN, Kind.RUN_END, Kind.FAILED, Kind.ANSWERED,
-    Kind.APPLIED, Kind.REDUCE_BEGIN, Kind.REDUCE_END, Kind.ENCODE_BEGIN, Kind.ENCODE_END, Kind.DECODE_BEGIN,
-    Kind.DECODE_END,
+    Kind.APPLIED, *chain(*_KERNELS.values()),
 )  # fmt: skip
 
 
@@ -266,9 +287,7 @@ def _daemon_part(node: int, rows: Sequence[Row]) -> DaemonPart:
         run_begin=None if run is None else run[1],
         run_end=_time_of(rows, Kind.RUN_END),
         nbytes=0 if run is None else run[2],
-        reduces=_spans(rows, Kind.REDUCE_BEGIN, Kind.REDUCE_END),
-        encodes=_spans(rows, Kind.ENCODE_BEGIN, Kind.ENCODE_END),
-        decodes=_spans(rows, Kind.DECODE_BEGIN, Kind.DECODE_END),
+        kernels={name: _spans(rows, *kinds) for name, kinds in _KERNELS.items()},
         answered={peer: time for kind, time, _, _, peer in rows if kind == Kind.ANSWERED},
         applied={peer: (time, value) for kind, time, value, _, peer in rows if kind == Kind.APPLIED},
         failed=_time_of(rows, Kind.FAILED),

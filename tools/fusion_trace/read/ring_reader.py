@@ -55,43 +55,18 @@ class TraceError(FusionError):
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
-    """What one process recorded.
+class Header:
+    """The first bytes of a ring: whose it is, and how much has been written.
 
     Attributes:
-        path: the file.
-        role, rank, node, nodes, host, job, pid: whose it is; the rank of a daemon is its node.
+        capacity: records that the file has room for.
         created: CLOCK_MONOTONIC of its host when the ring was made, ns.
         created_wall: wall-clock time then, ns since 1970.
-        names: by number; number 0 is "".
-        records: of RECORD_DTYPE, by time; times are of its host's CLOCK_MONOTONIC, ns.
+        pid, rank, node, nodes, role, host, job: of the process; the rank of a daemon is its node.
         written: records ever written.
-        overwritten: of these, how many were overwritten by later ones.
+        names_nbytes: of the table of names.
         lost_names: names that found no room.
-        problems: sentences about what could not be read.
     """
-
-    path: str
-    role: Role
-    rank: int
-    node: int
-    nodes: int
-    host: str
-    job: str
-    pid: int
-    created: int
-    created_wall: int
-    names: tuple[str, ...]
-    records: Records
-    written: int
-    overwritten: int
-    lost_names: int
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Header:
-    """The first bytes of a ring; attributes as of `Ring`. `written`, `names_nbytes` and `lost_names` change."""
 
     capacity: int
     created: int
@@ -106,6 +81,25 @@ class Header:
     written: int
     names_nbytes: int
     lost_names: int
+
+
+@dataclass(frozen=True, eq=False)
+class Ring(Header):
+    """The records of one process, and its header as it was when they were read.
+
+    Attributes:
+        path: the file.
+        names: by number; number 0 is "".
+        records: of RECORD_DTYPE, by time; times are of its host's CLOCK_MONOTONIC, ns.
+        overwritten: of the records ever written, how many were overwritten by later ones.
+        problems: sentences about what could not be read.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    records: Records
+    overwritten: int
+    problems: tuple[str, ...]
 
 
 def read_header(path: str) -> Header:
@@ -153,21 +147,11 @@ def read(path: str) -> Ring:
     if header.lost_names:
         problems.append(f"{path}: {header.lost_names} names found no room, and are shown without one")
     return Ring(
+        **vars(header),
         path=path,
-        role=header.role,
-        rank=header.rank,
-        node=header.node,
-        nodes=header.nodes,
-        host=header.host,
-        job=header.job,
-        pid=header.pid,
-        created=header.created,
-        created_wall=header.created_wall,
         names=tuple(names),
         records=records,
-        written=header.written,
         overwritten=overwritten,
-        lost_names=header.lost_names,
         problems=tuple(problems),
     )
 

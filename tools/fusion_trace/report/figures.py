@@ -11,7 +11,7 @@ from fusion_trace.analyse import bucket_times, critical_path, summary
 from fusion_trace.analyse.bucket_times import Bucket
 from fusion_trace.analyse.critical_path import Path
 from fusion_trace.analyse.link_figures import LinkFigures, link_figures
-from fusion_trace.analyse.overlap import PARTS, Partition, median, operations_of_steps, partitions
+from fusion_trace.analyse.overlap import PARTS, Partition, by_rank, by_step, median, operations_of_steps, partitions
 from fusion_trace.analyse.summary import Summary
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
@@ -100,9 +100,8 @@ def analyse(
     Args:
         measure: what a codec costs, as in `curves.sweep`.
     """
-    every = operations(trace)
-    parts = partitions(trace, chosen, every)
-    of_step = operations_of_steps(every.values(), parts)
+    parts = partitions(trace, chosen)
+    of_step = operations_of_steps(operations(trace).values(), parts)
     span = Span(min((part.begin for part in parts), default=0), max((part.end for part in parts), default=0))
     middle = _middle_step(parts)
     paths = () if middle is None else critical_path.find(trace, StepRange(middle, middle + 1))
@@ -113,7 +112,7 @@ def analyse(
         ranks=_ranks(trace, parts),
         columns=_columns(parts),
         slowest=tuple(sorted(parts, key=lambda part: -part.ns)[:10]),
-        buckets=bucket_times.find(trace, chosen, every),
+        buckets=bucket_times.find(trace, chosen),
         links=link_figures(trace, (chunk for its in of_step.values() for each in its for chunk in each.chunks), span),
         path=paths[0] if paths else None,
         curves=sweep(trace, _around(parts, middle), measure),
@@ -121,9 +120,6 @@ def analyse(
 
 
 def _ranks(trace: JobTrace, parts: Sequence[Partition]) -> tuple[RankTimes, ...]:
-    by_rank: dict[int, list[Partition]] = defaultdict(list)
-    for part in parts:
-        by_rank[part.rank].append(part)
     return tuple(
         RankTimes(
             rank=rank,
@@ -134,7 +130,7 @@ def _ranks(trace: JobTrace, parts: Sequence[Partition]) -> tuple[RankTimes, ...]
             median=median(part.ns for part in its),
             mean=_means(its),
         )
-        for rank, its in sorted(by_rank.items())
+        for rank, its in sorted(by_rank(parts).items())
     )
 
 
@@ -143,39 +139,29 @@ def _means(parts: Sequence[Partition]) -> dict[str, float]:
 
 
 def _columns(parts: Sequence[Partition]) -> tuple[Column, ...]:
-    by_step: dict[int, list[Partition]] = defaultdict(list)
-    for part in parts:
-        by_step[part.number].append(part)
-    numbers = sorted(by_step)
-    size = -(-len(numbers) // MOST_COLUMNS) or 1
-    return tuple(
-        _column([by_step[number] for number in numbers[at : at + size]], numbers[at : at + size])
-        for at in range(0, len(numbers), size)
-    )
+    steps = list(by_step(parts).items())
+    size = -(-len(steps) // MOST_COLUMNS) or 1
+    return tuple(_column(steps[at : at + size]) for at in range(0, len(steps), size))
 
 
-def _column(steps: Sequence[Sequence[Partition]], numbers: Sequence[int]) -> Column:
-    by_rank: dict[int, list[Partition]] = defaultdict(list)
+def _column(steps: Sequence[tuple[int, Sequence[Partition]]]) -> Column:
     slower: dict[int, list[int]] = defaultdict(list)
-    for its in steps:
+    for _, its in steps:
         usual = median(part.ns - part.blocked for part in its)
         for part in its:
-            by_rank[part.rank].append(part)
             slower[part.rank].append(part.ns - part.blocked - usual)
     return Column(
-        first=numbers[0],
-        last=numbers[-1],
-        parts={rank: _means(its) for rank, its in sorted(by_rank.items())},
+        first=steps[0][0],
+        last=steps[-1][0],
+        parts={rank: _means(its) for rank, its in sorted(by_rank(part for _, its in steps for part in its).items())},
         slower={rank: fmean(values) for rank, values in sorted(slower.items())},
     )
 
 
 def _middle_step(parts: Sequence[Partition]) -> int | None:
     """The number of the step whose length (the mean over ranks) is the median of all, or just below it."""
-    lengths: dict[int, list[int]] = defaultdict(list)
-    for part in parts:
-        lengths[part.number].append(part.ns)
-    ordered = sorted(lengths, key=lambda number: (fmean(lengths[number]), number))
+    lengths = {number: fmean(part.ns for part in its) for number, its in by_step(parts).items()}
+    ordered = sorted(lengths, key=lambda number: (lengths[number], number))
     return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 

@@ -355,7 +355,7 @@ def _codec(found: Sequence[Operation], sent: float, nbytes: int, nodes: int, cos
     share = sent / whole if whole else 1.0
     if nodes == 1 or share > 0.8:
         return "dense", costs
-    seconds = [span.ns / S for op in found for part in op.daemons.values() for span in part.encodes]
+    seconds = [span.ns / S for op in found for part in op.daemons.values() for span in part.kernels["encode"]]
     runs = sum(len(op.daemons) for op in found)
     per_step = sum(op.nbytes * len(op.daemons) for op in found)
     contribute = sum(seconds) / per_step if seconds and runs else 0.0
@@ -364,7 +364,7 @@ def _codec(found: Sequence[Operation], sent: float, nbytes: int, nodes: int, cos
     text = f"topk(density={min(max(share, 1e-4), 1.0):.4g})"
     # What daemons did with chunks was the codec's work, most of it with a few of them, and not a sum of dense values.
     came = sum(chunk.nbytes for op in found for chunk in op.chunks if chunk.received is not None)
-    work = sum(span.ns / S for op in found for part in op.daemons.values() for span in part.reduces)
+    work = sum(span.ns / S for op in found for part in op.daemons.values() for span in part.kernels["reduce"])
     coding = CodecCosts(share, contribute=contribute, unpack=work / came if came else 0.0)
     defaults = Costs()
     return text, replace(costs, reduce=defaults.reduce, copy=defaults.copy, codecs={**costs.codecs, text: coding})
