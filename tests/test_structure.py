@@ -55,9 +55,8 @@ KNOWN_CIRCLES: set[frozenset[str]] = {
             "fusion_rt/torch/overlap",
         ]
     ),
-    frozenset(["tools/fusion_trace", "tools/fusion_trace/report", "tools/fusion_trace/simulation"]),
 }
-KNOWN_LARGE: set[str] = {"fusion_rt.runner", "fusion_rt.torch", "fusion_trace", "fusion_rt"}
+KNOWN_LARGE: set[str] = {"fusion_rt.runner", "fusion_rt.torch", "fusion_rt"}
 KNOWN_MODULE_NAMES: set[str] = {
     "_kernels",
     "agent",
@@ -77,14 +76,12 @@ KNOWN_MODULE_NAMES: set[str] = {
     "process_sets",
     "rendezvous",
     "selection",
-    "steps",
     "uses",
 }
 KNOWN_CLASS_NAMES: set[str] = {
     "Assembly",
     "Assignment",
     "Bucket",
-    "Change",
     "Channel",
     "Choice",
     "DenseBucket",
@@ -94,7 +91,6 @@ KNOWN_CLASS_NAMES: set[str] = {
     "Handler",
     "Incoming",
     "Layer",
-    "Link",
     "Memory",
     "Outside",
     "Part",
@@ -107,7 +103,6 @@ KNOWN_CLASS_NAMES: set[str] = {
     "Result",
     "Shell",
     "State",
-    "Tensor",
 }
 
 

@@ -60,7 +60,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketTimes:
     """A bucket of a plan, or a tensor outside any (`plan` is 0), over all clocks.
 
     Attributes:
@@ -110,7 +110,7 @@ def _plan(trace: JobTrace, number: int, records: Records) -> Plan:
     return Plan(number, int(records["time"][0]), nbytes, names, members)
 
 
-def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Bucket, ...]:
+def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, ...]:
     """Buckets by plan and size, then what is outside any plan.
 
     Without a choice of steps, operations outside of whole steps count too.
@@ -131,7 +131,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Bucket, ...]:
         members = plan.tensors.get(name, ()) if plan is not None else ()
         largest = max((size for (of, _), size in sizes.items() if of == number), default=0)
         result.append(
-            Bucket(
+            BucketTimes(
                 name=name,
                 plan=number,
                 nbytes=sizes[number, name],

@@ -30,7 +30,7 @@ _TRIM = 0.1
 
 
 @dataclass(frozen=True)
-class Change:
+class Comparison:
     """A measure of a step in both jobs, in ns.
 
     Attributes:
@@ -64,7 +64,7 @@ def compare(
     chosen: StepRange = EVERY_STEP,
     confidence: float = 0.95,
     seed: int = 0,
-) -> tuple[Change, ...]:
+) -> tuple[Comparison, ...]:
     """The measures that either job has, in order of `MEASURES`.
 
     Raises:
@@ -80,7 +80,7 @@ def changes(
     jobs: tuple[str, str] = ("the first", "the second"),
     confidence: float = 0.95,
     seed: int = 0,
-) -> tuple[Change, ...]:
+) -> tuple[Comparison, ...]:
     """As `compare`, of samples."""
     for job, its in zip(jobs, (before, after), strict=True):
         if len(its["step"]) < LEAST_STEPS:
@@ -91,7 +91,7 @@ def changes(
     found = []
     for name in shown:
         low, high = _interval(before[name], after[name], level, generator)
-        found.append(Change(name, _middle(before[name]), _middle(after[name]), low, high))
+        found.append(Comparison(name, _middle(before[name]), _middle(after[name]), low, high))
     return tuple(found)
 
 
@@ -143,7 +143,7 @@ def _resampled(values: NDArray[np.float64], generator: np.random.Generator) -> N
     return _trimmed(values[places])
 
 
-def verdict(found: Sequence[Change]) -> str:
+def verdict(found: Sequence[Comparison]) -> str:
     """A sentence on the step, the first of the measures."""
     step = found[0]
     assert step.measure == "step"
@@ -154,7 +154,7 @@ def verdict(found: Sequence[Change]) -> str:
     return f"steps are {'slower' if part > 0 else 'faster'} by {abs(part):.1%} ({ends[0]:.1%} to {ends[1]:.1%})"
 
 
-def document(first: JobTrace, second: JobTrace, found: Sequence[Change], confidence: float) -> dict[str, object]:
+def document(first: JobTrace, second: JobTrace, found: Sequence[Comparison], confidence: float) -> dict[str, object]:
     """What `--json` shows; all times in ns."""
     return {
         "jobs": [first.job, second.job],

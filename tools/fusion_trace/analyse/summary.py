@@ -32,7 +32,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkTraffic:
     """What went from a node to another in the chosen steps: payload bytes and chunks."""
 
     source: int
@@ -64,7 +64,7 @@ class Summary:
     ranks: tuple[Rank, ...]
     steps_per_second: float
     handed_over: int
-    links: tuple[Link, ...]
+    links: tuple[LinkTraffic, ...]
     link_rate: float
     overlap: Overview | None
     stragglers: tuple[stragglers.Finding, ...]
@@ -99,7 +99,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
         ranks=tuple(_rank(trace.workers[rank], steps) for rank, steps in sorted(steps_of_rank.items())),
         steps_per_second=len(most) / seconds if seconds else 0.0,
         handed_over=sum(handed) // max(1, len(parts)),
-        links=tuple(Link(*link, sum(sizes), len(sizes)) for link, sizes in sorted(links.items())),
+        links=tuple(LinkTraffic(*link, sum(sizes), len(sizes)) for link, sizes in sorted(links.items())),
         link_rate=sum(sum(sizes) for sizes in links.values()) / max(1e-9, (last - first) / 1e9),
         overlap=overview(parts) if parts else None,
         stragglers=stragglers.find(trace, chosen),

@@ -51,7 +51,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorLives:
     """A tensor. `nbytes`: of the tensor itself; 0: not known. `lives`: one for each operation, by time."""
 
     name: str
@@ -67,7 +67,7 @@ class Tensor:
         return min(self.lives, key=lambda life: abs(life.ns - middle))
 
 
-def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> Tensor:
+def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> TensorLives:
     """The lives of a tensor or bucket.
 
     Args:
@@ -99,7 +99,7 @@ def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> Tensor:
     lives = [_life(trace, operation, step_of.get(operation.key), gradients, steps) for operation in kept]
     if not nbytes:
         nbytes = max((operation.nbytes for key, operation in its.items() if key.name == name), default=0)
-    return Tensor(name, nbytes, tuple(life for life in lives if life.events))
+    return TensorLives(name, nbytes, tuple(life for life in lives if life.events))
 
 
 def _tensors(trace: JobTrace, made: Sequence[Plan]) -> set[str]:
@@ -220,6 +220,6 @@ def _of_chunk(chunk: Chunk) -> _Seen:
         yield chunk.received, who, "it waits to be used", chunk.taken - chunk.received
 
 
-def document(trace: JobTrace, found: Tensor) -> dict[str, object]:
+def document(trace: JobTrace, found: TensorLives) -> dict[str, object]:
     """What `--json` shows; all times in ns."""
     return {"job": trace.job, **asdict(found), "problems": list(trace.problems)}

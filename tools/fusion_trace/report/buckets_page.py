@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from fusion_trace.analyse.bucket_times import PHASES, Bucket, Plan
+from fusion_trace.analyse.bucket_times import PHASES, BucketTimes, Plan
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report.wording import console, count, duration, problems, share, size, table
 
 MOST = 60  # that are shown
 
 
-def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[Bucket]) -> None:
+def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -> None:
     """Prints it."""
     out = console()
     out.print(Text(f"job {trace.job}: buckets, and where their time goes (medians)", "bold"))

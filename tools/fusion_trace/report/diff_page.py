@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from fusion_trace.analyse.diff import Change, verdict
+from fusion_trace.analyse.diff import Comparison, verdict
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report.wording import console, duration, problems, table
 
 
-def show(first: JobTrace, second: JobTrace, found: Sequence[Change], confidence: float) -> None:
+def show(first: JobTrace, second: JobTrace, found: Sequence[Comparison], confidence: float) -> None:
     """Prints it."""
     out = console()
     out.print(Text(f"from {first.job} to {second.job}: {verdict(found)}", "bold"))

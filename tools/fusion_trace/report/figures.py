@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fusion_trace.analyse import bucket_times, critical_path, summary
-from fusion_trace.analyse.bucket_times import Bucket
+from fusion_trace.analyse.bucket_times import BucketTimes
 from fusion_trace.analyse.critical_path import Path
 from fusion_trace.analyse.link_figures import LinkFigures, link_figures
 from fusion_trace.analyse.overlap import PARTS, Partition, by_rank, by_step, median, operations_of_steps, partitions
@@ -86,7 +86,7 @@ class Report:
     ranks: tuple[RankTimes, ...]
     columns: tuple[Column, ...]
     slowest: tuple[Partition, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketTimes, ...]
     links: tuple[LinkFigures, ...]
     path: Path | None
     curves: Curves

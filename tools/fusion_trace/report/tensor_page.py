@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from fusion_trace.analyse.tensor import Event, Tensor
+from fusion_trace.analyse.tensor import Event, TensorLives
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report.wording import console, count, duration, problems, size, table
 
 MOST = 80  # events that are shown
 
 
-def show(trace: JobTrace, found: Tensor) -> None:
+def show(trace: JobTrace, found: TensorLives) -> None:
     """Prints it."""
     out = console()
     about = f" ({size(found.nbytes)})" if found.nbytes else ""

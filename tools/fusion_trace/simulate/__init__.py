@@ -9,7 +9,7 @@ and what is not, is in docs/simulation.md.
     ghosts.py       arrays that have a length only, and what computes with them
     ghost_codecs.py what codecs make of a bucket: bytes, and time
     daemons.py      one node's daemon: threads, and the way to others; what it does:
-    exchanges.py    ... all-reduces: fusiond.collectives, fusiond.transport.flow_control; of thousands of nodes, one for all
+    exchanges.py    ... all-reduces: fusiond.collectives, fusiond.transport.flow_control; or one node for all
     homes.py        ... homes: fusiond.algorithms
     programs.py     training processes: compute, submit, wait
     simulation.py   all of it, joined; what came of it
