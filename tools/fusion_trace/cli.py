@@ -1,15 +1,27 @@
-"""The `fusion-trace` command."""
+"""The `fusion-trace` command.
+
+A subcommand finds something out, and shows it as a page or, with `--json`, as a document. It imports what it needs
+itself, since some of that takes long (numpy, the simulator with the daemon's algorithms).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fusion_rt.errors import FusionError
-from fusion_trace import explaining, exporting, reporting
+from fusion_rt.settings import Settings
+from fusion_trace.read.choice import ChoiceError, parse_steps
+
+if TYPE_CHECKING:
+    from fusion_trace.read.job import JobTrace
 
 app = typer.Typer(
     help="Shows what a fusion_rt job does, or would do.",
@@ -17,20 +29,339 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (
-    explaining.summary,
-    explaining.overlap,
-    explaining.stragglers,
-    explaining.buckets,
-    explaining.tensor,
-    exporting.merge,
-    exporting.convert,
-    exporting.critical_path,
-    exporting.diff,
-    reporting.report,
-    explaining.collect,
-):
-    app.command()(_command)
+
+_WHAT = "A job's id, or directories or files with its rings; by default the newest job of this host."
+What = Annotated[list[str] | None, typer.Argument(metavar="TRACE", help=_WHAT, show_default=False)]
+StepsOption = Annotated[
+    str,
+    typer.Option("--steps", metavar="A:B", help="Only the steps from A up to, but without, B; either may be left out."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")]
+Output = Annotated[
+    str, typer.Option("--output", "-o", metavar="FILE", help="File to write; compressed if it ends in .gz.")
+]
+_SUFFIXES = {"chrome": "json", "perfetto": "pftrace", "csv": "csv"}
+
+
+def main() -> None:
+    """Runs the `fusion-trace` command."""
+    try:
+        app()
+    except FusionError as error:
+        typer.echo(f"fusion-trace: {error}", err=True)
+        sys.exit(1)
+
+
+def load(what: list[str] | None) -> JobTrace:
+    """Reads the trace that is meant; see `job.load`."""
+    from fusion_trace.read import job
+
+    return job.load(what or [], Settings.from_env().trace_root())
+
+
+def _print(as_json: bool, document: Callable[[], object], page: Callable[[], None]) -> None:
+    """Prints a document or a page."""
+    if as_json:
+        typer.echo(json.dumps(document(), indent=2))
+    else:
+        page()
+
+
+# --- what a job has recorded, explained -------------------------------------------------------------------------------
+
+
+@app.command()
+def summary(what: What = None, steps: StepsOption = "", as_json: AsJson = False) -> None:
+    """Shows a job at a glance: its steps, its traffic, what is slow, and what is odd."""
+    from fusion_trace.analyse import summary as analysis
+    from fusion_trace.report import summary_page
+
+    selected, trace = parse_steps(steps), load(what)
+    found = analysis.find(trace, selected)
+    _print(as_json, lambda: analysis.document(found, trace), lambda: summary_page.show(trace, found))
+
+
+@app.command()
+def overlap(
+    what: What = None,
+    steps: StepsOption = "",
+    each: Annotated[bool, typer.Option("--each", help="Show every step, not only medians.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Shows how much of each step computes, communicates behind computation or in the open, waits, and idles.
+
+    The parts of a step add up to it. Exposed communication is what a faster network or better overlap would save;
+    waiting is for other ranks (see stragglers).
+    """
+    from fusion_trace.analyse import overlap as analysis
+    from fusion_trace.report import overlap_page
+
+    selected, trace = parse_steps(steps), load(what)
+    found = analysis.partitions(trace, selected)
+    _print(as_json, lambda: analysis.document(trace, selected), lambda: overlap_page.show(trace, found, each))
+
+
+@app.command()
+def stragglers(what: What = None, steps: StepsOption = "", as_json: AsJson = False) -> None:
+    """Shows which rank, node or link is slower than the others, in which steps, and why.
+
+    Causes: compute (a rank's own work), negotiation (asking the coordinator), queue (waiting although nothing is in the
+    way), wire (a link).
+    """
+    from fusion_trace.analyse import stragglers as analysis
+    from fusion_trace.analyse.overlap import by_step, partitions
+    from fusion_trace.report import stragglers_page
+
+    selected, trace = parse_steps(steps), load(what)
+    found = analysis.find(trace, selected)
+    count = len(by_step(partitions(trace, selected)))
+    _print(as_json, lambda: analysis.document(trace, found), lambda: stragglers_page.show(trace, found, count))
+
+
+@app.command()
+def buckets(what: What = None, steps: StepsOption = "", as_json: AsJson = False) -> None:
+    """Shows every bucket: its size, why it was handed over, and how long each phase of its exchange takes."""
+    from fusion_trace.analyse import bucket_times as analysis
+    from fusion_trace.report import buckets_page
+
+    selected, trace = parse_steps(steps), load(what)
+    found = analysis.find(trace, selected)
+    _print(
+        as_json,
+        lambda: analysis.document(trace, found),
+        lambda: buckets_page.show(trace, analysis.plans(trace), found),
+    )
+
+
+@app.command()
+def tensor(
+    name: Annotated[
+        str, typer.Argument(help="A parameter, bucket or tensor; or a part of its name that is in no other.")
+    ],
+    what: What = None,
+    steps: StepsOption = "",
+    as_json: AsJson = False,
+) -> None:
+    """Shows the life of a tensor, from its gradient to its update, on all ranks and links."""
+    from fusion_trace.analyse import tensor as analysis
+    from fusion_trace.report import tensor_page
+
+    selected, trace = parse_steps(steps), load(what)
+    found = analysis.find(trace, name, selected)
+    _print(as_json, lambda: analysis.document(trace, found), lambda: tensor_page.show(trace, found))
+
+
+# --- for other tools, and across processes and jobs -------------------------------------------------------------------
+
+
+@app.command()
+def merge(
+    what: What = None,
+    output: Output = "",
+    profiles: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--torch",
+            metavar="[RANK=]FILE",
+            help="Trace of torch.profiler (export_chrome_trace) to merge in; may be repeated. Its rank is told by "
+            "the id of its process, or by RANK=.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Writes one file that Perfetto (ui.perfetto.dev) and chrome://tracing load: all processes on one axis of time.
+
+    Arrows join a bucket's hand-over, its daemon and its answer, and each chunk's two ends.
+    """
+    from fusion_trace.export import chrome, torch_profiles
+    from fusion_trace.export.picture import draw
+
+    trace = load(what)
+    path = output or f"{trace.job}.json.gz"
+    pids = {worker.rank: number for number, worker in enumerate(trace.processes, 1) if worker in trace.workers.values()}
+    merged = [
+        list(torch_profiles.merged(trace, profile, number, pids)) for number, profile in enumerate(profiles or [])
+    ]
+    events = chain(chrome.events(draw(trace)), *merged)
+    _export(trace, path, lambda: chrome.write(path, events, chrome.about(trace)), "events", as_json)
+
+
+@app.command()
+def convert(
+    what: What = None,
+    output: Output = "",
+    form: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help="chrome, perfetto or csv; by default, as FILE's suffix says.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Writes what was recorded as Chrome's JSON, in Perfetto's own format, or as CSV with a line for each record."""
+    from fusion_trace.export import chrome, perfetto_file, table_file
+    from fusion_trace.export.picture import draw
+
+    trace = load(what)
+    form = form or _format_of(output)
+    if form not in _SUFFIXES:
+        raise ChoiceError(f"--to {form!r} is not one of {', '.join(_SUFFIXES)}")
+    path = output or f"{trace.job}.{_SUFFIXES[form]}"
+    if form == "csv":
+        _export(trace, path, lambda: table_file.write(path, trace), "records", as_json)
+    elif form == "perfetto":
+        _export(trace, path, lambda: perfetto_file.write(path, draw(trace)), "packets", as_json)
+    else:
+        _export(
+            trace, path, lambda: chrome.write(path, chrome.events(draw(trace)), chrome.about(trace)), "events", as_json
+        )
+
+
+def _format_of(path: str) -> str:
+    """The format that a suffix stands for; Chrome's, which everything loads, for all others."""
+    stem = path.removesuffix(".gz")
+    suffixes = {".csv": "csv", ".pftrace": "perfetto", ".perfetto-trace": "perfetto", ".pb": "perfetto"}
+    return next((form for suffix, form in suffixes.items() if stem.endswith(suffix)), "chrome")
+
+
+def _export(trace: JobTrace, path: str, write: Callable[[], int], of: str, as_json: bool) -> None:
+    """Writes a file and tells what is in it."""
+    number = _written(path, write)
+    told = f"{path}: {number} {of} of {len(trace.processes)} processes of job {trace.job}"
+    _tell_file(trace, {"file": path, of: number}, [told], as_json)
+
+
+def _written(path: str, write: Callable[[], int]) -> int:
+    from fusion_trace.read.ring_reader import TraceError
+
+    try:
+        return write()
+    except OSError as error:
+        raise TraceError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _tell_file(trace: JobTrace, about: Mapping[str, Any], lines: list[str], as_json: bool) -> None:
+    """Tells what was written, and what is missing in it."""
+    if as_json:
+        typer.echo(json.dumps({"job": trace.job, **about, "problems": list(trace.problems)}, indent=2))
+        return
+    for line in (*lines, *(f"! {problem}" for problem in trace.problems)):
+        typer.echo(line)
+
+
+@app.command()
+def critical_path(
+    what: What = None,
+    steps: StepsOption = "",
+    each: Annotated[bool, typer.Option("--each", help="Show the whole path of every step.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Shows what steps are made of, across ranks and nodes: the chain of activities that is as long as the step."""
+    from fusion_trace.analyse import critical_path as analysis
+    from fusion_trace.report import critical_path_page
+
+    selected, trace = parse_steps(steps), load(what)
+    paths = analysis.find(trace, selected)
+    _print(as_json, lambda: analysis.document(trace, paths), lambda: critical_path_page.show(trace, paths, each))
+
+
+@app.command()
+def diff(
+    before: Annotated[str, typer.Argument(help="A job's id, or a directory or file with its rings.")],
+    after: Annotated[str, typer.Argument(help="Another, or the same with other --after-steps.")],
+    steps: StepsOption = "",
+    after_steps: Annotated[
+        str, typer.Option("--after-steps", metavar="A:B", help="The steps of the second one, if not --steps.")
+    ] = "",
+    confidence: Annotated[float, typer.Option(help="Of all intervals at once.", min=0.5, max=0.9999)] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the resampling.", min=0)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compares the steps of two jobs: what has changed, by how much, and what is only noise."""
+    from fusion_trace.analyse import diff as analysis
+    from fusion_trace.report import diff_page
+
+    selected = parse_steps(steps)
+    selected_after = parse_steps(after_steps) if after_steps else selected
+    first, second = load([before]), load([after])
+    samples = analysis.samples(first, selected), analysis.samples(second, selected_after)
+    found = analysis.changes(*samples, (first.job, second.job), confidence, seed)
+    _print(
+        as_json,
+        lambda: analysis.document(first, second, found, confidence),
+        lambda: diff_page.show(first, second, found, confidence),
+    )
+
+
+@app.command()
+def report(
+    what: What = None,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = "report.html",
+    steps: StepsOption = "",
+    as_json: AsJson = False,
+) -> None:
+    """Writes one HTML page about a job, with charts: where steps go, overlap, stragglers, links, the critical path, and
+    what faster or slower links would do.
+
+    The page needs no network and no other file. It is drawn by plotly, which is in the extra `trace`.
+    """
+    from fusion_trace.report import html_page
+    from fusion_trace.report.figures import analyse
+    from fusion_trace.report.findings import findings
+    from fusion_trace.report.sections import sections
+
+    script = html_page.plotly_js()
+    selected, trace = parse_steps(steps), load(what)
+    found = analyse(trace, selected)
+    text = html_page.render(trace.job, sections(found), script)
+
+    def write() -> int:
+        with open(output, "w", encoding="utf-8") as file:
+            file.write(text)
+        return os.path.getsize(output)
+
+    nbytes = _written(output, write)
+    told = findings(found)
+    about = {"file": output, "bytes": nbytes, "findings": [asdict(each) for each in told]}
+    lines = [f"{output}: {nbytes / 1e6:.1f} MB about job {trace.job}", *(each.what for each in told)]
+    _tell_file(trace, about, lines, as_json)
+
+
+# --- jobs that run ----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def collect(
+    job: Annotated[
+        str, typer.Option(help="Id of the job; by default the only one that has daemons on this host.")
+    ] = "",
+    out: Annotated[
+        str, typer.Option("--out", metavar="DIR", help="Directory for the rings; by default JOB.rings, made here.")
+    ] = "",
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for a daemon to answer, which itself waits up to 5 s for another.", min=0.1)
+    ] = 10.0,
+    as_json: AsJson = False,
+) -> None:
+    """Fetches what a running job has recorded, from all its hosts, into a directory that other commands take.
+
+    Run it on any host of the job, as the user whose job it is. The job goes on meanwhile.
+    """
+    from fusion_trace.read import collect as collecting
+    from fusion_trace.read.ring_reader import TraceError
+
+    daemon = collecting.daemon_of(Settings.from_env().runtime_root(), job)
+    directory = out or f"{daemon.job}.rings"
+    fetched = []
+    for each in collecting.collect(daemon, directory, timeout):
+        fetched.append(each)
+        if not as_json:
+            what = f"{each.records} records ({each.nbytes} bytes)" if not each.why_not else each.why_not
+            typer.echo(f"node {each.node} (host {each.host}){f', {each.name}' if each.name else ''}: {what}")
+    if as_json:
+        document = {"job": daemon.job, "directory": directory, "rings": [asdict(each) for each in fetched]}
+        typer.echo(json.dumps(document, indent=2))
+    if all(each.why_not for each in fetched):
+        raise TraceError(f"nothing of job {daemon.job!r} could be fetched")
+    if not as_json:
+        typer.echo(f"in {directory}: fusion-trace summary {directory}")
 
 
 @app.command()
@@ -48,21 +379,20 @@ def topology(
         typer.Option(help="Draw the graph of this clock only; by default the edges of all clocks.", min=0),
     ] = None,
     draw: Annotated[bool, typer.Option(help="Draw the graph.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Shows a mixing graph for decentralised training: how fast it averages, at what cost, and what can use it."""
-    from fusion_trace.report import mixing_page as page  # rich and numpy are imported only where something is shown
+    from fusion_rt.mixing import parse
+    from fusion_trace.report import mixing_page
 
-    try:
-        mixing = page.parse(graph, ranks)
-        if as_json:
-            typer.echo(json.dumps(page.as_document(mixing, clock), indent=2))
-            return
-        page.show(mixing)
-    except FusionError as error:
-        _fail(error)
-    if draw:
-        typer.echo("\n" + page.drawing(mixing, clock))
+    mixing = parse(graph, ranks)
+
+    def page() -> None:
+        mixing_page.show(mixing)
+        if draw:
+            typer.echo("\n" + mixing_page.drawing(mixing, clock))
+
+    _print(as_json, lambda: mixing_page.as_document(mixing, clock), page)
 
 
 @app.command()
@@ -78,59 +408,35 @@ def hang(
     trace: Annotated[
         list[str] | None, typer.Option(help="Directory or file with rings of a job that has ended; may be repeated.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Shows what waits for whom in a job that hangs: operations, missing ranks, and their Python stacks.
 
     Run it on any host of the job, as the user whose job it is. Workers need not cooperate, and go on as before. Of a
     job whose daemons are gone it tells what was not finished when its records end (without stacks).
     """
-    from fusion_rt.settings import Settings
-    from fusion_trace.analyse import hang as finder
-
-    root = Settings.from_env().runtime_root()
-    found = [] if trace else list(finder.look(root, job, everyone, timeout))
-    if not found:
-        _show_ending(finder.not_there(root, job), job, trace, as_json)
-        return
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    from fusion_trace.report import hang_page  # rich is imported only where a page is shown
-
-    for number, document in enumerate(found):
-        if number:
-            typer.echo("")
-        hang_page.show(document)
-
-
-def _show_ending(not_there: FusionError, job: str, trace: list[str] | None, as_json: bool) -> None:
-    """What a job that is gone has left in its records; `not_there`: why there is nobody to ask."""
-    from fusion_rt.settings import Settings
-    from fusion_trace.analyse import unfinished
-    from fusion_trace.read.job import load
+    from fusion_trace.analyse import hang as analysis
     from fusion_trace.report import hang_page
 
+    root = Settings.from_env().runtime_root()
+    found = [] if trace else list(analysis.look(root, job, everyone, timeout))
+    if found:
+        _print(as_json, lambda: found, lambda: hang_page.show(found))
+        return
+    from fusion_trace.analyse import unfinished
+
     try:
-        found = unfinished.ending(load(trace or ([job] if job else []), Settings.from_env().trace_root()))
+        ending = unfinished.ending(load(trace or ([job] if job else [])))
     except FusionError as error:
-        _fail(error if trace else FusionError(f"{not_there}, and {error}"))
-    if as_json:
-        typer.echo(json.dumps([found.document()], indent=2))
-    else:
-        hang_page.print_lines(hang_page.ending_lines(found))
+        if trace:
+            raise
+        raise FusionError(f"{analysis.not_there(root, job)}, and {error}") from None
+    _print(as_json, lambda: [ending.document()], lambda: hang_page.print_lines(hang_page.ending_lines(ending)))
 
 
 @app.command()
 def whatif(
-    what: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[JOB]...",
-            help="A job's id, or directories or files with its rings; by default the newest job of this host.",
-            show_default=False,
-        ),
-    ] = None,
+    what: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help=_WHAT, show_default=False)] = None,
     bandwidth: Annotated[str, typer.Option(help="Of every link: 100mbit, 2.5gbit.", show_default=False)] = "",
     latency: Annotated[str, typer.Option(help="Of every link, one way: 200us, 5ms.", show_default=False)] = "",
     density: Annotated[float | None, typer.Option(help="Of topk; 1 is no compression.", show_default=False)] = None,
@@ -142,34 +448,32 @@ def whatif(
         bool, typer.Option("--no-straggler", help="Every rank computes as long as the median rank.")
     ] = False,
     steps: Annotated[str, typer.Option(metavar="A:B", help="Replay only the steps from A up to, but without, B.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predicts what a step would take with another link, codec, number of nodes or algorithm, by a simulation.
 
     Replays first what was recorded: by how much that is off says what the prediction is worth (docs/simulation.md).
     """
-    from fusion_trace.report import whatif_page as page  # the simulator imports the daemon's algorithms, and rich
+    from fusion_rt.units import parse_seconds, parse_size
+    from fusion_trace.report import whatif_page
+    from fusion_trace.simulate.changes import Change, answer, parse_bandwidth
+    from fusion_trace.simulate.recorded import understand
 
-    try:
-        page.run(
-            what or [],
-            steps,
-            page.change(bandwidth, latency, density, codec, fusion_threshold, nodes, algorithm, no_straggler),
-            as_json,
-        )
-    except FusionError as error:
-        _fail(error)
-
-
-def _fail(error: FusionError) -> NoReturn:
-    typer.echo(f"fusion-trace: {error}", err=True)
-    raise typer.Exit(1)
-
-
-def main() -> None:
-    """Entry point of the `fusion-trace` command."""
-    try:
-        app()
-    except FusionError as error:
-        typer.echo(f"fusion-trace: {error}", err=True)
-        sys.exit(1)
+    change = Change(
+        bandwidth=parse_bandwidth(bandwidth) if bandwidth else None,
+        latency=parse_seconds(latency) if latency else None,
+        density=density,
+        codec=codec,
+        fusion_threshold=parse_size(fusion_threshold) if fusion_threshold else None,
+        nodes=nodes,
+        algorithm=algorithm,
+        no_straggler=no_straggler,
+    )
+    trace = load(what)
+    recorded = understand(trace, parse_steps(steps))
+    found = answer(recorded, change)
+    _print(
+        as_json,
+        lambda: whatif_page.as_document(trace.job, recorded, change, found),
+        lambda: whatif_page.show(trace.job, recorded, change, found),
+    )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from fusion_rt.errors import FusionError
 from fusion_rt.trace_format import Flush, Kind, Role
 from fusion_trace.cli import app
 from tests.tools.synthetic import START, Tape
@@ -71,7 +73,5 @@ def test_a_job_that_ended_in_good_order_left_nothing_waiting(tmp_path: Path) -> 
 
 
 def test_without_records_either_both_are_said(tmp_path: Path, runtime_dir: Path) -> None:
-    result = CliRunner().invoke(app, ["hang", "--job", "nobody"])
-    assert result.exit_code == 1
-    assert "no daemon of job 'nobody' of this user runs on this host" in result.stderr
-    assert "and " in result.stderr
+    with pytest.raises(FusionError, match=r"no daemon of job .nobody. of this user runs on this host .*, and "):
+        CliRunner().invoke(app, ["hang", "--job", "nobody"], catch_exceptions=False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+from fusion_rt.errors import FusionError
 from fusion_trace.cli import app
 from fusion_trace.report.hang_page import MOST_RANKS, MOST_WAITING, lines
 
@@ -101,6 +103,5 @@ def test_of_much_some_is_shown() -> None:
 
 def test_no_daemon_is_an_error(runtime_dir: Path) -> None:
     for arguments in ([], ["--json"], ["--job", "mine"]):
-        result = CliRunner().invoke(app, ["hang", *arguments])
-        assert result.exit_code == 1
-        assert "of this user runs on this host" in result.stderr
+        with pytest.raises(FusionError, match="of this user runs on this host"):
+            CliRunner().invoke(app, ["hang", *arguments], catch_exceptions=False)

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_rt.mixing import parse
-from fusion_trace.cli import app
+from fusion_trace.cli import app, main
 from fusion_trace.report.mixing_page import drawing, fits, speed
 
 
@@ -106,14 +106,21 @@ def test_brackets_in_a_path_are_shown_as_they_are(tmp_path: Path, monkeypatch: p
 )
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
 def test_what_cannot_be_shown_is_one_sentence_and_a_status(
-    arguments: list[str], complaint: str, as_json: list[str]
+    arguments: list[str],
+    complaint: str,
+    as_json: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run(*arguments, *as_json)
-    assert done.exit_code == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("fusion-trace: ")
-    assert complaint in done.stderr
-    assert done.stderr.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["fusion-trace", "topology", *arguments, *as_json])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("fusion-trace: ")
+    assert complaint in shown.err
+    assert shown.err.count("\n") == 1
 
 
 def test_the_module_runs_as_a_command() -> None:

@@ -220,7 +220,7 @@ def _first_gradient(
     return first
 
 
-def document(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, object]:
+def document(trace: JobTrace, found: Iterable[BucketTimes]) -> dict[str, object]:
     """What `--json` shows; all times in ns."""
     return {
         "job": trace.job,
@@ -228,6 +228,6 @@ def document(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, objec
             {"plan": plan.number, "at": plan.at, "bytes": plan.nbytes, "buckets": len(plan.buckets)}
             for plan in plans(trace)
         ],
-        "buckets": [asdict(bucket) for bucket in find(trace, chosen)],
+        "buckets": [asdict(bucket) for bucket in found],
         "problems": list(trace.problems),
     }

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fusion_trace.export.picture import Picture, Rows, Slice
+from fusion_trace.read.job import JobTrace
 
 Event = dict[str, Any]
 
@@ -59,6 +60,11 @@ def _arrow(number: int, places: list[tuple[int, int, int]], begin: int) -> Itera
 
 def _us(ns: int) -> float:
     return round(ns / 1000, 3)
+
+
+def about(trace: JobTrace) -> dict[str, object]:
+    """What a file says of the trace that its events are from."""
+    return {"job": trace.job, "begin_ns": trace.span[0], "problems": list(trace.problems)}
 
 
 def write(path: str, every: Iterable[Event], about: Mapping[str, Any]) -> int:

@@ -1,31 +1,11 @@
-"""What all commands that read traces take: which trace, and which of its steps."""
+"""Which steps of a trace a person chooses."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from fusion_rt.errors import FusionError
-
-if TYPE_CHECKING:
-    from fusion_trace.read.job import JobTrace
-
-What = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="TRACE",
-        help="A job's id, or directories or files with its rings; by default the newest job of this host.",
-        show_default=False,
-    ),
-]
-StepsOption = Annotated[
-    str,
-    typer.Option("--steps", metavar="A:B", help="Only the steps from A up to, but without, B; either may be left out."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Everything, as one JSON document.")]
 
 
 class ChoiceError(FusionError, ValueError):
@@ -62,11 +42,3 @@ def parse_steps(text: str) -> StepRange:
     if first is not None and stop is not None and stop <= first:
         raise ChoiceError(f"--steps {text!r} has no step in it")
     return StepRange(first, stop)
-
-
-def chosen(what: list[str] | None) -> JobTrace:
-    """The trace that is meant; see `job.load`."""
-    from fusion_rt.settings import Settings
-    from fusion_trace.read.job import load  # numpy is imported only where a trace is read
-
-    return load(what or [], Settings.from_env().trace_root())

@@ -19,9 +19,11 @@ _Document = Mapping[str, Any]
 _Line = tuple[str, str]  # and its style
 
 
-def show(document: _Document) -> None:
-    """Prints it."""
-    print_lines(lines(document))
+def show(documents: Iterable[_Document]) -> None:
+    """Prints the page of each job."""
+    for number, document in enumerate(documents):
+        print_lines([("", "")] * bool(number))
+        print_lines(lines(document))
 
 
 def print_lines(shown: Iterable[_Line]) -> None:

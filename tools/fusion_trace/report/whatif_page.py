@@ -2,56 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fusion_rt.settings import Settings
-from fusion_rt.units import parse_seconds, parse_size
-from fusion_trace.read.choice import parse_steps
-from fusion_trace.read.job import load
-from fusion_trace.simulate.changes import Answer, Change, Prediction, answer, parse_bandwidth
-from fusion_trace.simulate.recorded import Recorded, understand
-
-
-def change(
-    bandwidth: str, latency: str, density: float | None, codec: str, threshold: str, nodes: int | None, algorithm: str,
-    no_straggler: bool,
-) -> Change:  # fmt: skip
-    """What the command line asks for; empty texts: as recorded.
-
-    Raises:
-        FusionError: a number cannot be read.
-    """
-    return Change(
-        bandwidth=parse_bandwidth(bandwidth) if bandwidth else None,
-        latency=parse_seconds(latency) if latency else None,
-        density=density,
-        codec=codec,
-        fusion_threshold=parse_size(threshold) if threshold else None,
-        nodes=nodes,
-        algorithm=algorithm,
-        no_straggler=no_straggler,
-    )
-
-
-def run(what: Sequence[str], steps: str, wanted: Change, as_json: bool) -> None:
-    """The command: loads a trace, simulates, and prints.
-
-    Raises:
-        FusionError: there is no such trace, it has not what is needed, or the change cannot be.
-    """
-    trace = load(what, Settings.from_env().trace_root())
-    recorded = understand(trace, parse_steps(steps))
-    found = answer(recorded, wanted)
-    if as_json:
-        print(json.dumps(as_document(trace.job, recorded, wanted, found), indent=2))
-    else:
-        show(trace.job, recorded, wanted, found)
+from fusion_trace.simulate.changes import Answer, Change, Prediction
+from fusion_trace.simulate.recorded import Recorded
 
 
 def as_document(job: str, recorded: Recorded, change: Change, found: Answer) -> dict[str, Any]:
