@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_trace.analyse.overlap import PARTS, partitions, within
+from fusion_trace.analyse.overlap import PARTS, partitions
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operations import all_steps, script
+from fusion_trace.read.operations import all_steps, script, within
 from fusion_trace.read.spans import union
 
 MEASURES = ("step", *PARTS, "forward", "backward", "step()")

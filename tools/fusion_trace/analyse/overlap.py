@@ -25,7 +25,7 @@ from itertools import chain
 from fusion_rt.trace_format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import Operation, Step, all_steps, operations, pairs, script
+from fusion_trace.read.operations import Operation, Step, all_steps, operations, pairs, script, within
 from fusion_trace.read.spans import Span, difference, intersection, union
 
 PARTS = ("compute", "overlapped", "exposed", "waiting", "idle")
@@ -129,21 +129,6 @@ def _of_rank(worker: Process, steps: Sequence[Step], flights: Sequence[Span]) ->
         )
         for place, step in enumerate(steps)
     ]
-
-
-def within(steps: Sequence[Step], spans: Sequence[Span]) -> list[int]:
-    """How much of a set is in each step, ns. Steps in order of time."""
-    lengths = []
-    first = 0
-    for step in steps:
-        while first < len(spans) and spans[first].end <= step.begin:
-            first += 1
-        ns, place = 0, first
-        while place < len(spans) and spans[place].begin < step.end:
-            ns += min(spans[place].end, step.end) - max(spans[place].begin, step.begin)
-            place += 1
-        lengths.append(ns)
-    return lengths
 
 
 def operations_of_steps(found: Iterable[Operation], parts: Sequence[Partition]) -> dict[int, list[Operation]]:

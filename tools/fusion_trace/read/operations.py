@@ -154,6 +154,21 @@ def all_steps(trace: JobTrace) -> dict[int, tuple[Step, ...]]:
     return {rank: steps_of(worker) for rank, worker in sorted(trace.workers.items())}
 
 
+def within(steps: Sequence[Step], spans: Sequence[Span]) -> list[int]:
+    """How much of a set is in each step, ns. Steps in order of time."""
+    lengths = []
+    first = 0
+    for step in steps:
+        while first < len(spans) and spans[first].end <= step.begin:
+            first += 1
+        ns, place = 0, first
+        while place < len(spans) and spans[place].begin < step.end:
+            ns += min(spans[place].end, step.end) - max(spans[place].begin, step.begin)
+            place += 1
+        lengths.append(ns)
+    return lengths
+
+
 def pairs(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
     """From each `begin` to the `end` that belongs to it (the same name, plan and clock), by time.
 

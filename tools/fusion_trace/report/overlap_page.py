@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from rich.table import Table
+import rich.table
 from rich.text import Text
 
 from fusion_trace.analyse.overlap import PARTS, Overview, Partition, overview
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import console, count, duration, problems, share, table
+from fusion_trace.report.wording import Table, console, count, duration, print_table, problems, share, table
 
 MOST_STEPS = 40  # rows of single steps that are shown
 _BAR = 40  # characters
@@ -40,14 +40,19 @@ def show(trace: JobTrace, found: Sequence[Partition], each: bool) -> None:
         out.print("no rank has a whole step in it")
     if each and found:
         out.print()
-        rows = table("", "step", "takes", *PARTS)
-        for part in found[:MOST_STEPS]:
-            values = (duration(getattr(part, name)) for name in PARTS)
-            rows.add_row(f"rank {part.rank}", str(part.number), duration(part.ns), *values)
-        out.print(rows)
+        print_table(out, single_steps(found[:MOST_STEPS]))
         if found[MOST_STEPS:]:
             out.print(f"and {count(len(found) - MOST_STEPS, 'step')} more (--json has them all)")
     problems(out, trace.problems)
+
+
+def single_steps(parts: Iterable[Partition]) -> Table:
+    """Steps of ranks, a row each."""
+    rows = (
+        (f"rank {part.rank}", str(part.number), duration(part.ns), *(duration(ns) for ns in part.parts.values()))
+        for part in parts
+    )
+    return Table("", ("", "step", "takes", *PARTS), tuple(rows))
 
 
 def bar(name: str, parts: Sequence[Partition]) -> Text:
@@ -62,6 +67,6 @@ def bar(name: str, parts: Sequence[Partition]) -> Text:
     return text
 
 
-def _row(rows: Table, name: str, of: Overview) -> None:
+def _row(rows: rich.table.Table, name: str, of: Overview) -> None:
     values = (duration(getattr(of, part)) for part in PARTS)
     rows.add_row(name, str(of.steps), duration(of.ns), *values, share(of.hidden))

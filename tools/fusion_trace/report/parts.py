@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_trace.report.charts import Chart
 from fusion_trace.report.findings import Told
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of texts, of which the first `left` columns are words and the others figures."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left: int = 1
+from fusion_trace.report.wording import Table
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,8 @@ class Section:
     tables: tuple[Table, ...] = ()
 
 
-def rows_of(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], of: int, left: int = 1) -> Table:
-    """A table that says how many rows it has not."""
-    more = [(f"and {of - len(rows)} more", *[""] * (len(columns) - 1))] if of > len(rows) else []
-    return Table(title, columns, (*rows, *more), left)
+def shortened(table: Table, of: int) -> Table:
+    """A table of which the last row says how many of all `of` rows it has not."""
+    missing = of - len(table.rows)
+    more = (f"and {missing} more", *[""] * (len(table.columns) - 1))
+    return replace(table, rows=(*table.rows, more)) if missing > 0 else table

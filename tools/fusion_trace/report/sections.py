@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from fusion_trace.analyse.overlap import PARTS
-from fusion_trace.report import charts, stragglers_page
+from fusion_trace.report import charts, overlap_page, stragglers_page, summary_page
 from fusion_trace.report.curves import BANDWIDTHS
 from fusion_trace.report.figures import Report
 from fusion_trace.report.findings import Told, findings
-from fusion_trace.report.parts import Section, Table, rows_of
-from fusion_trace.report.wording import count, duration, numbers, share, size
+from fusion_trace.report.parts import Section, shortened
+from fusion_trace.report.wording import Table, count, duration, share, size
 
 MOST_ROWS = 64
 
@@ -49,18 +50,11 @@ def _overview(report: Report) -> Section:
         ]
     tables = [Table("", ("", ""), tuple(facts), left=2)]
     if found.ranks:
-        rows = tuple(
-            (
-                f"rank {rank.rank}", f"{rank.host} (node {rank.node})", str(rank.pid), f"{rank.first}-{rank.last}",
-                duration(rank.median), duration(rank.p5), duration(rank.p95),
-            )
-            for rank in found.ranks[:MOST_ROWS]
-        )  # fmt: skip
-        tables.append(
-            rows_of("Step times", ("", "host", "pid", "steps", "median", "5 %", "95 %"), rows, len(found.ranks), left=3)
-        )
+        tables.append(shortened(summary_page.step_times(found.ranks[:MOST_ROWS]), len(found.ranks)))
     if found.odd:
-        tables.append(rows_of("What is odd", ("",), tuple((each,) for each in found.odd[:MOST_ROWS]), len(found.odd)))
+        tables.append(
+            shortened(Table("What is odd", ("",), tuple((each,) for each in found.odd[:MOST_ROWS])), len(found.odd))
+        )
     return Section("overview", "Overview", told=findings(report), tables=tuple(tables))
 
 
@@ -70,10 +64,6 @@ def _ranks(report: Report) -> Section:
          share(rank.hidden))
         for rank in report.ranks[:MOST_ROWS]
     )  # fmt: skip
-    slowest = tuple(
-        (f"rank {part.rank}", str(part.number), duration(part.ns), *(duration(getattr(part, name)) for name in PARTS))
-        for part in report.slowest
-    )
     about = [
         "Compute: the script runs, and nothing is communicated for it. Overlapped: it runs, and communication is under "
         "way, which costs nothing. Exposed: it waits for communication. Waiting: it waits for other ranks. Idle: it is "
@@ -93,8 +83,8 @@ def _ranks(report: Report) -> Section:
             charts.step_bars(report.columns, [rank.rank for rank in report.ranks]),
         ),
         tables=(
-            rows_of("Means over steps", ("", "steps", "step", *PARTS, "hidden"), rows, len(report.ranks)),
-            Table("The slowest steps", ("", "step", "takes", *PARTS), slowest),
+            shortened(Table("Means over steps", ("", "steps", "step", *PARTS, "hidden"), rows), len(report.ranks)),
+            replace(overlap_page.single_steps(report.slowest), title="The slowest steps"),
         ),
     )
 
@@ -123,7 +113,7 @@ def _overlap(report: Report) -> Section:
         told=(told,),
         about=("A bucket whose exchange takes long and for which nobody waits is hidden; the last ones seldom are.",),
         charts=(charts.hidden_line(report.columns), charts.bucket_bars(report)),
-        tables=(rows_of("Buckets (medians)", head, rows, len(report.buckets)),),
+        tables=(shortened(Table("Buckets (medians)", head, rows), len(report.buckets)),),
     )
 
 
@@ -132,19 +122,7 @@ def _stragglers(report: Report) -> Section:
     steps = len({number for column in report.columns for number in range(column.first, column.last + 1)})
     told = tuple(Told(stragglers_page.sentence(report.trace, each) + ".", "", True) for each in found[:MOST_ROWS])
     nobody = Told(f"Nobody: in {steps} steps no rank, node or link stands out.", "", False)
-    rows = tuple(
-        (
-            stragglers_page.place(report.trace, each),
-            each.cause + (f" ({each.detail})" if each.detail else ""),
-            duration(each.lost),
-            share(each.share),
-            duration(each.typical),
-            duration(each.usual),
-            numbers(each.steps),
-        )
-        for each in found[:MOST_ROWS]
-    )
-    table = rows_of("Stragglers", ("where", "cause", "lost", "of all", "takes", "usual", "steps"), rows, len(found), 2)
+    table = shortened(stragglers_page.rows_of(report.trace, found[:MOST_ROWS]), len(found))
     return Section(
         "stragglers",
         "Who is slower than the others",
@@ -198,7 +176,7 @@ def _links(report: Report) -> Section:
                 links, [None if s is None else s * 1e6 for s in (link.latency for link in links)], "latency, us"
             ),
         ),
-        tables=(rows_of("Links", head, rows, len(links), 2),),
+        tables=(shortened(Table("Links", head, rows, 2), len(links)),),
     )
 
 
@@ -219,7 +197,7 @@ def _path(report: Report) -> Section:
         (activity, place, duration(ns), share(ns / path.step.ns))
         for (activity, place), ns in sums.most_common(MOST_ROWS)
     ]
-    table = rows_of("On the path", ("activity", "where", "takes", "share"), tuple(rows), len(sums), 2)
+    table = shortened(Table("On the path", ("activity", "where", "takes", "share"), tuple(rows), 2), len(sums))
     whole = ("all of it", "", duration(path.ns), share(1.0))
     return Section(
         "critical-path",

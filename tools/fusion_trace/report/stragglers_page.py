@@ -8,7 +8,7 @@ from rich.text import Text
 
 from fusion_trace.analyse.stragglers import Finding
 from fusion_trace.read.job import JobTrace
-from fusion_trace.report.wording import console, duration, numbers, problems, share, table
+from fusion_trace.report.wording import Table, console, duration, numbers, print_table, problems, share
 
 
 def place(trace: JobTrace, finding: Finding) -> str:
@@ -31,6 +31,18 @@ def sentence(trace: JobTrace, finding: Finding) -> str:
     )
 
 
+def rows_of(trace: JobTrace, found: Sequence[Finding]) -> Table:
+    """All findings, a row each."""
+    rows = (
+        (
+            place(trace, each), each.cause + (f" ({each.detail})" if each.detail else ""), duration(each.lost),
+            share(each.share), duration(each.typical), duration(each.usual), numbers(each.steps),
+        )
+        for each in found
+    )  # fmt: skip
+    return Table("Stragglers", ("where", "cause", "lost", "of all", "takes", "usual", "steps"), tuple(rows), left=2)
+
+
 def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
     """Prints it. `steps`: how many were looked at."""
     out = console()
@@ -40,16 +52,5 @@ def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
     elif not found:
         out.print(f"nobody: in {steps} steps no rank, node or link stands out", style="green")
     else:
-        rows = table("where", "cause", "lost", "of all", "takes", "usual", "steps", left=2)
-        for finding in found:
-            rows.add_row(
-                place(trace, finding),
-                finding.cause + (f" ({finding.detail})" if finding.detail else ""),
-                duration(finding.lost),
-                share(finding.share),
-                duration(finding.typical),
-                duration(finding.usual),
-                numbers(finding.steps),
-            )
-        out.print(rows)
+        print_table(out, rows_of(trace, found))
     problems(out, trace.problems)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.text import Text
 
 from fusion_trace.analyse.overlap import PARTS
-from fusion_trace.analyse.summary import Summary
+from fusion_trace.analyse.summary import Rank, Summary
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report import stragglers_page
-from fusion_trace.report.wording import console, count, duration, problems, share, size, table
+from fusion_trace.report.wording import Table, console, count, duration, print_table, problems, share, size, table
 
 MOST = 64  # ranks or links that are shown
+
+
+def step_times(ranks: Iterable[Rank]) -> Table:
+    """How long steps of each rank take."""
+    rows = (
+        (
+            f"rank {rank.rank}", f"{rank.host} (node {rank.node})", str(rank.pid), f"{rank.first}-{rank.last}",
+            duration(rank.median), duration(rank.p5), duration(rank.p95),
+        )
+        for rank in ranks
+    )  # fmt: skip
+    return Table("Step times", ("", "host", "pid", "steps", "median", "5 %", "95 %"), tuple(rows), left=2)
 
 
 def show(trace: JobTrace, found: Summary) -> None:
@@ -22,12 +36,7 @@ def show(trace: JobTrace, found: Summary) -> None:
         out.print(
             f"{found.steps_per_second:.2f} steps a second; {size(found.handed_over)} handed over in each by a rank"
         )
-        rows = table("", "host", "pid", "steps", "median", "5 %", "95 %", left=2)
-        for rank in found.ranks[:MOST]:
-            steps = f"{rank.first}-{rank.last}"
-            times = (duration(ns) for ns in (rank.median, rank.p5, rank.p95))
-            rows.add_row(f"rank {rank.rank}", f"{rank.host} (node {rank.node})", str(rank.pid), steps, *times)
-        out.print(rows)
+        print_table(out, step_times(found.ranks[:MOST]))
         if found.ranks[MOST:]:
             out.print(f"and {len(found.ranks) - MOST} more (--json has them all)")
     if found.overlap is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import rich.table
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 
@@ -56,9 +57,27 @@ def console() -> Console:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def table(*columns: str, left: int = 1) -> Table:
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts, of which the first `left` columns are words and the others figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+
+
+def print_table(on: Console, shown: Table) -> None:
+    """Prints a table without its title."""
+    rows = table(*shown.columns, left=shown.left)
+    for row in shown.rows:
+        rows.add_row(*row)
+    on.print(rows)
+
+
+def table(*columns: str, left: int = 1) -> rich.table.Table:
     """A table without lines, of which the first `left` columns are text and the others numbers."""
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    made = rich.table.Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for place, column in enumerate(columns):
         made.add_column(column, justify="left" if place < left else "right", overflow="fold")
     return made

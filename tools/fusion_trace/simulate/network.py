@@ -51,22 +51,45 @@ class Traffic:
 
 
 class _Card:
-    """One direction of a network card."""
+    """One direction of a network card, which carries one message at a time.
 
-    def __init__(self, simulator: Simulator, link: Link) -> None:
+    Args:
+        begun: called with a message and the time at which it will have passed (s), when its turn has come.
+        ended: called with a message that has passed.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        link: Link,
+        begun: Callable[[Message, float], None],
+        ended: Callable[[Message], None],
+    ) -> None:
         self.byte = link.byte
-        self.by_priority = link.discipline == "priority"
-        self.waiting: list[tuple[int, int, Message]] = []
-        self.busy = False
-        self.serial = 0
-        self._simulator = simulator
+        self._by_priority = link.discipline == "priority"
+        self._waiting: list[tuple[int, int, Message]] = []
+        self._busy = False
+        self._serial = 0
+        self._simulator, self._begun, self._ended = simulator, begun, ended
 
     def put(self, message: Message) -> None:
-        self.serial += 1
-        heapq.heappush(self.waiting, (message.priority if self.by_priority else 0, self.serial, message))
+        """Has a message wait for its turn."""
+        self._serial += 1
+        heapq.heappush(self._waiting, (message.priority if self._by_priority else 0, self._serial, message))
+        if not self._busy:
+            self._next()
 
-    def take(self) -> Message:
-        return heapq.heappop(self.waiting)[2]
+    def _next(self) -> None:
+        self._busy = bool(self._waiting)
+        if self._busy:
+            message = heapq.heappop(self._waiting)[2]
+            ends = self._simulator.now + (message.nbytes + HEAD_NBYTES) * self.byte
+            self._simulator.at(ends, self._pass, message)
+            self._begun(message, ends)
+
+    def _pass(self, message: Message) -> None:
+        self._ended(message)
+        self._next()
 
 
 @dataclass
@@ -87,8 +110,8 @@ class Network:
 
     def __post_init__(self) -> None:
         self.traffic = [Traffic() for _ in self.links]
-        self._up = [_Card(self.simulator, link) for link in self.links]
-        self._down = [_Card(self.simulator, link) for link in self.links]
+        self._up = [_Card(self.simulator, link, self._depart, lambda message: None) for link in self.links]
+        self._down = [_Card(self.simulator, link, lambda message, ends: None, self._arrive) for link in self.links]
 
     def send(
         self, source: int, target: int, nbytes: int, priority: int, then: Callable[..., None], *arguments: Any
@@ -101,35 +124,11 @@ class Network:
         else:
             self.traffic[source].control += 1
         self._up[source].put(message)
-        if not self._up[source].busy:
-            self._depart(source)
 
-    def _depart(self, node: int) -> None:
-        card = self._up[node]
-        card.busy = bool(card.waiting)
-        if not card.waiting:
-            return
-        message = card.take()
-        now = self.simulator.now
-        length = message.nbytes + HEAD_NBYTES
-        departed = now + length * card.byte
-        self.simulator.at(departed, self._depart, node)
-        begins = max(now, departed - length * self._down[message.target].byte)
-        self.simulator.at(begins + self.links[node].latency, self._come, message)
-
-    def _come(self, message: Message) -> None:
-        card = self._down[message.target]
-        card.put(message)
-        if not card.busy:
-            self._enter(message.target)
-
-    def _enter(self, node: int) -> None:
-        card = self._down[node]
-        card.busy = bool(card.waiting)
-        if not card.waiting:
-            return
-        message = card.take()
-        self.simulator.after((message.nbytes + HEAD_NBYTES) * card.byte, self._arrive, message)
+    def _depart(self, message: Message, departed: float) -> None:
+        down = self._down[message.target]
+        begins = max(self.simulator.now, departed - (message.nbytes + HEAD_NBYTES) * down.byte)
+        self.simulator.at(begins + self.links[message.source].latency, down.put, message)
 
     def _arrive(self, message: Message) -> None:
         message.arrived = self.simulator.now
@@ -139,4 +138,3 @@ class Network:
             if self.watch is not None:
                 self.watch(message)
         message.then(*message.arguments)
-        self._enter(message.target)

@@ -24,7 +24,8 @@ from fusion_rt.trace_format import NOBODY, Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import Operation, Step, operations, steps_of
+from fusion_trace.read.operations import Operation, Step, operations, pairs, steps_of, within
+from fusion_trace.read.spans import union
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
 from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
 
@@ -144,7 +145,7 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         numbers=numbers,
         programs=programs,
         measured=tuple(tuple(steps[rank][number].ns / S for number in numbers) for rank in ranks),
-        waited=tuple(tuple(_waited(trace.workers[rank], steps[rank][number]) for number in numbers) for rank in ranks),
+        waited=tuple(_waited(trace.workers[rank], [steps[rank][number] for number in numbers]) for rank in ranks),
         names=names,
         buckets=buckets,
         tensors=_tensors(trace, index),
@@ -210,21 +211,10 @@ def _rows(trace: JobTrace, worker: Process, step: Step) -> Iterable[tuple[int, i
         yield kind, time, trace.names[name]
 
 
-def _waited(worker: Process, step: Step) -> float:
-    """For how long a step was kept waiting (s)."""
-    total, opened = 0, 0
-    begin = step.begin
-    records = worker.of(Kind.WAIT_BEGIN, Kind.WAIT_END)
-    for kind, time in zip(records["kind"].tolist(), records["time"].tolist(), strict=True):
-        if not step.begin <= time <= step.end:
-            continue
-        if kind == Kind.WAIT_BEGIN:
-            begin = time if not opened else begin
-            opened += 1
-        elif opened:
-            opened -= 1
-            total += 0 if opened else time - begin
-    return total / S
+def _waited(worker: Process, steps: Sequence[Step]) -> tuple[float, ...]:
+    """Returns for how long each step was kept waiting (s)."""
+    waits = union(pairs(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
+    return tuple(ns / S for ns in within(steps, waits))
 
 
 def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
