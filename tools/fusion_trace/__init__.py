@@ -1,1 +1,1 @@
-"""fusion_trace: commands that show what a job does, or would do. Imports only the shared modules of `fusion_rt`."""
+"""The `fusion-trace` command shows what a job does, or would do. Only `simulate` imports `fusiond`."""

@@ -1,4 +1,4 @@
-"""`python -m fusion_trace`."""
+"""Runs the command as `python -m fusion_trace`."""
 
 from fusion_trace.cli import main
 

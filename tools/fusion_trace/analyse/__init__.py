@@ -1,1 +1,1 @@
-"""Figures found in a job's records: one question a module, each with a JSON document."""
+"""Analyses of a job's records: a module answers one question, with figures and a JSON document."""

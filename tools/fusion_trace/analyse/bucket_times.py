@@ -1,4 +1,4 @@
-"""What becomes of each bucket, and where its time goes: `fusion-trace buckets`.
+"""`fusion-trace buckets` measures how long each phase of each bucket takes.
 
 Phases of a bucket at one clock, of which medians over clocks and ranks (or nodes, or chunks) are shown:
 
@@ -42,7 +42,7 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan, as a daemon got it.
+    """A plan, as a daemon received it.
 
     Attributes:
         number: its id; at: when it came, ns; nbytes: of all its buckets.
@@ -83,7 +83,8 @@ class BucketTimes:
 
 
 def plans(trace: JobTrace) -> tuple[Plan, ...]:
-    """By time; as the lowest node has recorded them, which is from time to time, so that full rings have them too."""
+    """Returns all plans, by time. The lowest node's records count; plans are recorded anew now and then, so that full
+    rings have them."""
     found: dict[int, Plan] = {}
     for _, daemon in sorted(trace.daemons.items()):
         records = daemon.of(Kind.PLAN, Kind.BUCKET, Kind.MEMBER)
@@ -111,7 +112,7 @@ def _plan(trace: JobTrace, number: int, records: Records) -> Plan:
 
 
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, ...]:
-    """Buckets by plan and size, then what is outside any plan.
+    """Returns buckets by plan and size, and then what is outside any plan.
 
     Without a choice of steps, operations outside of whole steps count too.
     """
@@ -146,7 +147,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, 
 
 
 def _in_order(name: str) -> tuple[str, int, str]:
-    """`bucket 2` before `bucket 10`."""
+    """Returns a key that sorts `bucket 2` before `bucket 10`."""
     head, _, number = name.rpartition(" ")
     return (head, int(number), "") if number.isascii() and number.isdigit() else (name, 0, name)
 
@@ -208,7 +209,7 @@ def _phases(trace: JobTrace, group: Sequence[Operation], members: set[str], grad
 def _first_gradient(
     gradients: _Gradients, rank: int, members: set[str], since: int | None, full: int | None
 ) -> int | None:
-    """When the first gradient of a bucket came, after it was full the last time. None: not known."""
+    """Returns when the first gradient of a bucket came after the bucket was full the last time; None: not known."""
     if full is None or since is None:
         return None
     first = None
@@ -221,7 +222,7 @@ def _first_gradient(
 
 
 def document(trace: JobTrace, found: Iterable[BucketTimes]) -> dict[str, object]:
-    """What `--json` shows; all times in ns."""
+    """Returns what `--json` shows; all times in ns."""
     return {
         "job": trace.job,
         "plans": [

@@ -1,4 +1,4 @@
-"""What a step's length is made of, across ranks and nodes: `fusion-trace critical-path`.
+"""`fusion-trace critical-path` says what the length of a step is made of, across ranks and nodes.
 
 The path is found backwards, from the moment when the last rank ends the step. Whoever is busy then is on it, back to
 when it last waited for something; from there on whoever it waited for is, and so on until the step's begin. So each
@@ -33,7 +33,7 @@ _LAST, _DATA, _RUN, _NEGOTIATED, _READY = 4, 3, 2, 1, 0  # what comes after what
 
 @dataclass(frozen=True)
 class Place:
-    """Where something happens: at a rank, in a node's daemon, or on a link from one node to another."""
+    """A rank, a node's daemon, or a link from one node to another."""
 
     rank: int | None = None
     node: int | None = None
@@ -62,7 +62,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Path:
-    """The critical path of a step, in order of time. `step`: of the rank that was the last to end it."""
+    """The critical path of a step, in order of time. `step` is that of the rank that was the last to end it."""
 
     step: Step
     segments: tuple[Segment, ...]
@@ -73,7 +73,7 @@ class Path:
 
 
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Path, ...]:
-    """The critical path of each step, by number."""
+    """Returns the critical path of each step, by number."""
     last: dict[int, Step] = {}
     for step in (step for steps in all_steps(trace).values() for step in steps if step.number in chosen):
         if step.number not in last or step.end > last[step.number].end:
@@ -83,7 +83,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Path, ...]:
 
 
 def totals(paths: Iterable[Path]) -> dict[tuple[str, Place], int]:
-    """ns of each activity at each place, the longest first."""
+    """Returns the ns of each activity at each place, the longest first."""
     sums: Counter[tuple[str, Place]] = Counter()
     for path in paths:
         for segment in path.segments:
@@ -96,7 +96,7 @@ def totals(paths: Iterable[Path]) -> dict[tuple[str, Place], int]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch of a worker's time. `key`: what it waits for, if it does."""
+    """A stretch of a worker's time. `key`: the operation that it waits for, if it does."""
 
     begin: int
     end: int
@@ -106,7 +106,7 @@ class _Piece:
 
 @dataclass
 class _Walk:
-    """Where a path has come to, going backwards.
+    """The state of a walk backwards along a path.
 
     Attributes:
         limit: the step's begin.
@@ -120,7 +120,7 @@ class _Walk:
     segments: list[Segment] = field(default_factory=list)
 
     def back_to(self, time: int, activity: str, place: Place, what: str = "") -> None:
-        """From `time` until where the path has come to, it was this. Clocks that disagree do not make it longer."""
+        """Goes back to `time`, all of which was this activity. Clocks that disagree do not make the path longer."""
         begin = max(self.limit, min(time, self.time))
         if begin < self.time:
             self.segments.append(Segment(begin, self.time, activity, place, what))
@@ -132,7 +132,7 @@ class _Walk:
 
 
 class _Graph:
-    """What happened, so that it can be walked back."""
+    """The operations and workers' pieces that a path is walked back through."""
 
     def __init__(self, trace: JobTrace) -> None:
         self._operations = operations(trace)
@@ -141,7 +141,7 @@ class _Graph:
         self._ends = {rank: [piece.end for piece in pieces] for rank, pieces in self._pieces.items()}
 
     def back_from(self, step: Step) -> tuple[Segment, ...]:
-        """From the end of a step to its begin."""
+        """Walks from the end of a step back to its begin."""
         walk = _Walk(step.begin, step.end, (step.rank, step.begin, ""))
         at: tuple[int, Key] | int = step.rank  # a worker's rank, or a node and what its daemon is at
         stage = _LAST
@@ -190,7 +190,8 @@ class _Graph:
     # --- daemons ------------------------------------------------------------------------------------------------------
 
     def _in_daemon(self, node: int, key: Key, stage: int, walk: _Walk) -> tuple[tuple[int, Key] | int, int]:
-        """Goes back by one event of an operation on a node; `stage`: what at this very moment comes before."""
+        """Goes back by one event of an operation on a node; `stage`: events of this very moment count from before this
+        stage."""
         operation = self._operations[key]
         part = operation.daemons.get(node)
         found = None if part is None else self._latest(operation, part, node, stage, walk)
@@ -229,7 +230,7 @@ class _Graph:
     def _latest(
         self, operation: Operation, part: DaemonPart, node: int, stage: int, walk: _Walk
     ) -> tuple[int, int, Chunk | _Kernel | Span | int | None] | None:
-        """The last event before the moment that the path has come to: its time, its stage, and what it is."""
+        """Returns the last event before the moment that the walk is at: its time, its stage, and what it is."""
         found: list[tuple[int, int, Chunk | _Kernel | Span | int | None]] = []
         for name, spans in part.kernels.items():
             for begin, end in spans:
@@ -256,7 +257,7 @@ class _Kernel:
 
 
 def _pieces(worker: Process, found: Iterable[Operation]) -> list[_Piece]:
-    """All of a worker's time, from its first record to its last, in pieces that follow each other."""
+    """Returns all of a worker's time, from its first record to its last, in pieces that follow each other."""
     if not len(worker.records):
         return []
     parts = [(operation.key, operation.workers[worker.rank]) for operation in found if worker.rank in operation.workers]
@@ -290,7 +291,7 @@ def _pieces(worker: Process, found: Iterable[Operation]) -> list[_Piece]:
 
 
 def document(trace: JobTrace, paths: Sequence[Path]) -> dict[str, object]:
-    """What `--json` shows; all times in ns."""
+    """Returns what `--json` shows; all times in ns."""
     return {
         "job": trace.job,
         "totals": [

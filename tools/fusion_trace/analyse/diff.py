@@ -1,4 +1,4 @@
-"""What has changed from one job to another: `fusion-trace diff`.
+"""`fusion-trace diff` compares the steps of two jobs.
 
 A sample is a step: what it takes, as the mean over its ranks. Of each measure a trimmed mean over the steps is compared
 (the highest and the lowest tenth are left out, which a pause or the first steps would decide otherwise), and its
@@ -54,7 +54,7 @@ class Comparison:
         return self.low > 0 or self.high < 0
 
     def relative(self, ns: float) -> float | None:
-        """As a part of what it was."""
+        """Returns a time as a part of what the measure was before."""
         return ns / self.before if self.before else None
 
 
@@ -65,7 +65,7 @@ def compare(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> tuple[Comparison, ...]:
-    """The measures that either job has, in order of `MEASURES`.
+    """Returns the measures that either job has, in order of `MEASURES`.
 
     Raises:
         ChoiceError: a job has too few steps.
@@ -81,7 +81,7 @@ def changes(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> tuple[Comparison, ...]:
-    """As `compare`, of samples."""
+    """Compares samples, as `compare` compares jobs."""
     for job, its in zip(jobs, (before, after), strict=True):
         if len(its["step"]) < LEAST_STEPS:
             raise ChoiceError(f"job {job} has {len(its['step'])} whole steps, and a comparison needs {LEAST_STEPS}")
@@ -96,7 +96,7 @@ def changes(
 
 
 def samples(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, NDArray[np.float64]]:
-    """By measure, what each step takes, ns, in order: the mean over its ranks."""
+    """Returns, by measure, the time of each step, in order: ns, the mean over its ranks."""
     sums: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for part in partitions(trace, chosen):
         sums[part.number]["step"].append(part.ns)
@@ -115,7 +115,7 @@ def _middle(values: NDArray[np.float64]) -> float:
 
 
 def _trimmed(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The trimmed mean of each row."""
+    """Returns the trimmed mean of each row."""
     number = rows.shape[1]
     cut = int(number * _TRIM)
     means: NDArray[np.float64] = np.sort(rows, axis=1)[:, cut : number - cut].mean(axis=1)
@@ -125,7 +125,8 @@ def _trimmed(rows: NDArray[np.float64]) -> NDArray[np.float64]:
 def _interval(
     before: NDArray[np.float64], after: NDArray[np.float64], level: float, generator: np.random.Generator
 ) -> tuple[float, float]:
-    """Of the difference of the trimmed means: the basic bootstrap, widened as Student's t is for few steps."""
+    """Returns the interval of the difference of the trimmed means: the basic bootstrap, widened as Student's t is for
+    few steps."""
     difference = _middle(after) - _middle(before)
     drawn = _resampled(after, generator) - _resampled(before, generator) - difference
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
@@ -135,7 +136,8 @@ def _interval(
 
 
 def _resampled(values: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
-    """Trimmed means of resamples, made of blocks of steps that follow each other, around the end too."""
+    """Returns trimmed means of resamples, which are made of blocks of steps that follow each other, around the end
+    too."""
     number = len(values)
     length = max(1, round(number ** (1 / 3)))
     begins = generator.integers(0, number, (_RESAMPLES, -(-number // length), 1))
@@ -144,7 +146,7 @@ def _resampled(values: NDArray[np.float64], generator: np.random.Generator) -> N
 
 
 def verdict(found: Sequence[Comparison]) -> str:
-    """A sentence on the step, the first of the measures."""
+    """Returns a sentence on the step, the first of the measures."""
     step = found[0]
     assert step.measure == "step"
     if not step.changed:
@@ -155,7 +157,7 @@ def verdict(found: Sequence[Comparison]) -> str:
 
 
 def document(first: JobTrace, second: JobTrace, found: Sequence[Comparison], confidence: float) -> dict[str, object]:
-    """What `--json` shows; all times in ns."""
+    """Returns what `--json` shows; all times in ns."""
     return {
         "jobs": [first.job, second.job],
         "confidence": confidence,

@@ -1,4 +1,4 @@
-"""What `fusion-trace hang` finds out: what waits for whom in the jobs of this host, and where these are.
+"""`fusion-trace hang` asks the daemons of this host what waits for whom in their jobs, and where those processes are.
 
 Each daemon of a job passes the question on to all others, so one that answers is enough; all that are on this host are
 asked, and those that do not answer are looked at from outside: their state in /proc, and their own stack, which they
@@ -40,7 +40,7 @@ class Daemon:
 
 
 def look(root: str, job: str, everyone: bool, timeout: float) -> Iterator[dict[str, Any]]:
-    """For each job with daemons on this host, what it waits for, as JSON types.
+    """Yields, for each job with daemons on this host, what it waits for, as JSON types.
 
     Args:
         root: FUSION_RUNTIME_DIR.
@@ -72,7 +72,7 @@ def _look_at(found: Found, everyone: bool, timeout: float) -> Daemon:
 
 
 def _document(job: str, daemons: Sequence[Daemon]) -> dict[str, Any]:
-    """What the first daemon that has answered knows of the job, and what was seen of all that are here."""
+    """Joins what the first daemon that has answered knows of the job with what was seen of all daemons here."""
     told = next((daemon.told for daemon in daemons if daemon.told is not None), None)
     document: dict[str, Any] = {"job": job, "answered": told is not None, **(told or {})}
     known = {each["node"]: each for each in document.get("daemons", [])}
@@ -90,7 +90,7 @@ def _document(job: str, daemons: Sequence[Daemon]) -> dict[str, Any]:
 
 
 def _stack(found: Found, pid: int) -> wire.Stack:
-    """The stack of a daemon's main thread; an empty one if it does not write it."""
+    """Returns the stack of a daemon's main thread; an empty one if the daemon does not write it."""
     path = os.path.join(found.directory, OWN_STACKS)
     try:
         process = os.pidfd_open(pid)
@@ -111,7 +111,7 @@ def _stack(found: Found, pid: int) -> wire.Stack:
 
 
 def _written(path: str) -> str:
-    """What is in a file once it has stopped growing; "" if nothing comes."""
+    """Returns what is in a file once it has stopped growing; "" if nothing comes."""
     deadline = time.monotonic() + _PATIENCE
     sizes = [0, 0, 0]
     while time.monotonic() < deadline and not (sizes[0] and sizes[0] == sizes[1] == sizes[2]):
@@ -122,6 +122,6 @@ def _written(path: str) -> str:
 
 
 def not_there(root: str, job: str) -> FusionError:
-    """Why there is nothing to tell."""
+    """Returns the error that says why there is nothing to tell."""
     which = f" of job {job!r}" if job else ""
     return FusionError(f"no daemon{which} of this user runs on this host (in {root})")

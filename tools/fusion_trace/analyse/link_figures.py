@@ -1,4 +1,4 @@
-"""What went over each link between nodes, and how fast."""
+"""Figures of each link between nodes: how much went over it, and how fast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LinkFigures:
 
 
 def link_figures(trace: JobTrace, chunks: Iterable[Chunk], span: Span) -> tuple[LinkFigures, ...]:
-    """By source and target. `span`: of the steps that the chunks are of."""
+    """Returns the figures of each link, by source and target. `span`: of the steps that the chunks are of."""
     of_link: dict[tuple[int, int], list[Chunk]] = defaultdict(list)
     for chunk in chunks:
         of_link[chunk.source, chunk.target].append(chunk)

@@ -1,4 +1,4 @@
-"""How much of each step a rank computes, communicates, and waits: `fusion-trace overlap`.
+"""`fusion-trace overlap` says how much of each step a rank computes, communicates, and waits.
 
 Every nanosecond of a step is in exactly one of five parts, so that they add up to the step:
 
@@ -51,7 +51,7 @@ class Partition:
 
     @property
     def blocked(self) -> int:
-        """In which the script waits, whatever for."""
+        """Time for which the script waits, for other ranks or for communication."""
         return self.exposed + self.waiting
 
     @property
@@ -75,7 +75,7 @@ class Overview:
 
 @lru_cache(maxsize=2)  # as `operations`
 def partitions(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Partition, ...]:
-    """All whole steps of all ranks, by rank and number."""
+    """Returns all whole steps of all ranks, by rank and number."""
     every = operations(trace)
     result: list[Partition] = []
     for rank, steps in all_steps(trace).items():
@@ -85,7 +85,7 @@ def partitions(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Partiti
 
 
 def under_way(rank: int, node: int, found: Iterable[Operation]) -> tuple[Span, ...]:
-    """When communication is under way for a rank; see above."""
+    """Returns when communication is under way for a rank; see above."""
     return union(span for operation in found if (span := _flight(operation, rank, node)) is not None)
 
 
@@ -132,7 +132,8 @@ def _of_rank(worker: Process, steps: Sequence[Step], flights: Sequence[Span]) ->
 
 
 def operations_of_steps(found: Iterable[Operation], parts: Sequence[Partition]) -> dict[int, list[Operation]]:
-    """By number of the step, the operations that were handed over in it; by the lowest rank that has whole steps."""
+    """Returns, by number of the step, the operations that were handed over in it; by the lowest rank that has whole
+    steps."""
     steps_of_rank = by_rank(parts)
     result: dict[int, list[Operation]] = defaultdict(list)
     for operation in found:
@@ -158,12 +159,12 @@ def _containing(steps: Sequence[Partition], time: int) -> int | None:
 
 
 def by_rank(parts: Iterable[Partition]) -> dict[int, list[Partition]]:
-    """The steps of each rank."""
+    """Returns the steps of each rank."""
     return _grouped(parts, lambda part: part.rank)
 
 
 def by_step(parts: Iterable[Partition]) -> dict[int, list[Partition]]:
-    """The ranks' partitions of each step, by its number, in order."""
+    """Returns the ranks' partitions of each step, by its number, in order."""
     return dict(sorted(_grouped(parts, lambda part: part.number).items()))
 
 
@@ -175,7 +176,7 @@ def _grouped(parts: Iterable[Partition], key: Callable[[Partition], int]) -> dic
 
 
 def overview(found: Sequence[Partition]) -> Overview:
-    """Of steps of one or more ranks; at least one."""
+    """Returns the medians of at least one step, of one or more ranks."""
     middle = {name: median([getattr(each, name) for each in found]) for name in ("ns", *PARTS)}
     overlapped, exposed = sum(each.overlapped for each in found), sum(each.exposed for each in found)
     hidden = overlapped / (overlapped + exposed) if overlapped + exposed else None
@@ -183,14 +184,14 @@ def overview(found: Sequence[Partition]) -> Overview:
 
 
 def median(values: Iterable[int]) -> int:
-    """The middle one, or the mean of the two in the middle, rounded down; of at least one value."""
+    """Returns the middle one of at least one value, or the mean of the two in the middle, rounded down."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
 
 
 def document(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, object]:
-    """What `--json` shows; all times in ns."""
+    """Returns what `--json` shows; all times in ns."""
     found = partitions(trace, chosen)
     return {
         "job": trace.job,

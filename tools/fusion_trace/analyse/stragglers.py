@@ -1,4 +1,4 @@
-"""Who is slow, and why: `fusion-trace stragglers`.
+"""`fusion-trace stragglers` says which rank, node or link is slow, and why.
 
 In every step, each rank, node and link is compared with the others of its kind, and with itself in other steps: what it
 took more than the lower of the two is its *excess*. Four causes are told apart, and none is blamed for another's time:
@@ -82,7 +82,7 @@ _Times = dict[_Place, dict[int, int]]  # by place and step, ns
 
 
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Finding, ...]:
-    """All that were slower than the others, the most expensive first."""
+    """Returns all that were slower than the others, the most expensive first."""
     parts = partitions(trace, chosen)
     if not parts:
         return ()
@@ -110,7 +110,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Finding, ...]
 
 
 def _of_daemons(number: int, its: Sequence[Operation], times: _Times) -> None:
-    """Negotiation, queues before the start, and kernels of a step."""
+    """Notes the negotiation, the queues before the start, and the kernels of a step."""
     negotiation: dict[int, int] = defaultdict(int)
     queue: dict[int, int] = defaultdict(int)
     kernels: dict[int, list[Span]] = defaultdict(list)
@@ -141,7 +141,7 @@ def _of_links(
     bytes_carried: dict[_Place, dict[int, int]],
     spans_seen: dict[_Place, dict[int, int]],
 ) -> None:
-    """Queues and wires of a step."""
+    """Notes the queues and wires of a step."""
     flights: dict[tuple[int, int], list[Span]] = defaultdict(list)
     waits: dict[tuple[int, int], list[Span]] = defaultdict(list)
     carried: dict[tuple[int, int], int] = defaultdict(int)
@@ -167,7 +167,8 @@ def _of_links(
 def _expected(
     places: Sequence[_Place], times: _Times, bytes_carried: Mapping[_Place, Mapping[int, int]]
 ) -> dict[_Place, dict[int, float]]:
-    """What each place would have taken in each step: as the others did then, or as it does itself, the lower of both.
+    """Returns what each place would have taken in each step: as the others did then, or as it does itself, the lower of
+    both.
 
     Links are compared by bytes.
     """
@@ -234,14 +235,14 @@ def _finding(
 
 
 def _clock_error(trace: JobTrace, place: _Place) -> int:
-    """By how much times between the two ends of a link may be wrong, ns; each span by so much."""
+    """Returns by how much times between the two ends of a link may be wrong, ns; each span by so much."""
     if place.link is None:
         return 0
     return sum(max(0, trace.offsets[node].error) for node in place.link if node in trace.offsets)
 
 
 def _detail(trace: JobTrace, place: _Place, slow: Sequence[int], steps: Mapping[int, Sequence[Partition]]) -> str:
-    """In which phase a rank is slower than the others; that a node's kernels are."""
+    """Says in which phase a rank is slower than the others, or what of a node is."""
     if place.cause == "queue":
         return "between its workers and its daemon" if place.node is not None else "with nothing on the link"
     if place.cause != "compute":
@@ -252,7 +253,8 @@ def _detail(trace: JobTrace, place: _Place, slow: Sequence[int], steps: Mapping[
     scripts = {rank: script(worker) for rank, worker in trace.workers.items()}
 
     def longer(number: int, length: Callable[[Partition], int]) -> int | None:
-        """By how much a part of a step takes longer here than on the other ranks, ns; None: nothing to compare."""
+        """Returns by how much a part of a step takes longer here than on the other ranks, ns; None: nothing to
+        compare."""
         own = [length(part) for part in steps[number] if part.rank == place.rank]
         others = [length(part) for part in steps[number] if part.rank != place.rank]
         return own[0] - median(others) if own and others else None
@@ -273,12 +275,12 @@ def _detail(trace: JobTrace, place: _Place, slow: Sequence[int], steps: Mapping[
 
 
 def _begun_in(part: Partition, spans: Sequence[Span]) -> int:
-    """How long spans that begin in a step are, ns."""
+    """Returns how long spans that begin in a step are, ns."""
     return sum(span.ns for span in spans if part.begin <= span.begin < part.end)
 
 
 def document(trace: JobTrace, found: Sequence[Finding]) -> dict[str, object]:
-    """What `--json` shows; all times in ns."""
+    """Returns what `--json` shows; all times in ns."""
     return {
         "job": trace.job,
         "stragglers": [asdict(finding) for finding in found],

@@ -1,4 +1,4 @@
-"""A job at a glance: `fusion-trace summary`."""
+"""`fusion-trace summary` shows a job at a glance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What went from a node to another in the chosen steps: payload bytes and chunks."""
+    """Payload bytes and chunks that went from one node to another in the chosen steps."""
 
     source: int
     target: int
@@ -43,7 +43,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True)
 class Summary:
-    """A job.
+    """A job at a glance.
 
     Attributes:
         job, nodes: which, and how many nodes have daemons in the trace.
@@ -126,7 +126,8 @@ def _rank(worker: Process, steps: Sequence[Partition]) -> Rank:
 
 
 def _odd(trace: JobTrace, any_step: bool) -> Iterator[str]:
-    """Lost records, connections, stalls, plans, failures; in this order, and then what could not be read."""
+    """Yields sentences on lost records, connections, stalls, plans and failures, in this order, and then on what could
+    not be read."""
     for process in trace.processes:
         if process.overwritten:
             share = process.overwritten / max(1, process.written)
@@ -180,7 +181,7 @@ def _times(count: int) -> str:
 
 
 def document(found: Summary, trace: JobTrace) -> dict[str, object]:
-    """What `--json` shows; times in ns if nothing else is said."""
+    """Returns what `--json` shows; times in ns if nothing else is said."""
     processes = [
         {
             "role": process.role.name.lower(),

@@ -1,4 +1,4 @@
-"""The life of a tensor, from the hook to the update, over all ranks: `fusion-trace tensor NAME`.
+"""`fusion-trace tensor` follows a tensor from the hook to the update, over all ranks.
 
 A parameter is followed into its bucket; a bucket, and a tensor outside a plan, are followed themselves.
 """
@@ -20,7 +20,7 @@ from fusion_trace.read.operations import DaemonPart, Operation, WorkerPart, oper
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to it.
+    """One thing that happened to a tensor.
 
     Attributes:
         at: ns on the job's axis.
@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Life:
-    """What happened to a tensor in one step. `clock`: of the operation; `ns`: from its first event to its last."""
+    """The events of a tensor in one step. `clock`: of the operation; `ns`: from its first event to its last."""
 
     step: int | None
     clock: int
@@ -60,7 +60,7 @@ class TensorLives:
 
     @property
     def typical(self) -> Life | None:
-        """The one of median length; None: there are none."""
+        """The life of median length; None: there are none."""
         if not self.lives:
             return None
         middle = median(life.ns for life in self.lives)
@@ -68,7 +68,7 @@ class TensorLives:
 
 
 def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> TensorLives:
-    """The lives of a tensor or bucket.
+    """Returns the lives of a tensor or bucket.
 
     Args:
         name: all of it, or a part of it that no other name has.
@@ -221,5 +221,5 @@ def _of_chunk(chunk: Chunk) -> _Seen:
 
 
 def document(trace: JobTrace, found: TensorLives) -> dict[str, object]:
-    """What `--json` shows; all times in ns."""
+    """Returns what `--json` shows; all times in ns."""
     return {"job": trace.job, **asdict(found), "problems": list(trace.problems)}

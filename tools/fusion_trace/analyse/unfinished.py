@@ -1,4 +1,4 @@
-"""What was not finished when a job's records end: who had waited for whom, and what each rank did last.
+"""Finds out what was not finished when a job's records end: who had waited for whom, and what each rank did last.
 
 For `fusion-trace hang`, of a job whose daemons are gone and can be asked nothing.
 """
@@ -46,7 +46,7 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Last:
-    """What a rank did last: `silent` seconds before the records of the whole job end; `doing`: in words."""
+    """The last activity of a rank: `silent` seconds before the records of the whole job end; `doing`: in words."""
 
     rank: int
     host: str
@@ -66,12 +66,12 @@ class Ending:
     problems: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Returns the end as JSON types."""
         return {"from": "records", **asdict(self)}
 
 
 def ending(trace: JobTrace) -> Ending:
-    """What was not finished when the records end."""
+    """Returns what was not finished when the records end."""
     _, end = trace.span
     every = list(operations(trace).values())
     taken: dict[str, set[int]] = {}
@@ -113,7 +113,7 @@ def _last(trace: JobTrace, worker: Process, end: int) -> Last:
 
 
 def _waits_for(trace: JobTrace, worker: Process) -> str:
-    """The operation that its script was kept waiting for; empty if it was not."""
+    """Returns the name of the operation that the script was kept waiting for; empty if it was not."""
     waits = worker.of(Kind.WAIT_BEGIN, Kind.WAIT_END)
     if not len(waits) or waits["kind"][-1] != Kind.WAIT_BEGIN:
         return ""

@@ -15,7 +15,7 @@ Event = dict[str, Any]
 
 
 def events(picture: Picture) -> Iterator[Event]:
-    """All events; times in us since the picture's begin, exact to the ns."""
+    """Yields all events; times in us since the picture's begin, exact to the ns."""
     ends: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # of arrows: time, pid, tid
     for rows in picture.processes:
         yield from _named(rows)
@@ -49,7 +49,7 @@ def _slice(each: Slice, pid: int, tid: int, begin: int) -> Event:
 
 
 def _arrow(number: int, places: list[tuple[int, int, int]], begin: int) -> Iterator[Event]:
-    """From slice to slice, in order of time. Nothing for one that has only one end."""
+    """Yields the ends of an arrow from slice to slice, in order of time. Nothing for one that has only one end."""
     if len(places) < 2:
         return
     for place, (time, pid, tid) in enumerate(places):
@@ -63,7 +63,7 @@ def _us(ns: int) -> float:
 
 
 def about(trace: JobTrace) -> dict[str, object]:
-    """What a file says of the trace that its events are from."""
+    """Returns what a file says of the trace that its events are from."""
     return {"job": trace.job, "begin_ns": trace.span[0], "problems": list(trace.problems)}
 
 

@@ -29,7 +29,7 @@ def write(path: str, picture: Picture) -> int:
 
 
 def packets(picture: Picture) -> Iterator[Any]:
-    """`TracePacket`s: descriptors of all tracks first, then what is on them, by time."""
+    """Yields `TracePacket`s: descriptors of all tracks first, then what is on them, by time."""
     proto = _protos()
     first = True
     tracks: list[tuple[int, Track]] = []
@@ -65,7 +65,8 @@ def packets(picture: Picture) -> Iterator[Any]:
 
 
 def _events(tracks: list[tuple[int, Track]]) -> Iterator[tuple[int, int, int, Any]]:
-    """Time, what comes first at the same time, track, and what: a mark, a slice that begins, or None: one ends."""
+    """Yields (time, order at the same time, track, what), where `what` is a mark, a slice that begins, or None: a slice
+    ends."""
     for uuid, track in tracks:
         for each in track.slices:
             yield each.begin, 1, uuid, each
@@ -95,7 +96,7 @@ def _fill(event: Any, what: Any) -> None:
 
 
 def _write(file: IO[bytes], packet: Any) -> None:
-    """A packet is field 1 of the message `Trace`, with its length."""
+    """Writes a packet, which is field 1 of the message `Trace`, with its length."""
     data = packet.SerializeToString()
     length, head = len(data), bytearray(b"\x0a")
     while length > 0x7F:

@@ -1,4 +1,4 @@
-"""What a job recorded, as slices on tracks: what all formats for viewers are made of.
+"""A job's records as slices on tracks, from which all formats for viewers are made.
 
 A track shows one thing after another. What overlaps (operations, kernels of a pool, chunks) is laid out on as many
 tracks as it takes. An *arrow* joins slices of several processes: a bucket from the worker that hands it over to its
@@ -30,7 +30,7 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class Slice:
-    """Something that lasts. Times in ns on the job's axis; `arrows`: numbers of those that go through it."""
+    """An activity that lasts. Times in ns on the job's axis; `arrows`: numbers of those that go through it."""
 
     begin: int
     end: int
@@ -41,7 +41,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happens at a moment."""
+    """An event at a moment."""
 
     time: int
     name: str
@@ -76,7 +76,7 @@ class Picture:
 
 
 def draw(trace: JobTrace) -> Picture:
-    """The picture of a job."""
+    """Returns the picture of a job."""
     found = operations(trace)
     arrows = _Arrows(trace, found.values())
     rows = []
@@ -140,7 +140,8 @@ def _of_worker(process: Process, trace: JobTrace, found: Iterable[Operation], ar
 
 
 def _flight(key: Key, part: WorkerPart, arrows: tuple[int, ...]) -> Iterator[Slice]:
-    """From the hand-over to when the answer was read; an arrow leaves at its begin and comes to an end after it."""
+    """Yields a slice from the hand-over to when the answer was read; an arrow leaves at its begin and comes to an end
+    after it."""
     if part.submitted is None:
         return
     why = {} if part.flush is None else {"why": part.flush.name.lower()}
@@ -219,7 +220,7 @@ def _marks(process: Process, trace: JobTrace) -> list[Track]:
 
 
 def lanes(name: str, slices: Sequence[Slice]) -> list[Track]:
-    """Slices laid out so that on no track one begins before the one before it has ended. Those that last no time at all
+    """Lays out slices so that on no track one begins before the one before it has ended. Those that last no time at all
     get 1 ns, which viewers need to attach arrows to them."""
     tracks: list[Track] = []
     busy: list[tuple[int, int]] = []  # when each of these tracks is free again

@@ -1,4 +1,4 @@
-"""Traces of torch.profiler (`export_chrome_trace`), put on the axis of a job.
+"""Puts traces of torch.profiler (`export_chrome_trace`) on the axis of a job.
 
 Their times are of the host's wall clock: microseconds since `baseTimeNanoseconds`, or since 1970 where there is none.
 A ring says what the wall clock showed at a moment of the monotonic clock, which is what records have.
@@ -24,7 +24,7 @@ _PIDS = 10_000  # pids of what is no worker, for each file
 
 
 def read(path: str) -> dict[str, Any]:
-    """The document in a file.
+    """Returns the document in a file.
 
     Raises:
         TraceError: it is none.
@@ -48,7 +48,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def merged(trace: JobTrace, path: str, number: int, pids: dict[int, int]) -> Iterator[Event]:
-    """The events of a profile, on the job's axis and in the rows of its rank.
+    """Yields the events of a profile, on the job's axis and in the rows of its rank.
 
     Args:
         path: of the file, with `RANK=` before it if the rank cannot be told by the process's id.
@@ -88,7 +88,7 @@ def merged(trace: JobTrace, path: str, number: int, pids: dict[int, int]) -> Ite
 
 
 class _Axis:
-    """Puts times of a profile on the job's axis."""
+    """The way from times of a profile to the job's axis."""
 
     def __init__(self, trace: JobTrace, worker: Process, document: dict[str, Any]) -> None:
         header = read_header(worker.paths[-1])
@@ -99,7 +99,7 @@ class _Axis:
         self._offset = trace.offsets[worker.node]
 
     def __call__(self, us: float) -> int:
-        """ns of the job's axis. The fraction is kept apart, since a float has not room for both."""
+        """Returns a time in ns of the job's axis. The fraction is kept apart, since a float has not room for both."""
         whole = int(us // 1)
         local = self._base + whole * 1000 + round((us - whole) * 1000)
         return int(self._offset.apply(np.array([local], np.int64))[0])

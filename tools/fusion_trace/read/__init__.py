@@ -1,1 +1,1 @@
-"""Rings of a job, read and put together: one axis of time, steps, and operations."""
+"""Reads the rings of a job and puts them together: one axis of time, steps, and operations."""

@@ -1,4 +1,4 @@
-"""Brings the clocks of all nodes onto node 0's.
+"""Aligns the clocks of all nodes with node 0's.
 
 Daemons have measured how far each peer's clock is from their own (records of kind `CLOCK`): an echo of the peer's time,
 and the round trip it took. The true offset is within half a round trip of the measured one, so the echoes with the
@@ -29,7 +29,7 @@ _MOST = 4096  # measurements that are used; of more, those with the shortest rou
 
 @dataclass(frozen=True, eq=False)
 class Offset:
-    """What is to be added to times of a node to have them on node 0's clock.
+    """A function of time that is added to times of a node to have them on node 0's clock.
 
     Attributes:
         at: times of the node's clock, ns, increasing.
@@ -44,7 +44,7 @@ class Offset:
     how: str
 
     def apply(self, times: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Times of the node, on node 0's clock; int64 ns."""
+        """Returns times of the node on node 0's clock; int64 ns."""
         base = int(self.ns[0])
         x, at, changes = (times - self.at[0]).astype(float), (self.at - self.at[0]).astype(float), self.ns - base
         moved = np.interp(x, at, changes)
@@ -64,7 +64,7 @@ def fixed(ns: int, error: int, how: str) -> Offset:
 
 
 def to_node_0(daemons: Mapping[int, Records]) -> dict[int, Offset]:
-    """The offset of every node that can be reached from node 0 by measurements, node 0 among them.
+    """Returns the offset of every node that can be reached from node 0 by measurements, node 0 among them.
 
     Args:
         daemons: by node, what its daemon recorded, in times of its own clock.
@@ -101,7 +101,7 @@ def to_node_0(daemons: Mapping[int, Records]) -> dict[int, Offset]:
 
 
 def _fitted(times: NDArray[np.int64], offsets: NDArray[np.int64], round_trips: NDArray[np.uint32]) -> Offset:
-    """A line with corners through measurements (round trips in us); its error is half of the shortest round trips."""
+    """Fits a line with corners to measurements (round trips in us); its error is half of the shortest round trips."""
     spans = np.array_split(np.arange(len(times)), min(_MOST, len(times)))
     kept = np.array([span[np.argmin(round_trips[span])] for span in spans])
     times, offsets, trips = times[kept], offsets[kept], np.maximum(round_trips[kept].astype(float), 1)

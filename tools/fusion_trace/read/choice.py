@@ -1,4 +1,4 @@
-"""Which steps of a trace a person chooses."""
+"""The steps of a trace that a person chooses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fusion_rt.errors import FusionError
 
 
 class ChoiceError(FusionError, ValueError):
-    """What was asked for cannot be meant, or is not there."""
+    """A choice cannot be meant, or is not in the trace."""
 
 
 @dataclass(frozen=True)
 class StepRange:
-    """Numbers of steps. `None` on either side: no limit."""
+    """A range of steps. `None` on either side: no limit."""
 
     first: int | None = None
     stop: int | None = None
@@ -27,7 +27,7 @@ EVERY_STEP = StepRange()
 
 
 def parse_steps(text: str) -> StepRange:
-    """`A:B`, as in Python; `A` alone is that step.
+    """Reads `A:B`, as in Python; `A` alone is that step.
 
     Raises:
         ChoiceError: it is something else, or no step is in it.

@@ -1,4 +1,4 @@
-"""The chunks of every operation, from what the daemons at both ends of each link have recorded."""
+"""Joins what the daemons at both ends of each link have recorded into the chunks of every operation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Chunk:
 
 
 def by_operation(process: Process, kinds: Sequence[Kind]) -> Iterable[tuple[Id, list[Row]]]:
-    """The records of each operation, by time. Those without a name are of none."""
+    """Returns the records of each operation, by time. Those without a name are of none."""
     rows: dict[Id, list[Row]] = defaultdict(list)
     records = process.of(*kinds)
     columns = (records[field].tolist() for field in ("name", "plan", "clock", "kind", "time", "value", "extra", "peer"))
@@ -53,7 +53,7 @@ def by_operation(process: Process, kinds: Sequence[Kind]) -> Iterable[tuple[Id, 
 
 
 def chunks_of(daemons: Mapping[int, Process]) -> dict[Id, list[Chunk]]:
-    """The chunks of every operation, from what both ends of each link have recorded."""
+    """Returns the chunks of every operation, from what both ends of each link have recorded."""
     out: dict[tuple[Id, int, int], list[Row]] = {}  # by operation, source and target
     into: dict[tuple[Id, int, int], list[Row]] = {}
     for node, daemon in daemons.items():
@@ -77,7 +77,7 @@ def chunks_of(daemons: Mapping[int, Process]) -> dict[Id, list[Chunk]]:
 
 
 def _of_link(source: int, target: int, out: Sequence[Row], into: Sequence[Row]) -> list[Chunk]:
-    """The chunks of one operation on one link.
+    """Returns the chunks of one operation on one link.
 
     A link keeps its order, so that what has no number belongs to the next one that has nothing yet.
     """
@@ -116,7 +116,8 @@ def _of_link(source: int, target: int, out: Sequence[Row], into: Sequence[Row]) 
 
 
 def _departures(rows: Iterable[Row]) -> list[tuple[Row | None, Row | None]]:
-    """What was sent on a link, each with the first QUEUED of the chunk, if it had to wait; then what still waits.
+    """Returns what was sent on a link, each with the first QUEUED of the chunk, if it had to wait; then what still
+    waits.
 
     A chunk waits for credit, then for its turn, or for one of them, or for neither; nothing overtakes.
     """
@@ -135,7 +136,8 @@ def _departures(rows: Iterable[Row]) -> list[tuple[Row | None, Row | None]]:
 
 
 def _arrivals(rows: Iterable[Row]) -> list[tuple[Row | None, Row | None]]:
-    """What came on a link, each with its TAKEN: of the same number, or the first one that is not of another chunk."""
+    """Returns what came on a link, each with its TAKEN: of the same number, or the first one that is not of another
+    chunk."""
     waiting: deque[Row] = deque()
     found: list[tuple[Row | None, Row | None]] = []
     for row in rows:

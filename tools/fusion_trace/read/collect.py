@@ -1,4 +1,4 @@
-"""Fetches the rings of a job from all its hosts: `fusion-trace collect`.
+"""`fusion-trace collect` fetches the rings of a job from all its hosts.
 
 One daemon of the job, on this host, is asked; it asks the daemons of the other hosts over their authenticated
 connections. A ring goes on being written while it is fetched. So its header is read first and last, and what was
@@ -43,7 +43,7 @@ class Fetched:
 
 
 def daemon_of(root: str, job: str) -> Found:
-    """A daemon on this host to ask; of the only job that runs here, if none is named.
+    """Finds a daemon on this host to ask; of the only job that runs here, if none is named.
 
     Args:
         root: FUSION_RUNTIME_DIR.
@@ -130,7 +130,7 @@ def _decoded(told: dict[str, Any]) -> bytes:
 
 
 def fetch(read: Read, name: str) -> tuple[bytes, int]:
-    """A ring, as a file that holds what was there all the time; and how many records that are.
+    """Returns a ring, as a file that holds what was there all the time, and how many records that are.
 
     Raises:
         TraceError: it is no ring, or `read` says so.
@@ -150,7 +150,7 @@ def fetch(read: Read, name: str) -> tuple[bytes, int]:
 
 
 def _whole(read: Read, offset: int, nbytes: int) -> bytes:
-    """So many bytes, or all there are, in pieces."""
+    """Reads so many bytes, or all there are, in pieces."""
     pieces = []
     while nbytes > 0:
         piece = read(offset, min(nbytes, wire.MAX_RING_PIECE))
@@ -162,7 +162,7 @@ def _whole(read: Read, offset: int, nbytes: int) -> bytes:
 
 
 def _untouched(records: Records, before: Header, after: Header) -> Records:
-    """The records between the two headers, the oldest first. `records`: by place."""
+    """Returns the records between the two headers, the oldest first. `records`: by place."""
     if after.capacity != before.capacity:  # its disk is full, and it begins anew with fewer places
         return records[:0]
     oldest = max(0, before.written - before.capacity, after.written + WRITERS - before.capacity)
@@ -172,7 +172,7 @@ def _untouched(records: Records, before: Header, after: Header) -> Records:
 
 
 def _file(header: bytes, names: bytes, records: Records, written: int) -> bytes:
-    """A ring of these records; its header says how many were ever written, so that the lost ones are counted.
+    """Makes a ring of these records; its header says how many were ever written, so that the lost ones are counted.
 
     Place i % capacity of a ring has its record i: capacity has to be such that the last `len(records)` fit, with room
     for those that a reader leaves out because somebody may be writing them.

@@ -1,4 +1,4 @@
-"""The rings of a job, put together: one axis of time (node 0's clock, ns), one table of names.
+"""Puts the rings of a job together: one axis of time (node 0's clock, ns), one table of names.
 
 Times of a `JobTrace` are int64 nanoseconds of node 0's CLOCK_MONOTONIC, whichever host they were recorded on.
 """
@@ -23,7 +23,7 @@ _DEPTH = 3  # folders of folders that are looked through
 
 @dataclass(frozen=True, eq=False)
 class Process:
-    """A worker or daemon.
+    """A worker or daemon of a job, with its records.
 
     Attributes:
         role, rank, node, host, pid: who; the rank of a daemon is its node. `pid` is that of the last one, if several
@@ -47,14 +47,14 @@ class Process:
         return f"rank {self.rank}" if self.role == Role.WORKER else f"daemon of node {self.node}"
 
     def of(self, *kinds: Kind) -> Records:
-        """Its records of some kinds, by time."""
+        """Returns the records of some kinds, by time."""
         found: Records = self.records[np.isin(self.records["kind"], kinds)]
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class JobTrace:
-    """A job.
+    """All records of a job.
 
     Attributes:
         job: its id.
@@ -72,22 +72,22 @@ class JobTrace:
 
     @cached_property
     def workers(self) -> dict[int, Process]:
-        """By rank."""
+        """Workers, by rank."""
         return {process.rank: process for process in self.processes if process.role == Role.WORKER}
 
     @cached_property
     def daemons(self) -> dict[int, Process]:
-        """By node."""
+        """Daemons, by node."""
         return {process.node: process for process in self.processes if process.role == Role.DAEMON}
 
     @cached_property
     def hosts(self) -> dict[int, str]:
-        """By node."""
+        """Names of hosts, by node."""
         return {process.node: process.host for process in self.processes}
 
     @cached_property
     def node_of(self) -> dict[int, int]:
-        """By rank."""
+        """Nodes, by rank."""
         return {rank: worker.node for rank, worker in self.workers.items()}
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class JobTrace:
 
 
 def load(what: Sequence[str], root: str) -> JobTrace:
-    """The trace that a person means.
+    """Reads the trace that a person means.
 
     Args:
         what: nothing (the newest job), one job's id, or directories and files, which must be of one job.
@@ -130,7 +130,8 @@ def load(what: Sequence[str], root: str) -> JobTrace:
 
 
 def find(what: Sequence[str], root: str) -> list[str]:
-    """The files that a person means, as `load` has it. The newest job, if directories have several and none is named.
+    """Returns the files that a person means, as `load` has it. The newest job, if directories have several and none is
+    named.
 
     Raises:
         TraceError: there are none.
@@ -161,7 +162,7 @@ def find(what: Sequence[str], root: str) -> list[str]:
 
 
 def _below(directory: str, depth: int = _DEPTH) -> Iterator[str]:
-    """Rings in a directory and those below it."""
+    """Yields the rings in a directory and those below it."""
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError:
@@ -175,7 +176,7 @@ def _below(directory: str, depth: int = _DEPTH) -> Iterator[str]:
 
 
 def _jobs(paths: Iterable[str]) -> tuple[dict[str, list[tuple[int, str]]], list[str]]:
-    """By job, when its rings were made and where they are; and files that nobody can tell whose they are."""
+    """Returns, by job, when its rings were made and where they are; and files that nobody can tell whose they are."""
     jobs: dict[str, list[tuple[int, str]]] = {}
     damaged = []
     for path in paths:
@@ -189,7 +190,7 @@ def _jobs(paths: Iterable[str]) -> tuple[dict[str, list[tuple[int, str]]], list[
 
 
 def _of_job(paths: Sequence[str], job: str) -> list[str]:
-    """A job's rings, and damaged ones beside them, of which `load` says what is wrong."""
+    """Returns a job's rings, and damaged ones beside them, of which `load` says what is wrong."""
     jobs, damaged = _jobs(paths)
     its = [path for _, path in jobs.get(job, [])]
     beside = {os.path.dirname(path) for path in its}
@@ -197,13 +198,13 @@ def _of_job(paths: Sequence[str], job: str) -> list[str]:
 
 
 def _newest(paths: Sequence[str]) -> list[str]:
-    """The rings of the job of which one was made last; all, if not one of them can be read."""
+    """Returns the rings of the job of which one was made last; all, if not one of them can be read."""
     jobs, _ = _jobs(paths)
     return _of_job(paths, max(jobs, key=lambda job: max(jobs[job]))) if jobs else list(paths)
 
 
 def join(rings: Sequence[Ring], problems: Sequence[str] = ()) -> JobTrace:
-    """Rings of one job on one axis of time and with one table of names. At least one ring."""
+    """Puts rings of one job, at least one, on one axis of time and gives them one table of names."""
     rings = _without_copies(rings)
     problems = [*problems, *(problem for ring in rings for problem in ring.problems)]
     names: dict[str, int] = {"": 0}
@@ -221,7 +222,8 @@ def join(rings: Sequence[Ring], problems: Sequence[str] = ()) -> JobTrace:
 
 
 def _without_copies(rings: Sequence[Ring]) -> list[Ring]:
-    """Of each ring that is there more than once (collected twice, for instance) the one that was copied last."""
+    """Returns, of each ring that is there more than once (collected twice, for instance), the one that was copied
+    last."""
     latest: dict[tuple[object, ...], Ring] = {}
     for ring in rings:
         key = (ring.role, ring.rank, ring.host, ring.pid, ring.created)
@@ -247,7 +249,8 @@ def _process(role: Role, rank: int, part: Sequence[tuple[Ring, Records]]) -> Pro
 
 
 def _offsets(rings: Sequence[Ring], problems: list[str]) -> dict[int, Offset]:
-    """For every node with a ring. Where nothing was measured, its host's clocks are believed, and that is said."""
+    """Returns the offset of every node with a ring. Where nothing was measured, the host's clocks are believed, and
+    that is said."""
     daemons: dict[int, Records] = {}
     for ring in rings:
         if ring.role == Role.DAEMON:
@@ -272,7 +275,7 @@ def _offsets(rings: Sequence[Ring], problems: list[str]) -> dict[int, Offset]:
 
 
 def _boot(ring: Ring) -> int:
-    """Wall-clock time at which its host's CLOCK_MONOTONIC was 0, ns."""
+    """Returns the wall-clock time at which the host's CLOCK_MONOTONIC was 0, ns."""
     return ring.created_wall - ring.created
 
 

@@ -1,4 +1,5 @@
-"""The training steps of every rank, and the operations of a job: what each worker, daemon and link did for each.
+"""Makes records into the training steps of every rank, and the operations of a job: what each worker, daemon and link
+did for each.
 
 An operation is one bucket or tensor at one clock: `Key`. Its parts are put together from what workers, the daemons of
 their nodes, and the daemons at both ends of each link have recorded. Any part may be missing (`None`, or not in the
@@ -28,7 +29,7 @@ _SCRIPT = {
 
 
 class Key(NamedTuple):
-    """Which operation. `name`: `bucket 3`, or a tensor outside a plan, for which `plan` is 0."""
+    """The identity of an operation. `name`: `bucket 3`, or a tensor outside a plan, for which `plan` is 0."""
 
     name: str
     plan: int
@@ -56,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """What a worker did for an operation. Times in ns, None: not recorded.
+    """A worker's part in an operation. Times in ns, None: not recorded.
 
     Attributes:
         rank: whose.
@@ -81,7 +82,7 @@ class WorkerPart:
 
 @dataclass(frozen=True)
 class DaemonPart:
-    """What a node's daemon did for an operation. Times in ns, None: not recorded.
+    """The part of a node's daemon in an operation. Times in ns, None: not recorded.
 
     Attributes:
         node: whose.
@@ -129,17 +130,18 @@ class Operation:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether homes took contributions one at a time, so that no rank waits for all others."""
+        """Says whether homes took contributions one at a time, so that no rank waits for all others."""
         return any(part.applied for part in self.daemons.values())
 
     @property
     def submitted(self) -> int | None:
-        """When the first rank handed it over."""
+        """Time at which the first rank handed it over."""
         return min((part.submitted for part in self.workers.values() if part.submitted is not None), default=None)
 
 
 def steps_of(process: Process) -> tuple[Step, ...]:
-    """The whole steps of a worker, in order; what is before the first STEP_END and after the last one is none."""
+    """Returns the whole steps of a worker, in order; what is before the first STEP_END and after the last one is
+    none."""
     ends = process.of(Kind.STEP_END)
     times, clocks = ends["time"].tolist(), ends["clock"].tolist()
     return tuple(
@@ -150,12 +152,12 @@ def steps_of(process: Process) -> tuple[Step, ...]:
 
 
 def all_steps(trace: JobTrace) -> dict[int, tuple[Step, ...]]:
-    """By rank."""
+    """Returns the whole steps of all workers, by rank."""
     return {rank: steps_of(worker) for rank, worker in sorted(trace.workers.items())}
 
 
 def within(steps: Sequence[Step], spans: Sequence[Span]) -> list[int]:
-    """How much of a set is in each step, ns. Steps in order of time."""
+    """Returns how much of a set is in each step, ns. Steps in order of time."""
     lengths = []
     first = 0
     for step in steps:
@@ -170,7 +172,7 @@ def within(steps: Sequence[Step], spans: Sequence[Span]) -> list[int]:
 
 
 def pairs(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
-    """From each `begin` to the `end` that belongs to it (the same name, plan and clock), by time.
+    """Returns the spans from each `begin` to the `end` that belongs to it (the same name, plan and clock), by time.
 
     A begin without an end, or the other way round, is left out: its partner is lost, or has not come yet.
     """
@@ -180,12 +182,12 @@ def pairs(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
 
 
 def script(worker: Process) -> dict[str, tuple[Span, ...]]:
-    """When a worker's script was in each of its phases: `forward`, `backward` and `step()`."""
+    """Returns when a worker's script was in each of its phases: `forward`, `backward` and `step()`."""
     return {name: phases(worker, *kinds) for name, kinds in _SCRIPT.items()}
 
 
 def phases(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
-    """Spans, as of `pairs`, of things that do not overlap and are about nothing in particular."""
+    """Returns spans, as `pairs` does, of things that do not overlap and are about nothing in particular."""
     found = process.of(begin, end)
     spans, opened = [], -1
     for kind, time in zip(found["kind"].tolist(), found["time"].tolist(), strict=True):
@@ -198,7 +200,7 @@ def phases(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
 
 
 def _pair(records: Records, begin: Kind) -> tuple[list[tuple[Id, Span]], int]:
-    """Spans with what they are about, and how many begins or ends have no partner."""
+    """Returns spans with what they are about, and how many begins or ends have no partner."""
     opened: dict[Id, deque[int]] = defaultdict(deque)
     spans, alone = [], 0
     for name, plan, clock, kind, time in zip(
@@ -216,7 +218,7 @@ def _pair(records: Records, begin: Kind) -> tuple[list[tuple[Id, Span]], int]:
 
 @lru_cache(maxsize=2)  # a command asks several questions about a job, or compares two
 def operations(trace: JobTrace) -> Mapping[Key, Operation]:
-    """All operations, in order of their first hand-over."""
+    """Returns all operations, in order of their first hand-over."""
     workers: dict[Id, dict[int, WorkerPart]] = defaultdict(dict)
     daemons: dict[Id, dict[int, DaemonPart]] = defaultdict(dict)
     for rank, worker in trace.workers.items():
@@ -255,7 +257,8 @@ _OF_DAEMONS = (
 
 
 def _spans(rows: Iterable[Row], begin: Kind, end: Kind) -> tuple[Span, ...]:
-    """First begun, first ended: kernels of a pool may overlap, and what they do together is the same either way."""
+    """Returns spans, first begun, first ended: kernels of a pool may overlap, and what they do together is the same
+    either way."""
     opened: deque[int] = deque()
     spans = []
     for kind, time, *_ in rows:
@@ -310,7 +313,7 @@ def _daemon_part(node: int, rows: Sequence[Row]) -> DaemonPart:
 
 
 def _first(operation: Operation) -> tuple[int, int]:
-    """For the order: when it was handed over, or what there is first."""
+    """Returns the key for the order: when an operation was handed over, or what there is first."""
     submitted = operation.submitted
     if submitted is None:
         times = [

@@ -1,4 +1,4 @@
-"""Reads a ring: what one process recorded. The format is that of `fusion_rt.trace_format`.
+"""Reads a ring, the records of one process. The format is that of `fusion_rt.trace_format`.
 
 A ring may be written while it is read, its writer may have been killed in the middle of a record, and the file may be
 cut off or be no ring at all. What can be read is read; what could not be is said in `Ring.problems`.
@@ -103,7 +103,7 @@ class Ring(Header):
 
 
 def read_header(path: str) -> Header:
-    """The header of a ring.
+    """Reads the header of a ring.
 
     Raises:
         TraceError: it is not a ring, or cannot be read.
@@ -113,7 +113,7 @@ def read_header(path: str) -> Header:
 
 
 def is_ring(path: str) -> bool:
-    """Whether a file begins as a ring does."""
+    """Says whether a file begins as a ring does."""
     try:
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -122,7 +122,7 @@ def is_ring(path: str) -> bool:
 
 
 def read(path: str) -> Ring:
-    """A ring, as far as it can be read.
+    """Reads a ring, as far as that is possible.
 
     Raises:
         TraceError: it is not a ring, or cannot be read at all.
@@ -164,7 +164,7 @@ def _opened(path: str) -> BinaryIO:
 
 
 def header_of(data: bytes, path: str) -> Header:
-    """The header in the first bytes of a file, which is called `path`. Raises as `read_header` does."""
+    """Returns the header in the first bytes of a file, which is called `path`. Raises as `read_header` does."""
     if not data.startswith(MAGIC):
         raise TraceError(f"{path} is not a trace of fusion_rt" + ("" if data else ": it is empty"))
     if len(data) < HEADER.size:
@@ -213,7 +213,7 @@ def _names(data: bytes, nbytes: int, path: str, problems: list[str]) -> list[str
 
 
 def _records(file: BinaryIO, header: Header, nbytes: int, path: str, problems: list[str]) -> tuple[Records, int]:
-    """The records, by time, and how many were overwritten."""
+    """Returns the records, by time, and how many were overwritten."""
     room = min(header.capacity, max(0, nbytes - RECORDS_AT) // RECORD.size)  # truncated files have less
     first = max(0, header.written - header.capacity)
     wanted = range(max(first, header.written - MOST_RECORDS), header.written)

@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 def union(spans: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
-    """What is in any of them. The spans may overlap and be in any order; empty ones are left out."""
+    """Returns what is in any of them. The spans may overlap and be in any order; empty ones are left out."""
     joined: list[Span] = []
     for begin, end in sorted(spans):
         if begin >= end:
@@ -31,7 +31,7 @@ def union(spans: Iterable[tuple[int, int]]) -> tuple[Span, ...]:
 
 
 def intersection(first: Sequence[Span], second: Sequence[Span]) -> tuple[Span, ...]:
-    """What is in both of two sets."""
+    """Returns what is in both of two sets."""
     found = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -46,7 +46,7 @@ def intersection(first: Sequence[Span], second: Sequence[Span]) -> tuple[Span, .
 
 
 def difference(first: Sequence[Span], second: Sequence[Span]) -> tuple[Span, ...]:
-    """What is in the first set and not in the second."""
+    """Returns what is in the first set and not in the second."""
     found = []
     j = 0
     for begin, end in first:
@@ -64,5 +64,5 @@ def difference(first: Sequence[Span], second: Sequence[Span]) -> tuple[Span, ...
 
 
 def total(spans: Iterable[Span]) -> int:
-    """How long a set is, ns."""
+    """Returns how long a set is, ns."""
     return sum(span.end - span.begin for span in spans)

@@ -14,7 +14,7 @@ MOST = 60  # that are shown
 
 
 def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -> None:
-    """Prints it."""
+    """Prints the page."""
     out = console()
     out.print(Text(f"job {trace.job}: buckets, and where their time goes (medians)", "bold"))
     for plan in plans:

@@ -40,7 +40,7 @@ _DIVERGING = [[0, "#2b6ca3"], [0.5, "#ffffff"], [1, "#c2281f"]]
 
 
 def plain(text: str) -> str:
-    """A text of which plotly makes nothing else."""
+    """Escapes a text, so that plotly shows it as it is."""
     return html.escape(text, quote=False)
 
 
@@ -65,7 +65,7 @@ def _axis(title: str, **more: object) -> Chart:
 
 
 def rank_bars(ranks: Sequence[RankTimes]) -> Chart:
-    """Of each rank, its mean step in parts."""
+    """Draws the mean step of each rank, in parts."""
     shown = ranks[:MOST_RANKS]
     rows = [f"rank {rank.rank}" for rank in shown]
     data = [
@@ -85,7 +85,7 @@ def rank_bars(ranks: Sequence[RankTimes]) -> Chart:
 
 
 def step_bars(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
-    """Each step in parts, of the rank that is chosen in a menu."""
+    """Draws each step in parts, of the rank that is chosen in a menu."""
     shown = list(ranks)[:MOST_TO_CHOOSE]
     data, buttons = [], []
     for place, rank in enumerate(shown):
@@ -116,7 +116,7 @@ def step_bars(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
 
 
 def hidden_line(columns: Sequence[Column]) -> Chart:
-    """How much of communication is overlapped, by step."""
+    """Draws how much of communication is overlapped, by step."""
     data = [
         {
             "type": "scatter",
@@ -133,7 +133,7 @@ def hidden_line(columns: Sequence[Column]) -> Chart:
 
 
 def bucket_bars(report: Report) -> Chart:
-    """Of each bucket, how long its exchange takes, and how long scripts wait for it."""
+    """Draws how long the exchange of each bucket takes, and how long scripts wait for it."""
     exchanged = [bucket for bucket in report.buckets if "run" in bucket.phases]
     shown = exchanged[:MOST_BUCKETS]
     rows = [plain(bucket.name) for bucket in shown]
@@ -155,7 +155,7 @@ def bucket_bars(report: Report) -> Chart:
 
 
 def slower_map(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
-    """By how much each rank's own work takes longer than the median rank's, by step."""
+    """Draws by how much each rank's own work takes longer than the median rank's, by step."""
     shown = list(ranks)[:MOST_RANKS]
     rows = [[ms(column.slower[rank]) if rank in column.slower else None for column in columns] for rank in shown]
     most = max((abs(value) for row in rows for value in row if value is not None), default=0.0)
@@ -177,7 +177,7 @@ def slower_map(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
 
 
 def link_matrix(links: Sequence[LinkFigures], values: Sequence[float | None], title: str) -> Chart:
-    """One figure of each link: rows send, columns receive."""
+    """Draws one figure of each link: rows send, columns receive."""
     nodes = sorted({node for link in links for node in (link.source, link.target)})
     of_link = {(link.source, link.target): value for link, value in zip(links, values, strict=True)}
     names = [str(node) for node in nodes]
@@ -206,7 +206,7 @@ def link_matrix(links: Sequence[LinkFigures], values: Sequence[float | None], ti
 
 
 def path_chart(segments: Sequence[Segment], begin: int) -> Chart:
-    """The path through one step: a row for each rank, daemon and link, in the order in which it comes to them."""
+    """Draws the path through one step: a row for each rank, daemon and link, in the order in which it comes to them."""
     rows = list(dict.fromkeys(str(segment.place) for segment in segments))
     data = []
     for activity in dict.fromkeys(segment.activity for segment in segments):
@@ -234,7 +234,7 @@ def path_chart(segments: Sequence[Segment], begin: int) -> Chart:
 
 
 def curve_chart(curves: Curves) -> Chart:
-    """A step's length by the bandwidth of links, with the recorded one marked."""
+    """Draws a step's length by the bandwidth of links, with the recorded one marked."""
     rates = [rate / 1e6 for rate in BANDWIDTHS]
     data: list[Chart] = [
         {

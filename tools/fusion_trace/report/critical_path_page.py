@@ -16,7 +16,7 @@ MOST_SEGMENTS = 200
 
 
 def show(trace: JobTrace, paths: Sequence[Path], each: bool) -> None:
-    """Prints it; with `each`, every segment of every step too."""
+    """Prints the page; with `each`, every segment of every step too."""
     out = console()
     if not paths:
         out.print("no rank has a whole step in it")

@@ -1,4 +1,4 @@
-"""What a step would take on links of other bandwidths: the curves of a report, by the simulator."""
+"""The curves of a report: how long a step would take on links of other bandwidths, by the simulator."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fusion_trace.report.wording import console, duration, problems, table
 
 
 def show(first: JobTrace, second: JobTrace, found: Sequence[Comparison], confidence: float) -> None:
-    """Prints it."""
+    """Prints the page."""
     out = console()
     out.print(Text(f"from {first.job} to {second.job}: {verdict(found)}", "bold"))
     rows = table("of a step", "before", "after", "change", "interval", "")

@@ -1,4 +1,4 @@
-"""Everything that a report is about, as figures. Times in ns on the job's axis, if nothing else is said."""
+"""All figures of a report. Times in ns on the job's axis, if nothing else is said."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RankTimes:
 
     @property
     def hidden(self) -> float | None:
-        """Of its communication, how much was overlapped; None if there was none."""
+        """Share of its communication that was overlapped; None if there was none."""
         all_of_it = self.mean["overlapped"] + self.mean["exposed"]
         return self.mean["overlapped"] / all_of_it if all_of_it else None
 
@@ -59,7 +59,7 @@ class Column:
 
     @property
     def hidden(self) -> float | None:
-        """Of all ranks' communication, how much was overlapped; None if there was none."""
+        """Share of all ranks' communication that was overlapped; None if there was none."""
         overlapped = sum(parts["overlapped"] for parts in self.parts.values())
         exposed = sum(parts["exposed"] for parts in self.parts.values())
         return overlapped / (overlapped + exposed) if overlapped + exposed else None
@@ -67,7 +67,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Report:
-    """A job.
+    """All figures about a job.
 
     Attributes:
         trace: what was recorded; `chosen`: the steps that this is about.
@@ -95,7 +95,7 @@ class Report:
 def analyse(
     trace: JobTrace, chosen: StepRange = EVERY_STEP, measure: Callable[[str], CodecCosts] | None = None
 ) -> Report:
-    """Looks at a job from all sides.
+    """Analyses a job from all sides.
 
     Args:
         measure: what a codec costs, as in `curves.sweep`.
@@ -159,14 +159,14 @@ def _column(steps: Sequence[tuple[int, Sequence[Partition]]]) -> Column:
 
 
 def _middle_step(parts: Sequence[Partition]) -> int | None:
-    """The number of the step whose length (the mean over ranks) is the median of all, or just below it."""
+    """Returns the number of the step whose length (the mean over ranks) is the median of all, or just below it."""
     lengths = {number: fmean(part.ns for part in its) for number, its in by_step(parts).items()}
     ordered = sorted(lengths, key=lambda number: (lengths[number], number))
     return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 
 def _around(parts: Sequence[Partition], middle: int | None) -> StepRange:
-    """The steps around one, for a replay."""
+    """Returns the steps around one, for a replay."""
     if middle is None:
         return StepRange(0, 0)
     numbers = sorted({part.number for part in parts})

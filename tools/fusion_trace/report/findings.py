@@ -1,4 +1,4 @@
-"""What a report found, in sentences, and what may help."""
+"""Findings of a report, in sentences, with what may help."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_CAUSE = {
 
 @dataclass(frozen=True)
 class Told:
-    """A sentence on what is, and one on what may help. `bad`: it costs time."""
+    """A sentence on what was found, and one on what may help. `bad`: it costs time."""
 
     what: str
     advice: str
@@ -34,7 +34,7 @@ class Told:
 
 
 def findings(report: Report) -> tuple[Told, ...]:
-    """The most expensive first; at least one."""
+    """Returns the findings, the most expensive first; at least one."""
     found: list[tuple[float, Told]] = []
     if not report.ranks:
         return (
@@ -71,14 +71,14 @@ def findings(report: Report) -> tuple[Told, ...]:
 
 
 def _straggler(report: Report, straggler: Finding) -> str:
-    """As `fusion-trace stragglers` says it, with who is to blame in front."""
+    """Says what `fusion-trace stragglers` says, with who is to blame in front."""
     what, _, rest = stragglers_page.sentence(report.trace, straggler).partition(": ")
     who = what[0].upper() + what[1:]
     return f"{who} keeps the others waiting: {rest}." if straggler.rank is not None else f"{who} is slow: {rest}."
 
 
 def _faster_links(report: Report) -> str:
-    """What the first curve says of links with ten times the bandwidth, if it does."""
+    """Says what the first curve predicts for links with ten times the bandwidth, if it does."""
     curves = report.curves
     if not curves.curves or not BANDWIDTHS[0] <= curves.bandwidth * 10 <= BANDWIDTHS[-1]:
         return ""

@@ -34,7 +34,7 @@ def print_lines(shown: Iterable[_Line]) -> None:
 
 
 def lines(document: _Document) -> Iterator[_Line]:
-    """Its lines, each with its style."""
+    """Yields the lines about a job, each with its style."""
     if document["answered"]:
         topology = Topology(tuple(document["hosts"]), tuple(tuple(ranks) for ranks in document["ranks_of_nodes"]))
         size = f"{_count(topology.size, 'rank')} on {_count(len(topology.hosts), 'node')}"
@@ -108,18 +108,18 @@ def _count(number: int, what: str) -> str:
 
 
 def whereabouts(entry: _Document) -> wire.Whereabouts:
-    """Where a rank is, as it stands in the document."""
+    """Returns where a rank is, as it stands in the document."""
     return wire.Whereabouts(entry["rank"], entry["pid"], entry["state"], entry["why_not"], stack_of(entry))
 
 
 def stack_of(entry: _Document) -> wire.Stack:
-    """The stack of a worker or a daemon; an empty one if there is none."""
+    """Returns the stack of a worker or a daemon; an empty one if there is none."""
     stack = entry.get("stack", {"frames": (), "more": 0})
     return wire.Stack(tuple(wire.Frame(**frame) for frame in stack["frames"]), stack["more"])
 
 
 def ending_lines(found: Ending, most: int = 20) -> Sequence[_Line]:
-    """The lines about a job that is gone, each with its style."""
+    """Returns the lines about a job that is gone, each with its style."""
     shown = [(f"job {found.job}: no daemon of it runs on this host; from what was recorded until it ended", "bold")]
     shown += [(f"  {problem}", "yellow") for problem in found.problems]
     if not found.waiting:

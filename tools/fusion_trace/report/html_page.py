@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no network, no other file.
+"""Writes a report as one HTML file that needs nothing else: no network, no other file.
 
 plotly.js is in it, compressed (4.8 MB would be most of the page): browsers unpack it themselves. Without it, and in
 browsers that cannot, sentences and tables are still there. Nothing of a trace is code: names are escaped, and a policy
@@ -22,7 +22,7 @@ _LEVEL = 9  # of gzip: a second, for 40 kB less than at 6
 
 
 def plotly_js() -> str:
-    """The script of the installed plotly.
+    """Returns the script of the installed plotly.
 
     Raises:
         TraceError: it is not installed.
@@ -35,7 +35,7 @@ def plotly_js() -> str:
 
 
 def render(job: str, sections: Sequence[Section], script: str) -> str:
-    """The page. `script`: plotly.js."""
+    """Returns the page. `script`: plotly.js."""
     charts = {f"{section.id}-{place}": chart for section in sections for place, chart in enumerate(section.charts)}
     packed = base64.b64encode(gzip.compress(script.encode(), _LEVEL, mtime=0)).decode()
     template = files("fusion_trace.report").joinpath("template.html").read_text("utf-8")
@@ -51,7 +51,7 @@ def render(job: str, sections: Sequence[Section], script: str) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON that may stand in a script element, whatever texts are in it."""
+    """Returns JSON that may stand in a script element, whatever texts are in it."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

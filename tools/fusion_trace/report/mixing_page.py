@@ -1,4 +1,5 @@
-"""What `fusion-trace topology` shows: how fast a mixing graph averages, what a step costs, and a drawing in text."""
+"""The page that `fusion-trace topology` shows: how fast a mixing graph averages, what a step costs, and a drawing in
+text."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _ALGORITHMS: tuple[tuple[str, Callable[[Mixing], None]], ...] = (
 
 @dataclass(frozen=True)
 class Speed:
-    """What mixing costs, and what it brings.
+    """Costs of mixing, and what it brings.
 
     Attributes:
         degree: the most vectors that a rank takes in one step.
@@ -60,7 +61,7 @@ def speed(mixing: Mixing) -> Speed:
 
 
 def fits(mixing: Mixing) -> dict[str, str]:
-    """For each algorithm, why it cannot use the graph; empty when it can."""
+    """Returns, for each algorithm, why it cannot use the graph; empty when it can."""
     found = {}
     for name, check in _ALGORITHMS:
         try:
@@ -72,7 +73,8 @@ def fits(mixing: Mixing) -> dict[str, str]:
 
 
 def as_document(mixing: Mixing, clock: int | None) -> dict[str, Any]:
-    """Everything as JSON types. Edges are [receiver, sender, weight], those of the clock, or of each clock in turn."""
+    """Returns everything as JSON types. Edges are [receiver, sender, weight], those of the clock, or of each clock in
+    turn."""
     clocks = range(mixing.period) if clock is None else (clock,)
     least, most = _degrees(mixing)
     return {
@@ -142,8 +144,8 @@ def _comparison(mixing: Mixing) -> Table:
 
 
 def drawing(mixing: Mixing, clock: int | None) -> str:
-    """The edges of a clock, or of all clocks: ranks on a circle with lines between them, or a matrix where they are
-    many."""
+    """Draws the edges of a clock, or of all clocks: ranks on a circle with lines between them, or a matrix where they
+    are many."""
     clocks = range(mixing.period) if clock is None else (clock,)
     edges = {(to, by) for at in clocks for to in range(mixing.ranks) for by, _ in mixing.incoming(to, at)}
     when = "" if mixing.period == 1 else " at any clock" if clock is None else f" at clock {clock}"
@@ -160,7 +162,7 @@ def drawing(mixing: Mixing, clock: int | None) -> str:
 
 
 def _circle(ranks: int, edges: set[tuple[int, int]]) -> str:
-    """Ranks on a circle, clockwise from the top; an edge is a line of dots.
+    """Draws ranks on a circle, clockwise from the top; an edge is a line of dots.
 
     On an edge that is used in one direction only the dot at the receiver is an `o`.
     """
@@ -194,7 +196,7 @@ def _circle(ranks: int, edges: set[tuple[int, int]]) -> str:
 
 
 def _matrix(ranks: int, edges: set[tuple[int, int]]) -> str:
-    """A row of characters for each rank: `o` for whom it takes from, `\\` for itself."""
+    """Draws a row of characters for each rank: `o` for whom it takes from, `\\` for itself."""
     margin = len(str(ranks - 1))
     heads = [" " * margin + " " + "".join(f"{rank:<10}" for rank in range(0, ranks, 10)).rstrip()]
     for to in range(ranks):
@@ -218,7 +220,7 @@ def _speed_document(mixing: Mixing) -> dict[str, Any]:
 
 
 def _degrees(mixing: Mixing) -> tuple[int, int]:
-    """The least and the most others that a rank takes from at a clock."""
+    """Returns the least and the most others that a rank takes from at a clock."""
     counts = [len(mixing.incoming(rank, clock)) for rank in range(mixing.ranks) for clock in range(mixing.period)]
     return min(counts), max(counts)
 

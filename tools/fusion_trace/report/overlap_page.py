@@ -18,7 +18,7 @@ _MARKS = {"compute": "#", "overlapped": "=", "exposed": "!", "waiting": ".", "id
 
 
 def show(trace: JobTrace, found: Sequence[Partition], each: bool) -> None:
-    """Prints it; with `each`, every step of every rank too."""
+    """Prints the page; with `each`, every step of every rank too."""
     out = console()
     out.print(Text(f"job {trace.job}: where the time of a step goes (medians)", "bold"))
     ranks = sorted({part.rank for part in found})
@@ -47,7 +47,7 @@ def show(trace: JobTrace, found: Sequence[Partition], each: bool) -> None:
 
 
 def single_steps(parts: Iterable[Partition]) -> Table:
-    """Steps of ranks, a row each."""
+    """Returns a table of steps of ranks, a row each."""
     rows = (
         (f"rank {part.rank}", str(part.number), duration(part.ns), *(duration(ns) for ns in part.parts.values()))
         for part in parts
@@ -56,7 +56,7 @@ def single_steps(parts: Iterable[Partition]) -> Table:
 
 
 def bar(name: str, parts: Sequence[Partition]) -> Text:
-    """A line whose sections are as long as the parts of all these steps together."""
+    """Returns a line whose sections are as long as the parts of all these steps together."""
     whole = sum(part.ns for part in parts)
     text, done, drawn = Text(f"{name:<10}"), 0, 0
     for section in PARTS:

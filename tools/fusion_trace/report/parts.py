@@ -1,4 +1,4 @@
-"""What a page is made of. All texts are plain; `html_page` escapes them."""
+"""Parts of the HTML page. All texts are plain; `html_page` escapes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Section:
 
 
 def shortened(table: Table, of: int) -> Table:
-    """A table of which the last row says how many of all `of` rows it has not."""
+    """Adds a row to a table that says how many of all `of` rows it has not, if any."""
     missing = of - len(table.rows)
     more = (f"and {missing} more", *[""] * (len(table.columns) - 1))
     return replace(table, rows=(*table.rows, more)) if missing > 0 else table

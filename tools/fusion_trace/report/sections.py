@@ -17,7 +17,7 @@ MOST_ROWS = 64
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """All of them, in order."""
+    """Returns all sections, in order."""
     if not report.ranks:
         return (_overview(report),)
     return (

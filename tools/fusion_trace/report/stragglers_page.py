@@ -12,7 +12,7 @@ from fusion_trace.report.wording import Table, console, duration, numbers, print
 
 
 def place(trace: JobTrace, finding: Finding) -> str:
-    """Where it is, in words."""
+    """Says where a finding is."""
     if finding.rank is not None:
         return f"rank {finding.rank} (host {trace.workers[finding.rank].host})"
     if finding.node is not None:
@@ -22,7 +22,7 @@ def place(trace: JobTrace, finding: Finding) -> str:
 
 
 def sentence(trace: JobTrace, finding: Finding) -> str:
-    """A finding, as one would say it."""
+    """Says a finding in a sentence."""
     detail = f", {finding.detail}" if finding.detail else ""
     slow = "all" if len(finding.steps) == finding.of else str(len(finding.steps))
     return (
@@ -32,7 +32,7 @@ def sentence(trace: JobTrace, finding: Finding) -> str:
 
 
 def rows_of(trace: JobTrace, found: Sequence[Finding]) -> Table:
-    """All findings, a row each."""
+    """Returns a table of all findings, a row each."""
     rows = (
         (
             place(trace, each), each.cause + (f" ({each.detail})" if each.detail else ""), duration(each.lost),
@@ -44,7 +44,7 @@ def rows_of(trace: JobTrace, found: Sequence[Finding]) -> Table:
 
 
 def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
-    """Prints it. `steps`: how many were looked at."""
+    """Prints the page. `steps`: how many were looked at."""
     out = console()
     out.print(Text(f"job {trace.job}: who is slower than the others", "bold"))
     if not steps:

@@ -16,7 +16,7 @@ MOST = 64  # ranks or links that are shown
 
 
 def step_times(ranks: Iterable[Rank]) -> Table:
-    """How long steps of each rank take."""
+    """Returns a table of how long steps of each rank take."""
     rows = (
         (
             f"rank {rank.rank}", f"{rank.host} (node {rank.node})", str(rank.pid), f"{rank.first}-{rank.last}",
@@ -28,7 +28,7 @@ def step_times(ranks: Iterable[Rank]) -> Table:
 
 
 def show(trace: JobTrace, found: Summary) -> None:
-    """Prints it."""
+    """Prints the page."""
     out = console()
     who = f"{count(len(trace.workers), 'rank')} on {count(len(trace.hosts), 'node')}"
     out.print(Text(f"job {found.job}: {who}, {found.seconds:.1f} s, {found.records} records", "bold"))

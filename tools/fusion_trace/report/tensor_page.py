@@ -15,7 +15,7 @@ MOST = 80  # events that are shown
 
 
 def show(trace: JobTrace, found: TensorLives) -> None:
-    """Prints it."""
+    """Prints the page."""
     out = console()
     about = f" ({size(found.nbytes)})" if found.nbytes else ""
     life = found.typical
@@ -41,7 +41,8 @@ def show(trace: JobTrace, found: TensorLives) -> None:
 
 
 def condensed(events: Sequence[Event]) -> list[Event]:
-    """What happened to many chunks, and in many kernels, as one event each: from the first to the last of its kind."""
+    """Joins what happened to many chunks, and in many kernels, into one event each: from the first to the last of its
+    kind."""
     groups: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         what = re.sub(r"a chunk of [0-9]+ bytes", "a chunk", event.what)

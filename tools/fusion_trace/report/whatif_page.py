@@ -1,4 +1,4 @@
-"""What `fusion-trace whatif` shows: how long a step would take with something else."""
+"""The page that `fusion-trace whatif` shows: how long a step would take with something else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusion_trace.simulate.recorded import Recorded
 
 
 def as_document(job: str, recorded: Recorded, change: Change, found: Answer) -> dict[str, Any]:
-    """Everything as JSON types. Seconds, bytes, and bytes a second."""
+    """Returns everything as JSON types. Seconds, bytes, and bytes a second."""
     return {
         "job": job,
         "nodes": recorded.nodes,
@@ -63,7 +63,7 @@ def _row(table: Table, title: str, found: Prediction) -> None:
 
 
 def _words(change: Change) -> str:
-    """In a few words."""
+    """Names a change in a few words."""
     words = []
     if change.bandwidth is not None:
         words.append(f"{change.bandwidth / 1e6:g} Mbit/s")

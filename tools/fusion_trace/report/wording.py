@@ -1,4 +1,4 @@
-"""How pages about traces say times, sizes, places and problems."""
+"""Texts of times, sizes, places and problems on pages, and how pages are printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 def duration(ns: float | None) -> str:
-    """Three digits and a unit; "" for None."""
+    """Returns three digits and a unit; "" for None."""
     if ns is None:
         return ""
     for limit, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
@@ -21,7 +21,7 @@ def duration(ns: float | None) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Three digits and a unit."""
+    """Returns three digits and a unit."""
     for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= limit:
             return f"{_three(nbytes / limit)} {unit}"
@@ -41,7 +41,7 @@ def count(number: int, what: str) -> str:
 
 
 def numbers(values: Sequence[int]) -> str:
-    """Increasing numbers, as ranges: `1-4, 7`."""
+    """Returns increasing numbers as ranges: `1-4, 7`."""
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][1] + 1:
@@ -53,7 +53,7 @@ def numbers(values: Sequence[int]) -> str:
 
 
 def console() -> Console:
-    """Names have [brackets] and numbers, and are shown as they are."""
+    """Returns a console that shows texts as they are; names have [brackets] and numbers."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
@@ -76,7 +76,7 @@ def print_table(on: Console, shown: Table) -> None:
 
 
 def table(*columns: str, left: int = 1) -> rich.table.Table:
-    """A table without lines, of which the first `left` columns are text and the others numbers."""
+    """Returns a table without lines, of which the first `left` columns are text and the others numbers."""
     made = rich.table.Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for place, column in enumerate(columns):
         made.add_column(column, justify="left" if place < left else "right", overflow="fold")
@@ -84,7 +84,7 @@ def table(*columns: str, left: int = 1) -> rich.table.Table:
 
 
 def problems(on: Console, found: Iterable[str]) -> None:
-    """Sentences about what is missing, below everything else."""
+    """Prints sentences about what is missing, below everything else."""
     told = list(found)
     if told:
         on.print()

@@ -1,4 +1,4 @@
-"""What-ifs: a recorded job, replayed as it was, and with something else."""
+"""Replays a recorded job, as it was and with something else."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class WhatIfError(FusionError, ValueError):
-    """What was asked for cannot be simulated."""
+    """A change cannot be simulated."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is different. `None`, or empty: as recorded.
+    """A difference from what was recorded. `None`, or empty: as recorded.
 
     Attributes:
         bandwidth: of every link, bits of Ethernet frames a second, as links are sold.
@@ -53,7 +53,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a step: how long it takes, and for how much of that the script is kept waiting (s), and what a node sends."""
+    """A predicted step: how long it takes, for how much of that the script is kept waiting (s), and the bytes that a
+    node sends."""
 
     step: float
     exposed: float
@@ -62,7 +63,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Answer:
-    """Recorded, replayed as it was, and changed."""
+    """Predictions for a job: recorded, replayed as it was, and changed."""
 
     recorded: Prediction
     replayed: Prediction
@@ -70,12 +71,12 @@ class Answer:
 
     @property
     def error(self) -> float:
-        """Of the replay: by which share its step is too long."""
+        """Share by which the replayed step is too long."""
         return self.replayed.step / self.recorded.step - 1
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits a second of "100mbit", "2.5gbit", "1e9".
+    """Reads bits a second: "100mbit", "2.5gbit", "1e9".
 
     Raises:
         WhatIfError: it is something else.
@@ -106,7 +107,7 @@ def answer(recorded: Recorded, change: Change, measure: Callable[[str], CodecCos
 
 
 def replay(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts] | None = None) -> Prediction:
-    """What the simulation says about the recorded job with a change. Raises as `answer`."""
+    """Simulates the recorded job with a change. Raises as `answer`."""
     nodes = recorded.nodes if change.nodes is None else change.nodes
     if not 1 <= nodes <= MOST_NODES:
         raise WhatIfError(
@@ -145,13 +146,14 @@ def _plain(step: Sequence[Event]) -> list[Action]:
 
 
 def _taken_in_turn(plain: list[list[list[Action]]], rank: int, steps: int) -> list[list[Action]]:
-    """The program of a rank: that of the recorded one whose turn it is, begun at another step each time round."""
+    """Returns the program of a rank: that of the recorded one whose turn it is, begun at another step each time
+    round."""
     program, offset = plain[rank % len(plain)], rank // len(plain)
     return [program[(number + offset) % steps] for number in range(steps)]
 
 
 def _without_stragglers(programs: Sequence[Sequence[Sequence[Event]]]) -> tuple[tuple[tuple[Event, ...], ...], ...]:
-    """In each step, all ranks compute as long as the median rank, each of them stretched or shortened evenly."""
+    """Makes all ranks compute as long as the median rank in each step, each of them stretched or shortened evenly."""
     found: list[list[tuple[Event, ...]]] = [[] for _ in programs]
     for number in range(len(programs[0])):
         computed = [sum(e.seconds for e in program[number] if isinstance(e, Compute)) for program in programs]
@@ -167,8 +169,8 @@ def _without_stragglers(programs: Sequence[Sequence[Sequence[Event]]]) -> tuple[
 def _fused(
     recorded: Recorded, programs: Sequence[Sequence[Sequence[Event]]], threshold: int
 ) -> tuple[tuple[tuple[tuple[Event, ...], ...], ...], tuple[Bucket, ...]]:
-    """The same gradients in other buckets: each is submitted when its last gradient is complete, and waited for where
-    the bucket was that had its last tensor."""
+    """Puts the same gradients into other buckets: each is submitted when its last gradient is complete, and waited for
+    where the bucket was that had its last tensor."""
     tensors = [tensor for tensor in recorded.tensors if tensor.bucket >= 0]
     if not tensors:
         raise WhatIfError("--fusion-threshold: the trace has no plan (it may have been overwritten)")
@@ -187,7 +189,7 @@ def _fused(
 
 
 def _groups(tensors: Sequence[Tensor], threshold: int) -> list[list[Tensor]]:
-    """As `fusiond.control.planning` fuses tensors of one dtype."""
+    """Fuses tensors of one dtype as `fusiond.control.planning` does."""
     groups: list[list[Tensor]] = []
     for tensor in tensors:
         if groups and sum(t.nbytes for t in groups[-1]) + tensor.nbytes <= threshold:
@@ -226,7 +228,7 @@ def _refused(
 
 
 def _for_algorithm(program: list[list[Action]], buckets: int, spec: chosen.Algorithm) -> list[list[Action]]:
-    """What a worker does with an algorithm, given what it did with all-reduce."""
+    """Returns what a worker does with an algorithm, given what it did with all-reduce."""
     if spec.signal is chosen.Signal.GRADIENT:
         return program
     computed = (sum(action.seconds for action in step if isinstance(action, Compute)) for step in program)

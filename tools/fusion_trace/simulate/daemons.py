@@ -1,5 +1,4 @@
-"""One node's daemon: its threads, its way to other nodes and to its workers. What it does is in `exchanges` and
-`homes`."""
+"""One node's daemon: its threads, and its ways to other nodes and to its workers. `exchanges` and `homes` use it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ Answered = Callable[[int, int], None]
 
 
 class SimulationError(Exception):
-    """Something was simulated that cannot happen in a job."""
+    """An event was simulated that cannot happen in a job."""
 
 
 class Host:
@@ -68,7 +67,7 @@ class Host:
         )  # fmt: skip
 
     def came(self, nbytes: int, then: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """A payload's last byte has come."""
+        """Receives a payload, whose last byte has come."""
         self._receiving.post(nbytes * self.costs.io_receive, self._read, then, arguments)
 
     def _read(self, then: Callable[..., None], arguments: tuple[Any, ...]) -> None:

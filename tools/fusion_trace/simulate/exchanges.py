@@ -61,11 +61,11 @@ class Exchanges:
         self._chunk_bytes = self.cost.chunk_bytes(host.cluster.chunk_bytes)
 
     def submit(self, rank: int, bucket: int, clock: int) -> None:
-        """A local worker's part is in the arena, and its message was sent now."""
+        """Submits a local worker's part, which is in the arena; its message is sent now."""
         self._host.hear(self._ready, (bucket, clock))
 
     def left(self, rank: int) -> None:
-        """A rank has ended, and with it all others, since they wait for each other."""
+        """Hears that a rank has ended, and with it all others, since they wait for each other."""
 
     def _ready(self, key: _Key) -> None:
         run = self._run(key)
@@ -135,7 +135,7 @@ class Exchanges:
         self._host.tell(node, self._peers[node].credit, key, self._host.node, chunks)
 
     def receive(self, key: _Key, position: int, chunk: wire.Chunk, payload: Any) -> None:
-        """A chunk of a peer."""
+        """Receives a chunk of a peer."""
         run = self._run(key)
         if run.started:
             self._take(run, position, chunk, payload)
@@ -149,7 +149,7 @@ class Exchanges:
         run.port.consumed(position, len(payload))
 
     def credit(self, key: _Key, position: int, chunks: int) -> None:
-        """A peer has consumed so many chunks. It comes before the last of them has counted, or when all is over."""
+        """Hears that a peer has consumed so many chunks: before the last of them has counted, or when all is over."""
         run = self._runs.get(key)
         if run is not None and run.port is not None:
             run.port.credit(position, chunks)
@@ -194,7 +194,7 @@ class Alike(Exchanges):
 
 
 def cost_model(cluster: Cluster) -> CostModel:
-    """What the daemons measure when they come up: the worst of all links, there and back."""
+    """Returns what daemons measure when they come up: the worst of all links, there and back."""
     costs = cluster.costs
     message = costs.send + costs.receive
     byte = max(link.byte for link in cluster.links) + costs.io_send + costs.io_receive

@@ -1,4 +1,4 @@
-"""Arrays that have a length and no contents, and what computes with them in no time but the simulated one.
+"""Arrays that have a length and no contents; computing with them takes simulated time only.
 
 Exchanges and codecs of `fusiond` run on these as they do on real ones. Payloads are views of one region of memory that
 nobody writes to, which therefore takes none.
@@ -22,7 +22,7 @@ _nothing = memoryview(mmap.mmap(-1, _LARGEST, mmap.MAP_PRIVATE | mmap.MAP_ANONYM
 
 
 def payload(nbytes: int) -> memoryview:
-    """So many bytes.
+    """Returns a view of so many bytes.
 
     Raises:
         ValueError: these are too many.
@@ -33,7 +33,7 @@ def payload(nbytes: int) -> memoryview:
 
 
 class Values:
-    """So many float32 elements of which there is nothing to know. What is written to them is a copy, and takes time.
+    """An array of float32 elements without contents. What is written to it is a copy, and takes time.
 
     `spend`: takes seconds; `byte`: seconds for each byte copied.
     """
@@ -55,7 +55,7 @@ class Values:
 
 
 def values(elements: int, spend: Spend, costs: Costs) -> Array:
-    """`Values`, for those who expect an array."""
+    """Returns `Values`, for those who expect an array."""
     return cast("Array", Values(elements, spend, costs.copy))
 
 

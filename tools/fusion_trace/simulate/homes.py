@@ -31,14 +31,14 @@ _ORDER_NBYTES = 64
 
 
 class _Optimizer:
-    """In place of a shard's, whose module may import torch."""
+    """A substitute for a shard's optimizer, whose module may import torch."""
 
     def step(self, gradient: Array, rates: Sequence[float]) -> None:
         """Takes a step, of which there is nothing to see."""
 
 
 class _Home(Home):
-    """Whose arithmetic is of one element."""
+    """A home whose arithmetic is of one element."""
 
     def mean(self, values: Sequence[Array], divisor: int) -> Array:
         total: Array = np.zeros(self.elements, self.dtype.storage)
@@ -102,7 +102,7 @@ class Homes:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def submit(self, rank: int, bucket: int, clock: int) -> None:
-        """A local worker posts to its home; see `Exchanges.submit`."""
+        """Posts a local worker's contribution to its home; see `Exchanges.submit`."""
         self._host.hear(self._posted, rank, bucket, clock)
 
     def _posted(self, rank: int, bucket: int, clock: int) -> None:
@@ -132,7 +132,7 @@ class Homes:
             self._host.send(node, min(largest, nbytes - start), bucket, peer.came, bucket, home, part, last)
 
     def came(self, bucket: int, home: int, part: Contribution, last: bool) -> None:
-        """A piece of a part for a home here has come."""
+        """Receives a piece of a part for a home here."""
         if last:
             self._arrived(bucket, home, part)
 
@@ -152,7 +152,7 @@ class Homes:
             self._host.work(partial(self._take_in, box, part, acts), partial(self._took_in, box, acts))
 
     def left(self, rank: int) -> None:
-        """A rank has ended, and been answered: shards do not wait for it any more."""
+        """Hears that a rank has ended, and been answered: shards do not wait for it any more."""
         for box in self._boxes.values():
             if box.home.rank < 0 and self._algorithm.waits:
                 box.home.present = box.home.present - {rank}
@@ -161,11 +161,11 @@ class Homes:
                 self._host.work(partial(self._go_on_without, box, rank, acts), partial(self._took_in, box, acts))
 
     def _go_on_without(self, box: _Box, rank: int, acts: list[Any]) -> None:
-        """A thread of the pool."""
+        """Runs what follows from a rank's end, on a thread of the pool."""
         acts.extend(self._prepared(box, self._algorithm.without(box.home, rank)))
 
     def _take_in(self, box: _Box, part: Contribution, acts: list[Any]) -> None:
-        """A thread of the pool."""
+        """Takes in a part, on a thread of the pool."""
         nbytes = self._buckets[box.bucket].nbytes
         home = box.home
         away = self._host.cluster.node_of(part.rank) != self._host.node
@@ -242,7 +242,7 @@ class Homes:
                         lambda: self._took_in(box, acts))  # fmt: skip
 
     def answer_came(self, rank: int, bucket: int, version: int, last: bool) -> None:
-        """A piece of the answer to a local worker has come."""
+        """Receives a piece of the answer to a local worker."""
         if last:
             self._host.work(lambda: self._decode(bucket), lambda: self._answer(rank, bucket, version))
 

@@ -1,4 +1,4 @@
-"""What messages, kernels and codecs cost on this machine, measured in a few seconds on one thread and on loopback.
+"""Measures what messages, kernels and codecs cost on this machine, in a few seconds on one thread and on loopback.
 
 The best of several turns counts: what else the machine does can only make them longer.
 """
@@ -32,7 +32,7 @@ _CHUNK = 256 * 1024
 
 
 def best(work: Callable[[], object], repeats: int = 1, turns: int = _TURNS) -> float:
-    """Seconds that `work` takes, in the best of several turns of so many repetitions."""
+    """Returns the seconds that `work` takes, in the best of several turns of so many repetitions."""
     work()
     times = []
     for _ in range(turns):
@@ -44,7 +44,7 @@ def best(work: Callable[[], object], repeats: int = 1, turns: int = _TURNS) -> f
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on."""
+    """Describes the machine that was measured on."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -56,7 +56,7 @@ def machine() -> dict[str, Any]:
 
 
 def costs(texts: Iterable[str] = (), local: float | None = None, elements: int = 1 << 20) -> Costs:
-    """Of messages and kernels, and of these codecs.
+    """Measures messages and kernels, and these codecs.
 
     Args:
         local: what a worker's message to its daemon and the answer take, both ways (s), where that was measured.
@@ -88,7 +88,8 @@ def costs(texts: Iterable[str] = (), local: float | None = None, elements: int =
 
 
 def _protocol() -> tuple[float, float]:
-    """Python's part of a chunk at its sender and its receiver: the exchange, flow control, and the message."""
+    """Measures Python's part of a chunk at its sender and its receiver (s): the exchange, flow control, and the
+    message."""
     sent: list[bytes] = []
 
     def send_chunk(node: int, chunk: wire.Chunk, payload: bytes | memoryview) -> bool:
@@ -125,7 +126,7 @@ def _protocol() -> tuple[float, float]:
 
 
 def _sockets() -> tuple[float, float, float]:
-    """ZeroMQ's part: a message at its sender and its receiver, and a byte."""
+    """Measures ZeroMQ's part (s): a message at its sender and its receiver, and a byte."""
     contexts = [zmq.Context(), zmq.Context()]  # each with its own I/O thread, as two daemons have
     inbox, outbox = contexts[0].socket(zmq.ROUTER), contexts[1].socket(zmq.DEALER)
     try:
@@ -163,7 +164,7 @@ def _sockets() -> tuple[float, float, float]:
 
 
 def codec_costs(text: str, elements: int = 1 << 20) -> CodecCosts:
-    """Of one codec, on values from a normal distribution.
+    """Measures one codec, on values from a normal distribution.
 
     Raises:
         CodecError: there is no such codec.

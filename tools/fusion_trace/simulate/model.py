@@ -1,4 +1,4 @@
-"""What links, messages and kernels cost: the numbers that a simulation is made with."""
+"""The numbers that a simulation is made with: costs of links, messages and kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD_NBYTES = 90
 
 @dataclass(frozen=True)
 class Link:
-    """How a node is joined to the others, in each direction; the same network card for all of them.
+    """A node's connection to all others, by one network card, the same in each direction.
 
     Attributes:
         bandwidth: bytes of payload a second.
@@ -42,12 +42,12 @@ class Link:
 
 
 def ethernet(bits_per_second: float, latency: float = 50e-6) -> Link:
-    """A link with a rate in bits of whole frames, as `tc` and sellers count."""
+    """Returns a link with a rate in bits of whole frames, as `tc` and sellers count."""
     return Link(bits_per_second / 8 / FRAMED, latency)
 
 
 class CodecCosts(msgspec.Struct, frozen=True):
-    """What a codec takes. Seconds for each byte of the dense bucket, or of what is on the wire; and how large that is.
+    """Costs of a codec: seconds for each byte of the dense bucket, or of what is on the wire; and how large that is.
 
     Attributes:
         ratio: bytes on the wire for each byte of the dense bucket.
@@ -65,7 +65,7 @@ class CodecCosts(msgspec.Struct, frozen=True):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """What daemons and workers take for everything that is not the link (s). Measured by `measuring`.
+    """Costs of daemons and workers for everything that is not the link (s). Measured by `measuring`.
 
     Attributes:
         send, receive: in the event loop, for a chunk or piece; without what kernels do with it.
@@ -94,7 +94,7 @@ class Costs(msgspec.Struct, frozen=True):
     codecs: Mapping[str, CodecCosts] = {}
 
     def codec(self, text: str) -> CodecCosts:
-        """Of a codec.
+        """Returns the costs of a codec.
 
         Raises:
             KeyError: it was not measured.
@@ -108,7 +108,7 @@ FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is exchanged together.
+    """Tensors that are exchanged together.
 
     Attributes:
         nbytes: of the dense bucket; a multiple of 4.
@@ -120,7 +120,7 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Of float32."""
+        """Number of float32 elements."""
         return self.nbytes // 4
 
 
@@ -157,5 +157,5 @@ class Cluster:
 
 
 def equal(nodes: int, link: Link, **more: Any) -> Cluster:
-    """Nodes with equal links."""
+    """Returns nodes with equal links."""
     return Cluster((link,) * nodes, **more)

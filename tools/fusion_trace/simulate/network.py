@@ -1,4 +1,4 @@
-"""Links: what is sent waits for its turn, travels, and arrives.
+"""Simulates links: a message waits for its turn, travels, and arrives.
 
 A node has one network card, with a queue in each direction. A message takes its length divided by the bandwidth in the
 sender's; its first byte arrives after the latency, and from then on it takes its turn in the receiver's, so late that
@@ -20,7 +20,7 @@ from fusion_trace.simulate.simulator import Simulator
 
 @dataclass(slots=True)
 class Message:
-    """Something on its way.
+    """A message on its way.
 
     Attributes:
         nbytes: of its payload; on the link its head is added.
@@ -41,7 +41,7 @@ class Message:
 
 @dataclass(slots=True)
 class Traffic:
-    """What a node has sent and received: payload bytes and messages, without credit and the like; and that."""
+    """Payload bytes and messages that a node has sent and received; `control` counts credit and the like."""
 
     sent: int = 0
     received: int = 0

@@ -34,7 +34,7 @@ _FORWARD = 1 / 3  # of a step's computing
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked.
+    """A step to be predicted.
 
     Attributes:
         algorithm, codec: their texts.
@@ -126,7 +126,7 @@ class Predictor:
 
 
 def heard(spec: chosen.Algorithm, nodes: int) -> int:
-    """From how many other ranks a home hears in a step, with a rank on each node; the most at any clock."""
+    """Returns from how many other ranks a home hears in a step, with a rank on each node; the most at any clock."""
     if spec.place is chosen.Place.SHARD:
         return nodes - 1
     topology: str = getattr(spec, "topology")  # noqa: B009  # all gossip has one
@@ -138,7 +138,7 @@ def heard(spec: chosen.Algorithm, nodes: int) -> int:
 
 
 def buckets_of(case: Case, spec: chosen.Algorithm) -> list[Bucket]:
-    """As the plan has them: with shards, small enough that each node has its share."""
+    """Returns the buckets of a plan: with shards, small enough that each node has its share."""
     elements = max(case.parameters // _TENSORS, 1)
     rows = max(int(elements**0.5), 1)
     shape = (rows, elements // rows)
@@ -154,13 +154,13 @@ def buckets_of(case: Case, spec: chosen.Algorithm) -> list[Bucket]:
 
 
 def computing(case: Case, rank: int) -> list[float]:
-    """Seconds for which a rank computes in each step."""
+    """Returns the seconds for which a rank computes in each step."""
     dice = random.Random(rank)
     return [case.compute * max(dice.gauss(1.0, case.jitter), 0.1) for _ in range(_STEPS)]
 
 
 def program(spec: chosen.Algorithm, buckets: Sequence[Bucket], steps: Iterable[float]) -> list[list[Action]]:
-    """The program of a rank that computes for so many seconds in each of its steps."""
+    """Returns the program of a rank that computes for so many seconds in each of its steps."""
     if spec.signal is not chosen.Signal.GRADIENT:
         return around_steps(steps, len(buckets), spec)
     found: list[list[Action]] = []
@@ -174,8 +174,8 @@ def program(spec: chosen.Algorithm, buckets: Sequence[Bucket], steps: Iterable[f
 
 
 def _busiest(case: Case, cluster: Cluster, spec: chosen.Algorithm) -> tuple[float, float]:
-    """What the busiest part of the busiest node's homes has to do for all contributions of a step (s), and the bytes
-    that these homes send."""
+    """Returns what the busiest part of the busiest node's homes has to do for all contributions of a step (s), and the
+    bytes that these homes send."""
     buckets, costs = buckets_of(case, spec), cluster.costs
     coding = costs.codec(case.codec)
     work: dict[int, list[float]] = {}

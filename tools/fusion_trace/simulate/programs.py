@@ -1,4 +1,4 @@
-"""Training processes: each has a program, which is what it does in each of its steps."""
+"""Simulated training processes. A program says what a rank does in each of its steps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fusion_trace.simulate.simulator import Simulator
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Takes so many seconds."""
+    """An action: computes for so many seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Hands its part of a bucket to the daemon."""
+    """An action: hands its part of a bucket to the daemon."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Waits for what was submitted of a bucket last, if it has not come."""
+    """An action: waits for what was submitted of a bucket last, if it has not come."""
 
     bucket: int
 
@@ -37,7 +37,7 @@ Program: TypeAlias = Sequence[Step]
 
 
 def around_steps(steps: Iterable[float], buckets: int, spec: Algorithm) -> list[list[Action]]:
-    """The program of a rank that posts parameters, or changes of them, around its own steps.
+    """Returns the program of a rank that posts parameters, or changes of them, around its own steps.
 
     Args:
         steps: seconds for which it computes in each.
@@ -94,7 +94,7 @@ class Worker:
         return len(self.ends) == len(self._program)
 
     def answered(self, bucket: int) -> None:
-        """What it has submitted of a bucket has come back."""
+        """Receives what it has submitted of a bucket."""
         self._under_way.discard(bucket)
         if self._awaited == bucket:
             self._awaited = None

@@ -1,4 +1,4 @@
-"""A recorded job as a simulated one: what its workers did, what its messages cost, and what its links are like.
+"""Makes a recorded job into a simulated one: what its workers did, what its messages cost, and what its links are like.
 
 * A worker's program: in each of its steps, what it computed between the events that were recorded, what it submitted,
   and what it waited for; the waits themselves are left out, since they are what the simulation is about.
@@ -35,7 +35,7 @@ _LEAST_CHUNK = 16 * 1024  # bytes; of smaller ones the time says nothing about t
 
 
 class NotRecorded(FusionError):
-    """The trace has not what a simulation needs."""
+    """The trace lacks what a simulation needs."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ Event = Action | Gradient
 
 @dataclass(frozen=True)
 class Tensor:
-    """One of a plan, with the bucket that it is in."""
+    """A tensor of a plan, with the bucket that it is in."""
 
     name: str
     nbytes: int
@@ -59,7 +59,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was found in a trace.
+    """The simulated counterpart of a recorded job.
 
     Attributes:
         nodes: those that have workers; workers: on each of them.
@@ -94,7 +94,7 @@ class Recorded:
 
     @property
     def step_seconds(self) -> float:
-        """Mean over ranks and steps."""
+        """Mean time of a step over ranks and steps (s)."""
         return statistics.fmean(seconds for rank in self.measured for seconds in rank)
 
     @property
@@ -103,7 +103,7 @@ class Recorded:
 
 
 def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs | None = None) -> Recorded:
-    """Everything that a simulation of the recorded job needs.
+    """Returns everything that a simulation of the recorded job needs.
 
     Raises:
         NotRecorded: it has no whole steps of all ranks, or its nodes have different numbers of workers.
@@ -159,7 +159,7 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
 
 
 def _is_of(op: Operation, steps: Mapping[int, Mapping[int, Step]], numbers: Sequence[int]) -> bool:
-    """Whether some rank submitted it in one of the steps."""
+    """Says whether some rank submitted it in one of the steps."""
     return any(
         part.submitted is not None and steps[rank][n].begin <= part.submitted < steps[rank][n].end
         for rank, part in op.workers.items()
@@ -173,7 +173,7 @@ _KINDS = (Kind.GRADIENT, Kind.SUBMITTED, Kind.WAIT_BEGIN, Kind.WAIT_END, Kind.DO
 
 
 def _program(trace: JobTrace, worker: Process, step: Step, index: Mapping[str, int]) -> tuple[Event, ...]:
-    """What a worker did in a step. Time in which it was kept waiting is none of it."""
+    """Returns what a worker did in a step. Time in which it was kept waiting is left out."""
     events: list[Event] = []
     pending: dict[int, None] = {}  # submitted, and not known to have been waited for
     at, waiting = step.begin, 0
@@ -218,7 +218,7 @@ def _waited(worker: Process, steps: Sequence[Step]) -> tuple[float, ...]:
 
 
 def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
-    """The latest plan's, as one daemon has it."""
+    """Returns the tensors of the latest plan, as one daemon has it."""
     for daemon in trace.daemons.values():
         records = daemon.of(Kind.MEMBER)
         if len(records):
@@ -235,7 +235,8 @@ def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
 
 
 def _links(chunks: Sequence[Chunk], nodes: Sequence[int], problems: list[str]) -> tuple[Link, ...]:
-    """By node, the faster of what it sends and what it receives: the slower one is some other node's doing."""
+    """Returns the link of each node: the faster of what it sends and what it receives, since the slower one is some
+    other node's doing."""
     flown = [c for c in chunks if c.sent is not None and c.received is not None]
     if not flown:
         if len(nodes) > 1:
@@ -255,7 +256,8 @@ def _links(chunks: Sequence[Chunk], nodes: Sequence[int], problems: list[str]) -
 
 
 def link_speed(chunks: Sequence[Chunk]) -> tuple[float, float] | None:
-    """Bytes a second, and latency (s), of what passes through one network card in one direction, one after the other.
+    """Returns bytes a second, and latency (s), of what passes through one network card in one direction, one after the
+    other.
 
     A chunk is on the link from when it was handed over, or the one before it had come, until it has come itself. What
     of that is latency is found by turns with the bandwidth. Medians over bytes and a low quantile leave out those that
@@ -278,14 +280,14 @@ def link_speed(chunks: Sequence[Chunk]) -> tuple[float, float] | None:
 
 
 def _middle(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """The median, by weight."""
+    """Returns the median, by weight."""
     order = np.argsort(values)
     values, weights = values[order], weights[order]
     return float(np.interp(0.5, (np.cumsum(weights) - weights / 2) / weights.sum(), values))
 
 
 def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problems: list[str]) -> Costs:
-    """As recorded; what a link carries has ZeroMQ's work in it."""
+    """Returns the costs as recorded; what a link carries has ZeroMQ's work in it."""
     there = [
         (part.ready[rank] - worker.submitted) / S
         for op in found
@@ -315,7 +317,7 @@ def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problem
 
 
 def _chunk_costs(trace: JobTrace) -> tuple[float | None, float]:
-    """Seconds for a chunk, and for each of its bytes, that daemons take for what has come."""
+    """Returns the seconds for a chunk, and for each of its bytes, that daemons take for what has come."""
     sizes: dict[int, list[float]] = defaultdict(list)
     for daemon in trace.daemons.values():
         opened: dict[tuple[int, int], tuple[int, int]] = {}
@@ -340,7 +342,7 @@ def _chunk_costs(trace: JobTrace) -> tuple[float | None, float]:
 
 
 def _codec(found: Sequence[Operation], sent: float, nbytes: int, nodes: int, costs: Costs) -> tuple[str, Costs]:
-    """What buckets were encoded with, from how much was sent of them, and what that took."""
+    """Returns what buckets were encoded with, from how much was sent of them, and what that took."""
     whole = 2 * (nodes - 1) * nbytes
     share = sent / whole if whole else 1.0
     if nodes == 1 or share > 0.8:

@@ -1,4 +1,4 @@
-"""A whole simulated job: nodes, links, workers with their programs, and what came of it."""
+"""A whole simulated job: nodes, links, and workers with their programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusiond.control.planning import place_homes
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a simulated job.
+    """The result of a simulated job.
 
     Attributes:
         ends: of each rank, when each of its steps ended (s).
@@ -36,13 +36,13 @@ class Outcome:
     events: int
 
     def step_seconds(self, skip: int = 1) -> float:
-        """The mean time of a step, over steps after the first `skip` and all ranks."""
+        """Returns the mean time of a step, over steps after the first `skip` and all ranks."""
         return statistics.fmean(
             (ends[-1] - (ends[skip - 1] if skip else 0.0)) / (len(ends) - skip) for ends in self.ends
         )
 
     def waited_seconds(self, skip: int = 1) -> float:
-        """The mean time for which a step was kept waiting: its exposed communication."""
+        """Returns the mean time for which a step was kept waiting: its exposed communication."""
         return statistics.fmean(seconds for waited in self.waited for seconds in waited[skip:])
 
 
@@ -105,7 +105,7 @@ class Job:
             daemon.left(rank)
 
     def run(self) -> Outcome:
-        """Goes on until nothing is left to happen.
+        """Runs until nothing is left to happen.
 
         Raises:
             SimulationError: workers wait for something that never comes.
@@ -125,6 +125,6 @@ class Job:
 
 
 def place(buckets: Sequence[Bucket], nodes: int) -> tuple[int, ...]:
-    """A node for the home of each bucket, as the daemon's plans have it."""
+    """Returns a node for the home of each bucket, as the daemon's plans have it."""
     planned = [wire.Bucket(index, "float32", bucket.elements, 0, ()) for index, bucket in enumerate(buckets)]
     return place_homes(planned, dict.fromkeys(range(nodes), 1.0))

@@ -1,4 +1,4 @@
-"""Time, what happens when, and threads. The order of events of the same time is that in which they were asked for, so
+"""Simulated time, events, and threads. Events of the same time happen in the order in which they were asked for, so
 that a simulation with the same arguments always comes to the same result."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Event = Callable[..., None]
 
 
 class Simulator:
-    """What happens when.
+    """The clock, and the queue of events.
 
     Attributes:
         now: seconds since the beginning.
@@ -29,7 +29,7 @@ class Simulator:
         self._asked = 0
 
     def at(self, time: float, event: Event, *arguments: Any) -> None:
-        """Has `event` happen at a time, which is not before now."""
+        """Schedules `event` for a time, which is not before now."""
         if not time >= self.now:
             raise ValueError(f"an event at {time} s cannot be asked for at {self.now} s")
         self._asked += 1
@@ -39,7 +39,7 @@ class Simulator:
         self.at(self.now + seconds, event, *arguments)
 
     def run(self, until: float = math.inf, most: float = math.inf) -> None:
-        """Goes on until nothing is left to happen, or until a time; at most so many events in all."""
+        """Runs until nothing is left to happen, or until a time; at most so many events in all."""
         queue = self._queue
         while queue and queue[0][0] <= until and self.events < most:
             self.now, _, event, arguments = heapq.heappop(queue)
@@ -47,18 +47,18 @@ class Simulator:
             event(*arguments)
 
     def spend(self, seconds: float) -> None:
-        """The thread that is at work takes so long for what it does."""
+        """Makes the thread that is at work take so long for what it does."""
         if self.running is not None:
             self.running.cursor += seconds
 
     @property
     def time(self) -> float:
-        """Now, as whoever is at work sees it, who has spent time since the event began."""
+        """The present, as whoever is at work sees it, who has spent time since the event began."""
         return self.now if self.running is None else self.running.cursor
 
 
 class Processor:
-    """So many cores, for which threads wait in the order in which they came."""
+    """Cores of a machine, for which threads wait in the order in which they came."""
 
     def __init__(self, simulator: Simulator, cores: int) -> None:
         self._simulator = simulator
@@ -81,7 +81,7 @@ class Processor:
 
 
 class Thread:
-    """Does one thing after the other, in the order in which they were posted.
+    """A thread that does one thing after the other, in the order in which they were posted.
 
     Args:
         processor: on which it runs; none: it always has a core.
