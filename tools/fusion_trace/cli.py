@@ -127,9 +127,7 @@ def buckets(what: What = None, steps: StepsOption = "", as_json: AsJson = False)
     selected, trace = parse_steps(steps), load(what)
     found = analysis.find(trace, selected)
     _print(
-        as_json,
-        lambda: analysis.document(trace, found),
-        lambda: buckets_page.show(trace, analysis.plans(trace), found),
+        as_json, lambda: analysis.document(trace, found), lambda: buckets_page.show(trace, analysis.plans(trace), found)
     )
 
 
@@ -370,13 +368,12 @@ def topology(
         str,
         typer.Argument(
             help="ring, torus, exponential, one-peer-exponential, complete, bipartite, hypercube, or file:PATH with a "
-            "matrix of weights, one row a rank.",
+            "matrix of weights, one row a rank."
         ),
     ],
     ranks: Annotated[int, typer.Option(help="Number of ranks.")],
     clock: Annotated[
-        int | None,
-        typer.Option(help="Draw the graph of this clock only; by default the edges of all clocks.", min=0),
+        int | None, typer.Option(help="Draw the graph of this clock only; by default the edges of all clocks.", min=0)
     ] = None,
     draw: Annotated[bool, typer.Option(help="Draw the graph.")] = True,
     as_json: AsJson = False,

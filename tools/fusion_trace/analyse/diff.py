@@ -59,11 +59,7 @@ class Comparison:
 
 
 def compare(
-    first: JobTrace,
-    second: JobTrace,
-    chosen: StepRange = EVERY_STEP,
-    confidence: float = 0.95,
-    seed: int = 0,
+    first: JobTrace, second: JobTrace, chosen: StepRange = EVERY_STEP, confidence: float = 0.95, seed: int = 0
 ) -> tuple[Comparison, ...]:
     """Returns the measures that either job has, in order of `MEASURES`.
 

@@ -281,8 +281,4 @@ def _begun_in(part: Partition, spans: Sequence[Span]) -> int:
 
 def document(trace: JobTrace, found: Sequence[Finding]) -> dict[str, object]:
     """Returns what `--json` shows; all times in ns."""
-    return {
-        "job": trace.job,
-        "stragglers": [asdict(finding) for finding in found],
-        "problems": list(trace.problems),
-    }
+    return {"job": trace.job, "stragglers": [asdict(finding) for finding in found], "problems": list(trace.problems)}

@@ -14,17 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.errors import FusionError
-from fusion_rt.trace_format import (
-    HEADER,
-    HEADER_NBYTES,
-    MAGIC,
-    NAMES_NBYTES,
-    RECORD,
-    VERSION,
-    WRITERS,
-    Kind,
-    Role,
-)
+from fusion_rt.trace_format import HEADER, HEADER_NBYTES, MAGIC, NAMES_NBYTES, RECORD, VERSION, WRITERS, Kind, Role
 
 RECORD_DTYPE = np.dtype(
     [

@@ -21,13 +21,7 @@ MOST_RANKS = 64  # rows of a chart
 MOST_TO_CHOOSE = 16  # ranks whose single steps are drawn
 MOST_BUCKETS = 40
 MOST_WITH_TEXT = 12  # nodes, up to which a matrix has figures in it
-COLOURS = {
-    "compute": "#3f8f5f",
-    "overlapped": "#67a9cf",
-    "exposed": "#d6453d",
-    "waiting": "#f0b429",
-    "idle": "#c3c7cf",
-}
+COLOURS = {"compute": "#3f8f5f", "overlapped": "#67a9cf", "exposed": "#d6453d", "waiting": "#f0b429", "idle": "#c3c7cf"}
 _ACTIVITIES = {
     "forward": "#2f7d4f", "backward": "#5aa877", "step": "#8cc7a1", "copy": "#b7dcc4", "apply": "#14532d",
     "wake-up": "#8a93a3", "other": "#c3c7cf", "hand-over": "#5b6474", "daemon": "#3d4451", "reduce": "#2b6ca3",

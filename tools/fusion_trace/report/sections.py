@@ -67,7 +67,7 @@ def _ranks(report: Report) -> Section:
     about = [
         "Compute: the script runs, and nothing is communicated for it. Overlapped: it runs, and communication is under "
         "way, which costs nothing. Exposed: it waits for communication. Waiting: it waits for other ranks. Idle: it is "
-        "outside of forward, backward and step(). The five add up to the step.",
+        "outside of forward, backward and step(). The five add up to the step."
     ]
     per = max((column.last - column.first + 1 for column in report.columns), default=1)
     if per > 1:
@@ -78,10 +78,7 @@ def _ranks(report: Report) -> Section:
         "ranks",
         "Where the time of a step goes",
         about=tuple(about),
-        charts=(
-            charts.rank_bars(report.ranks),
-            charts.step_bars(report.columns, [rank.rank for rank in report.ranks]),
-        ),
+        charts=(charts.rank_bars(report.ranks), charts.step_bars(report.columns, [rank.rank for rank in report.ranks])),
         tables=(
             shortened(Table("Means over steps", ("", "steps", "step", *PARTS, "hidden"), rows), len(report.ranks)),
             replace(overlap_page.single_steps(report.slowest), title="The slowest steps"),

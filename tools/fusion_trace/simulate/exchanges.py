@@ -45,12 +45,7 @@ class Exchanges:
     """
 
     def __init__(
-        self,
-        host: Host,
-        peers: Sequence[Exchanges],
-        buckets: Sequence[Bucket],
-        codec: str,
-        answered: Answered,
+        self, host: Host, peers: Sequence[Exchanges], buckets: Sequence[Bucket], codec: str, answered: Answered
     ) -> None:
         self._host, self._peers, self._buckets, self._codec = host, peers, buckets, codec
         self._answered = answered

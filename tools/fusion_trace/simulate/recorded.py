@@ -306,13 +306,7 @@ def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problem
         problems.append("no kernels were recorded: their costs are assumed")
         return replace(defaults, local=max(local, 0.0), io_send=0.0, io_receive=0.0)
     return replace(
-        defaults,
-        local=max(local, 0.0),
-        receive=receive,
-        reduce=byte,
-        copy=byte,
-        io_send=0.0,
-        io_receive=0.0,
+        defaults, local=max(local, 0.0), receive=receive, reduce=byte, copy=byte, io_send=0.0, io_receive=0.0
     )
 
 
