@@ -124,7 +124,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, 
     for operation in its:
         groups[operation.key.plan, operation.key.name].append(operation)
     known = {plan.number: plan for plan in plans(trace)}
-    gradients = _gradients(trace)
+    completed = gradients(trace)
     sizes = {key: max(operation.nbytes for operation in group) for key, group in groups.items()}
     result = []
     for (number, name), group in groups.items():
@@ -140,7 +140,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, 
                 tensors=len(members) or 1,
                 times=len(group),
                 flushes=_flushes(group),
-                phases=_phases(trace, group, {tensor for tensor, _ in members}, gradients),
+                phases=_phases(trace, group, {tensor for tensor, _ in members}, completed),
             )
         )
     return tuple(sorted(result, key=lambda bucket: (not bucket.plan, bucket.plan, _in_order(bucket.name))))
@@ -157,10 +157,11 @@ def _flushes(group: Sequence[Operation]) -> dict[str, int]:
     return {reason.name.lower(): reasons[reason] for reason in Flush if reasons[reason]}
 
 
-_Gradients = Mapping[tuple[int, str], Sequence[int]]  # by rank and name, times in order
+_Completed = Mapping[tuple[int, str], Sequence[int]]
 
 
-def _gradients(trace: JobTrace) -> _Gradients:
+def gradients(trace: JobTrace) -> _Completed:
+    """Returns when gradients were complete, by rank and name, in order."""
     found: dict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, worker in trace.workers.items():
         records = worker.of(Kind.GRADIENT)
@@ -169,7 +170,7 @@ def _gradients(trace: JobTrace) -> _Gradients:
     return found
 
 
-def _phases(trace: JobTrace, group: Sequence[Operation], members: set[str], gradients: _Gradients) -> dict[str, int]:
+def _phases(trace: JobTrace, group: Sequence[Operation], members: set[str], completed: _Completed) -> dict[str, int]:
     seen: dict[str, list[int]] = defaultdict(list)
 
     def note(phase: str, begin: int | None, end: int | None) -> None:
@@ -179,7 +180,7 @@ def _phases(trace: JobTrace, group: Sequence[Operation], members: set[str], grad
     since: dict[int, int] = {}
     for operation in sorted(group, key=lambda each: each.key.clock):
         for rank, mine in operation.workers.items():
-            note("fill", _first_gradient(gradients, rank, members, since.get(rank), mine.full), mine.full)
+            note("fill", _first_gradient(completed, rank, members, since.get(rank), mine.full), mine.full)
             note("hand over", mine.full, mine.submitted)
             if mine.full is not None:
                 since[rank] = mine.full
@@ -207,14 +208,14 @@ def _phases(trace: JobTrace, group: Sequence[Operation], members: set[str], grad
 
 
 def _first_gradient(
-    gradients: _Gradients, rank: int, members: set[str], since: int | None, full: int | None
+    completed: _Completed, rank: int, members: set[str], since: int | None, full: int | None
 ) -> int | None:
     """Returns when the first gradient of a bucket came after the bucket was full the last time; None: not known."""
     if full is None or since is None:
         return None
     first = None
     for name in members:
-        times = gradients.get((rank, name), ())
+        times = completed.get((rank, name), ())
         place = bisect_right(times, since)
         if place < len(times) and times[place] <= full and (first is None or times[place] < first):
             first = times[place]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from fusion_rt.trace_format import Kind
-from fusion_trace.analyse.bucket_times import Plan, plans
+from fusion_trace.analyse.bucket_times import Plan, gradients, plans
 from fusion_trace.analyse.overlap import Partition, median, operations_of_steps, partitions
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.chunks import Chunk
@@ -94,9 +94,9 @@ def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> TensorLi
     }
     kept = [operation for operation in its.values() if chosen == EVERY_STEP or operation.key in step_of]
     kept.sort(key=lambda operation: operation.submitted or 0)
-    gradients = _gradients(trace, name)
+    completed = {rank: times for (rank, of), times in gradients(trace).items() if of == name}
     steps = {(part.rank, part.number): part for part in parts}
-    lives = [_life(trace, operation, step_of.get(operation.key), gradients, steps) for operation in kept]
+    lives = [_life(trace, operation, step_of.get(operation.key), completed, steps) for operation in kept]
     if not nbytes:
         nbytes = max((operation.nbytes for key, operation in its.items() if key.name == name), default=0)
     return TensorLives(name, nbytes, tuple(life for life in lives if life.events))
@@ -127,23 +127,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
-_Gradients = Mapping[int, Sequence[int]]  # by rank, times
-
-
-def _gradients(trace: JobTrace, name: str) -> _Gradients:
-    number = trace.names.index(name) if name in trace.names else -1
-    found = {}
-    for rank, worker in trace.workers.items():
-        records = worker.of(Kind.GRADIENT)
-        found[rank] = records["time"][records["name"] == number].tolist()
-    return found
-
-
 def _life(
     trace: JobTrace,
     operation: Operation,
     step: int | None,
-    gradients: _Gradients,
+    completed: Mapping[int, Sequence[int]],
     steps: Mapping[tuple[int, int], Partition],
 ) -> Life:
     seen: list[tuple[int, str, str, int | None]] = []
@@ -151,7 +139,7 @@ def _life(
         part = steps.get((rank, step)) if step is not None else None
         limit = mine.submitted
         if part is not None and limit is not None:
-            last = [time for time in gradients.get(rank, ()) if part.begin <= time <= limit]
+            last = [time for time in completed.get(rank, ()) if part.begin <= time <= limit]
             seen += [(last[-1], f"rank {rank}", "its gradient is complete", None)] if last else []
         seen += _of_worker(rank, mine)
     for node, there in sorted(operation.daemons.items()):

@@ -11,7 +11,7 @@ from rich.text import Text
 from fusion_rt import stack_text, wire
 from fusion_rt.topology import Topology
 from fusion_trace.analyse.unfinished import Ending
-from fusion_trace.report.wording import numbers
+from fusion_trace.report.wording import count, numbers
 
 MOST_WAITING = 20  # operations that are shown
 MOST_RANKS = 16  # stacks that are shown
@@ -37,7 +37,7 @@ def lines(document: _Document) -> Iterator[_Line]:
     """Yields the lines about a job, each with its style."""
     if document["answered"]:
         topology = Topology(tuple(document["hosts"]), tuple(tuple(ranks) for ranks in document["ranks_of_nodes"]))
-        size = f"{_count(topology.size, 'rank')} on {_count(len(topology.hosts), 'node')}"
+        size = f"{count(topology.size, 'rank')} on {count(len(topology.hosts), 'node')}"
         yield f"job {document['job']}: {document['state']}, {size}", "bold"
         yield from _operations(document, topology)
     else:
@@ -103,10 +103,6 @@ def _daemons(daemons: Iterable[_Document]) -> Iterator[_Line]:
                 yield f"    {line}", ""
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def whereabouts(entry: _Document) -> wire.Whereabouts:
     """Returns where a rank is, as it stands in the document."""
     return wire.Whereabouts(entry["rank"], entry["pid"], entry["state"], entry["why_not"], stack_of(entry))
@@ -126,11 +122,11 @@ def ending_lines(found: Ending, most: int = 20) -> Sequence[_Line]:
         shown.append(("  nothing waited: what ranks had submitted was done", "green"))
     for each in found.waiting[:most]:
         shown += [("", ""), (f"{each.what} (clock {each.clock}) had waited {each.seconds:.1f} s", "bold yellow")]
-        shown.append((f"  submitted by {_ranks(each.submitted)}", ""))
+        shown.append((f"  submitted by {_named('rank', each.submitted)}", ""))
         if each.missing:
-            shown.append((f"  waited for {_ranks(each.missing)}", "red"))
+            shown.append((f"  waited for {_named('rank', each.missing)}", "red"))
         elif each.running:
-            shown.append((f"  all ranks had submitted it; it was under way on {_nodes(each.running)}", ""))
+            shown.append((f"  all ranks had submitted it; it was under way on {_named('node', each.running)}", ""))
     if len(found.waiting) > most:
         shown.append((f"and {len(found.waiting) - most} more (--json has them all)", ""))
     shown += [("", ""), ("what ranks did last", "bold")]
@@ -140,9 +136,5 @@ def ending_lines(found: Ending, most: int = 20) -> Sequence[_Line]:
     return shown
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {numbers(ranks)}"
-
-
-def _nodes(nodes: Sequence[int]) -> str:
-    return f"node{'' if len(nodes) == 1 else 's'} {numbers(nodes)}"
+def _named(what: str, which: Sequence[int]) -> str:
+    return f"{what}{'' if len(which) == 1 else 's'} {numbers(which)}"

@@ -8,7 +8,7 @@ bucket.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -111,9 +111,9 @@ class Homes:
         shard = self._spec.place is chosen.Place.SHARD
         node = self._places[bucket] if shard else self._host.node
         if node == self._host.node:
-            self._arrived(bucket, -1 if shard else rank, part)
+            self.arrived(bucket, -1 if shard else rank, part)
             return
-        self._host.work(lambda: self._encode(bucket), lambda: self._parcel(node, bucket, -1, part, self._wire[bucket]))
+        self._host.work(lambda: self._encode(bucket), lambda: self._post(node, bucket, -1, part, self._wire[bucket]))
 
     def _encode(self, bucket: int) -> None:
         nbytes = self._buckets[bucket].nbytes
@@ -124,21 +124,21 @@ class Homes:
         nbytes = self._buckets[bucket].nbytes
         self._host.simulator.spend(self._wire[bucket] * self._cost.unpack + nbytes * self._host.costs.copy)
 
-    def _parcel(self, node: int, bucket: int, home: int, part: Contribution, nbytes: int) -> None:
-        """Sends a part to a home elsewhere, in pieces."""
-        peer, largest = self._peers[node], self._host.cluster.chunk_bytes
+    def _post(self, node: int, bucket: int, home: int, part: Contribution, nbytes: int) -> None:
+        """Sends a part to a home elsewhere."""
+        self._send(node, bucket, nbytes, self._peers[node].arrived, bucket, home, part)
+
+    def _send(self, node: int, bucket: int, nbytes: int, then: Callable[..., None], *arguments: Any) -> None:
+        """Sends so many bytes in pieces; the other node does `then` when it has received the last of them."""
+        largest = self._host.cluster.chunk_bytes
         for start in range(0, max(nbytes, 1), largest):
             last = start + largest >= nbytes
-            self._host.send(node, min(largest, nbytes - start), bucket, peer.came, bucket, home, part, last)
-
-    def came(self, bucket: int, home: int, part: Contribution, last: bool) -> None:
-        """Receives a piece of a part for a home here."""
-        if last:
-            self._arrived(bucket, home, part)
+            self._host.send(node, min(largest, nbytes - start), bucket, then if last else _nothing, *arguments)
 
     # --- homes --------------------------------------------------------------------------------------------------------
 
-    def _arrived(self, bucket: int, home: int, part: Contribution) -> None:
+    def arrived(self, bucket: int, home: int, part: Contribution) -> None:
+        """Receives a part for a home here."""
         part.arrived = self._host.simulator.time
         box = self._boxes[bucket, home]
         box.waiting.append(part)
@@ -146,35 +146,31 @@ class Homes:
 
     def _turn(self, box: _Box) -> None:
         while box.free and box.waiting:
-            box.free -= 1
-            part = box.waiting.popleft()
-            acts: list[Any] = []
-            self._host.work(partial(self._take_in, box, part, acts), partial(self._took_in, box, acts))
+            self._ask(box, partial(self._take_in, box, box.waiting.popleft()))
 
     def left(self, rank: int) -> None:
         """Hears that a rank has ended, and been answered: shards do not wait for it any more."""
         for box in self._boxes.values():
             if box.home.rank < 0 and self._algorithm.waits:
                 box.home.present = box.home.present - {rank}
-                acts: list[Any] = []
-                box.free -= 1
-                self._host.work(partial(self._go_on_without, box, rank, acts), partial(self._took_in, box, acts))
+                self._ask(box, partial(self._algorithm.without, box.home, rank))
 
-    def _go_on_without(self, box: _Box, rank: int, acts: list[Any]) -> None:
-        """Runs what follows from a rank's end, on a thread of the pool."""
-        acts.extend(self._prepared(box, self._algorithm.without(box.home, rank)))
+    def _ask(self, box: _Box, steps: Callable[[], Iterable[Any]]) -> None:
+        """Has a thread of the pool ask the algorithm for its steps, and then the loop carry them out."""
+        box.free -= 1
+        found: list[Any] = []
+        self._host.work(lambda: found.extend(self._prepared(box, steps())), lambda: self._carry_out(box, found))
 
-    def _take_in(self, box: _Box, part: Contribution, acts: list[Any]) -> None:
-        """Takes in a part, on a thread of the pool."""
-        nbytes = self._buckets[box.bucket].nbytes
+    def _take_in(self, box: _Box, part: Contribution) -> Iterable[Any]:
+        """Hands a part to the algorithm; on a thread of the pool."""
         home = box.home
-        away = self._host.cluster.node_of(part.rank) != self._host.node
-        if away and part.kind != "told":
-            self._decode(box.bucket)
-        self._host.simulator.spend(nbytes * self._host.costs.apply if part.kind != "told" else 0.0)
+        if part.kind != "told":
+            if self._host.cluster.node_of(part.rank) != self._host.node:
+                self._decode(box.bucket)
+            self._host.simulator.spend(self._buckets[box.bucket].nbytes * self._host.costs.apply)
         if part.kind == "post":
             home.done[part.rank] += 1
-        acts.extend(self._prepared(box, self._algorithm.received(home, part)))
+        return self._algorithm.received(home, part)
 
     def _prepared(self, box: _Box, steps: Iterable[Any]) -> list[Any]:
         found = []
@@ -192,9 +188,9 @@ class Homes:
             found.append(step)
         return found
 
-    def _took_in(self, box: _Box, acts: Sequence[Any]) -> None:
+    def _carry_out(self, box: _Box, steps: Iterable[Any]) -> None:
         box.free += 1
-        for step in acts:
+        for step in steps:
             self._act(box, step)
         self._turn(box)
 
@@ -205,11 +201,8 @@ class Homes:
             if node == host.node:
                 self._answer(step.part.rank, box.bucket, version)
                 return
-            peer, nbytes, largest = self._peers[node], self._wire[box.bucket], host.cluster.chunk_bytes
-            for start in range(0, max(nbytes, 1), largest):
-                last = start + largest >= nbytes
-                host.send(node, min(largest, nbytes - start), box.bucket,
-                          peer.answer_came, step.part.rank, box.bucket, version, last)  # fmt: skip
+            peer, rank = self._peers[node], step.part.rank
+            self._send(node, box.bucket, self._wire[box.bucket], peer.answer_came, rank, box.bucket, version)
         elif isinstance(step, Send):
             if step.kind == "want":
                 return  # an empty message, and here no rank is ever occupied
@@ -219,33 +212,32 @@ class Homes:
                     weight=step.weight,
                 )  # fmt: skip
                 if node_of(rank) == host.node:
-                    self._arrived(box.bucket, rank, part)
+                    self.arrived(box.bucket, rank, part)
                 else:
-                    self._parcel(node_of(rank), box.bucket, rank, part, self._wire[box.bucket])
+                    self._post(node_of(rank), box.bucket, rank, part, self._wire[box.bucket])
         elif isinstance(step, Tell):
             for bucket, node in enumerate(self._places):
                 part = Contribution(0, step.numbers, kind="told", clock=step.clock)
                 if bucket == box.bucket:
                     continue
                 if node == host.node:
-                    self._arrived(bucket, -1, part)
+                    self.arrived(bucket, -1, part)
                 else:
-                    self._parcel(node, bucket, -1, part, _ORDER_NBYTES)
+                    self._post(node, bucket, -1, part, _ORDER_NBYTES)
         else:
             host.simulator.at(max(step.at, host.simulator.time), self._wake, box)
 
     def _wake(self, box: _Box) -> None:
-        acts: list[Any] = []
-        now = self._host.simulator.now
-        box.free -= 1
-        self._host.work(lambda: acts.extend(self._prepared(box, self._algorithm.elapsed(box.home, now))),
-                        lambda: self._took_in(box, acts))  # fmt: skip
+        self._ask(box, partial(self._algorithm.elapsed, box.home, self._host.simulator.now))
 
-    def answer_came(self, rank: int, bucket: int, version: int, last: bool) -> None:
-        """Receives a piece of the answer to a local worker."""
-        if last:
-            self._host.work(lambda: self._decode(bucket), lambda: self._answer(rank, bucket, version))
+    def answer_came(self, rank: int, bucket: int, version: int) -> None:
+        """Receives the answer to a local worker."""
+        self._host.work(lambda: self._decode(bucket), lambda: self._answer(rank, bucket, version))
 
     def _answer(self, rank: int, bucket: int, version: int) -> None:
         self._versions[rank, bucket] = version
         self._host.answer(self._answered, rank, bucket)
+
+
+def _nothing(*arguments: object) -> None:
+    """Receives a piece that is not the last."""
