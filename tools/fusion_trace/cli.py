@@ -279,8 +279,7 @@ def diff(
     selected = parse_steps(steps)
     selected_after = parse_steps(after_steps) if after_steps else selected
     first, second = load([before]), load([after])
-    samples = analysis.samples(first, selected), analysis.samples(second, selected_after)
-    found = analysis.changes(*samples, (first.job, second.job), confidence, seed)
+    found = analysis.compare(first, second, selected, selected_after, confidence, seed)
     _print(
         as_json,
         lambda: analysis.document(first, second, found, confidence),

@@ -20,7 +20,7 @@ def test_processes_and_names_of_all_rings(tmp_path: Path) -> None:
     assert (trace.job, sorted(trace.workers), sorted(trace.daemons)) == ("synthetic", [0, 1, 2, 3], [0, 1])
     assert trace.node_of == {0: 0, 1: 0, 2: 1, 3: 1}
     assert trace.hosts == {0: "host0", 1: "host1"}
-    assert trace.ranks_of(1) == (2, 3)
+    assert [rank for rank, node in trace.node_of.items() if node == 1] == [2, 3]
     assert trace.problems == ()
     assert [str(process) for process in trace.processes][3:5] == ["rank 3", "daemon of node 0"]
     gradients = {

@@ -59,14 +59,24 @@ class Comparison:
 
 
 def compare(
-    first: JobTrace, second: JobTrace, chosen: StepRange = EVERY_STEP, confidence: float = 0.95, seed: int = 0
+    first: JobTrace,
+    second: JobTrace,
+    chosen: StepRange = EVERY_STEP,
+    chosen_after: StepRange | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
 ) -> tuple[Comparison, ...]:
     """Returns the measures that either job has, in order of `MEASURES`.
+
+    Args:
+        chosen_after: the steps of the second job, if other ones.
+        confidence: that all intervals hold at once.
+        seed: of the resampling.
 
     Raises:
         ChoiceError: a job has too few steps.
     """
-    before, after = samples(first, chosen), samples(second, chosen)
+    before, after = samples(first, chosen), samples(second, chosen if chosen_after is None else chosen_after)
     return changes(before, after, (first.job, second.job), confidence, seed)
 
 

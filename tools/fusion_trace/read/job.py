@@ -90,9 +90,6 @@ class JobTrace:
         """Nodes, by rank."""
         return {rank: worker.node for rank, worker in self.workers.items()}
 
-    def ranks_of(self, node: int) -> tuple[int, ...]:
-        return tuple(rank for rank, of in sorted(self.node_of.items()) if of == node)
-
     @property
     def span(self) -> tuple[int, int]:
         """The first and last time of all records, ns; (0, 0) if there are none."""

@@ -14,7 +14,7 @@ Up to `SIMULATED` nodes (with homes: `SIMULATED_HOMES`) every node is simulated,
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ class Case:
 
 
 _Found = tuple[float, float, float, str]
+_Find = Callable[[Case, chosen.Algorithm], _Found]
 
 
 class Predictor:
@@ -74,10 +75,10 @@ class Predictor:
             return None
         every = spec if spec.period == 1 else replace(spec, steps=1)  # type: ignore[call-arg]
         one = replace(case, algorithm=str(every))  # one exchange in each step
-        at_homes = spec.place is not chosen.Place.NOWHERE
-        seconds, sent, messages, how = (
-            self._bound(one, every) if at_homes and case.nodes > SIMULATED_HOMES else self._simulated(one, every)
-        )
+        most, beyond = SIMULATED_HOMES, self._bound
+        if spec.place is chosen.Place.NOWHERE:
+            most, beyond = SIMULATED, self._one_for_all
+        seconds, sent, messages, how = self._found(self._each if case.nodes <= most else beyond, one, every)
         waited = max(seconds - case.compute, 0.0) / spec.period
         return {"seconds": case.compute + waited, "waited": waited, "sent": sent / spec.period,
                 "messages": messages / spec.period, "how": how}  # fmt: skip
@@ -85,10 +86,9 @@ class Predictor:
     def _cluster(self, nodes: int) -> Cluster:
         return equal(nodes, self._link, costs=self._costs)
 
-    def _simulated(self, case: Case, spec: chosen.Algorithm) -> _Found:
+    def _found(self, find: _Find, case: Case, spec: chosen.Algorithm) -> _Found:
         if case not in self._known:
-            alike = spec.place is chosen.Place.NOWHERE and case.nodes > SIMULATED
-            self._known[case] = (self._one_for_all if alike else self._each)(case, spec)
+            self._known[case] = find(case, spec)
         return self._known[case]
 
     def _each(self, case: Case, spec: chosen.Algorithm) -> _Found:
@@ -110,7 +110,7 @@ class Predictor:
 
     def _bound(self, case: Case, spec: chosen.Algorithm) -> _Found:
         few = replace(case, nodes=SIMULATED_HOMES)
-        seconds, sent, messages, _ = self._simulated(few, spec)
+        seconds, sent, messages, _ = self._found(self._each, few, spec)
         before, _ = _busiest(few, self._cluster(few.nodes), spec)
         busiest, home_sends = _busiest(case, self._cluster(case.nodes), spec)
         how = f"as {few.nodes} nodes, and the busiest home"

@@ -4,7 +4,6 @@ that a simulation with the same arguments always comes to the same result."""
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -38,10 +37,10 @@ class Simulator:
     def after(self, seconds: float, event: Event, *arguments: Any) -> None:
         self.at(self.now + seconds, event, *arguments)
 
-    def run(self, until: float = math.inf, most: float = math.inf) -> None:
-        """Runs until nothing is left to happen, or until a time; at most so many events in all."""
+    def run(self) -> None:
+        """Runs until nothing is left to happen."""
         queue = self._queue
-        while queue and queue[0][0] <= until and self.events < most:
+        while queue:
             self.now, _, event, arguments = heapq.heappop(queue)
             self.events += 1
             event(*arguments)
