@@ -28,11 +28,8 @@ class RankTimes:
     """Steps of a rank. `mean`: of each of `PARTS`; they add up to `ns`, the mean step."""
 
     rank: int
-    node: int
-    host: str
     steps: int
     ns: float
-    median: int
     mean: Mapping[str, float]
 
     @property
@@ -109,7 +106,7 @@ def analyse(
         trace=trace,
         chosen=chosen,
         summary=summary.find(trace, chosen),
-        ranks=_ranks(trace, parts),
+        ranks=_ranks(parts),
         columns=_columns(parts),
         slowest=tuple(sorted(parts, key=lambda part: -part.ns)[:10]),
         buckets=bucket_times.find(trace, chosen),
@@ -119,15 +116,12 @@ def analyse(
     )
 
 
-def _ranks(trace: JobTrace, parts: Sequence[Partition]) -> tuple[RankTimes, ...]:
+def _ranks(parts: Sequence[Partition]) -> tuple[RankTimes, ...]:
     return tuple(
         RankTimes(
             rank=rank,
-            node=trace.node_of[rank],
-            host=trace.workers[rank].host,
             steps=len(its),
             ns=fmean(part.ns for part in its),
-            median=median(part.ns for part in its),
             mean=_means(its),
         )
         for rank, its in sorted(by_rank(parts).items())

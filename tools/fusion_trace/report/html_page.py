@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from fusion_trace.read.ring_reader import TraceError
-from fusion_trace.report.parts import Section
+from fusion_trace.report.sections import Section
 from fusion_trace.report.wording import Table
 
 _LEVEL = 9  # of gzip: a second, for 40 kB less than at 6

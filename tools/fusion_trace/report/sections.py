@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from fusion_trace.analyse import critical_path
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.report import charts, overlap_page, stragglers_page, summary_page
+from fusion_trace.report.charts import Chart
 from fusion_trace.report.curves import BANDWIDTHS
 from fusion_trace.report.figures import Report
 from fusion_trace.report.findings import Told, findings
-from fusion_trace.report.parts import Section, shortened
 from fusion_trace.report.wording import Table, count, duration, share, size
 
 MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        id: of the element, and before the names of its charts.
+        title: above it.
+        told: what was found.
+        about: how to read it; a paragraph each.
+        charts: beside each other, if there is room.
+        tables: below them.
+    """
+
+    id: str
+    title: str
+    told: tuple[Told, ...] = ()
+    about: tuple[str, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    tables: tuple[Table, ...] = ()
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -180,20 +201,15 @@ def _links(report: Report) -> Section:
 def _path(report: Report) -> Section:
     path = report.path
     assert path is not None  # there are whole steps
-    sums: Counter[tuple[str, str]] = Counter()
-    for segment in path.segments:
-        sums[segment.activity, str(segment.place)] += segment.ns
-    (activity, place), most = sums.most_common(1)[0]
+    sums = [(activity, str(place), ns) for (activity, place), ns in critical_path.totals([path]).items()]
+    activity, place, most = sums[0]
     told = Told(
         f"Step {path.step.number} takes {duration(path.step.ns)}, of which {activity} at {place} is {duration(most)} "
         f"({share(most / path.step.ns)}), more than anything else.",
         "",
         False,
     )
-    rows = [
-        (activity, place, duration(ns), share(ns / path.step.ns))
-        for (activity, place), ns in sums.most_common(MOST_ROWS)
-    ]
+    rows = [(activity, place, duration(ns), share(ns / path.step.ns)) for activity, place, ns in sums[:MOST_ROWS]]
     table = shortened(Table("On the path", ("activity", "where", "takes", "share"), tuple(rows), 2), len(sums))
     whole = ("all of it", "", duration(path.ns), share(1.0))
     return Section(
@@ -239,3 +255,10 @@ def _whatif(report: Report) -> Section:
         charts=(charts.curve_chart(curves),),
         tables=(Table("A step", head, rows),),
     )
+
+
+def shortened(table: Table, of: int) -> Table:
+    """Adds a row to a table that says how many of all `of` rows it has not, if any."""
+    missing = of - len(table.rows)
+    more = (f"and {missing} more", *[""] * (len(table.columns) - 1))
+    return replace(table, rows=(*table.rows, more)) if missing > 0 else table
