@@ -137,7 +137,7 @@ def test_every_argument_becomes_its_flag(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )  # fmt: skip
     plan = make_request_plan(Request(tuple(seen), os.fsencode(os.getcwd()), 1), b"x")
     assert plan.command == (b"python3", b"-m", b"fusion_rt.runner.task")
-    assert plan.topology.size == 2
+    assert plan.places.size == 2
     assert plan.settings.start_timeout == 8
     assert (plan.ssh_port, plan.ssh_identity_file) == (9, str(key))
     assert (plan.output_directory, plan.verbose, plan.interfaces) == ("out", True, ("lo", "eth0"))

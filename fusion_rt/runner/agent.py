@@ -1,9 +1,12 @@
-"""The launcher's hands on one host: checks it, starts the daemon and the workers, passes on what they print.
+"""The agent of one host: it checks the host, starts daemons and workers, and passes on what they print.
 
 Run as `python -m fusion_rt.runner.agent`, locally or through ssh. It reads a `messages.Job` and commands from standard
 input and writes `messages.FromAgent` to standard output. The end of input means that the launcher, or the connection to
 it, is gone; it then ends everything, as it does on TERM, INT and HUP. When the agent itself is killed, the kernel kills
 its children (`supervise`).
+
+Each membership epoch has a daemon of its own, while workers go from one epoch to the next. A job whose membership is
+fixed has one epoch.
 """
 
 from __future__ import annotations
@@ -11,38 +14,38 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
+from fusion_rt import elastic
 from fusion_rt.address import listen_address
 from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.runner import environment, messages, preflight, supervise
 from fusion_rt.runner.daemon import Daemon
-from fusion_rt.runner.messages import (
-    OUTPUT_CHUNK,
-    DaemonDown,
-    DaemonUp,
-    Exited,
-    Job,
-    Output,
-    Peers,
-    Ready,
-    Refused,
-    Stop,
-    Stopped,
-    Versions,
-    WorkersUp,
-    decode_command,
-)
+from fusion_rt.runner.elastic.workers import WorkerServer
+from fusion_rt.runner.messages import OUTPUT_CHUNK, Begin, Epoch, Job
 from fusion_rt.runner.oom import OomKills
 from fusion_rt.runner.pipes import BEATS, Channel, Pump, Reader, Silence, settle
 from fusion_rt.runner.task import Function, Result
 from fusion_rt.settings import Settings
 
 LOST_GRACE = 3.0  # seconds between TERM and KILL when the launcher is gone: with the rest, nothing is left after 5
+REMOVED_S = 10.0  # seconds that a worker without a place has to end by itself, to save something perhaps
+TERM_GRACE = 5.0  # seconds between TERM and KILL then
 _DAEMON_S = 1.0  # seconds the daemon has to end by itself
+_OLD_DAEMON_S = 2.0  # the same for the daemon of an epoch that is over
 _DRAIN_S = 5.0  # seconds the launcher has to take the last output
+
+
+@dataclass(eq=False)
+class _Worker:
+    child: supervise.Child
+    rank: int  # in the epoch that it has a place in
+    born: int  # number of the epoch that it was started for
+    is_unused: bool = False
+    is_removed: bool = False
 
 
 class Agent:
@@ -51,13 +54,18 @@ class Agent:
     def __init__(self, job: Job, channel: Channel) -> None:
         self._job = job
         self._channel = channel
+        self._environ: dict[bytes, bytes] = {}  # of the job on this host
+        self._root = ""  # absolute path of the directory that holds the job's
+        self._server: WorkerServer | None = None  # in an elastic job
+        self._epoch: Epoch | None = None
         self._daemon: Daemon | None = None
+        self._retired: set[Daemon] = set()  # of epochs that are over, which have not ended yet
+        self._workers: dict[int, _Worker] = {}  # by slot
         self._children = supervise.Children()
         self._oom_kills = OomKills()
         self._silence = Silence(job.silence_limit)
         self._silence.listening = True
         self._function = Function(job.function_bytes) if job.function_bytes else None
-        self._root = ""  # absolute path of the directory that holds the job's
         self._grace: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,7 +90,7 @@ class Agent:
         await self._end(grace)
         for task in self._tasks:
             task.cancel()
-        self._channel.send_now(Stopped())  # perhaps nobody reads: `close` has a limit
+        self._channel.send_now(messages.Stopped())  # perhaps nobody reads: `close` has a limit
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a coroutine beside the others."""
@@ -102,24 +110,50 @@ class Agent:
             raise
 
     async def _refuse(self, *reasons: str) -> None:
-        await self._channel.send(Refused(reasons))
+        await self._channel.send(messages.Refused(reasons))
+
+    # The launcher
 
     async def _follow(self, commands: Reader) -> None:
         """Does what the launcher says, and ends the job when it cannot be followed any more."""
         try:
             while line := await commands.line():
                 self._silence.heard()
-                command = decode_command(line)
-                if isinstance(command, Stop):
-                    self.stop(command.grace)
-                elif isinstance(command, messages.Function):
-                    if self._function is None:
-                        raise WireError("the launcher sent a function, but the job has none")
-                    self._function.feed(command.data)
-                else:
-                    await self._do(command)
+                await self._do(messages.decode_command(line))
         finally:
             self.stop(LOST_GRACE)
+
+    async def _do(self, command: messages.Command) -> None:
+        match command:
+            case messages.Stop(grace):
+                self.stop(grace)
+            case messages.Function(data):
+                if self._function is None:
+                    raise WireError("the launcher sent a function, but the job has none")
+                self._function.feed(data)
+            case Epoch():
+                if not self._root:
+                    raise WireError("the launcher began an epoch before the agent was ready")
+                await self._start_epoch(command)
+            case Begin():
+                await self._begin(command)
+            case messages.Abandon(number):
+                if self._epoch is not None and self._epoch.number == number:
+                    self._retire_daemon()
+                    self._end_unused(number)
+            case messages.Remove(slots, reason):
+                self._remove(slots, reason)
+            case messages.Release(reason):
+                workers = list(self._workers.values())
+                self._remove(tuple(self._workers), reason)
+                self._spawn(self._stop_after(workers))
+            case messages.Kill(slots):
+                for slot in slots:
+                    if slot in self._workers:
+                        supervise.signal_tree(self._workers[slot].child.pid, signal.SIGKILL)
+            case messages.Changed(timestamp, added, removed):
+                if self._server is not None:
+                    self._server.tell_all(elastic.HostsChanged(timestamp, added, removed))
 
     async def _beat(self) -> None:
         """Tells the launcher again and again that this agent is there, unless there is more than that to be read."""
@@ -133,45 +167,54 @@ class Agent:
         await self._silence.wait()
         self.stop(LOST_GRACE)
 
-    async def _do(self, command: messages.Command) -> None:
-        """Does what only jobs of this kind are told."""
-        if isinstance(command, Peers):
-            if self._daemon is None:
-                raise WireError("the launcher sent the table of peers before the daemon was up")
-            self._daemon.introduce(command.table)
+    # The beginning
 
     async def _bring_up(self) -> None:
-        """Checks the host, and starts the daemon and the workers."""
-        environ = await self._check()
-        if environ is None:
-            return
-        await self._channel.send(Ready())
-        await self._start_daemon(self._job, environ)
-        # The workers need not wait until it listens: they import torch meanwhile, and try until it does.
-        await self._start_workers(environ)
-
-    async def _check(self) -> dict[bytes, bytes] | None:
-        """Checks the host; the environment of the job there, if it is fit."""
-        environ = environment.on_host(self._job, os.environb)
+        """Checks the host; starts the daemon and the workers if the epoch is known."""
+        job = self._job
+        environ = environment.on_host(job, os.environb)
         os.environb.clear()
         os.environb.update(environ)
-        directory = os.fsdecode(self._job.directory)
-        self._root = root = os.path.normpath(os.path.join(directory, Settings.from_env().runtime_root()))
+        root = os.path.normpath(os.path.join(os.fsdecode(job.directory), Settings.from_env().runtime_root()))
         environ[b"FUSION_RUNTIME_DIR"] = os.fsencode(root)
-        if problems := preflight.check(self._job, root):
+        if problems := preflight.check(job, root):
             await self._refuse(*problems)
-            return None
-        return environ
+            return
+        self._environ, self._root = environ, root
+        if job.elastic:
+            directory = os.path.join(root, f"{job.job}.agent{job.elastic}")
+            self._server = WorkerServer(directory, self._workers.keys, self._on_rejoin)
+        await self._channel.send(messages.Ready())
+        if job.epoch is not None:
+            await self._start_epoch(job.epoch)
+            # The workers need not wait until it listens: they import torch meanwhile, and try until it does.
+            await self._start_workers(job.epoch)
 
-    async def _start_daemon(self, job: Job, environ: dict[bytes, bytes], epoch: int = 0) -> None:
-        address = "127.0.0.1"
-        if len(job.topology.hosts) > 1:
-            address = listen_address(job.topology.hosts[job.node], job.interfaces, job.loopback)
-        config = DaemonConfig(job.job, job.node, job.topology, address)
+    async def _start_epoch(self, epoch: Epoch) -> None:
+        """Starts the daemon of a new epoch; the workers of the one before have all left it."""
+        self._retire_daemon()
+        self._epoch = epoch
+        hosts, address = epoch.topology.hosts, "127.0.0.1"
+        if len(hosts) > 1:
+            address = listen_address(hosts[epoch.node], self._job.interfaces, epoch.loopback)
+        config = DaemonConfig(epoch.job, epoch.node, epoch.topology, address)
         self._daemon = await Daemon.start(
-            config, environ, job.directory, self._children, self._channel, self._root, epoch
+            config, self._environ, self._job.directory, self._children, self._channel, self._root, epoch.number
         )
-        self._spawn(self._watch_daemon(self._daemon, epoch))
+        self._spawn(self._watch_daemon(self._daemon, epoch.number))
+
+    async def _begin(self, begin: Begin) -> None:
+        """Tells the daemon its peers, and gives places to the workers if they have none yet."""
+        epoch = self._epoch
+        if epoch is None or epoch.number != begin.number or self._daemon is None:
+            raise WireError(f"the launcher began epoch {begin.number}, which was not started")
+        if begin.table is not None:
+            self._daemon.introduce(begin.table)
+        if self._server is not None:
+            self._server.begin_epoch()
+            await self._start_workers(epoch, begin.survivors)
+
+    # Daemons
 
     async def _watch_daemon(self, daemon: Daemon, epoch: int) -> None:
         """Tells the launcher where the daemon listens, or why it does not, and when it ends."""
@@ -182,82 +225,149 @@ class Agent:
             status = await daemon.last_status()
             await settle([stderr], self._channel)
             if not daemon.is_unwanted:
-                await self._channel.send(DaemonDown(status, answer.error, epoch))
+                await self._channel.send(messages.DaemonDown(epoch, status, answer.error))
             return
         self._pump(stdout)
-        await self._channel.send(DaemonUp(answer, epoch))
+        await self._channel.send(messages.DaemonUp(answer, epoch))
         status = await daemon.wait()
         if not self._grace.done() and (not daemon.is_unwanted or (status < 0 and not daemon.is_killed)):
             await settle(daemon.log, self._channel)
-            await self._channel.send(DaemonDown(status, self._oom_kills.explain(status), epoch))
+            await self._channel.send(messages.DaemonDown(epoch, status, self._oom_kills.explain(status)))
 
-    async def _start_workers(self, environ: dict[bytes, bytes]) -> None:
-        job = self._job
-        for rank in job.topology.ranks[job.node]:
-            started = await self._start_worker(environment.of_worker(environ, job, rank, self._root))
-            if started is None:
-                return
-            self._spawn(self._watch_worker(rank, *started))
-        await self._channel.send(WorkersUp())
+    def _retire_daemon(self) -> None:
+        if self._daemon is not None:
+            self._daemon.is_unwanted = True
+            self._retired.add(self._daemon)
+            self._spawn(self._end_daemon(self._daemon))
+            self._daemon = None
 
-    async def _start_worker(self, env: dict[bytes, bytes]) -> tuple[supervise.Child, Result | None] | None:
-        """A new worker, and the place of its result if it calls a function; None if it cannot be had."""
+    async def _end_daemon(self, daemon: Daemon) -> None:
+        await daemon.end(_OLD_DAEMON_S)
+        self._retired.discard(daemon)
+
+    # Workers
+
+    async def _start_workers(self, epoch: Epoch, survivors: tuple[int, ...] = ()) -> None:
+        """Tells the survivors their places in an epoch, and starts new workers in the other slots."""
+        for slot, rank in zip(epoch.slots, epoch.topology.ranks[epoch.node], strict=True):
+            place = self._place(epoch, slot, rank)
+            if slot not in survivors:
+                if not await self._start_worker(epoch, slot, rank, place):
+                    return
+            elif (
+                slot in self._workers and self._server is not None
+            ):  # if not, it has just ended: the launcher will hear
+                self._workers[slot].rank = rank
+                self._server.tell(slot, elastic.Assignment(epoch.number, place))
+        await self._channel.send(messages.WorkersUp())
+
+    def _place(self, epoch: Epoch, slot: int, rank: int) -> dict[str, str]:
+        """The variables that tell a worker its place."""
+        place = environment.place_of_worker(epoch, rank, self._root)
+        if self._server is not None:
+            place[elastic.SOCKET] = self._server.path
+            place[elastic.SLOT] = str(slot)
+            place[elastic.EPOCH] = str(epoch.number)
+        return place
+
+    async def _start_worker(self, epoch: Epoch, slot: int, rank: int, place: dict[str, str]) -> bool:
+        """Starts a worker; tells the launcher, and returns false, if it cannot be run."""
         job = self._job
+        env = environment.of_worker(self._environ, place, job.as_horovod)
         result = await self._function.open_result() if self._function else None
         if result is not None:
             env.update(result.variables())
         try:
             inherits = result.descriptors if result else ()
-            return await self._children.start(job.command, env, job.directory, inherits=inherits), result
+            child = await self._children.start(job.command, env, job.directory, inherits=inherits)
         except OSError as error:
             await self._refuse(f"the command {os.fsdecode(job.command[0])!r} cannot be run: {error.strerror}")
-            return None
+            return False
+        self._workers[slot] = worker = _Worker(child, rank, epoch.number)
+        self._spawn(self._watch_worker(slot, worker, result))
+        return True
 
-    async def _watch_worker(self, rank: int, worker: supervise.Child, result: Result | None) -> None:
-        status = await self._carry(worker, lambda: rank, result)
-        await self._channel.send(Exited(rank, status, self._oom_kills.explain(status)))
-
-    async def _carry(self, worker: supervise.Child, rank: Callable[[], int], result: Result | None) -> int:
-        """Passes on what a worker prints and returns, as of the rank that it has; its exit status when all is sent."""
+    async def _watch_worker(self, slot: int, worker: _Worker, result: Result | None) -> None:
+        """Passes on what a worker prints and returns, as of the rank that it has, and tells of its end."""
         pumps = (
-            Pump(worker.stdout, self._channel, lambda data: Output(rank(), "stdout", data)),
-            Pump(worker.stderr, self._channel, lambda data: Output(rank(), "stderr", data)),
+            Pump(worker.child.stdout, self._channel, lambda data: messages.Output(worker.rank, "stdout", data)),
+            Pump(worker.child.stderr, self._channel, lambda data: messages.Output(worker.rank, "stderr", data)),
         )
         for pump in pumps:
             self._pump(pump)
-        status = await worker.exit
+        status = await worker.child.exit
         await settle(pumps, self._channel)
         if result is not None and status == 0:
             for data in result.pieces(OUTPUT_CHUNK):
-                await self._channel.send(messages.Result(rank(), data))
-        return status
+                await self._channel.send(messages.Result(worker.rank, data))
+        if not worker.is_removed:
+            self._free(slot)
+            killed = "" if worker.is_unused else self._oom_kills.explain(status)
+            await self._channel.send(messages.Exited(slot, status, killed, worker.is_unused))
+
+    def _on_rejoin(self, slot: int, message: elastic.Rejoin) -> None:
+        self._channel.send_now(messages.Asked(slot, message.epoch, message.error))
+
+    def _remove(self, slots: tuple[int, ...], reason: str) -> None:
+        for slot in slots:
+            worker = self._workers.get(slot)
+            if worker is not None:
+                worker.is_removed = True
+                if self._server is not None:
+                    self._server.tell(slot, elastic.Removed(reason))
+                self._free(slot)
+                self._spawn(self._see_off(worker.child))
+
+    def _end_unused(self, number: int) -> None:
+        """Ends workers that would look for the daemon of an epoch that is over, when they have come so far."""
+        for slot, worker in self._workers.items():
+            if worker.born == number and self._server is not None and not self._server.knows(slot):
+                worker.is_unused = True
+                supervise.signal_tree(worker.child.pid, signal.SIGKILL)
+
+    def _free(self, slot: int) -> None:
+        self._workers.pop(slot, None)
+        if self._server is not None:
+            self._server.forget(slot)
+
+    async def _see_off(self, child: supervise.Child) -> None:
+        """Waits until a worker without a place has ended, and then helps."""
+        for seconds, number in ((REMOVED_S, signal.SIGTERM), (TERM_GRACE, signal.SIGKILL)):
+            await asyncio.wait([child.exit], timeout=seconds)
+            if child.exit.done():
+                return
+            supervise.signal_tree(child.pid, number)
+
+    async def _stop_after(self, workers: list[_Worker]) -> None:
+        if workers:
+            await asyncio.wait([worker.child.exit for worker in workers], timeout=REMOVED_S)
+        self.stop(TERM_GRACE)
 
     def _pump(self, pump: Pump) -> None:
         self._pumps.append(pump)
         self._spawn(pump.run())
 
+    # The end
+
     async def _end(self, grace: float) -> None:
-        """Ends the workers, then the daemon, then whatever else is left, files of a killed daemon included."""
+        """Ends the workers, then the daemon, then whatever else is left, files of killed daemons included."""
         if self._daemon is not None:
             await supervise.end_descendants([self._daemon.pid], grace, self._hurry)
             await self._daemon.close(_DAEMON_S)
         survivors = await supervise.end_descendants([], 0.0, self._hurry)
-        if self._daemon is not None:
-            self._daemon.remove_files()
+        for daemon in (*self._retired, *([self._daemon] if self._daemon is not None else ())):
+            daemon.remove_files()
         try:
             await asyncio.wait_for(settle(self._pumps, self._channel), _DRAIN_S)
         except asyncio.TimeoutError:
-            return  # nobody reads: the launcher is gone, or as good as
-        if survivors:
-            await self._refuse(f"processes {survivors} do not end although they were killed; the kernel lets them wait")
-
-
-def _make_agent(job: Job, channel: Channel) -> Agent:
-    if not job.elastic:
-        return Agent(job, channel)
-    from fusion_rt.runner.elastic.agent import ElasticAgent
-
-    return ElasticAgent(job, channel)
+            pass  # nobody reads: the launcher is gone, or as good as
+        else:
+            if survivors:
+                await self._refuse(
+                    f"processes {survivors} do not end although they were killed; the kernel lets them wait"
+                )
+        if self._server is not None:
+            self._server.close()
 
 
 async def _serve(fd: int) -> None:
@@ -265,10 +375,10 @@ async def _serve(fd: int) -> None:
     channel = await Channel.open(os.fdopen(fd, "wb", buffering=0))
     line = await commands.line()
     if line:
-        if problems := preflight.check_versions(decode_line(line, Versions)):
-            await channel.send(Refused(tuple(problems)))
+        if problems := preflight.check_versions(decode_line(line, messages.Versions)):
+            await channel.send(messages.Refused(tuple(problems)))
         else:
-            agent = _make_agent(decode_line(line, Job), channel)
+            agent = Agent(decode_line(line, Job), channel)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, agent.stop, LOST_GRACE)
             await agent.run(commands)

@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fusion_rt.errors import FusionError, SettingError
-from fusion_rt.runner import config_file, discovery, flags, reach
+from fusion_rt.runner import config_file, flags, reach
 from fusion_rt.runner.choices import Choices
+from fusion_rt.runner.discovery import Discovery
+from fusion_rt.runner.elastic.places import add_shard_hosts, fill, shard_host_names
 from fusion_rt.runner.environment import forwarded
 from fusion_rt.runner.flags import make_parser
-from fusion_rt.runner.hosts import Host, add_shard_hosts, assign, parse_hostfile, parse_hosts, shard_host_names
+from fusion_rt.runner.hosts import Host, parse_hostfile, parse_hosts
 from fusion_rt.runner.launch import launch
 from fusion_rt.runner.phases import process_age
 from fusion_rt.runner.plan import ElasticPlan, LaunchPlan
@@ -81,11 +83,9 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
                 "--shard-hosts (FUSION_SHARD_HOSTS) names hosts that have to stay, which those of an elastic job "
                 "(--min-np, --host-discovery-script) need not; leave one of the two out"
             )
-        hosts, topology = wanted, assign(wanted, sum(host.slots for host in wanted))[1]
-    else:
-        hosts, topology = assign(wanted, discovery.number_of_workers(choices, wanted))
+    places = fill(wanted, _number_of_workers(choices, wanted, elastic))
     if settings.shard_hosts:
-        hosts, topology = add_shard_hosts(settings.shard_hosts, wanted, hosts, topology)
+        places = add_shard_hosts(settings.shard_hosts, wanted, places)
         names = shard_host_names(settings.shard_hosts)
         environment[b"FUSION_SHARD_HOSTS"] = names.encode()
         settings = replace(settings, shard_hosts=names)
@@ -97,8 +97,7 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
     return LaunchPlan(
         job=secrets.token_hex(4),
         command=tuple(os.fsencode(word) for word in command),
-        hosts=hosts,
-        topology=topology,
+        places=places,
         environment=environment,
         directory=os.fsencode(os.getcwd()),
         settings=settings,
@@ -116,9 +115,19 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
 
 
 def _elastic(choices: Choices, environment: Mapping[bytes, bytes]) -> ElasticPlan | None:
-    """How the membership of the job may change; None if it stays."""
-    discovery.check_numbers(choices)
+    """How the membership of the job may change; None if it stays.
+
+    Raises:
+        SettingError: -np, --min-np and --max-np contradict each other.
+    """
     script, least, wanted = choices["host_discovery_script"], choices["min_num_proc"], choices["num_proc"]
+    for low, high, what in (
+        (least, choices["max_num_proc"], "--min-np {} is above --max-np {}"),
+        (least, wanted, "--min-np {} is above -np {}"),
+        (wanted, choices["max_num_proc"], "-np {} is above --max-np {}"),
+    ):
+        if low is not None and high is not None and low > high:
+            raise SettingError(what.format(low, high))
     if not script and not least:
         return None
     least = least or wanted or 1
@@ -132,6 +141,14 @@ def _elastic(choices: Choices, environment: Mapping[bytes, bytes]) -> ElasticPla
         script=script or "",
         slots=choices["slots_per_host"],
     )
+
+
+def _number_of_workers(choices: Choices, hosts: tuple[Host, ...], elastic: ElasticPlan | None) -> int:
+    """The workers of -np, or all slots, up to --max-np; in an elastic job, all slots."""
+    slots = sum(host.slots for host in hosts)
+    if elastic is not None:
+        return slots
+    return choices["num_proc"] or min(slots, choices["max_num_proc"] or slots)
 
 
 def _elastic_timeout(choices: Choices, environment: Mapping[bytes, bytes]) -> float:
@@ -164,7 +181,7 @@ def _hosts(choices: Choices, timeout: float) -> tuple[Host, ...]:
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError(f"the hostfile cannot be read: {error}") from None
     if choices["host_discovery_script"] is not None:
-        return discovery.discover(choices["host_discovery_script"], slots, timeout)
+        return asyncio.run(Discovery(choices["host_discovery_script"], slots, timeout).first())
     if choices["num_proc"] is None:
         raise SettingError(f"-np, the number of workers, is missing; an example is: {flags.EXAMPLE}")
     return parse_hosts(f"localhost:{choices['num_proc']}")

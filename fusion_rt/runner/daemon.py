@@ -52,7 +52,7 @@ class Daemon:
         children: Children,
         channel: Channel,
         runtime_root: str,
-        epoch: int = 0,
+        epoch: int,
     ) -> Daemon:
         """Starts the daemon and tells it its configuration.
 
@@ -65,7 +65,7 @@ class Daemon:
             children: starts it.
             channel: where its log goes.
             runtime_root: absolute path of the directory that holds its own.
-            epoch: the membership epoch that it is for, in an elastic job.
+            epoch: number of the membership epoch that it is for.
 
         Raises:
             OSError: it cannot be run.

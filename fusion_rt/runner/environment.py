@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from fusion_rt import elastic
 from fusion_rt.bootstrap import socket_path
-from fusion_rt.runner.messages import Job
+from fusion_rt.runner.messages import Epoch, Job
 
 _OWN_OF_HOST = re.compile(rb"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|XDG_RUNTIME_DIR")
 
@@ -37,15 +37,10 @@ def absolute_path_list(paths: bytes, directory: bytes) -> bytes:
     return b":".join(os.path.join(directory, path) for path in paths.split(b":") if path)
 
 
-def of_worker(base: Mapping[bytes, bytes], job: Job, rank: int, runtime_root: str) -> dict[bytes, bytes]:
-    """One worker's environment: the host's, and its place.
-
-    Raises:
-        FusionError: the path of the daemon's socket is too long.
-    """
-    added = place_of_worker(job, rank, runtime_root)
-    environ = {**base, **{name.encode(): os.fsencode(value) for name, value in added.items()}}
-    if job.as_horovod:
+def of_worker(base: Mapping[bytes, bytes], place: Mapping[str, str], as_horovod: bool) -> dict[bytes, bytes]:
+    """One worker's environment: the host's, and its place."""
+    environ = {**base, **{name.encode(): os.fsencode(value) for name, value in place.items()}}
+    if as_horovod:
         from fusion_rt.as_horovod import python_path
 
         paths = [os.fsencode(python_path()), *filter(None, [base.get(b"PYTHONPATH")])]
@@ -53,15 +48,15 @@ def of_worker(base: Mapping[bytes, bytes], job: Job, rank: int, runtime_root: st
     return environ
 
 
-def place_of_worker(job: Job, rank: int, runtime_root: str) -> dict[str, str]:
-    """What tells a worker its place in the job: Horovod's variables, and where its daemon is.
+def place_of_worker(epoch: Epoch, rank: int, runtime_root: str) -> dict[str, str]:
+    """The variables that tell a worker its place in an epoch: Horovod's, and where its daemon is.
 
     Raises:
         FusionError: the path of the daemon's socket is too long.
     """
-    topology = job.topology
+    topology = epoch.topology
     return {
-        "HOROVOD_HOSTNAME": topology.hosts[job.node],
+        "HOROVOD_HOSTNAME": topology.hosts[epoch.node],
         "HOROVOD_RANK": str(rank),
         "HOROVOD_SIZE": str(topology.size),
         "HOROVOD_LOCAL_RANK": str(topology.local_rank(rank)),
@@ -71,7 +66,7 @@ def place_of_worker(job: Job, rank: int, runtime_root: str) -> dict[str, str]:
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "PYTHONUNBUFFERED": "1",
-        "FUSION_JOB_ID": job.job,
-        "FUSION_NODE": str(job.node),
-        "FUSION_SOCKET": socket_path(runtime_root, job.job, job.node),
+        "FUSION_JOB_ID": epoch.job,
+        "FUSION_NODE": str(epoch.node),
+        "FUSION_SOCKET": socket_path(runtime_root, epoch.job, epoch.node),
     }

@@ -19,7 +19,7 @@ from fusion_rt.errors import FusionError, SettingError
 from fusion_rt.run_function import Answer, Request
 from fusion_rt.runner.cli import make_plan
 from fusion_rt.runner.flags import make_parser
-from fusion_rt.runner.launch import make_launch
+from fusion_rt.runner.launch import Launch
 from fusion_rt.runner.outcome import WorkerFailure, first_cause, tell
 from fusion_rt.runner.plan import LaunchPlan
 
@@ -43,7 +43,7 @@ def _refuse(message: str) -> NoReturn:
 
 async def _run(plan: LaunchPlan) -> tuple[Answer, list[bytes]]:
     asyncio.get_running_loop().add_reader(0, _on_stdin)
-    job = make_launch(plan)
+    job = Launch(plan)
     status = await job.run()
     if job.failures and status == 1:
         failed = "\n".join(tell(job.failures))

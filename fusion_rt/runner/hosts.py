@@ -1,4 +1,4 @@
-"""Host strings and hostfiles, and which rank runs on which host.
+"""Host strings and hostfiles.
 
 A host is written `[user@]name[:slots]` in `-H`, separated by commas, and `[user@]name [slots=N]` on a line of its own
 in a hostfile, where `#` starts a comment. Slots default to those of `--slots-per-host`, which is 1. An IPv6 address
@@ -16,12 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fusion_rt.errors import SettingError
-from fusion_rt.topology import Topology
 
 MAX_SLOTS = 4096  # workers of one host; more is a typing mistake
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")  # never starts like an option of ssh
-_SHARD_HOSTS = "--shard-hosts (FUSION_SHARD_HOSTS)"
 _FORM = "NAME, NAME:SLOTS or USER@NAME:SLOTS, and an IPv6 address in brackets"
 
 
@@ -56,7 +54,7 @@ def parse_hosts(text: str, slots: int = 1) -> tuple[Host, ...]:
     Raises:
         SettingError: an entry is not a host, or one host is to be reached as two users.
     """
-    return _merge(_parse_host(entry.strip(), slots) for entry in text.split(","))
+    return _merge(parse_host(entry.strip(), slots) for entry in text.split(","))
 
 
 def parse_hostfile(text: str, source: str = "hostfile", slots: int = 1) -> tuple[Host, ...]:
@@ -79,85 +77,9 @@ def parse_hostfile(text: str, source: str = "hostfile", slots: int = 1) -> tuple
     return _merge(hosts)
 
 
-def assign(hosts: tuple[Host, ...], num_proc: int) -> tuple[tuple[Host, ...], Topology]:
-    """Fills the hosts with ranks in their order.
-
-    Returns:
-        The hosts that got at least one rank, and the topology in which they are the nodes.
-
-    Raises:
-        SettingError: there are fewer slots than processes.
-    """
-    slots = sum(host.slots for host in hosts)
-    if num_proc > slots:
-        raise SettingError(
-            f"-np {num_proc} asks for more processes than the {slots} slots of "
-            f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)}; name more hosts or more slots"
-        )
-    used: list[Host] = []
-    ranks: list[tuple[int, ...]] = []
-    first = 0
-    for host in hosts:
-        last = min(first + host.slots, num_proc)
-        if last > first:
-            used.append(host)
-            ranks.append(tuple(range(first, last)))
-        first = last
-    return tuple(used), Topology(tuple(host.name for host in used), tuple(ranks))
-
-
-def add_shard_hosts(
-    text: str, wanted: tuple[Host, ...], used: tuple[Host, ...], topology: Topology
-) -> tuple[tuple[Host, ...], Topology]:
-    """Adds nodes without workers for the hosts of `--shard-hosts` that have none.
-
-    Args:
-        text: `[user@]name,...`; "": nothing is added.
-        wanted: all hosts that were named for workers; how one of them is reached need not be said again.
-        used, topology: those that have workers, as `assign` returns them.
-
-    Returns:
-        The nodes' hosts and their topology; added ones come last, since node 0 has to have workers.
-
-    Raises:
-        SettingError: an entry is not a host, has slots, stands there twice, or is to be reached as two users.
-    """
-    hosts = list(used)
-    known = {host.name: host for host in wanted}
-    named: set[str] = set()
-    for entry in text.split(",") if text.strip() else ():
-        try:
-            host = _parse_host(entry.strip(), 0)
-        except SettingError as error:
-            raise SettingError(f"{_SHARD_HOSTS}: {error}") from None
-        if host.slots:
-            raise SettingError(
-                f"{_SHARD_HOSTS}: {entry.strip()!r} has slots, which are for workers; if it is to run some, name it "
-                "with them in -H, and without them here"
-            )
-        if host.name in named:
-            raise SettingError(f"{_SHARD_HOSTS}: host {host.name} is named twice; name it once")
-        named.add(host.name)
-        same = known.get(host.name)
-        if same is not None and host.user not in ("", same.user):
-            raise SettingError(
-                f"{_SHARD_HOSTS}: host {host.name} is named as {host.target!r} and for workers as {same.target!r}; "
-                "name one user"
-            )
-        if host.name not in topology.hosts:
-            hosts.append(host if same is None else same)
-    ranks = topology.ranks + ((),) * (len(hosts) - len(used))
-    return tuple(hosts), Topology(tuple(host.name for host in hosts), ranks)
-
-
-def shard_host_names(text: str) -> str:
-    """The hosts of `--shard-hosts` that `add_shard_hosts` has accepted, without their users."""
-    return ",".join(_parse_host(entry.strip(), 0).name for entry in text.split(",")) if text.strip() else ""
-
-
 def _parse_words(words: list[str], slots: int) -> Host:
     """One line of a hostfile, split at white space."""
-    host = _parse_host(words[0], slots)
+    host = parse_host(words[0], slots)
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if key != "slots" or not equals or ":" in words[0].rpartition("]")[2]:
@@ -166,7 +88,12 @@ def _parse_words(words: list[str], slots: int) -> Host:
     return host
 
 
-def _parse_host(text: str, default_slots: int) -> Host:
+def parse_host(text: str, default_slots: int) -> Host:
+    """Parses `[user@]name[:slots]`.
+
+    Raises:
+        SettingError: the text is not a host.
+    """
     user, at, rest = text.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise SettingError(f"{user!r} in {text!r} is not a user name; a host is {_FORM}")

@@ -1,9 +1,12 @@
-"""What the launcher and the agent of a host say to each other: one JSON object a line, limited and validated.
+"""Messages between the launcher and the agent of a host: one JSON object a line, limited and validated.
 
-The launcher writes to the agent's standard input: first a `Job`, then `Function`, `Peers`, `Ping`, at last `Stop`. The
-agent writes to its standard output. Command, environment and paths are bytes, since Unix does not promise that they are
-text. In an elastic job, `ElasticCommand`s take the place of `Peers`. JSON lines and not a binary framing, because a
-login shell may print a banner in front of the first one.
+The launcher writes to the agent's standard input: first a `Job`, then commands, at last `Stop`. The agent writes to its
+standard output. Command, environment and paths are bytes, since Unix does not promise that they are text. JSON lines
+and not a binary framing, because a login shell may print a banner in front of the first one.
+
+A job runs in membership epochs. For each, every agent starts a daemon (`Epoch`, then `DaemonUp`) and, when all daemons
+listen (`Begin`), the workers. A job whose membership is fixed has one epoch, which comes with the `Job`; its workers
+are started at once and wait for the daemon themselves, so that the imports of both take place side by side.
 """
 
 from __future__ import annotations
@@ -32,6 +35,26 @@ class Versions(msgspec.Struct, frozen=True):
     package: str
 
 
+class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
+    """A new membership epoch: start its daemon, and end that of the one before.
+
+    Attributes:
+        number: from 1 on.
+        job: id of the daemon's job.
+        node: index of this host in the topology.
+        topology: all hosts and ranks.
+        slots: of this host's workers, in the order of local_rank.
+        loopback: every node is on this machine, so that the daemons listen on 127.0.0.1.
+    """
+
+    number: int
+    job: JobId
+    node: int
+    topology: Topology
+    slots: tuple[int, ...]
+    loopback: bool
+
+
 class Job(msgspec.Struct, frozen=True, tag="job"):
     """Everything an agent has to know.
 
@@ -39,40 +62,31 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         python: the launcher's Python, major.minor.
         package: the launcher's version of the package.
         job: id of the job.
-        node: index of this host in the topology.
-        topology: all hosts and ranks.
+        slots: number of workers that the host must be fit for.
         command: the worker's command line.
         environment: names and values of the variables that are forwarded.
         directory: working directory of the workers.
         interfaces: network interfaces of which the first that the host has gives the daemon's address; may be empty.
-        loopback: every node is on this machine, so that the daemons listen on 127.0.0.1.
         silence_limit: seconds without a line after which launcher and agent take each other for gone; 0: never.
         as_horovod: the workers' `import horovod` means this project.
         function_bytes: size of the function that workers call, which follows in pieces; 0: there is none.
-        elastic: number of this agent in an elastic job, from 1 on, whose epochs follow (`Epoch`); 0: it is none, and
-            the topology holds for the whole job.
+        elastic: number of this agent in an elastic job, from 1 on; 0: membership is fixed.
+        epoch: the only one of a job whose membership is fixed; None: epochs follow.
     """
 
     python: str
     package: str
     job: JobId
-    node: int
-    topology: Topology
+    slots: int
     command: tuple[bytes, ...]
     environment: tuple[tuple[bytes, bytes], ...]
     directory: bytes
     interfaces: tuple[str, ...] = ()
-    loopback: bool = True
     silence_limit: float = 0.0
     as_horovod: bool = False
     function_bytes: int = 0
     elastic: int = 0
-
-
-class Peers(msgspec.Struct, frozen=True, tag="peers"):
-    """Every node's endpoint, to be passed on to the daemon."""
-
-    table: PeerTable
+    epoch: Epoch | None = None
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -91,28 +105,13 @@ class Function(msgspec.Struct, frozen=True, tag="function"):
     data: bytes
 
 
-class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
-    """A new membership epoch of an elastic job: start its daemon, and end the one before.
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """All daemons of the epoch listen.
 
     Attributes:
-        number: from 1 on; part of the id of the daemon's job.
-        node: index of this host in the topology.
-        topology: all hosts and ranks.
-        slots: of this host's workers, in the order of local_rank.
-        loopback: as in `Job`.
-    """
-
-    number: int
-    node: int
-    topology: Topology
-    slots: tuple[int, ...]
-    loopback: bool
-
-
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """All daemons of the epoch listen. `survivors`: slots whose worker waits for its place; the others need a new one.
-
-    `table` has every node's endpoint, if there are several.
+        number: of the epoch.
+        survivors: slots whose worker waits for its place; the others need a new one, unless they have it already.
+        table: every node's endpoint, if there are several.
     """
 
     number: int
@@ -165,19 +164,19 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class DaemonUp(msgspec.Struct, frozen=True, tag="daemon_up"):
-    """The daemon listens. `epoch`: its number, in an elastic job."""
+    """The daemon of an epoch listens."""
 
     endpoint: Endpoint
-    epoch: int = 0
+    epoch: int
 
 
 class DaemonDown(msgspec.Struct, frozen=True, tag="daemon_down"):
-    """The daemon ended before it was told to. `status` as in `Exited`; `reason`: its own last word, how it came to be
-    killed, or empty."""
+    """The daemon of an epoch ended before it was told to. `status` as in `Exited`; `reason`: its own last word, how it
+    came to be killed, or empty."""
 
+    epoch: int
     status: int
     reason: str = ""
-    epoch: int = 0
 
 
 class WorkersUp(msgspec.Struct, frozen=True, tag="workers_up"):
@@ -202,7 +201,7 @@ class DaemonReport(msgspec.Struct, frozen=True, tag="daemon_report"):
     """Bytes that the daemon wrote to its standard output after its endpoint, cut anywhere: `bootstrap.Phase`s."""
 
     data: bytes
-    epoch: int = 0
+    epoch: int
 
 
 class Result(msgspec.Struct, frozen=True, tag="result"):
@@ -210,19 +209,6 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
 
     rank: int
     data: bytes
-
-
-class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """A worker ended; its output was sent before.
-
-    Attributes:
-        status: its exit status, or minus the signal that ended it.
-        killed: how it came to be killed, as far as the kernel says (`oom.OomKills.explain`).
-    """
-
-    rank: int
-    status: int
-    killed: str = ""
 
 
 class Asked(msgspec.Struct, frozen=True, tag="asked"):
@@ -233,12 +219,13 @@ class Asked(msgspec.Struct, frozen=True, tag="asked"):
     error: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The worker in a slot of an elastic job has ended. Not sent for those in `Remove`.
+class Exited(msgspec.Struct, frozen=True, tag="exited"):
+    """The worker in a slot ended; its output was sent before. Not sent for those in `Remove`.
 
     Attributes:
         slot: its slot.
-        status, killed: as in `Exited`.
+        status: its exit status, or minus the signal that ended it.
+        killed: how it came to be killed, as far as the kernel says (`oom.OomKills.explain`).
         unused: it was ended because its epoch was abandoned before it had begun with anything.
     """
 
@@ -252,8 +239,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """Nothing of the job is left on this host; the agent's last message."""
 
 
-ElasticCommand: TypeAlias = Epoch | Begin | Abandon | Remove | Release | Kill | Changed
-Command: TypeAlias = Peers | Ping | Function | Stop | ElasticCommand
+Command: TypeAlias = Ping | Function | Stop | Epoch | Begin | Abandon | Remove | Release | Kill | Changed
 FromAgent: TypeAlias = (
     Ping
     | Ready
@@ -267,7 +253,6 @@ FromAgent: TypeAlias = (
     | Result
     | Exited
     | Asked
-    | Ended
     | Stopped
 )
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fusion_rt.runner.last_words import echo_of, excerpt, in_a_line, last_error
-from fusion_rt.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -120,10 +119,6 @@ class MembershipFailure:
 
 
 Failure = HostFailure | DaemonFailure | WorkerFailure | WorkerGaveUp | MembershipFailure
-
-
-def daemon_failure(topology: Topology, node: int, status: int, reason: str) -> DaemonFailure:
-    return DaemonFailure(topology.hosts[node], status, reason, topology.describe_node(node))
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:

@@ -36,7 +36,7 @@ class Phases:
         self._nodes = nodes
         self._clock = clock
         self._begun = clock() - gone
-        self._waiting: dict[str, set[int]] = {}  # by phase: the nodes that have reached it
+        self._waiting: dict[str, set[str]] = {}  # by phase: the nodes that have reached it
         self._times: dict[str, float] = {}  # by phase, in the order in which they were reached; seconds
 
     @property
@@ -44,13 +44,13 @@ class Phases:
         """Since the start."""
         return self._clock() - self._begun
 
-    def reach(self, phase: str, node: int | None = None) -> list[str]:
-        """Notes that one node has reached a phase, or (None) the whole job; returns lines to report."""
+    def reach(self, phase: str, host: str = "") -> list[str]:
+        """Notes that one host has reached a phase, or (none named) the whole job; returns lines to report."""
         if phase in self._times:
             return []
-        nodes = self._waiting.setdefault(phase, set())
-        nodes.update(range(self._nodes) if node is None else [node])
-        if len(nodes) < self._nodes:
+        hosts = self._waiting.setdefault(phase, set())
+        hosts.add(host)
+        if host and len(hosts) < self._nodes:
             return []
         self._times[phase] = self.seconds
         lines = [f"{self._times[phase]:.2f} s: {phase}"]

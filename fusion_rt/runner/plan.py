@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fusion_rt.runner.elastic.places import Places
 from fusion_rt.runner.hosts import Host
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class LaunchPlan:
     Attributes:
         job: id of the job.
         command: the workers' command line.
-        hosts: the nodes' hosts, by node index.
-        topology: which rank runs on which node.
+        places: hosts and ranks at the start; in an elastic job, if all hosts come.
         environment: what is forwarded to all hosts, with the settings that flags and the YAML file gave.
         directory: absolute working directory of the workers.
         settings: read from `environment`.
@@ -56,14 +55,12 @@ class LaunchPlan:
         as_horovod: whether the workers' `import horovod` means this project.
         warnings: what the person should know, a sentence each.
         function: what the workers call (`task`), pickled; empty if the command is all they run.
-        elastic: how membership may change; then `hosts` are those that there are at first, and `topology` is only what
-            they would give. None: it stays as it is.
+        elastic: how membership may change; None: it stays as it is.
     """
 
     job: str
     command: tuple[bytes, ...]
-    hosts: tuple[Host, ...]
-    topology: Topology
+    places: Places
     environment: dict[bytes, bytes]
     directory: bytes
     settings: Settings
@@ -79,13 +76,8 @@ class LaunchPlan:
     function: bytes = b""
     elastic: ElasticPlan | None = None
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether every node is on this machine, so that no daemon has to be reached from outside."""
-        return self.are_loopback(self.hosts)
-
     def are_loopback(self, hosts: Iterable[Host]) -> bool:
-        """Whether all these hosts are this machine."""
+        """Tells whether all these hosts are this machine, so that no daemon has to be reached from outside."""
         if self.rsh_agent:
             return all(host.is_loopback for host in hosts)
         return all(host.is_local for host in hosts)

@@ -53,7 +53,7 @@ def check(job: Job, runtime_root: str) -> list[str]:
         lambda: _directory(job),
         lambda: _command(job),
         lambda: _runtime_root(runtime_root),
-        lambda: _memory(len(job.topology.ranks[job.node])),
+        lambda: _memory(job.slots),
     ]
     return [problem for each in checks if (problem := each())]
 

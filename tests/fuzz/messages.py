@@ -26,8 +26,9 @@ _ARRIVAL = entries.Arrival(3, 1, "node", "host", "0123456789abcdef")
 _REFUSAL = entries.Refusal("why", ("a",))
 _INTRODUCTION = entries.Introduction(PeerTable((_ENDPOINT,)))
 _ASSIGNMENT = entries.Assignment("job-1", TOPOLOGY, ("a", "b", "c"))
+_EPOCH = messages.Epoch(1, "job-1", 1, TOPOLOGY, (0,), False)
 _JOB = messages.Job(
-    "3.11", "0.1.0", "job-1", 1, TOPOLOGY, (b"python", b"train.py"), ((b"PATH", b"/bin"),), b"/", ("eth0",)
+    "3.11", "0.1.0", "job-1", 1, (b"python", b"train.py"), ((b"PATH", b"/bin"),), b"/", ("eth0",), epoch=_EPOCH
 )
 _MADE = {Topology: TOPOLOGY, Endpoint: _ENDPOINT}  # what not all values of the fields' types make
 _SECRET, _NAME = b"secret", "scope/rank.1"
@@ -38,7 +39,9 @@ _REQUESTS = (
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
 )
 _HTTP_WORDS = (b"\r\n", b"\r\n\r\n", b"Content-Length: ", b"99999999", b" HTTP/1.1", b"/..", b"DELETE", b":", b"GET ")
-_TAGS = tuple(f'"type":"{tag}"'.encode() for tag in ("job", "peers", "stop", "output", "refused", "error", "endpoint"))
+_TAGS = tuple(
+    f'"type":"{tag}"'.encode() for tag in ("job", "epoch", "begin", "stop", "output", "refused", "error", "endpoint")
+)
 
 
 def examples(union: Any) -> list[msgspec.Struct]:

@@ -24,28 +24,49 @@ def plan_of(*arguments: str) -> LaunchPlan:
 def test_the_command_is_the_rest_of_the_line() -> None:
     plan = plan_of("-np", "2", "python", "train.py", "--lr", "0.1", "-np", "7", "--verbose")
     assert plan.command == (b"python", b"train.py", b"--lr", b"0.1", b"-np", b"7", b"--verbose")
-    assert plan.topology.size == 2
+    assert plan.places.topology.size == 2
     assert not plan.verbose
     assert plan_of("-np", "1", "--", "-odd-name").command == (b"-odd-name",)
 
 
 def test_without_hosts_all_workers_are_here() -> None:
     plan = plan_of("-np", "3", "x")
-    assert plan.hosts == (Host("localhost", 3),)
-    assert plan.topology.ranks == ((0, 1, 2),)
+    assert plan.places.hosts == (Host("localhost", 3),)
+    assert plan.places.topology.ranks == ((0, 1, 2),)
     assert plan.directory == os.fsencode(os.getcwd())
 
 
 def test_without_np_every_slot_is_used(tmp_path: Path) -> None:
-    assert plan_of("-H", "a:2,b:3", "x").topology.ranks == ((0, 1), (2, 3, 4))
+    assert plan_of("-H", "a:2,b:3", "x").places.topology.ranks == ((0, 1), (2, 3, 4))
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\n# none\n")
-    assert plan_of("-hostfile", str(hostfile), "x").topology.size == 2
+    assert plan_of("-hostfile", str(hostfile), "x").places.topology.size == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [("", 6), ("-np 3", 3), ("--max-np 4", 4), ("--max-np 9", 6), ("-np 3 --max-np 4", 3)],
+)
+def test_the_number_of_workers(line: str, number: int) -> None:
+    assert plan_of("-H", "a:4,b:2", *line.split(), "x").places.size == number
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("--min-np 4 --max-np 3", "--min-np 4 is above --max-np 3"),
+        ("--min-np 4 -np 3", "--min-np 4 is above -np 3"),
+        ("-np 4 --max-np 3", "-np 4 is above --max-np 3"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(line: str, complaint: str) -> None:
+    with pytest.raises(SettingError, match=complaint):
+        plan_of("-H", "a:4,b:2", *line.split(), "x")
 
 
 def test_flags_may_be_abbreviated() -> None:
     plan = plan_of("--num-p", "2", "--fusion", "4", "--verb", "--output", "d", "--hosts", "a:2", "x")
-    assert plan.topology.hosts == ("a",)
+    assert plan.places.topology.hosts == ("a",)
     assert plan.settings.fusion_threshold == 4 * 2**20
     assert plan.verbose
     assert plan.output_directory == "d"
@@ -94,12 +115,12 @@ def test_shard_hosts_come_from_flag_file_or_environment_and_travel_as_names(
         plan = plan_of(*job, *flags, "x")
         assert plan.settings.shard_hosts == names
         assert plan.environment[b"FUSION_SHARD_HOSTS"] == names.encode()
-        assert plan.topology.hosts == ("a", "b", names[0])
-        assert plan.topology.ranks == ((0,), (1,), ())
-        assert plan.topology.homes(plan.settings.shard_hosts)[-1] == 2
+        assert plan.places.topology.hosts == ("a", "b", names[0])
+        assert plan.places.topology.ranks == ((0,), (1,), ())
+        assert plan.places.topology.homes(plan.settings.shard_hosts)[-1] == 2
     monkeypatch.delenv("FUSION_SHARD_HOSTS")
     plan = plan_of(*job, "x")
-    assert plan.topology.hosts == ("a", "b")
+    assert plan.places.topology.hosts == ("a", "b")
     assert b"FUSION_SHARD_HOSTS" not in plan.environment
 
 
@@ -140,7 +161,7 @@ def test_hosts_from_a_script(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho a:2\necho b\n")
     script.chmod(0o755)
     plan = plan_of("--host-discovery-script", str(script), "--slots", "3", "--max-np", "4", "x")
-    assert plan.hosts == (Host("a", 2), Host("b", 3))
+    assert plan.places.hosts == (Host("a", 2), Host("b", 3))
     assert plan.environment[b"HOROVOD_ELASTIC"] == b"1"
     assert plan.elastic == ElasticPlan(1, 1, 4, 600.0, 100, (10.0, 300.0), str(script), 3)
     assert not plan.warnings
@@ -174,9 +195,9 @@ def test_what_an_elastic_job_cannot_have_is_refused(flags: str, complaint: str) 
 def test_the_slots_of_hosts_for_which_none_are_given(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a\nb slots=1\n")
-    assert plan_of("-H", "a,b:1", "--slots-per-host", "2", "x").topology.ranks == ((0, 1), (2,))
+    assert plan_of("-H", "a,b:1", "--slots-per-host", "2", "x").places.topology.ranks == ((0, 1), (2,))
     plan = plan_of("-hostfile", str(hostfile), "--slots-per-host", "2", "x")
-    assert plan.topology.ranks == ((0, 1), (2,))
+    assert plan.places.topology.ranks == ((0, 1), (2,))
     assert b"HOROVOD_ELASTIC" not in plan.environment
 
 

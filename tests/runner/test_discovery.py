@@ -1,16 +1,15 @@
-"""Hosts that a script finds, and how many workers they get."""
+"""Hosts that a script finds."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
 import pytest
 
 from fusion_rt.errors import FusionError, SettingError
-from fusion_rt.runner.choices import Choices
-from fusion_rt.runner.discovery import discover, number_of_workers
-from fusion_rt.runner.flags import choices_in, make_parser
+from fusion_rt.runner.discovery import Discovery
 from fusion_rt.runner.hosts import Host
 
 
@@ -23,6 +22,10 @@ def script(tmp_path: Path):
         return str(path)
 
     return write
+
+
+def discover(script: str, slots: int, timeout: float) -> tuple[Host, ...]:
+    return asyncio.run(Discovery(script, slots, timeout).first())
 
 
 def test_the_hosts_are_those_that_the_script_prints(script, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,36 +68,3 @@ def test_what_is_no_script_is_told() -> None:
         discover("it's", 1, 30)
     with pytest.raises(SettingError, match="is empty"):
         discover(" ", 1, 30)
-
-
-def workers(line: str, slots: int = 6) -> int:
-    choices = Choices(choices_in(make_parser().parse_args([*line.split(), "x"])))
-    return number_of_workers(choices, (Host("a", slots - 2), Host("b", 2)))
-
-
-@pytest.mark.parametrize(
-    ("line", "number"),
-    [
-        ("", 6),
-        ("-np 3", 3),
-        ("--max-np 4", 4),
-        ("--max-np 9", 6),
-        ("-np 3 --max-np 4", 3),
-        ("-np 9", 9),
-    ],
-)  # the last is for `assign` to refuse
-def test_the_number_of_workers(line: str, number: int) -> None:
-    assert workers(line) == number
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("--min-np 4 --max-np 3", "--min-np 4 is above --max-np 3"),
-        ("--min-np 4 -np 3", "--min-np 4 is above -np 3"),
-        ("-np 4 --max-np 3", "-np 4 is above --max-np 3"),
-    ],
-)
-def test_numbers_that_contradict_each_other_are_refused(line: str, complaint: str) -> None:
-    with pytest.raises(SettingError, match=complaint):
-        workers(line)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from fusion_rt import elastic
 from fusion_rt.errors import FusionError
-from fusion_rt.runner.environment import absolute_path_list, forwarded, of_worker, on_host
-from fusion_rt.runner.messages import Job
+from fusion_rt.runner.environment import absolute_path_list, forwarded, of_worker, on_host, place_of_worker
+from fusion_rt.runner.messages import Epoch, Job
 from fusion_rt.topology import Topology
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
 
 
-def make_job(node: int, environment: tuple[tuple[bytes, bytes], ...] = ()) -> Job:
-    return Job("3.11", "0", "jobid", node, TOPOLOGY, (b"x",), environment, b"/")
+def worker(
+    base: dict[bytes, bytes], node: int, rank: int, root: str = "/run/f", as_horovod: bool = False
+) -> dict[bytes, bytes]:
+    epoch = Epoch(1, "jobid", node, TOPOLOGY, tuple(range(len(TOPOLOGY.ranks[node]))), True)
+    return of_worker(base, place_of_worker(epoch, rank, root), as_horovod)
 
 
 def test_a_worker_gets_horovods_variables_and_its_daemons_socket() -> None:
-    assert of_worker({b"PATH": b"/bin", b"HOROVOD_RANK": b"9"}, make_job(0), 1, "/run/f") == {
+    assert worker({b"PATH": b"/bin", b"HOROVOD_RANK": b"9"}, 0, 1) == {
         b"PATH": b"/bin",
         b"HOROVOD_HOSTNAME": b"a",
         b"HOROVOD_RANK": b"1",
@@ -38,7 +40,7 @@ def test_a_worker_gets_horovods_variables_and_its_daemons_socket() -> None:
 
 
 def test_the_third_worker_is_the_first_of_the_second_host() -> None:
-    environment = of_worker({}, make_job(1), 2, "/run/f")
+    environment = worker({}, 1, 2)
     assert environment[b"HOROVOD_LOCAL_RANK"] == b"0"
     assert environment[b"HOROVOD_CROSS_RANK"] == b"1"
     assert environment[b"HOROVOD_CROSS_SIZE"] == b"2"
@@ -47,15 +49,14 @@ def test_the_third_worker_is_the_first_of_the_second_host() -> None:
 
 def test_as_horovod_puts_the_stand_in_before_all_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusion_rt.as_horovod.python_path", lambda: "/shim")
-    job = msgspec.structs.replace(make_job(0), as_horovod=True)
-    assert of_worker({b"PYTHONPATH": b"lib:/b"}, job, 0, "/run/f")[b"PYTHONPATH"] == b"/shim:lib:/b"
-    assert of_worker({b"PYTHONPATH": b""}, job, 0, "/run/f")[b"PYTHONPATH"] == b"/shim"
-    assert of_worker({}, job, 0, "/run/f")[b"PYTHONPATH"] == b"/shim"
-    assert b"PYTHONPATH" not in of_worker({}, make_job(0), 0, "/run/f")
+    assert worker({b"PYTHONPATH": b"lib:/b"}, 0, 0, as_horovod=True)[b"PYTHONPATH"] == b"/shim:lib:/b"
+    assert worker({b"PYTHONPATH": b""}, 0, 0, as_horovod=True)[b"PYTHONPATH"] == b"/shim"
+    assert worker({}, 0, 0, as_horovod=True)[b"PYTHONPATH"] == b"/shim"
+    assert b"PYTHONPATH" not in worker({}, 0, 0)
 
 
 def test_a_host_keeps_what_is_its_own() -> None:
-    job = make_job(0, ((b"A", b"launcher"),))
+    job = Job("3.11", "0", "jobid", 1, (b"x",), ((b"A", b"launcher"),), b"/")
     own = {b"A": b"host", b"CUDA_VISIBLE_DEVICES": b"1", b"XDG_RUNTIME_DIR": b"/run/user/7", b"B": b"host"}
     assert on_host(job, own) == {
         b"A": b"launcher",
@@ -71,7 +72,7 @@ def test_a_job_that_a_worker_of_an_elastic_one_starts_is_a_job_of_its_own() -> N
 
 def test_a_socket_path_that_no_socket_can_have_is_an_error() -> None:
     with pytest.raises(FusionError, match="set FUSION_RUNTIME_DIR to a shorter directory"):
-        of_worker({}, make_job(0), 0, "/" + "x" * 200)
+        worker({}, 0, 0, "/" + "x" * 200)
 
 
 def test_relative_paths_are_taken_from_the_working_directory() -> None:

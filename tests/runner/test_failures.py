@@ -162,7 +162,10 @@ def with_interpreter(fusionrun, body: str):
             'read job; printf \'{"type":"\'; yes | tr -d "\\n" | head -c 1000000; exit 0',
             "a line is longer than 262144 bytes",
         ),
-        ('read job; echo \'{"type":"exited","rank":5,"status":0}\'; read x', "a message about rank 5 came from node 0"),
+        (
+            'read job; echo \'{"type":"exited","slot":5,"status":0}\'; read x',
+            "a message about slot 5 came from host old",
+        ),
     ],
 )
 def test_a_host_with_something_else_installed_is_told(fusionrun, body: str, words: str) -> None:

@@ -16,21 +16,20 @@ ENDPOINT = Endpoint(0, 1, "127.0.0.1", 1, 2, "k" * 40)
 FROM_AGENT = [
     messages.Ready(),
     messages.Refused(("no disk", "no \u2713")),
-    messages.DaemonUp(ENDPOINT),
-    messages.DaemonDown(-9),
+    messages.DaemonUp(ENDPOINT, 1),
+    messages.DaemonDown(2, -9),
     messages.WorkersUp(),
     messages.Output(3, "stderr", b"\xff\0\r\n"),
     messages.DaemonLog(b"x"),
     messages.Exited(0, -11),
     messages.Asked(1, 2, "rank 3 is gone"),
-    messages.Ended(1, -9),
+    messages.Exited(1, -9, unused=True),
     messages.Stopped(),
 ]
 COMMANDS = [
-    messages.Peers(PeerTable((ENDPOINT,))),
     messages.Ping(),
     messages.Stop(5.0),
-    messages.Epoch(2, 1, Topology(("a", "b"), ((0,), (2, 1))), (0, 3), False),
+    messages.Epoch(2, "j-2", 1, Topology(("a", "b"), ((0,), (2, 1))), (0, 3), False),
     messages.Begin(2, (3,), PeerTable((ENDPOINT,))),
     messages.Begin(2, (), None),
     messages.Abandon(2),
@@ -55,7 +54,7 @@ def test_a_command_survives_its_line(message: messages.Command) -> None:
 
 
 def test_a_job_carries_bytes_that_are_no_text() -> None:
-    job = messages.Job("3", "0", "j", 0, Topology(("a",), ((0,),)), (b"\xff",), ((b"\xfe", b"\0"),), b"/\xfd")
+    job = messages.Job("3", "0", "j", 1, (b"\xff",), ((b"\xfe", b"\0"),), b"/\xfd")
     assert decode_line(encode_line(job), messages.Job) == job
 
 
@@ -77,8 +76,8 @@ def test_a_full_piece_of_output_fits_into_a_line() -> None:
         b"[]",
         b"\xff",
         b'{"type":"nonsense"}',
-        b'{"type":"exited","rank":"0","status":0}',
-        b'{"type":"exited","rank":0}',
+        b'{"type":"exited","slot":"0","status":0}',
+        b'{"type":"exited","slot":0}',
         b'{"type":"output","rank":0,"stream":"stdin","data":""}',
         b'{"type":"output","rank":0,"stream":"stdout","data":"?"}',
         b'{"type":"daemon_up","endpoint":{"type":"endpoint","node":0,"pid":1,"address":"a","control_port":70000,'

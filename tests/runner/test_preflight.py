@@ -12,7 +12,6 @@ import pytest
 
 from fusion_rt.runner import preflight
 from fusion_rt.runner.messages import Job, Versions
-from fusion_rt.topology import Topology
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Host:
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.chdir(tmp_path)  # the check changes it
     own = preflight.versions()
-    job = Job(own.python, own.package, "j", 0, Topology(("a",), ((0,),)), (b"true",), (), os.fsencode(tmp_path))
+    job = Job(own.python, own.package, "j", 1, (b"true",), (), os.fsencode(tmp_path))
     return Host(job, str(tmp_path / "run" / "f"))
 
 
@@ -95,8 +94,8 @@ def test_a_full_disk_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_too_little_memory_is_told_in_numbers(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_available_memory", lambda: 100 * 2**20)
-    assert host.problems(topology=Topology(("a",), ((0, 1, 2),))) == []
-    (problem,) = host.problems(topology=Topology(("a",), ((0, 1, 2, 3),)))
+    assert host.problems(slots=3) == []
+    (problem,) = host.problems(slots=4)
     assert problem.startswith("only 100 MiB of memory are available, and 4 workers need at least 128 MiB")
 
 

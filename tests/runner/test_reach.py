@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from fusion_rt.errors import SettingError
-from fusion_rt.runner.hosts import Host, assign, parse_hosts
+from fusion_rt.runner.elastic.places import fill
+from fusion_rt.runner.hosts import Host, parse_hosts
 from fusion_rt.runner.plan import LaunchPlan
 from fusion_rt.runner.reach import agent_argv, agent_environment, check_template, explain, is_remote
 from fusion_rt.settings import Settings
@@ -21,20 +22,20 @@ AGENT = [sys.executable, "-m", "fusion_rt.runner.agent"]
 
 def make_plan(hosts: str = "a,b", **changes: object) -> LaunchPlan:
     wanted = parse_hosts(hosts)
-    used, topology = assign(wanted, sum(host.slots for host in wanted))
-    plan = LaunchPlan("j", (b"true",), used, topology, {}, b"/home/ann", Settings())
+    places = fill(wanted, sum(host.slots for host in wanted))
+    plan = LaunchPlan("j", (b"true",), places, {}, b"/home/ann", Settings())
     return replace(plan, **changes)  # type: ignore[arg-type]
 
 
 def test_this_machine_is_reached_without_a_shell() -> None:
     plan = make_plan("localhost:2")
-    assert agent_argv(plan, plan.hosts[0]) == AGENT
-    assert not is_remote(plan, plan.hosts[0])
+    assert agent_argv(plan, plan.places.hosts[0]) == AGENT
+    assert not is_remote(plan, plan.places.hosts[0])
 
 
 def test_ssh_gets_horovods_options_and_no_secrets() -> None:
     plan = make_plan("ann@b", ssh_port=2222, ssh_identity_file="/keys/id", environment={b"TOKEN": b"secret"})
-    words = agent_argv(plan, plan.hosts[0])
+    words = agent_argv(plan, plan.places.hosts[0])
     text = " ".join(words)
     assert words[0] == "ssh"
     for option in ("PasswordAuthentication=no", "StrictHostKeyChecking=accept-new", "BatchMode=yes"):
@@ -47,7 +48,7 @@ def test_ssh_gets_horovods_options_and_no_secrets() -> None:
 def test_words_are_quoted_for_the_shell_behind_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/opt/my py/bin/python")
     plan = make_plan(environment={b"PYTHONPATH": b"/it's:rel::"})
-    words = agent_argv(plan, plan.hosts[0])
+    words = agent_argv(plan, plan.places.hosts[0])
     behind = shlex.split(" ".join(words[words.index("a") + 1 :]))
     assert behind == [
         "env",
@@ -61,7 +62,7 @@ def test_words_are_quoted_for_the_shell_behind_ssh(monkeypatch: pytest.MonkeyPat
 def test_words_are_not_quoted_for_an_agent_without_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/opt/my py/bin/python")
     plan = make_plan(rsh_agent="ip netns exec {host}")
-    assert agent_argv(plan, plan.hosts[1]) == [
+    assert agent_argv(plan, plan.places.hosts[1]) == [
         *("ip", "netns", "exec", "b", "env", "PYTHONSAFEPATH=1"),
         *("/opt/my py/bin/python", *AGENT[1:]),
     ]
@@ -84,12 +85,12 @@ def test_a_remote_shell_is_known_by_a_word_before_the_host(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/a b/python")
     plan = make_plan(rsh_agent=template)
-    assert ("'/a b/python'" in agent_argv(plan, plan.hosts[0])) is quoted
+    assert ("'/a b/python'" in agent_argv(plan, plan.places.hosts[0])) is quoted
 
 
 def test_an_agent_behind_a_shell_and_one_without_understand_the_same_words() -> None:
     plan = make_plan(environment={b"PYTHONPATH": b"/x"}, rsh_agent="{host} {host}".replace("{host}", "echo", 1))
-    words = agent_argv(plan, plan.hosts[0])
+    words = agent_argv(plan, plan.places.hosts[0])
     direct = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     shell = subprocess.run(["sh", "-c", " ".join(words)], capture_output=True, text=True, check=True).stdout
     assert direct == shell == f"a env PYTHONSAFEPATH=1 PYTHONPATH=/x {' '.join(AGENT)}\n"
@@ -97,8 +98,8 @@ def test_an_agent_behind_a_shell_and_one_without_understand_the_same_words() -> 
 
 def test_an_rsh_agent_reaches_even_this_machine() -> None:
     plan = make_plan("localhost", rsh_agent="my {host}")
-    assert is_remote(plan, plan.hosts[0])
-    assert agent_argv(plan, plan.hosts[0])[:2] == ["my", "localhost"]
+    assert is_remote(plan, plan.places.hosts[0])
+    assert agent_argv(plan, plan.places.hosts[0])[:2] == ["my", "localhost"]
 
 
 @pytest.mark.parametrize("template", ["ssh", "{host}", "ssh 'oops {host}"])
@@ -127,19 +128,24 @@ def test_a_local_agent_keeps_out_of_the_working_directory_but_finds_relative_pat
 )
 def test_each_way_to_miss_a_host_has_its_sentence(status: int, words: str, sentence: str) -> None:
     plan = make_plan()
-    assert sentence in explain(plan, plan.hosts[0], status, words)
+    assert sentence in explain(plan, plan.places.hosts[0], status, words)
 
 
 def test_the_sentence_names_the_command_but_not_what_is_behind_it() -> None:
     plan = make_plan(rsh_agent="ip netns exec {host}", environment={b"PYTHONPATH": b"/x"})
-    assert explain(plan, plan.hosts[0], 1, 'Cannot open network namespace "a": No such file') == (
+    assert explain(plan, plan.places.hosts[0], 1, 'Cannot open network namespace "a": No such file') == (
         'it cannot be reached with `ip netns exec a`: Cannot open network namespace "a": No such file'
     )
 
 
+def loopback(hosts: str, rsh_agent: str = "") -> bool:
+    plan = make_plan(hosts, rsh_agent=rsh_agent)
+    return plan.are_loopback(plan.places.hosts)
+
+
 def test_loopback_is_for_jobs_that_are_all_here() -> None:
-    assert make_plan("127.0.0.1,localhost").is_loopback
-    assert not make_plan("127.0.0.1,b").is_loopback
-    assert not make_plan("a", rsh_agent="x {host}").is_loopback
-    assert make_plan("localhost", rsh_agent="x {host}").is_loopback
+    assert loopback("127.0.0.1,localhost")
+    assert not loopback("127.0.0.1,b")
+    assert not loopback("a", rsh_agent="x {host}")
+    assert loopback("localhost", rsh_agent="x {host}")
     assert Host("localhost").is_loopback

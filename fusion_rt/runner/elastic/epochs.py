@@ -22,6 +22,7 @@ from fusion_rt.runner.hosts import Host
 from fusion_rt.runner.outcome import Failure, HostFailure, MembershipFailure, in_short
 
 LEAVE_S = 5.0  # seconds that a worker has, beyond the peers' heartbeat time-out, to leave an epoch after the first did
+_TICK_S = 0.25
 _KILL_S = 5.0  # seconds that an agent has to kill a worker
 _MEET_S = 5.0  # seconds that a new host has to come up before others are spoken of without it
 _CRASHES = 2  # of a host's daemon: one may be an accident, the next is taken for the host's fault
@@ -67,6 +68,7 @@ class Epochs:
 
     Attributes:
         number: of the present epoch, or the one that is being started; the first is 1.
+        due: when `tick` has something to do, by the clock.
     """
 
     def __init__(self, limits: Limits, blacklist: Blacklist, hands: Hands, clock: Callable[[], float]) -> None:
@@ -78,6 +80,7 @@ class Epochs:
         self._stage = _Stage.GATHERING
         self._since = clock()  # when the epoch before was over; an attempt to start another does not count
         self._over = False
+        self.due = clock()
         self._found: tuple[Host, ...] = ()
         self._agents: dict[str, _Agent] = {}
         self._crashes: Counter[str] = Counter()
@@ -90,10 +93,10 @@ class Epochs:
         self._start_until = math.inf
         self._endpoints: dict[str, Endpoint] = {}
 
-    @property
-    def places(self) -> Places | None:
-        """Those of the epoch that has begun last; None before the first."""
-        return self._crew.places
+    def rank_of(self, host: str, slot: int) -> int | None:
+        """The rank of the worker in a slot, in the epoch that has begun last; None if it has no place there."""
+        places = self._crew.places
+        return None if places is None else places.ranks.get((host, slot))
 
     # What happens
 
@@ -108,8 +111,13 @@ class Epochs:
             self._agents[host].ready = True
         self._look()
 
+    def refused(self, failure: HostFailure) -> None:
+        """A host is of no use: it is not fit, or does not answer. Its agent is ended."""
+        self._hands.drop(failure.host)
+        self.lost(failure)
+
     def lost(self, failure: HostFailure) -> None:
-        """A host is of no use: it cannot be reached, is not fit, or its agent has ended. The agent is done with."""
+        """A host is of no use: it cannot be reached, or its agent has ended."""
         host = failure.host
         if self._over or self._agents.pop(host, None) is None:
             return
@@ -195,6 +203,7 @@ class Epochs:
         if self._over:
             return
         now = self._clock()
+        self.due = now + _TICK_S
         limit = f"within {self._limits.start:g} s (--start-timeout)"
         for host, agent in list(self._agents.items()):
             if not agent.ready and now >= agent.since + self._limits.start:
@@ -305,7 +314,7 @@ class Epochs:
                 self._agents[host.name] = _Agent(self._clock())
                 self._hands.connect(host)
         wanted.update(host for host, _ in self._crew.alive())
-        for places in (self._next, self.places if self._stage is _Stage.RUNNING else None):
+        for places in (self._next, self._crew.places if self._stage is _Stage.RUNNING else None):
             wanted.update(places.topology.hosts if places is not None else ())
         for name in self._agents.keys() - wanted:
             del self._agents[name]
@@ -322,8 +331,7 @@ class Epochs:
         self._crew.leave_until = self._clock() + _KILL_S
 
     def _give_up(self, host: str, reason: str) -> None:
-        self._hands.drop(host)
-        self.lost(HostFailure(host, (reason,)))
+        self.refused(HostFailure(host, (reason,)))
 
     def _fail(self, reason: str) -> None:
         last = self._crew.reason()

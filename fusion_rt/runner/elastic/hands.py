@@ -1,4 +1,4 @@
-"""What `Epochs` has done by others, who know how."""
+"""The effects of decisions about a job: what `Fixed` and `Epochs` have done by the launcher."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fusion_rt.runner.outcome import Failure
 
 
 class Hands(Protocol):
-    """The launcher of an elastic job; `launch.ElasticLaunch`, or a test."""
+    """The launcher of a job; `launch.Launch`, or a test."""
 
     def connect(self, host: Host) -> None:
-        """Starts the agent of a host; `Epochs.ready` or `lost` follows."""
+        """Starts the agent of a host; `ready`, `refused` or `lost` follows."""
 
     def release(self, host: str, reason: str) -> None:
         """The agent tells its workers that there is no place for them, and ends."""
@@ -31,7 +31,7 @@ class Hands(Protocol):
 
     def abandon(self, number: int) -> None:
         """The agents end the daemons of an epoch that cannot come up, and workers that have not begun yet; for these,
-        `Epochs.unused` follows."""
+        `unused` follows."""
 
     def remove(self, host: str, slots: Sequence[int], reason: str) -> None:
         """The agent tells some of its workers that there is no place for them."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from fusion_rt.runner.hosts import Host
+from fusion_rt.errors import SettingError
+from fusion_rt.runner.hosts import Host, parse_host
 from fusion_rt.topology import Topology
 
+_SHARD_HOSTS = "--shard-hosts (FUSION_SHARD_HOSTS)"
 Place: TypeAlias = tuple[str, int]  # a host's name and a slot there
 
 
@@ -88,3 +90,67 @@ def assign(hosts: Sequence[Host], survivors: Sequence[Place], most: int | None =
     if not used:
         return None
     return Places(tuple(used), tuple(slots), Topology(tuple(host.name for host in used), tuple(ranks)))
+
+
+def fill(hosts: Sequence[Host], num_proc: int) -> Places:
+    """Fills the hosts with ranks in their order.
+
+    Raises:
+        SettingError: there are fewer slots than processes.
+    """
+    slots = sum(host.slots for host in hosts)
+    places = assign(hosts, (), num_proc)
+    if num_proc > slots or places is None:
+        raise SettingError(
+            f"-np {num_proc} asks for more processes than the {slots} slots of "
+            f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)}; name more hosts or more slots"
+        )
+    return places
+
+
+def add_shard_hosts(text: str, wanted: Sequence[Host], places: Places) -> Places:
+    """Adds nodes without workers for the hosts of `--shard-hosts` that have none.
+
+    Args:
+        text: `[user@]name,...`; "": nothing is added.
+        wanted: all hosts that were named for workers; how one of them is reached need not be said again.
+        places: those of the workers.
+
+    Returns:
+        The places with the added nodes at the end, since node 0 must have workers.
+
+    Raises:
+        SettingError: an entry is not a host, has slots, is named twice, or is to be reached as two users.
+    """
+    known = {host.name: host for host in wanted}
+    added: dict[str, Host] = {}
+    named: set[str] = set()
+    for entry in text.split(",") if text.strip() else ():
+        try:
+            host = parse_host(entry.strip(), 0)
+        except SettingError as error:
+            raise SettingError(f"{_SHARD_HOSTS}: {error}") from None
+        if host.slots:
+            raise SettingError(
+                f"{_SHARD_HOSTS}: {entry.strip()!r} has slots, which are for workers; if it is to run some, name it "
+                "with them in -H, and without them here"
+            )
+        if host.name in named:
+            raise SettingError(f"{_SHARD_HOSTS}: host {host.name} is named twice; name it once")
+        named.add(host.name)
+        same = known.get(host.name)
+        if same is not None and host.user not in ("", same.user):
+            raise SettingError(
+                f"{_SHARD_HOSTS}: host {host.name} is named as {host.target!r} and for workers as {same.target!r}; "
+                "name one user"
+            )
+        if host.name not in places.topology.hosts:
+            added[host.name] = host if same is None else same
+    none: tuple[tuple[int, ...], ...] = ((),) * len(added)
+    topology = Topology((*places.topology.hosts, *added), places.topology.ranks + none)
+    return Places((*places.hosts, *added.values()), places.slots + none, topology)
+
+
+def shard_host_names(text: str) -> str:
+    """The names of the hosts of `--shard-hosts` that `add_shard_hosts` has accepted, without their users."""
+    return ",".join(parse_host(entry.strip(), 0).name for entry in text.split(",")) if text.strip() else ""

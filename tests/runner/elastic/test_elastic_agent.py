@@ -54,9 +54,7 @@ class ElasticAgent:
         )
         own = versions()
         variables = tuple((os.fsencode(name), os.fsencode(value)) for name, value in environment.items())
-        job = messages.Job(
-            own.python, own.package, "test", 0, ONE, command, variables, os.fsencode(directory), elastic=7
-        )
+        job = messages.Job(own.python, own.package, "test", 2, command, variables, os.fsencode(directory), elastic=7)
         self.send(job)
         self.until(messages.Ready)
 
@@ -88,7 +86,7 @@ class ElasticAgent:
 
     def start(self, number: int, topology: Topology = ONE, slots: tuple[int, ...] = (0, 1)) -> int:
         """Starts an epoch's daemon; its process."""
-        self.send(messages.Epoch(number, 0, topology, slots, True))
+        self.send(messages.Epoch(number, f"test-{number}", 0, topology, slots, True))
         up = self.until(messages.DaemonUp)
         assert up.epoch == number
         return up.endpoint.pid
@@ -148,7 +146,7 @@ def test_a_survivor_that_has_just_ended_is_not_replaced_by_a_worker_without_the_
     agent = start("sh", "-c", "echo up; [ $FUSION_ELASTIC_SLOT = 1 ] && exit 3; exec sleep 600")
     agent.start(1)
     agent.send(messages.Begin(1, (), None))
-    assert agent.until(messages.Ended) == messages.Ended(1, 3)
+    assert agent.until(messages.Exited) == messages.Exited(1, 3)
     agent.start(2)
     agent.send(messages.Begin(2, (0, 1), None))
     agent.until(messages.WorkersUp)
@@ -156,7 +154,7 @@ def test_a_survivor_that_has_just_ended_is_not_replaced_by_a_worker_without_the_
     assert len(workers) == 1
     agent.start(3)
     agent.send(messages.Begin(3, (0,), None))
-    assert agent.until(messages.Ended) == messages.Ended(1, 3), "this one was asked for"
+    assert agent.until(messages.Exited) == messages.Exited(1, 3), "this one was asked for"
 
 
 def test_workers_that_have_not_begun_end_with_their_epoch(start: Callable[..., ElasticAgent]) -> None:
@@ -166,13 +164,13 @@ def test_workers_that_have_not_begun_end_with_their_epoch(start: Callable[..., E
     agent.send(messages.Begin(1, (), None))
     assert agent.until(messages.Asked).slot == 1
     agent.send(messages.Abandon(1))
-    assert agent.until(messages.Ended) == messages.Ended(0, -9, unused=True)
+    assert agent.until(messages.Exited) == messages.Exited(0, -9, unused=True)
     agent.start(2)
     agent.send(messages.Begin(2, (1,), None))
     agent.until(messages.WorkersUp)
     assert agent.until(messages.Asked) == messages.Asked(1, 2, "why"), "it has gone on"
     agent.send(messages.Abandon(2))
-    assert agent.until(messages.Ended) == messages.Ended(0, -9, unused=True)
+    assert agent.until(messages.Exited) == messages.Exited(0, -9, unused=True)
 
 
 def test_a_worker_is_killed_with_all_that_it_has_started(start: Callable[..., ElasticAgent]) -> None:
@@ -181,7 +179,7 @@ def test_a_worker_is_killed_with_all_that_it_has_started(start: Callable[..., El
     agent.send(messages.Begin(1, (), None))
     children = {int(rank): psutil.Process(int(pid)) for rank, pid in agent.outputs(2)}
     agent.send(messages.Kill((0,)))
-    assert agent.until(messages.Ended) == messages.Ended(0, -9)
+    assert agent.until(messages.Exited) == messages.Exited(0, -9)
     assert psutil.wait_procs([children[0]], timeout=60)[1] == []
     assert children[1].is_running()
 
@@ -191,7 +189,7 @@ def test_a_daemon_that_dies_is_told_with_its_epoch_and_one_that_is_ended_is_not(
 ) -> None:
     agent = start("sleep", "600")
     psutil.Process(agent.start(1)).kill()
-    assert agent.until(messages.DaemonDown) == messages.DaemonDown(-9, epoch=1)
+    assert agent.until(messages.DaemonDown) == messages.DaemonDown(1, -9)
     (runtime_dir / "test-1.0").mkdir()  # what a killed daemon leaves
     process = psutil.Process(agent.start(2))
     assert not (runtime_dir / "test-1.0").exists()
@@ -200,7 +198,7 @@ def test_a_daemon_that_dies_is_told_with_its_epoch_and_one_that_is_ended_is_not(
     assert psutil.wait_procs([process], timeout=60)[1] == []
     agent.send(messages.Stop(1.0))
     said = agent.rest()
-    assert not [message for message in said if isinstance(message, messages.DaemonDown | messages.Ended)]
+    assert not [message for message in said if isinstance(message, messages.DaemonDown | messages.Exited)]
 
 
 def test_a_released_host_ends_its_workers_and_itself(start: Callable[..., ElasticAgent]) -> None:
@@ -215,5 +213,5 @@ def test_a_released_host_ends_its_workers_and_itself(start: Callable[..., Elasti
     printed = b"".join(message.data for message in said if isinstance(message, messages.Output))
     assert printed.count(b"no room\n") == 2
     assert isinstance(said[-1], messages.Stopped)
-    assert not [message for message in said if isinstance(message, messages.Ended)]
+    assert not [message for message in said if isinstance(message, messages.Exited)]
     assert agent.process.wait(60) == 0

@@ -5,9 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fusion_rt.runner.elastic.places import Place, Places, assign
-from fusion_rt.runner.hosts import Host
+from fusion_rt.errors import SettingError
+from fusion_rt.runner.elastic.places import (
+    Place,
+    Places,
+    add_shard_hosts,
+    assign,
+    fill,
+    shard_host_names,
+)
+from fusion_rt.runner.hosts import Host, parse_hosts
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 1)
 
@@ -80,3 +90,69 @@ def test_what_holds_for_any_hosts_and_survivors(seed: int) -> None:
         kept = {name: sum(place[0] == name for place in staying) for name in slots}
         wanted = {name: min(sum(place[0] == name for place in survivors), slots[name]) for name in slots}
         assert kept == wanted
+
+
+NAMES = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8, unique=True)
+
+
+@given(NAMES, st.data())
+def test_ranks_fill_the_hosts_in_order(names: list[str], data: st.DataObject) -> None:
+    hosts = tuple(Host(name, data.draw(st.integers(1, 5))) for name in names)
+    num_proc = data.draw(st.integers(1, sum(host.slots for host in hosts)))
+    places = fill(hosts, num_proc)
+    used, topology = places.hosts, places.topology
+    assert [rank for ranks in topology.ranks for rank in ranks] == list(range(num_proc))
+    assert used == hosts[: len(used)]
+    assert topology.hosts == tuple(host.name for host in used)
+    assert all(len(ranks) == host.slots for host, ranks in zip(used[:-1], topology.ranks, strict=False))
+
+
+def test_more_processes_than_slots_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"-np 5 asks for more processes than the 4 slots of a:1, b:3; name more"):
+        fill((Host("a", 1), Host("b", 3)), 5)
+
+
+def with_shards(text: str, hosts: str = "ann@a:2,b:2,e:2", num_proc: int = 4) -> Places:
+    wanted = parse_hosts(hosts)
+    return add_shard_hosts(text, wanted, fill(wanted, num_proc))
+
+
+def test_shard_hosts_are_nodes_without_workers_behind_the_others() -> None:
+    places = with_shards("bob@c, d")
+    assert [host.target for host in places.hosts] == ["ann@a", "b", "bob@c", "d"]
+    assert places.topology.hosts == ("a", "b", "c", "d")
+    assert places.topology.ranks == ((0, 1), (2, 3), (), ())
+    assert places.slots == ((0, 1), (0, 1), (), ())
+    assert shard_host_names("bob@c, d") == "c,d"
+
+
+def test_a_shard_host_that_has_workers_stays_one_node() -> None:
+    for text in ("a,c", "ann@a,c"):
+        places = with_shards(text)
+        assert [host.target for host in places.hosts] == ["ann@a", "b", "c"]
+        assert places.topology.ranks == ((0, 1), (2, 3), ())
+    places = with_shards("e")  # of whose slots none was needed
+    assert (places.hosts[-1], places.topology.ranks) == (Host("e", 2), ((0, 1), (2, 3), ()))
+
+
+def test_without_shard_hosts_nothing_is_added() -> None:
+    assert with_shards("") == fill(parse_hosts("ann@a:2,b:2,e:2"), 4)
+    assert shard_host_names("") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("c,c", "host c is named twice; name it once"),
+        ("c,bob@c", "host c is named twice; name it once"),
+        ("c:2", "'c:2' has slots, which are for workers"),
+        ("c,,d", "'' is not a host"),
+        ("-x", "'-x' is not a host"),
+        ("bob@a", "host a is named as 'bob@a' and for workers as 'ann@a'; name one user"),
+    ],
+)
+def test_shard_hosts_that_cannot_be_used(text: str, why: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        with_shards(text)
+    assert str(raised.value).startswith("--shard-hosts (FUSION_SHARD_HOSTS): ")
+    assert why in str(raised.value)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fusion_rt.errors import SettingError
-from fusion_rt.runner.elastic import discovery
-from fusion_rt.runner.elastic.discovery import Discovery
+from fusion_rt.runner import discovery
+from fusion_rt.runner.discovery import Discovery
 from fusion_rt.runner.hosts import Host
 from fusion_rt.runner.supervise import Children
 
@@ -31,7 +31,7 @@ def run(script: str, until: Callable[[list[tuple[Host, ...]], list[str]], object
     async def body() -> None:
         children = Children()
         task = asyncio.create_task(
-            Discovery(script, 3, timeout, children, found.append, warnings.append).run(),
+            Discovery(script, 3, timeout).follow(children, found.append, warnings.append),
         )
         while not until(found, warnings):
             assert not task.done(), task.exception()

@@ -7,9 +7,10 @@ TEST_SETTLE: seconds from the first failure until the others are stopped, instea
 import os
 import sys
 
-from fusion_rt.runner import base, launch
+from fusion_rt.runner import launch
 from fusion_rt.runner.cli import main
+from fusion_rt.runner.elastic import fixed
 
-base.INTERRUPT_GRACE = float(os.environ.get("TEST_INTERRUPT_GRACE", base.INTERRUPT_GRACE))
-launch.SETTLE_S = float(os.environ.get("TEST_SETTLE", launch.SETTLE_S))
+launch.INTERRUPT_GRACE = float(os.environ.get("TEST_INTERRUPT_GRACE", launch.INTERRUPT_GRACE))
+fixed.SETTLE_S = float(os.environ.get("TEST_SETTLE", fixed.SETTLE_S))
 sys.exit(main())
