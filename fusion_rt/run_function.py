@@ -1,10 +1,10 @@
 """`fusion_rt.run`: a function, called on every rank of a new job, whose results come back as a list.
 
-The launcher is a process of its own (`fusion_rt.runner.function`), because it handles signals and ends children in ways
-that a notebook or a test suite would not bear in its own process. It is told what `fusionrun` is told, so that every
-flag means the same. The function travels pickled down its standard input, from there to the agents as all that they
-are told (through a pipe, or ssh), and the results come back the same way. Nothing listens on a port, so nobody else
-can send anything that is unpickled.
+The launcher is a process of its own (`fusion_rt.runner.command.function_launcher`), because it handles signals and ends
+children in ways that a notebook or a test suite would not bear in its own process. It is told what `fusionrun` is told,
+so that every flag means the same. The function travels pickled down its standard input, from there to the agents as all
+that they are told (through a pipe, or ssh), and the results come back the same way. Nothing listens on a port, so
+nobody else can send anything that is unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from fusion_rt.bootstrap import decode_line, encode_line
 from fusion_rt.errors import JobError, SettingError
 
-LAUNCHER = "fusion_rt.runner.function"
+LAUNCHER = "fusion_rt.runner.command.function_launcher"
 # Word for word Horovod's, for programs that look for it.
 _FAILED = (
     "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated."
@@ -139,7 +139,7 @@ def run(
     words += [flag for flag, on in switches if on]
     if cooldown_range:
         words += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
-    words += [executable or sys.executable, "-m", "fusion_rt.runner.task"]
+    words += [executable or sys.executable, "-m", "fusion_rt.runner.agent.function_call"]
     answer, results = _launch(words, _pickled(func, args, kwargs or {}))
     if answer.refused:
         raise SettingError(answer.refused)

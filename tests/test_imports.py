@@ -120,7 +120,7 @@ def test_imports_point_one_way() -> None:
         ("fusion_rt.client", "from . import runner"),
         ("fusion_rt.client", "import fusiond.host.loop"),
         ("fusion_rt.kernels.cpu", "from ..torch import ops"),
-        ("fusion_rt.runner.cli", "from fusiond.app import cli"),
+        ("fusion_rt.runner.command.cli", "from fusiond.app import cli"),
         ("fusion_rt.torch.ops", "from ..runner import cli"),
         ("fusion_trace.cli", "from fusiond.control import planning"),
         ("fusiond.host.loop", "import importlib\nimportlib.import_module('fusion_rt.torch')"),

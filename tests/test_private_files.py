@@ -10,7 +10,7 @@ import pytest
 
 from fusion_rt.errors import FusionError
 from fusion_rt.private_files import open_private, open_private_directory, read_secret
-from fusion_rt.runner.output import WorkerOutput
+from fusion_rt.runner.launch.worker_output import WorkerOutput
 from fusiond.timeline.array_file import ArrayFile
 
 NOBODY = 65534

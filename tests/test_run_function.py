@@ -19,7 +19,7 @@ import pytest
 import fusion_rt
 from fusion_rt.errors import JobError, SettingError
 from fusion_rt.run_function import Answer, Request
-from fusion_rt.runner.function import make_request_plan
+from fusion_rt.runner.command.function_launcher import make_request_plan
 
 TIMEOUT_S = 120.0
 SCRIPT = """
@@ -136,7 +136,7 @@ def test_every_argument_becomes_its_flag(monkeypatch: pytest.MonkeyPatch, tmp_pa
         use_gloo=True, mpi_args="--tag-output", network_interfaces=["lo", "eth0"], executable="python3",
     )  # fmt: skip
     plan = make_request_plan(Request(tuple(seen), os.fsencode(os.getcwd()), 1), b"x")
-    assert plan.command == (b"python3", b"-m", b"fusion_rt.runner.task")
+    assert plan.command == (b"python3", b"-m", b"fusion_rt.runner.agent.function_call")
     assert plan.places.size == 2
     assert plan.settings.start_timeout == 8
     assert (plan.ssh_port, plan.ssh_identity_file) == (9, str(key))

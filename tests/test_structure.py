@@ -17,7 +17,6 @@ from tests.test_imports import ROOT, imported_names, modules
 MOST_FILES = 20  # in a package
 KNOWN_CIRCLES: set[frozenset[str]] = {
     frozenset(["fusion_rt", "fusion_rt/codecs", "fusion_rt/kernels", "fusion_rt/wire"]),
-    frozenset(["fusion_rt.runner.agent", "fusion_rt.runner.elastic.agent"]),
     frozenset(["fusion_rt.settings", "fusion_rt.settings_page"]),
     frozenset(
         [
@@ -44,7 +43,6 @@ KNOWN_CIRCLES: set[frozenset[str]] = {
     ),
     frozenset(["fusion_rt.torch.cuda_side", "fusion_rt.torch.device", "fusion_rt.torch.gpu_selection"]),
     frozenset(["fusion_rt.torch.overlap.exchange", "fusion_rt.torch.overlap.guards"]),
-    frozenset(["fusion_rt/runner", "fusion_rt/runner/elastic"]),
     frozenset(
         [
             "fusion_rt/torch",
@@ -56,7 +54,7 @@ KNOWN_CIRCLES: set[frozenset[str]] = {
         ]
     ),
 }
-KNOWN_LARGE: set[str] = {"fusion_rt.runner", "fusion_rt.torch", "fusion_rt"}
+KNOWN_LARGE: set[str] = {"fusion_rt.torch", "fusion_rt"}
 KNOWN_MODULE_NAMES: set[str] = {
     "_kernels",
     "agent",

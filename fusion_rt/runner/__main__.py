@@ -2,6 +2,6 @@
 
 import sys
 
-from fusion_rt.runner.cli import main
+from fusion_rt.runner.command.cli import main
 
 sys.exit(main())

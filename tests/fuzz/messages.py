@@ -14,7 +14,7 @@ from fusion_rt import elastic, run_function, wire
 from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, Phase, StartError, decode_line, encode_line
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.launchers import entries, kvstore
-from fusion_rt.runner import messages
+from fusion_rt.runner.protocol import agent_messages
 from fusion_rt.topology import Topology
 from fusiond.transport import delivery
 from tests.fuzz.engine import Target
@@ -26,8 +26,8 @@ _ARRIVAL = entries.Arrival(3, 1, "node", "host", "0123456789abcdef")
 _REFUSAL = entries.Refusal("why", ("a",))
 _INTRODUCTION = entries.Introduction(PeerTable((_ENDPOINT,)))
 _ASSIGNMENT = entries.Assignment("job-1", TOPOLOGY, ("a", "b", "c"))
-_EPOCH = messages.Epoch(1, "job-1", 1, TOPOLOGY, (0,), False)
-_JOB = messages.Job(
+_EPOCH = agent_messages.Epoch(1, "job-1", 1, TOPOLOGY, (0,), False)
+_JOB = agent_messages.Job(
     "3.11", "0.1.0", "job-1", 1, (b"python", b"train.py"), ((b"PATH", b"/bin"),), b"/", ("eth0",), epoch=_EPOCH
 )
 _MADE = {Topology: TOPOLOGY, Endpoint: _ENDPOINT}  # what not all values of the fields' types make
@@ -98,10 +98,17 @@ def targets() -> list[Target]:
         _lines("start-up: answer", Endpoint | StartError, _ENDPOINT, StartError("why")),
         _lines("start-up: peers", PeerTable, PeerTable((_ENDPOINT,))),
         _lines("start-up: phase", Phase, Phase("joined")),
-        _lines("launcher: versions", messages.Versions, _JOB),
-        _lines("launcher: job", messages.Job, _JOB),
-        _decoder("launcher: commands", messages.decode_command, _examples_as_lines(messages.Command), words=_TAGS),
-        _decoder("launcher: agents", messages.decode_from_agent, _examples_as_lines(messages.FromAgent), words=_TAGS),
+        _lines("launcher: versions", agent_messages.Versions, _JOB),
+        _lines("launcher: job", agent_messages.Job, _JOB),
+        _decoder(
+            "launcher: commands", agent_messages.decode_command, _examples_as_lines(agent_messages.Command), words=_TAGS
+        ),
+        _decoder(
+            "launcher: agents",
+            agent_messages.decode_from_agent,
+            _examples_as_lines(agent_messages.FromAgent),
+            words=_TAGS,
+        ),
         _lines("run: request", run_function.Request, run_function.Request(("-np", "2"), b"/", 3)),
         _lines("run: answer", run_function.Answer, run_function.Answer((1, 2), failed="why")),
         _decoder("elastic: workers", elastic.decode_from_worker, map(elastic.encode, examples(elastic.FromWorker))),

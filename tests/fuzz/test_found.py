@@ -19,7 +19,8 @@ from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import FusionError, SettingError, WireError
 from fusion_rt.launchers.nodelist import expand
-from fusion_rt.runner import config_file, messages
+from fusion_rt.runner.command import config_file
+from fusion_rt.runner.protocol import agent_messages
 from fusion_rt.units import parse_seconds, parse_size
 from fusiond.algorithms import shard_optimizer
 from fusiond.buckets import codec_state
@@ -60,7 +61,7 @@ def test_a_hundred_thousand_digits_take_less_than_five_seconds_of_processor_time
 
 @pytest.mark.parametrize("text", [b"[" * 20_000, b'{"type":"\xff"}', b'{"type":"stop","x":' + b"[" * 20_000])
 def test_nesting_without_end_is_no_message_of_launchers_and_agents(text: bytes) -> None:
-    for decode in (messages.decode_command, messages.decode_from_agent, elastic.decode_from_worker):
+    for decode in (agent_messages.decode_command, agent_messages.decode_from_agent, elastic.decode_from_worker):
         with pytest.raises(WireError):
             decode(text)
 

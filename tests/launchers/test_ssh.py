@@ -62,7 +62,7 @@ def test_an_environment_that_is_not_there_is_named(runtime_dir: Path, tmp_path: 
     """The launcher runs on an interpreter that the hosts do not have under that path."""
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
-    code = "import os, sys; os.unlink(sys.executable); from fusion_rt.runner.cli import main; sys.exit(main())"
+    code = "import os, sys; os.unlink(sys.executable); from fusion_rt.runner.command.cli import main; sys.exit(main())"
     command = sshd.fusionrun("true")
     del command[:3]
     environ = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **sshd.environ}

@@ -225,7 +225,7 @@ def test_secrets_are_on_no_command_line(fusionrun) -> None:
 
 
 def test_neither_torch_nor_numba_nor_psutil_is_imported_by_launcher_or_agent(fusionrun) -> None:
-    for module in ("cli", "agent"):
+    for module in ("command.cli", "agent.agent"):
         result = fusionrun(
             *("-np", "1", sys.executable, "-c"),
             f"import sys, fusion_rt.runner.{module}; print({{'torch', 'numba', 'numpy', 'psutil'}} & set(sys.modules))",

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from fusion_rt.runner.launch import INTERRUPT_GRACE
+from fusion_rt.runner.launch.launcher import INTERRUPT_GRACE
 from tests.runner.conftest import TIMEOUT_S
 
 pytestmark = pytest.mark.multiprocess

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.runner.oom import UNKNOWN, OomKills
+from fusion_rt.runner.agent.oom import UNKNOWN, OomKills
 
 VMSTAT = "nr_free_pages 17\noom_kill {}\nnuma_hit 3\n"
 KILLED = -int(signal.SIGKILL)

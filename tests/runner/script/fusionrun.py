@@ -7,10 +7,9 @@ TEST_SETTLE: seconds from the first failure until the others are stopped, instea
 import os
 import sys
 
-from fusion_rt.runner import launch
-from fusion_rt.runner.cli import main
-from fusion_rt.runner.elastic import fixed
+from fusion_rt.runner.command.cli import main
+from fusion_rt.runner.launch import fixed, launcher
 
-launch.INTERRUPT_GRACE = float(os.environ.get("TEST_INTERRUPT_GRACE", launch.INTERRUPT_GRACE))
+launcher.INTERRUPT_GRACE = float(os.environ.get("TEST_INTERRUPT_GRACE", launcher.INTERRUPT_GRACE))
 fixed.SETTLE_S = float(os.environ.get("TEST_SETTLE", fixed.SETTLE_S))
 sys.exit(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fusion_rt.runner.cli import main
+from fusion_rt.runner.command.cli import main
 
 
 def run_commandline() -> None:

@@ -1,0 +1,1 @@
+"""One host's side of `fusionrun`: checks, daemons and workers."""

@@ -1,0 +1,41 @@
+"""The agent's program: `python -m fusion_rt.runner.agent`, run on each host, locally or through ssh."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from fusion_rt.bootstrap import decode_line
+from fusion_rt.runner.agent.agent import DRAIN_S, LOST_GRACE, Agent
+from fusion_rt.runner.agent.preflight import check_versions
+from fusion_rt.runner.protocol.agent_messages import Job, Refused, Versions
+from fusion_rt.runner.protocol.child_processes import adopt_orphans
+from fusion_rt.runner.protocol.pipes import Channel, Reader
+
+
+async def _serve(fd: int) -> None:
+    commands = await Reader.open(os.fdopen(0, "rb", buffering=0))
+    channel = await Channel.open(os.fdopen(fd, "wb", buffering=0))
+    line = await commands.line()
+    if line:
+        if problems := check_versions(decode_line(line, Versions)):
+            await channel.send(Refused(tuple(problems)))
+        else:
+            agent = Agent(decode_line(line, Job), channel)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, agent.stop, LOST_GRACE)
+            await agent.run(commands)
+    await channel.close(DRAIN_S)
+
+
+def main() -> None:
+    """Serves one job. What anything here prints goes to standard error: standard output is for messages."""
+    adopt_orphans()
+    fd = os.dup(1)
+    os.dup2(2, 1)
+    asyncio.run(_serve(fd))
+
+
+if __name__ == "__main__":
+    main()

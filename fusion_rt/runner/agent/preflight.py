@@ -1,0 +1,119 @@
+"""What an agent checks on its host before anything is started: a sentence for each thing that is wrong.
+
+The launcher puts the host's name in front of each sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+
+import fusion_rt
+from fusion_rt.bootstrap import make_private_directory
+from fusion_rt.errors import FusionError
+from fusion_rt.runner.protocol.agent_messages import Job, Versions
+from fusion_rt.units import MIB
+
+_LEAST_BYTES = 32 * MIB  # per worker; a model so small that it needs less fits anyway, and less memory is hopeless
+
+
+def versions() -> Versions:
+    """What this process runs."""
+    return Versions(f"{sys.version_info[0]}.{sys.version_info[1]}", fusion_rt.__version__)
+
+
+def check_versions(launcher: Versions) -> list[str]:
+    """Whether this host runs what the launcher runs; nothing else of a job can be trusted before."""
+    own = versions()
+    problems = []
+    if own.python != launcher.python:
+        problems.append(
+            f"Python is {own.python} there ({sys.executable}), but {launcher.python} where fusionrun was "
+            "started; use one version on all hosts"
+        )
+    if own.package != launcher.package:
+        problems.append(
+            f"fusion_rt is version {own.package} there ({os.path.dirname(fusion_rt.__file__)}), but {launcher.package} "
+            "where fusionrun was started; install one version on all hosts"
+        )
+    return problems
+
+
+def check(job: Job, runtime_root: str) -> list[str]:
+    """Everything that is wrong with this host for this job. Changes to the job's working directory.
+
+    Args:
+        job: what is to be run. The process's environment must be the one the workers get.
+        runtime_root: absolute path of the directory for the daemon's files; it is made.
+    """
+    checks: list[Callable[[], str]] = [
+        lambda: _directory(job),
+        lambda: _command(job),
+        lambda: _runtime_root(runtime_root),
+        lambda: _memory(job.slots),
+    ]
+    return [problem for each in checks if (problem := each())]
+
+
+def _directory(job: Job) -> str:
+    path = os.fsdecode(job.directory)
+    try:
+        os.chdir(path)
+    except OSError as error:
+        return f"the working directory {path} cannot be entered there: {error.strerror}"
+    return ""
+
+
+def _command(job: Job) -> str:
+    command = os.fsdecode(job.command[0])
+    if shutil.which(command) is None:
+        return f"the command {command!r} is not there, or not executable (PATH={os.environ.get('PATH', '')})"
+    return ""
+
+
+def _runtime_root(path: str) -> str:
+    try:
+        make_private_directory(path)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"\0" * 4096)
+            probe.flush()
+    except FusionError as error:
+        return str(error)
+    except OSError as error:
+        return (
+            f"the directory for the daemon's files, {path}, cannot be used: {error.strerror}; "
+            "set FUSION_RUNTIME_DIR to another one"
+        )
+    return ""
+
+
+def _memory(workers: int) -> str:
+    """Whether buckets can be had at all. They are anonymous memory: no size limit of /dev/shm applies."""
+    needed = _LEAST_BYTES * workers
+    available = _available_memory()
+    if available < needed:
+        return (
+            f"only {available / MIB:.0f} MiB of memory are available, and {workers} workers need at least "
+            f"{needed / MIB:.0f} MiB for their buckets; free some, or run fewer workers there"
+        )
+    try:
+        fd = os.memfd_create("fusion-preflight", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, MIB)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return f"no shared memory can be had (memfd): {error.strerror}"
+    return ""
+
+
+def _available_memory() -> int:
+    """Bytes that programs can still have, as the kernel estimates them."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise FusionError("/proc/meminfo has no line MemAvailable; Linux 3.14 or later is needed")

@@ -1,0 +1,131 @@
+"""The flags of `fusionrun`: a parser made from the table of settings, and the choices in what it parsed.
+
+Flags are spelled as Horovod's, may be abbreviated as long as they are unique, and end with the first word that is no
+flag: from there on it is the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fusion_rt
+from fusion_rt.errors import SettingError
+from fusion_rt.runner.command.option_values import Choice
+from fusion_rt.settings import GROUPS, KNOBS, Knob
+from fusion_rt.units import SWITCH
+
+EXAMPLE = "fusionrun -np 4 -H host1:2,host2:2 python train.py"
+_RIVALS = (
+    (("hosts", "hostfile", "host_discovery_script"), "each says where the workers run"),
+    (("use_gloo", "use_mpi", "use_jsrun"), "each names a controller"),
+)
+
+
+class _Switch(argparse.Action):
+    """Flags that switch something on, and flags that switch it off."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, on: Sequence[str], help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+        self._on = on
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        value = option in self._on
+        if getattr(namespace, self.dest) not in (None, value):
+            raise argparse.ArgumentError(self, "it is switched on and off; give one of them")
+        setattr(namespace, self.dest, value)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves the flags of the command alone: argparse looks at them too, and finds some of them ambiguous."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        start = self._start_of_command(words)
+        if start < len(words) and words[start] != "--":
+            words.insert(start, "--")
+        return super().parse_known_args(words, namespace)
+
+    def _start_of_command(self, words: Sequence[str]) -> int:
+        """Index of the first word that is neither a flag nor its value; or of `--`, or of a flag that is unknown."""
+        index = 0
+        while index < len(words) and words[index].startswith("-") and words[index] != "--":
+            flag, equals, _ = words[index].partition("=")
+            found = {id(action): action for name, action in self._option_string_actions.items() if name == flag} or {
+                id(action): action for name, action in self._option_string_actions.items() if name.startswith(flag)
+            }
+            if len(found) != 1:
+                return len(words)  # argparse's to complain about
+            (action,) = found.values()
+            index += 1
+            if not equals:
+                index += 1 if action.nargs is None else int(action.nargs)
+        return index
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all flags."""
+    parser = _Parser(
+        prog="fusionrun",
+        usage="fusionrun -np N [-H HOSTS | -hostfile FILE] [flags] COMMAND ...",
+        description="Starts a training script on one host or on several, with one communication daemon per host.",
+        epilog=f"Example: {EXAMPLE}",
+    )
+    parser.add_argument("-v", "--version", action="version", version=fusion_rt.__version__)
+    for title in GROUPS:
+        group = parser.add_argument_group(title)
+        for knob in KNOBS:
+            if knob.group == title and knob.flags:
+                _add(group, knob)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the training script and its arguments"
+    )
+    return parser
+
+
+def choices_in(arguments: argparse.Namespace) -> dict[str, Choice]:
+    """The choices in parsed arguments, by the names of their knobs.
+
+    Raises:
+        SettingError: a value cannot be used, or two flags exclude each other; the text names the flag.
+    """
+    chosen = {}
+    for knob in KNOBS:
+        given = getattr(arguments, knob.name, None)
+        if given is not None:
+            text, source = _text(knob, given)
+            chosen[knob.name] = Choice.read(knob, text, source)
+    for names, why in _RIVALS:
+        sources = [chosen[name].source for name in names if name in chosen]
+        if len(sources) > 1:
+            raise SettingError(f"{' and '.join(sources)} cannot be given together: {why}")
+    return chosen
+
+
+def _add(group: argparse._ArgumentGroup, knob: Knob) -> None:
+    facts = [knob.variable] if knob.variable else []
+    if knob.default_text and not knob.idle:
+        facts.append(f"default: {knob.default_text}")
+    text = (f"{knob.help} ({'; '.join(facts)})" if facts else knob.help).replace("%", "%%")
+    if knob.unit is SWITCH:
+        group.add_argument(*knob.flags, *knob.off, action=_Switch, dest=knob.name, on=knob.flags, help=text)
+        return
+    how: Mapping[str, Any] = {"metavar": knob.metavar}
+    if knob.many == "append":
+        how = {"metavar": knob.metavar, "action": "append"}
+    elif knob.many:
+        how = {"metavar": tuple(knob.metavar.split()), "nargs": int(knob.many)}
+    group.add_argument(*knob.flags, dest=knob.name, help=text, **how)
+
+
+def _text(knob: Knob, given: str | bool | list[str]) -> tuple[str, str]:
+    """What was given, as text, and the flag that it belongs to."""
+    if isinstance(given, bool):
+        return str(int(given)), (knob.flags if given else knob.off)[0]
+    if isinstance(given, list):
+        return (",".join(given) if knob.many == "append" else " ".join(given)), knob.flags[0]
+    return given, knob.flags[0]

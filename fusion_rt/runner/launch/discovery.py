@@ -1,0 +1,130 @@
+"""Finds the hosts of a job with a script: once at the start, and in an elastic job every second from then on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from fusion_rt.errors import FusionError, SettingError
+from fusion_rt.runner.launch.host_list import Host, parse_hosts
+from fusion_rt.runner.protocol.child_processes import Child, Children
+from fusion_rt.runner.protocol.pipes import Reader
+
+PERIOD_S = 1.0  # as often as Horovod does
+_SHELL = "/bin/sh"
+_LINES = 10  # of a failing script's standard error that are shown
+_KILL_S = 1.0  # seconds in which the kernel has to carry out SIGKILL
+_MOST_OUTPUT = 1024 * 1024  # bytes
+
+
+class Discovery:
+    """Runs a host discovery script, which prints `host[:slots]` on a line for each host.
+
+    Args:
+        script: its command line.
+        slots: of hosts for which it prints none.
+        timeout: seconds that it may take.
+
+    Raises:
+        SettingError: the command line cannot be used.
+    """
+
+    def __init__(self, script: str, slots: int, timeout: float) -> None:
+        self._name = f"the host discovery script {script!r}"
+        try:
+            self._words = shlex.split(script)
+        except ValueError as error:
+            raise SettingError(f"--host-discovery-script {script!r} is not a command line: {error}") from None
+        if not self._words:
+            raise SettingError("--host-discovery-script is empty")
+        self._slots = slots
+        self._timeout = timeout
+
+    async def follow(
+        self, children: Children, found: Callable[[tuple[Host, ...]], None], warn: Callable[[str], None]
+    ) -> None:
+        """Runs the script again and again, until it is cancelled.
+
+        Args:
+            children: starts it.
+            found: is given the hosts, each time.
+            warn: is told why they cannot be found, once until they are found again.
+        """
+        is_warned = False
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                hosts, _ = await self.ask(children)
+            except FusionError as error:
+                if not is_warned:
+                    warn(f"hosts are not found any more, and those found last are kept: {error}")
+                is_warned = True
+            else:
+                is_warned = False
+                found(hosts)
+
+    async def ask(self, children: Children) -> tuple[tuple[Host, ...], str]:
+        """Runs the script once.
+
+        Returns:
+            The hosts, which may be none, and what the script printed to its standard error.
+
+        Raises:
+            FusionError: it cannot be run, fails, takes too long, or prints something else.
+        """
+        try:
+            child = await _start(children, self._words)
+        except OSError as error:
+            raise FusionError(f"{self._name} cannot be run: {error.strerror}") from None
+        try:
+            both = asyncio.gather(_text(child.stdout), _text(child.stderr), asyncio.shield(child.exit))
+            stdout, stderr, status = await asyncio.wait_for(both, self._timeout)
+        except asyncio.TimeoutError:
+            raise FusionError(f"{self._name} did not end within {self._timeout:g} s (--start-timeout)") from None
+        finally:
+            child.signal(signal.SIGKILL)
+            child.close()
+            await asyncio.wait([child.exit], timeout=_KILL_S)
+        if status != 0:
+            last = [line for line in stderr.splitlines() if line.strip()][-_LINES:]
+            said = "; it said:\n" + "\n".join(f"  {line}" for line in last) if last else " and said nothing"
+            raise FusionError(f"{self._name} failed with status {status}{said}")
+        lines = [line.strip() for line in stdout.splitlines() if line.strip()]
+        try:
+            return parse_hosts(",".join(lines), self._slots) if lines else (), stderr
+        except SettingError as error:
+            raise FusionError(f"{self._name} printed what is no host: {error}") from None
+
+    async def first(self) -> tuple[Host, ...]:
+        """The hosts at the start of a job; passes on what the script prints to its standard error.
+
+        Raises:
+            FusionError: as `ask`, or there is no host.
+        """
+        hosts, stderr = await self.ask(Children())
+        sys.stderr.write(stderr)
+        if not hosts:
+            raise FusionError(f"{self._name} printed no host")
+        return hosts
+
+
+async def _start(children: Children, words: Sequence[str]) -> Child:
+    try:
+        return await children.start(words, os.environb, os.fsencode(os.getcwd()))
+    except OSError as error:
+        if error.errno != errno.ENOEXEC or words[0] == _SHELL:
+            raise
+        return await _start(children, [_SHELL, *words])  # a script without a first line that names its interpreter
+
+
+async def _text(reader: Reader) -> str:
+    """All that comes, up to a limit beyond which nobody prints hosts."""
+    data = b""
+    while len(data) < _MOST_OUTPUT and (piece := await reader.read()):
+        data += piece
+    return data.decode(errors="replace")

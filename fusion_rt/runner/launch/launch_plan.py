@@ -1,0 +1,83 @@
+"""What a command line of `fusionrun` asks for, complete and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fusion_rt.runner.launch.host_list import Host
+from fusion_rt.runner.launch.places import Places
+from fusion_rt.settings import Settings
+
+
+@dataclass(frozen=True)
+class ElasticPlan:
+    """How the membership of a job may change.
+
+    Attributes:
+        wanted: workers that the job begins with at least.
+        least, most: workers that it goes on with; `most` is None for as many as there are slots.
+        timeout: seconds to wait for enough hosts.
+        resets: changes of membership that it may see; None: any number.
+        cooldown: seconds that a host which failed is left out, at first and at most.
+        script: command line of the program that prints the hosts; "": they stay as they are.
+        slots: of hosts for which that prints none.
+    """
+
+    wanted: int
+    least: int
+    most: int | None
+    timeout: float
+    resets: int | None
+    cooldown: tuple[float, float]
+    script: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One job to be started.
+
+    Attributes:
+        job: id of the job.
+        command: the workers' command line.
+        places: hosts and ranks at the start; in an elastic job, if all hosts come.
+        environment: what is forwarded to all hosts, with the settings that flags and the YAML file gave.
+        directory: absolute working directory of the workers.
+        settings: read from `environment`.
+        rsh_agent: template of the command that reaches a host, with `{host}` in it; "": ssh, and none for this machine.
+        ssh_port: port of ssh on the hosts; 0: ssh's own default.
+        ssh_identity_file: file with the private key for ssh; "": ssh's own default.
+        interfaces: names of network interfaces of which each daemon uses the first that its host has.
+        output_directory: where a file per rank and stream is written; "": nowhere.
+        timestamps: whether each line of output starts with the time.
+        verbose: whether phases are reported.
+        as_horovod: whether the workers' `import horovod` means this project.
+        warnings: what the person should know, a sentence each.
+        function: what the workers call (`function_call`), pickled; empty if the command is all they run.
+        elastic: how membership may change; None: it stays as it is.
+    """
+
+    job: str
+    command: tuple[bytes, ...]
+    places: Places
+    environment: dict[bytes, bytes]
+    directory: bytes
+    settings: Settings
+    rsh_agent: str = ""
+    ssh_port: int = 0
+    ssh_identity_file: str = ""
+    interfaces: tuple[str, ...] = ()
+    output_directory: str = ""
+    timestamps: bool = False
+    verbose: bool = False
+    as_horovod: bool = False
+    warnings: tuple[str, ...] = ()
+    function: bytes = b""
+    elastic: ElasticPlan | None = None
+
+    def are_loopback(self, hosts: Iterable[Host]) -> bool:
+        """Tells whether all these hosts are this machine, so that no daemon has to be reached from outside."""
+        if self.rsh_agent:
+            return all(host.is_loopback for host in hosts)
+        return all(host.is_local for host in hosts)

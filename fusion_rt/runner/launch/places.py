@@ -1,0 +1,156 @@
+"""Who gets which place in a membership epoch: hosts in the order of nodes, their slots, and the ranks of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from fusion_rt.errors import SettingError
+from fusion_rt.runner.launch.host_list import Host, parse_host
+from fusion_rt.topology import Topology
+
+_SHARD_HOSTS = "--shard-hosts (FUSION_SHARD_HOSTS)"
+Place: TypeAlias = tuple[str, int]  # a host's name and a slot there
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of one epoch.
+
+    Attributes:
+        hosts: by node.
+        slots: those in use, by node and local_rank.
+        topology: the ranks.
+    """
+
+    hosts: tuple[Host, ...]
+    slots: tuple[tuple[int, ...], ...]
+    topology: Topology
+
+    @property
+    def size(self) -> int:
+        return self.topology.size
+
+    @cached_property
+    def ranks(self) -> dict[Place, int]:
+        """The rank of each place."""
+        return {
+            (host.name, slot): rank
+            for host, slots, ranks in zip(self.hosts, self.slots, self.topology.ranks, strict=True)
+            for slot, rank in zip(slots, ranks, strict=True)
+        }
+
+    def count(self, host: str) -> int:
+        """How many places there are on a host."""
+        return sum(name == host for name, _ in self.ranks)
+
+    def node_of(self, host: str) -> int:
+        return self.topology.hosts.index(host)
+
+
+def assign(hosts: Sequence[Host], survivors: Sequence[Place], most: int | None = None) -> Places | None:
+    """The places of the next epoch.
+
+    Workers that have survived keep their slots, and so, as a rule, their local_rank, by which they chose a GPU. Their
+    hosts come first, in the order of `survivors`, then the others; rank 0, which brings the state to the others, is a
+    survivor: on each node the survivors have lower ranks than those who are new.
+
+    Args:
+        hosts: that can take part, with their slots.
+        survivors: in the order of their ranks before; those on other hosts are ignored.
+        most: workers at most, if there is a limit; survivors get places first.
+
+    Returns:
+        None if there is no place at all.
+    """
+    by_name = {host.name: host for host in hosts}
+    staying = [place for place in survivors if place[0] in by_name][:most]
+    names = list(dict.fromkeys([name for name, _ in staying] + list(by_name)))
+    kept = {name: sorted(slot for host, slot in staying if host == name)[: by_name[name].slots] for name in names}
+    total = sum(host.slots for host in hosts) if most is None else most
+    room = total - sum(map(len, kept.values()))  # for workers that are new
+    used: list[Host] = []
+    slots: list[tuple[int, ...]] = []
+    ranks: list[tuple[int, ...]] = []
+    first = 0
+    for name in names:
+        old = kept[name]
+        free = [slot for slot in range(by_name[name].slots) if slot not in old]
+        new = free[: min(by_name[name].slots - len(old), room)]
+        room -= len(new)
+        if not old and not new:
+            continue
+        rank_of = {slot: first + position for position, slot in enumerate([*old, *new])}
+        first += len(rank_of)
+        used.append(by_name[name])
+        slots.append(tuple(sorted(rank_of)))
+        ranks.append(tuple(rank_of[slot] for slot in sorted(rank_of)))
+    if not used:
+        return None
+    return Places(tuple(used), tuple(slots), Topology(tuple(host.name for host in used), tuple(ranks)))
+
+
+def fill(hosts: Sequence[Host], num_proc: int) -> Places:
+    """Fills the hosts with ranks in their order.
+
+    Raises:
+        SettingError: there are fewer slots than processes.
+    """
+    slots = sum(host.slots for host in hosts)
+    places = assign(hosts, (), num_proc)
+    if num_proc > slots or places is None:
+        raise SettingError(
+            f"-np {num_proc} asks for more processes than the {slots} slots of "
+            f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)}; name more hosts or more slots"
+        )
+    return places
+
+
+def add_shard_hosts(text: str, wanted: Sequence[Host], places: Places) -> Places:
+    """Adds nodes without workers for the hosts of `--shard-hosts` that have none.
+
+    Args:
+        text: `[user@]name,...`; "": nothing is added.
+        wanted: all hosts that were named for workers; how one of them is reached need not be said again.
+        places: those of the workers.
+
+    Returns:
+        The places with the added nodes at the end, since node 0 must have workers.
+
+    Raises:
+        SettingError: an entry is not a host, has slots, is named twice, or is to be reached as two users.
+    """
+    known = {host.name: host for host in wanted}
+    added: dict[str, Host] = {}
+    named: set[str] = set()
+    for entry in text.split(",") if text.strip() else ():
+        try:
+            host = parse_host(entry.strip(), 0)
+        except SettingError as error:
+            raise SettingError(f"{_SHARD_HOSTS}: {error}") from None
+        if host.slots:
+            raise SettingError(
+                f"{_SHARD_HOSTS}: {entry.strip()!r} has slots, which are for workers; if it is to run some, name it "
+                "with them in -H, and without them here"
+            )
+        if host.name in named:
+            raise SettingError(f"{_SHARD_HOSTS}: host {host.name} is named twice; name it once")
+        named.add(host.name)
+        same = known.get(host.name)
+        if same is not None and host.user not in ("", same.user):
+            raise SettingError(
+                f"{_SHARD_HOSTS}: host {host.name} is named as {host.target!r} and for workers as {same.target!r}; "
+                "name one user"
+            )
+        if host.name not in places.topology.hosts:
+            added[host.name] = host if same is None else same
+    none: tuple[tuple[int, ...], ...] = ((),) * len(added)
+    topology = Topology((*places.topology.hosts, *added), places.topology.ranks + none)
+    return Places((*places.hosts, *added.values()), places.slots + none, topology)
+
+
+def shard_host_names(text: str) -> str:
+    """The names of the hosts of `--shard-hosts` that `add_shard_hosts` has accepted, without their users."""
+    return ",".join(parse_host(entry.strip(), 0).name for entry in text.split(",")) if text.strip() else ""

@@ -1,0 +1,161 @@
+"""The workers of one membership epoch: who runs, who has left, and what went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+from fusion_rt.runner.launch.outcome import Failure, HostFailure, WorkerGaveUp, in_short
+from fusion_rt.runner.launch.places import Place, Places
+
+
+class State(Enum):
+    """What has become of a worker."""
+
+    RUNNING = "it has a place in the epoch"
+    WAITING = "it has left the epoch and asks for the next"
+    DONE = "it has ended well"
+    FAILED = "it has ended, or its host is lost"
+    UNUSED = "it was ended before it had begun with anything"
+
+
+class WorkerStates:
+    """The workers of an epoch, from its beginning to that of the next.
+
+    Args:
+        places: of the epoch; None before the first.
+
+    Attributes:
+        states: of the workers, in the order of ranks.
+        failures: what went wrong, in the order in which it did; what workers did not survive.
+        errors: why workers have left.
+        reasons: for the next change of membership, in words.
+        leave_until: when those who have not left yet are late.
+        given_up: those that were late.
+        told: what the workers were told that the next epoch's places would be.
+    """
+
+    def __init__(self, places: Places | None = None) -> None:
+        self.places = places
+        ranks = places.ranks if places is not None else {}
+        self.states = dict.fromkeys(sorted(ranks, key=ranks.__getitem__), State.RUNNING)
+        self.failures: list[Failure] = []
+        self.errors: list[WorkerGaveUp] = []
+        self.reasons: list[str] = []
+        self.leave_until = math.inf
+        self.given_up: set[Place] = set()
+        self.told: frozenset[Place] = frozenset(ranks)
+        self._started: set[str] = set()  # hosts whose daemon says that every process of the epoch is up
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any worker runs."""
+        return State.RUNNING in self.states.values()
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether a worker has ended well: then the job only waits for the others."""
+        return State.DONE in self.states.values()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all have ended well."""
+        return all(state is State.DONE for state in self.states.values())
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether a worker was ended through no fault of its own."""
+        return State.UNUSED in self.states.values()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether every process of the epoch has come up."""
+        return self.places is not None and self._started.issuperset(self.places.topology.hosts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has happened to it yet."""
+        return not self.failures and not self.is_finishing and self.leave_until == math.inf
+
+    def alive(self) -> list[Place]:
+        """The workers that run or wait, by rank."""
+        return [place for place, state in self.states.items() if state in (State.RUNNING, State.WAITING)]
+
+    def late(self) -> dict[str, list[int]]:
+        """The slots of the workers that run, by host."""
+        slots: dict[str, list[int]] = {}
+        for (host, slot), state in self.states.items():
+            if state is State.RUNNING:
+                slots.setdefault(host, []).append(slot)
+        return slots
+
+    def note_started(self, host: str) -> None:
+        self._started.add(host)
+
+    def note(self, failure: Failure) -> None:
+        """Something went wrong."""
+        self.failures.append(failure)
+        self.reasons.append(in_short(failure))
+
+    def leave(self, place: Place, error: str, leave_until: float) -> bool:
+        """A worker has left; whether that is news. The others have until then to follow, if it is the first."""
+        if self.states.get(place) is not State.RUNNING:
+            return False
+        self.states[place] = State.WAITING
+        if error:
+            self.errors.append(WorkerGaveUp(place[0], self._rank(place), error))
+        self.leave_until = min(self.leave_until, leave_until)
+        return True
+
+    def end(self, place: Place, failure: Failure | None, late: str) -> bool:
+        """A worker has ended; whether it has failed. `late`: what is said of one that was given up."""
+        if failure is None and self.states[place] is State.RUNNING and place not in self.given_up:
+            self.states[place] = State.DONE
+            return False
+        self.states[place] = State.FAILED
+        if place in self.given_up:
+            failure = HostFailure(place[0], (f"rank {self._rank(place)} was killed: {late}",))
+        self.note(failure or WorkerGaveUp(place[0], self._rank(place), "it ended while it waited for others"))
+        return True
+
+    def lose(self, host: str) -> bool:
+        """A host is gone; whether it had workers."""
+        here = [place for place in self.alive() if place[0] == host]
+        for place in here:
+            self.states[place] = State.FAILED
+        return bool(here)
+
+    def reason(self) -> str:
+        """The last that is known of why the epoch is over, or nothing."""
+        return self.reasons[-1] if self.reasons else self._first_error()
+
+    def tell_change(self, number: int, places: Places, known: Sequence[str]) -> str:
+        """A line on the next epoch: who is in it, and why.
+
+        Args:
+            number: of that epoch.
+            places: its.
+            known: the names of all hosts that there are.
+        """
+        reasons = list(self.reasons)
+        before = self.places.topology.hosts if self.places is not None else ()
+        for host in places.topology.hosts:
+            if self.places is None:
+                continue
+            if host not in before:
+                reasons.append(f"host {host} was added")
+            elif places.count(host) != self.places.count(host):
+                reasons.append(f"host {host} has room for {places.count(host)} now")
+        now = {*known, *places.topology.hosts}
+        reasons += [f"host {host} was removed" for host in before if host not in now]
+        why = "; ".join(dict.fromkeys(reasons)) or self._first_error()
+        hosts = ", ".join(places.topology.hosts)
+        return f"fusionrun: epoch {number}: {places.size} workers on hosts {hosts} ({why})"
+
+    def _rank(self, place: Place) -> int:
+        assert self.places is not None
+        return self.places.ranks[place]
+
+    def _first_error(self) -> str:
+        return in_short(self.errors[0]) if self.errors else ""

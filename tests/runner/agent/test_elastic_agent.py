@@ -1,0 +1,218 @@
+"""The agent of a host in an elastic job alone, with a test in the launcher's place and a stand-in for the daemon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from fusion_rt.bootstrap import encode_line
+from fusion_rt.runner.agent.preflight import versions
+from fusion_rt.runner.protocol import agent_messages
+from fusion_rt.topology import Topology
+from tests.runner.conftest import FAKE_DAEMON, ROOT
+
+pytestmark = pytest.mark.multiprocess
+
+ONE = Topology(("here",), ((0, 1),))
+TURNED = Topology(("here",), ((1, 0),))
+REJOIN = """
+import os, sys
+from fusion_rt.elastic import AgentConnection, Assignment
+agent = AgentConnection(os.environ)
+while True:
+    names = ("HOROVOD_RANK", "HOROVOD_SIZE", "FUSION_JOB_ID", "FUSION_ELASTIC_SLOT", "FUSION_ELASTIC_EPOCH")
+    print(agent.epoch, *(os.environ[name] for name in names), os.getpid(), flush=True)
+    answer = agent.rejoin("why")
+    if not isinstance(answer, Assignment):
+        sys.exit(answer.reason)
+    os.environ.update(answer.environment)
+"""
+T = TypeVar("T")
+
+
+class ElasticAgent:
+    """A running agent that was given a job."""
+
+    def __init__(self, directory: Path, command: tuple[bytes, ...]) -> None:
+        self.kept: list[agent_messages.FromAgent] = []
+        paths = os.pathsep.join(map(str, (FAKE_DAEMON, ROOT)))
+        environment = {**os.environ, "PYTHONPATH": paths}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fusion_rt.runner.agent"],
+            env={**environment, "PYTHONSAFEPATH": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        own = versions()
+        variables = tuple((os.fsencode(name), os.fsencode(value)) for name, value in environment.items())
+        job = agent_messages.Job(
+            own.python, own.package, "test", 2, command, variables, os.fsencode(directory), elastic=7
+        )
+        self.send(job)
+        self.until(agent_messages.Ready)
+
+    def send(self, message: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode_line(message))
+        self.process.stdin.flush()
+
+    def receive(self) -> agent_messages.FromAgent | None:
+        """The next message, or None at the end."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return agent_messages.decode_from_agent(line) if line else None
+
+    def until(self, kind: type[T]) -> T:
+        """The next message of a kind; others are kept."""
+        while True:
+            for message in self.kept:
+                if isinstance(message, kind):
+                    self.kept.remove(message)
+                    return message
+            received = self.receive()
+            assert received is not None, self.process.communicate()[1]
+            self.kept.append(received)
+
+    def rest(self) -> list[agent_messages.FromAgent]:
+        """What nobody has waited for, to the end."""
+        return [*self.kept, *iter(self.receive, None)]  # type: ignore[list-item]
+
+    def start(self, number: int, topology: Topology = ONE, slots: tuple[int, ...] = (0, 1)) -> int:
+        """Starts an epoch's daemon; its process."""
+        self.send(agent_messages.Epoch(number, f"test-{number}", 0, topology, slots, True))
+        up = self.until(agent_messages.DaemonUp)
+        assert up.epoch == number
+        return up.endpoint.pid
+
+    def outputs(self, count: int) -> list[list[str]]:
+        """The next lines of workers, split into words, with the rank of which they are in front; sorted."""
+        found: dict[int, bytes] = {}
+        while sum(data.count(b"\n") for data in found.values()) < count:
+            message = self.until(agent_messages.Output)
+            found[message.rank] = found.get(message.rank, b"") + message.data
+        return sorted([str(rank), *line.split()] for rank, data in found.items() for line in data.decode().splitlines())
+
+
+@pytest.fixture
+def start(runtime_dir: Path, tmp_path: Path) -> Iterator[Callable[..., ElasticAgent]]:
+    agents: list[ElasticAgent] = []
+
+    def start_agent(*command: str) -> ElasticAgent:
+        agents.append(ElasticAgent(tmp_path, tuple(os.fsencode(word) for word in command)))
+        return agents[-1]
+
+    yield start_agent
+    for agent in agents:
+        if agent.process.poll() is None:
+            agent.process.terminate()
+        agent.process.communicate(timeout=60)
+    assert os.listdir(runtime_dir) == []
+
+
+def test_workers_go_from_epoch_to_epoch_and_daemons_do_not(
+    start: Callable[..., ElasticAgent], until: Callable[..., object]
+) -> None:
+    agent = start(sys.executable, "-c", REJOIN)
+    first = agent.start(1)
+    agent.send(agent_messages.Begin(1, (), None))
+    before = agent.outputs(2)
+    assert [line[:-1] for line in before] == [[str(n), "1", str(n), "2", "test-1", str(n), "1"] for n in (0, 1)]
+    asked = [agent.until(agent_messages.Asked) for _ in range(2)]
+    assert {(message.slot, message.epoch, message.error) for message in asked} == {(0, 1, "why"), (1, 1, "why")}
+    second = agent.start(2, TURNED)
+    until(lambda: not psutil.pid_exists(first), "the end of the daemon of the first epoch")
+    agent.send(agent_messages.Begin(2, (0, 1), None))
+    after = agent.outputs(2)
+    assert [line[:-1] for line in after] == [
+        ["0", "2", "0", "2", "test-2", "1", "2"],
+        ["1", "2", "1", "2", "test-2", "0", "2"],
+    ]
+    assert [line[-1] for line in after] == [line[-1] for line in reversed(before)], "in the same processes"
+    assert psutil.pid_exists(second)
+    agent.send(agent_messages.Stop(1.0))
+    agent.until(agent_messages.Stopped)
+
+
+def test_a_survivor_that_has_just_ended_is_not_replaced_by_a_worker_without_the_state(
+    start: Callable[..., ElasticAgent],
+) -> None:
+    agent = start("sh", "-c", "echo up; [ $FUSION_ELASTIC_SLOT = 1 ] && exit 3; exec sleep 600")
+    agent.start(1)
+    agent.send(agent_messages.Begin(1, (), None))
+    assert agent.until(agent_messages.Exited) == agent_messages.Exited(1, 3)
+    agent.start(2)
+    agent.send(agent_messages.Begin(2, (0, 1), None))
+    agent.until(agent_messages.WorkersUp)
+    workers = [child for child in psutil.Process(agent.process.pid).children() if child.name() in ("sh", "sleep")]
+    assert len(workers) == 1
+    agent.start(3)
+    agent.send(agent_messages.Begin(3, (0,), None))
+    assert agent.until(agent_messages.Exited) == agent_messages.Exited(1, 3), "this one was asked for"
+
+
+def test_workers_that_have_not_begun_end_with_their_epoch(start: Callable[..., ElasticAgent]) -> None:
+    slow = f"import os, time\nif os.environ['FUSION_ELASTIC_SLOT'] == '0': time.sleep(600)\n{REJOIN}"
+    agent = start(sys.executable, "-c", slow)
+    agent.start(1)
+    agent.send(agent_messages.Begin(1, (), None))
+    assert agent.until(agent_messages.Asked).slot == 1
+    agent.send(agent_messages.Abandon(1))
+    assert agent.until(agent_messages.Exited) == agent_messages.Exited(0, -9, unused=True)
+    agent.start(2)
+    agent.send(agent_messages.Begin(2, (1,), None))
+    agent.until(agent_messages.WorkersUp)
+    assert agent.until(agent_messages.Asked) == agent_messages.Asked(1, 2, "why"), "it has gone on"
+    agent.send(agent_messages.Abandon(2))
+    assert agent.until(agent_messages.Exited) == agent_messages.Exited(0, -9, unused=True)
+
+
+def test_a_worker_is_killed_with_all_that_it_has_started(start: Callable[..., ElasticAgent]) -> None:
+    agent = start("sh", "-c", "trap '' TERM; setsid sleep 600 & echo $!; wait")
+    agent.start(1)
+    agent.send(agent_messages.Begin(1, (), None))
+    children = {int(rank): psutil.Process(int(pid)) for rank, pid in agent.outputs(2)}
+    agent.send(agent_messages.Kill((0,)))
+    assert agent.until(agent_messages.Exited) == agent_messages.Exited(0, -9)
+    assert psutil.wait_procs([children[0]], timeout=60)[1] == []
+    assert children[1].is_running()
+
+
+def test_a_daemon_that_dies_is_told_with_its_epoch_and_one_that_is_ended_is_not(
+    start: Callable[..., ElasticAgent], runtime_dir: Path
+) -> None:
+    agent = start("sleep", "600")
+    psutil.Process(agent.start(1)).kill()
+    assert agent.until(agent_messages.DaemonDown) == agent_messages.DaemonDown(1, -9)
+    (runtime_dir / "test-1.0").mkdir()  # what a killed daemon leaves
+    process = psutil.Process(agent.start(2))
+    assert not (runtime_dir / "test-1.0").exists()
+    agent.send(agent_messages.Abandon(1))  # which is over
+    agent.send(agent_messages.Abandon(2))
+    assert psutil.wait_procs([process], timeout=60)[1] == []
+    agent.send(agent_messages.Stop(1.0))
+    said = agent.rest()
+    assert not [message for message in said if isinstance(message, agent_messages.DaemonDown | agent_messages.Exited)]
+
+
+def test_a_released_host_ends_its_workers_and_itself(start: Callable[..., ElasticAgent]) -> None:
+    lingers = REJOIN.replace("sys.exit(answer.reason)", "print(answer.reason); __import__('time').sleep(600)")
+    agent = start(sys.executable, "-c", f"import os\nif os.environ['HOROVOD_RANK'] == '1': exec({lingers!r})\n{REJOIN}")
+    agent.start(1)
+    agent.send(agent_messages.Begin(1, (), None))
+    for _ in range(2):
+        agent.until(agent_messages.Asked)
+    agent.send(agent_messages.Release("no room"))
+    said = agent.rest()
+    printed = b"".join(message.data for message in said if isinstance(message, agent_messages.Output))
+    assert printed.count(b"no room\n") == 2
+    assert isinstance(said[-1], agent_messages.Stopped)
+    assert not [message for message in said if isinstance(message, agent_messages.Exited)]
+    assert agent.process.wait(60) == 0

@@ -1,0 +1,115 @@
+"""One sentence for each thing that can be wrong with a host."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fusion_rt.runner.agent import preflight
+from fusion_rt.runner.protocol.agent_messages import Job, Versions
+
+
+@dataclass
+class Host:
+    """The arguments of a check that passes, to be spoilt."""
+
+    job: Job
+    root: str
+
+    def problems(self, **changes: object) -> list[str]:
+        return preflight.check(msgspec.structs.replace(self.job, **changes), self.root)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    monkeypatch.chdir(tmp_path)  # the check changes it
+    own = preflight.versions()
+    job = Job(own.python, own.package, "j", 1, (b"true",), (), os.fsencode(tmp_path))
+    return Host(job, str(tmp_path / "run" / "f"))
+
+
+def test_a_good_host_has_no_problem_and_is_in_its_directory(host: Host, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    assert host.problems(directory=os.fsencode(work)) == []
+    assert Path.cwd() == work
+    assert os.stat(host.root).st_mode & 0o777 == 0o700
+
+
+def test_versions_have_to_be_those_of_the_launcher() -> None:
+    own = preflight.versions()
+    assert preflight.check_versions(own) == []
+    python, package = preflight.check_versions(Versions("2.7", "0.0.0"))
+    assert python.startswith(f"Python is {own.python} there (")
+    assert "but 2.7 where fusionrun was started" in python
+    assert package.startswith(f"fusion_rt is version {own.package} there (")
+    assert "but 0.0.0 where" in package
+
+
+def test_a_missing_working_directory_is_told(host: Host, tmp_path: Path) -> None:
+    (problem,) = host.problems(directory=os.fsencode(tmp_path / "gone"))
+    assert problem == f"the working directory {tmp_path}/gone cannot be entered there: No such file or directory"
+
+
+@pytest.mark.parametrize("command", [b"no-such-command-anywhere", b"./train.sh"])
+def test_a_missing_command_is_told(host: Host, command: bytes) -> None:
+    (problem,) = host.problems(command=(command, b"x"))
+    assert problem.startswith(f"the command {command.decode()!r} is not there, or not executable (PATH=")
+
+
+def test_a_command_is_looked_for_in_the_working_directory(host: Host, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "run.sh").write_text("#!/bin/sh\n")
+    (work / "run.sh").chmod(0o755)
+    assert host.problems(directory=os.fsencode(work), command=(b"./run.sh",)) == []
+
+
+def test_a_runtime_directory_that_others_may_enter_is_told(host: Host) -> None:
+    os.makedirs(host.root, mode=0o755)
+    (problem,) = host.problems()
+    assert "is not a directory that only user" in problem
+
+
+def test_a_runtime_directory_that_cannot_be_made_is_told(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file is in the way")
+    (problem,) = host.problems()
+    assert problem.startswith(f"the directory for the daemon's files, {host.root}, cannot be used: ")
+    assert problem.endswith("; set FUSION_RUNTIME_DIR to another one")
+
+
+def test_a_full_disk_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_keywords: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(preflight.tempfile, "TemporaryFile", full)
+    (problem,) = host.problems()
+    assert "cannot be used: No space left on device" in problem
+
+
+def test_too_little_memory_is_told_in_numbers(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_available_memory", lambda: 100 * 2**20)
+    assert host.problems(slots=3) == []
+    (problem,) = host.problems(slots=4)
+    assert problem.startswith("only 100 MiB of memory are available, and 4 workers need at least 128 MiB")
+
+
+def test_shared_memory_that_cannot_be_had_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(preflight.os, "posix_fallocate", refuse)
+    assert host.problems() == ["no shared memory can be had (memfd): Cannot allocate memory"]
+
+
+def test_all_problems_are_told_at_once(host: Host, tmp_path: Path) -> None:
+    assert len(host.problems(command=(b"no-such-command",), directory=b"/no/such/directory")) == 2
+
+
+def test_available_memory_is_what_the_kernel_says() -> None:
+    assert 2**20 < preflight._available_memory() < 2**50

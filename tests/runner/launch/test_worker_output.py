@@ -1,0 +1,135 @@
+"""Cutting, marking and storing what the workers print."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_rt.runner.launch.worker_output import TAIL, Lines, WorkerOutput
+
+
+class Sink:
+    """Keeps what is written to each descriptor, and each write."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[int, bytes]] = []
+
+    def write(self, fd: int, data: bytes) -> None:
+        self.writes.append((fd, data))
+
+    def text(self, fd: int) -> str:
+        return b"".join(data for to, data in self.writes if to == fd).decode()
+
+
+def test_lines_are_marked_as_horovod_does() -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=12)
+    output.feed(3, "stdout", b"one\ntwo\n")
+    output.feed(11, "stderr", b"oh\n")
+    assert sink.text(1) == "[3]<stdout>:one\n[3]<stdout>:two\n"
+    assert sink.text(2) == "[11]<stderr>:oh\n"
+
+
+def test_a_line_is_written_in_one_piece_and_never_torn_by_another_rank() -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=2)
+    output.feed(0, "stdout", b"first ")
+    output.feed(1, "stdout", b"other ")
+    output.feed(0, "stdout", b"half\n")
+    output.feed(1, "stdout", b"too\n")
+    assert sink.writes == [(1, b"[0]<stdout>:first half\n"), (1, b"[1]<stdout>:other too\n")]
+
+
+def test_a_progress_bar_is_passed_on_at_each_carriage_return() -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=1)
+    output.feed(0, "stderr", b" 10%\r 20%\r 3")
+    assert sink.text(2) == "[0]<stderr>: 10%\r[0]<stderr>: 20%\r"
+    output.feed(0, "stderr", b"0%\r\n")
+    assert sink.text(2).endswith("\r[0]<stderr>: 30%\r\n")
+
+
+def test_a_last_line_without_an_end_is_flushed_with_one() -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=1)
+    output.feed(0, "stdout", b"no end")
+    assert not sink.writes
+    output.flush()
+    output.flush()
+    assert sink.writes == [(1, b"[0]<stdout>:no end\n")]
+
+
+def test_a_line_beyond_the_limit_is_broken_and_not_kept_in_memory() -> None:
+    lines = Lines(limit=10)
+    assert lines.feed(b"x" * 25) == [b"x" * 10 + b"\n", b"x" * 10 + b"\n"]
+    assert lines.feed(b"\ny\n") == [b"xxxxx\n", b"y\n"]
+
+
+@given(st.lists(st.binary(max_size=30).map(lambda data: data.replace(b"\0", b"\n").replace(b"\1", b"\r")), max_size=10))
+def test_nothing_is_lost_however_the_stream_is_cut(pieces: list[bytes]) -> None:
+    lines = Lines()
+    out = [line for piece in pieces for line in lines.feed(piece)] + lines.flush()
+    assert all(re.fullmatch(rb"[^\r\n]*(\r\n|\r|\n)", line) for line in out)
+    whole = b"".join(pieces)
+    assert b"".join(out) in (whole, whole + b"\n")
+
+
+def test_each_rank_and_stream_has_a_file_with_the_rank_padded_to_sort(tmp_path: Path) -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=11, directory=str(tmp_path / "out"))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"rank.{n:02d}" for n in range(11)]
+    output.feed(7, "stderr", b"seven\n")
+    (fd,) = {fd for fd, _ in sink.writes} - {1, 2}
+    assert Path(f"/proc/self/fd/{fd}").resolve() == tmp_path / "out" / "rank.07" / "stderr"
+    assert sink.text(fd) == sink.text(2) == "[7]<stderr>:seven\n"
+    output.close()
+
+
+def test_one_rank_has_files_too(tmp_path: Path) -> None:
+    output = WorkerOutput(Sink(), size=1, directory=str(tmp_path))
+    output.close()
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("std*")) == [
+        "rank.0/stderr",
+        "rank.0/stdout",
+    ]
+
+
+def test_a_time_stands_in_front_when_asked_for() -> None:
+    sink = Sink()
+    WorkerOutput(sink, size=1, timestamps=True).feed(0, "stdout", b"x\n")
+    assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:x\n", sink.text(1))
+
+
+def test_the_end_of_stderr_is_kept_within_bounds() -> None:
+    output = WorkerOutput(Sink(), size=2)
+    assert output.tail(0) == ""
+    for number in range(20_000):
+        output.feed(0, "stderr", b"line %d\n" % number)
+    assert output.tail(0).endswith("line 19999\n")
+    assert len(output.tail(0)) == TAIL
+    output.feed(1, "stderr", b"\xff broken text\n")
+    assert output.tail(1) == "\ufffd broken text\n"
+
+
+def test_files_that_cannot_be_made_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        WorkerOutput(Sink(), size=1, directory=str(tmp_path / "file"))
+
+
+def test_ranks_may_become_other_workers_and_more(tmp_path: Path) -> None:
+    sink = Sink()
+    output = WorkerOutput(sink, size=1, directory=str(tmp_path))
+    output.feed(0, "stderr", b"half a li")
+    output.change(2)
+    assert sink.text(2) == "[0]<stderr>:half a li\n"
+    assert output.tail(0) == "", "what the worker printed that was rank 0 says nothing about the new one"
+    output.feed(0, "stderr", b"new\n")
+    output.feed(1, "stderr", b"other\n")
+    assert sink.text(2) == "[0]<stderr>:half a li\n[0]<stderr>:new\n[1]<stderr>:other\n"
+    output.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank.0", "rank.1"]
