@@ -1,7 +1,7 @@
 """Every knob once: flag, environment variable, YAML key, unit, default and meaning.
 
 From this table come the settings of a process (`Settings.from_env`), the flags of `fusionrun` and its `--help`, the
-keys of its YAML file, and the page docs/settings.md, which `python -m fusion_rt.settings` writes.
+keys of its YAML file, and the page docs/settings.md, which `python -m fusion_rt.settings_page` writes.
 
 A value is found in this order: flag, YAML file, environment variable, default. Flags and YAML reach the workers and
 daemons as environment variables, so that reading the environment is all that a process has to do.
@@ -514,9 +514,3 @@ OF_LAUNCHER = (
 # fmt: on
 
 KNOBS = OF_LAUNCHER + OF_SETTINGS
-
-
-if __name__ == "__main__":
-    from fusion_rt.settings_page import main
-
-    main()

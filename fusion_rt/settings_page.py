@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the table in `fusion_rt.settings`: `python -m fusion_rt.settings`."""
+"""Writes docs/settings.md from the table in `fusion_rt.settings`: `python -m fusion_rt.settings_page`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _HEAD = """\
 # Settings
 
-<!-- Written by `python -m fusion_rt.settings`; change fusion_rt/settings.py instead. -->
+<!-- Written by `python -m fusion_rt.settings_page`; change fusion_rt/settings.py instead. -->
 
 Every flag of `fusionrun`, environment variable and YAML key (`--config-file`). A value is found in this order: flag,
 YAML file, environment variable, default. Flags may be abbreviated as long as they are unique (`--slots`), and end with

@@ -132,7 +132,7 @@ def test_records_lie_in_the_same_directory_whoever_says_where_sockets_are(
 
 def test_the_page_of_the_documentation_is_up_to_date() -> None:
     text = settings_page.PAGE.read_text(encoding="utf-8")
-    assert text == settings_page.page(), "run `python -m fusion_rt.settings`"
+    assert text == settings_page.page(), "run `python -m fusion_rt.settings_page`"
 
 
 def test_the_page_says_what_a_bare_number_counts_and_what_has_no_effect() -> None:
