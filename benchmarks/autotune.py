@@ -169,19 +169,22 @@ class Contender:
 
 def fixed(compute: float, setting: dict[str, Any]) -> Contender:
     """One whose plans have this setting from the first to the last."""
-    from fusion_rt import wire
-    from fusion_rt.torch.autotune.director import Director, Step
+    from fusion_rt.torch.autotune.candidates import Setting
+    from fusion_rt.torch.autotune.director import Circumstances, Director, Sample, Trial
     from fusion_rt.torch.autotune.replanning import Replanning
 
-    class Fixed(Director):
-        def next(self) -> wire.Tuning:
-            return wire.Tuning(**setting)
+    class Only:
+        def __init__(self, where: Circumstances) -> None:
+            self._setting = Setting(**{"threshold": where.threshold, **setting})
 
-        def stepped(self, step: Step) -> None:
-            del step
+        def first(self) -> Trial:
+            return Trial(self._setting, "", is_last=True)
+
+        def measured(self, sample: Sample) -> Trial:
+            raise AssertionError("a setting that stays is not judged")
 
     made = Contender(compute, {}, "stale" if setting.get("late") else None)
-    made.optimizer._exchange._replanning = Replanning(lambda where: Fixed())
+    made.optimizer._exchange._replanning = Replanning(lambda where: Director(Only(where), 1))
     return made
 
 

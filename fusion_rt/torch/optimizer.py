@@ -16,7 +16,7 @@ from fusion_rt import algorithms, codecs, wire
 from fusion_rt.settings import Settings
 from fusion_rt.torch import agreement, ops
 from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
-from fusion_rt.torch.autotune.choosing import replanning
+from fusion_rt.torch.autotune.replanning import replanning
 from fusion_rt.torch.compression import Compression, NoneCompressor, codec_of
 from fusion_rt.torch.manner import Manner
 from fusion_rt.torch.ops.signatures import id_of

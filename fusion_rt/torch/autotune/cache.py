@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from fusion_rt import wire
-from fusion_rt.torch.autotune.space import Setting
+from fusion_rt.torch.autotune.candidates import Setting
 from fusion_rt.wire.plans import TunedBytes, TunedThreads
 
 VERSION = 1
@@ -108,7 +108,7 @@ def save(folder: Path, fingerprint: Fingerprint, setting: Setting, score: float,
     file = _File(
         VERSION,
         fingerprint,
-        _Found(setting.threshold, setting.chunk_bytes, setting.window_bytes, setting.threads, setting.exchange),
+        _Found(*(getattr(setting, name) for name in _Found.__struct_fields__)),
         score,
         default_score,
     )

@@ -1,18 +1,21 @@
-"""What decides about the next plan: the interface, and what all that do so measure with."""
+"""Applies settings to a running job and measures them: the one way of `--autotune` and `--auto`, which judge."""
 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from fusion_rt import wire
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.torch.autotune.candidates import Setting
 
 UNMEASURED = 2  # steps of a plan that say nothing: in the first nothing overlaps, in the second memory is new
+_MOST_WORDS = 4096  # characters of a reason in a plan
 _log = logging.getLogger("fusion_rt.autotune")
 
 
@@ -79,52 +82,80 @@ class Sample:
             self._found.append(step)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether there are enough; there are not when ranks have joined meanwhile."""
         return len(self._found) == self._count
 
     @property
-    def seconds(self) -> float:
-        """The median."""
-        return statistics.median(step.seconds for step in self._found)
+    def median(self) -> Step:
+        """The median of each figure (s)."""
+        return Step(*map(statistics.median, zip(*self._found, strict=True)))
 
     @property
     def computing(self) -> float:
-        """The median of what was not waited."""
+        """The median of the time that was not waited (s)."""
         return statistics.median(step.seconds - step.waited for step in self._found)
 
-    @property
-    def waited(self) -> float:
-        """The median."""
-        return statistics.median(step.waited for step in self._found)
 
-    @property
-    def reducing(self) -> float:
-        """The median."""
-        return statistics.median(step.reducing for step in self._found)
+class Trial(NamedTuple):
+    """A setting that is to hold for the next plan.
+
+    Attributes:
+        setting: how its buckets are made and travel.
+        why: it was chosen, for people.
+        unmeasured: steps before those that count.
+        is_last: nothing is tried after it.
+    """
+
+    setting: Setting
+    why: str
+    unmeasured: int = UNMEASURED
+    is_last: bool = False
 
 
-class Director(ABC):
-    """Says what plans are to be, one after the other; on the lowest rank of a group only."""
+class Judge(Protocol):
+    """Chooses settings: by measuring them, or by predicting first."""
 
-    @abstractmethod
+    def first(self) -> Trial:
+        """The setting to begin with."""
+
+    def measured(self, sample: Sample) -> Trial:
+        """The setting after the one before has been measured."""
+
+
+class Director:
+    """Applies one setting after the other to a running job, and measures each; on the lowest rank of a group only.
+
+    Args:
+        judge: chooses the settings.
+        count: steps that are measured of each.
+    """
+
+    def __init__(self, judge: Judge, count: int) -> None:
+        self._judge = judge
+        self._count = count
+        self._trial: Trial | None = None
+        self._sample = Sample(count)
+
     def next(self) -> wire.Tuning:
-        """What the plan is to be that is about to be made."""
+        """The tuning of the plan that is about to be made."""
+        if self._trial is None:
+            self._trial = self._judge.first()
+        elif self._trial.is_last:
+            pass
+        elif self._sample.is_complete:
+            self._trial = self._judge.measured(self._sample)
+        else:  # cut short: ranks have joined meanwhile
+            self._trial = self._trial._replace(unmeasured=UNMEASURED)
+        trial = self._trial
+        self._sample = Sample(self._count, trial.unmeasured)
+        return trial.setting.tuning(0 if trial.is_last else self._sample.steps, trial.why[:_MOST_WORDS])
 
-    @abstractmethod
     def stepped(self, step: Step) -> None:
         """A step has been taken by that plan; the first one is the one in which it was made."""
+        self._sample.add(step)
 
 
 def nbytes_of(tensors: tuple[wire.TensorSpec, ...]) -> list[int]:
-    """Bytes of each that is not sparse."""
-    from fusion_rt.dtypes import DTYPES
-
-    found = []
-    for tensor in tensors:
-        if not tensor.sparse:
-            elements = 1
-            for length in tensor.shape:
-                elements *= length
-            found.append(elements * DTYPES[tensor.dtype].itemsize)
-    return found
+    """Bytes of each tensor that is not sparse."""
+    return [math.prod(one.shape) * DTYPES[one.dtype].itemsize for one in tensors if not one.sparse]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 
-from fusion_rt.torch.autotune.space import Setting
+from fusion_rt.torch.autotune.candidates import Setting
 from fusion_rt.units import KIB, MIB
 
 COLUMNS = (
@@ -31,8 +31,8 @@ class Log:
     def sample(self, setting: Setting, score: float) -> None:
         """A setting, and its score."""
         values = (
-            0, 0, 0, 1, 0, f"{setting.threshold / MIB:g}", f"{setting.chunk_bytes / KIB:g}",
-            f"{setting.window_bytes / MIB:g}", setting.threads, setting.exchange, f"{score:g}",
+            0, 0, 0, 1, 0, f"{setting.threshold / MIB:g}", f"{(setting.chunk_bytes or 0) / KIB:g}",
+            f"{(setting.window_bytes or 0) / MIB:g}", setting.threads, setting.exchange, f"{score:g}",
         )  # fmt: skip
         self._write(",".join(map(str, values)), "a")
 

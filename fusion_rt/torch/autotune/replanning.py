@@ -6,15 +6,21 @@ that joins does not count those that the others take; so after a join all ranks 
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 
 from fusion_rt import wire
-from fusion_rt.torch.autotune.director import Circumstances, Director, Step
+from fusion_rt.settings import Settings
+from fusion_rt.torch.autotune.director import Circumstances, Director, Judge, Step, tell
+from fusion_rt.torch.autotune.measured import Measured
+from fusion_rt.torch.autotune.predicted import Predicted
+from fusion_rt.torch.autotune.search import MISSING, AutotuneError
 from fusion_rt.torch.runtime import Runtime
 
 _AFTER_JOINS = 1 << 47  # clocks of proposals after the n-th join; others are ids of plans, which are smaller
 
+_FIRST = "optimizer.1"  # the plans of the first optimizer
 MakeDirector = Callable[[Circumstances], Director]
 
 
@@ -91,3 +97,34 @@ class Replanning:
         self._ended, self._waited, self._began = now, waited, 0.0
         if self._left:
             self._left -= 1
+
+
+def replanning(settings: Settings, why_not: str, rank: int) -> Callable[[], Replanning] | None:
+    """Makes what replaces the plans of an optimizer, as the settings say; None if nothing does.
+
+    Args:
+        why_not: its plans cannot be tuned, if so; told on rank 0.
+        rank: this worker's.
+
+    Raises:
+        AutotuneError: optuna is not installed.
+    """
+    if not settings.autotune and settings.auto == "off":
+        return None
+    flag = "--autotune" if settings.autotune else "--auto"
+    if why_not:
+        if rank == 0:
+            tell(f"{flag} leaves an optimizer as it is: {why_not}")
+        return None
+    if settings.autotune and importlib.util.find_spec("optuna") is None:
+        raise AutotuneError(MISSING)
+    return lambda: Replanning(lambda where: make_director(settings, where))
+
+
+def make_director(settings: Settings, where: Circumstances) -> Director:
+    """The director of one optimizer's plans, with the judge that the settings name."""
+    path = settings.autotune_log_file
+    if path and where.group != _FIRST:
+        path = f"{path}.{where.group}"
+    judge: Judge = Measured(settings, where, path) if settings.autotune else Predicted(settings, where)
+    return Director(judge, settings.autotune_steps_per_sample)

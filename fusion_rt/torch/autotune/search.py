@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fusion_rt.errors import FusionError
-from fusion_rt.torch.autotune.space import Setting, Space
+from fusion_rt.torch.autotune.candidates import Setting, Space
 
 MISSING = "--autotune needs optuna, which is not installed: pip install optuna, or leave --autotune out"
 _LEADERS = 2
@@ -57,19 +57,14 @@ class OptunaSampler:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(n_startup_trials=startup, seed=seed)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        self._values = {
-            "threshold": space.thresholds,
-            "chunk_bytes": space.chunks,
-            "window_bytes": space.windows,
-            "threads": space.threads,
-        }
+        self._values = {name: values for name, values in space.values.items() if name != "exchange"}
         self._distributions: dict[str, optuna.distributions.BaseDistribution] = {
             name: optuna.distributions.IntDistribution(0, len(values) - 1) for name, values in self._values.items()
         }
-        self._distributions["exchange"] = optuna.distributions.CategoricalDistribution(space.exchanges)
+        self._distributions["exchange"] = optuna.distributions.CategoricalDistribution(space.values["exchange"])
         default = {name: values.index(getattr(space.default, name)) for name, values in self._values.items()}
         usual = default["threshold"]
-        sizes = sorted(range(len(space.thresholds)), key=lambda size: abs(size - usual))  # the default is the first
+        sizes = sorted(range(len(self._values["threshold"])), key=lambda size: abs(size - usual))  # the default first
         for size in sizes[:startup]:
             self._study.enqueue_trial(default | {"threshold": size, "exchange": space.default.exchange})
         self._trial: optuna.Trial | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_rt import wire
+from fusion_rt.torch.autotune.candidates import Setting
 from fusion_rt.torch.autotune.director import Circumstances
-from fusion_rt.torch.autotune.space import Setting
 from fusion_rt.units import KIB, MIB
 
 DEFAULT = Setting(16 * MIB, 256 * KIB, 16 * MIB, 2, "auto")

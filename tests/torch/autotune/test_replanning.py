@@ -175,7 +175,7 @@ def test_a_sample_has_the_last_steps_of_a_plan() -> None:
     assert sample.steps == 5
     for seconds in (9.0, 9.0, 1.0, 2.0):
         sample.add(Step(seconds, 0.5, 0.0))
-        assert not sample.complete
+        assert not sample.is_complete
     sample.add(Step(30.0, 0.5, 0.0))
-    assert sample.complete
-    assert (sample.seconds, sample.computing, sample.waited) == (2.0, 1.5, 0.5)
+    assert sample.is_complete
+    assert (sample.median, sample.computing) == (Step(2.0, 0.5, 0.0), 1.5)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from fusion_rt.torch.autotune.candidates import Setting, Space
 from fusion_rt.torch.autotune.search import AutotuneError, OptunaSampler, Search
-from fusion_rt.torch.autotune.space import Setting, Space
 from fusion_rt.units import KIB, MIB
 from tests.torch.autotune.fakes import DEFAULT
 
@@ -55,8 +55,8 @@ def test_the_default_is_measured_first_and_as_many_samples_as_were_asked_for() -
 def test_sizes_of_buckets_come_first_the_nearest_to_the_default_before_others() -> None:
     asked = run(Search(SPACE, OptunaSampler(SPACE, 5), 20, 0.0), lambda setting: 1.0)[:5]
     assert {replace(setting, threshold=DEFAULT.threshold) for setting in asked} == {DEFAULT}
-    where = SPACE.thresholds.index(DEFAULT.threshold)
-    assert [abs(SPACE.thresholds.index(setting.threshold) - where) for setting in asked] == [0, 1, 1, 2, 2]
+    where = SPACE.values["threshold"].index(DEFAULT.threshold)
+    assert [abs(SPACE.values["threshold"].index(setting.threshold) - where) for setting in asked] == [0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(("noise", "again"), [(0.0, 0), (0.5, 2), (1.0, 4)])

@@ -1,4 +1,4 @@
-"""What `--auto` chooses, or tries next, and why: a pure function of what was measured.
+"""The decision of `--auto`, and its reason: a pure function of what was measured.
 
 A step is predicted for each candidate by a small model. Gradients arrive evenly over the backward pass, two thirds of
 the time that a step computes; a bucket leaves when it is full and the one before has left; what is left when the
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fusion_rt import wire
 from fusion_rt.cost import CostModel
-from fusion_rt.units import MIB
+from fusion_rt.torch.autotune.candidates import Setting
+from fusion_rt.torch.autotune.codec_costs import CODECS, CodecCost
 
 ALIKE = 1.05
 """By how much the prediction of a class may be worse than that of another, which changes more, and still be as good."""
@@ -27,65 +27,6 @@ SAME = 1.01
 _REDUCE = 0.4e-9  # seconds a byte of local gradients, of each rank of a node
 _BACKWARD = 2 / 3
 _TAIL = 8  # the last bucket has at most the threshold divided by this, or one tensor, as in planning
-_TO_BUCKETS = (4, 16)  # into how many buckets gradients are cut, where that is tried
-
-
-@dataclass(frozen=True)
-class CodecCost:
-    """What a codec costs.
-
-    Attributes:
-        share: bytes of a message, of those that it has without a codec.
-        work: seconds for each byte of gradients, on a node.
-        bucket: seconds for each bucket: its messages, on the way between worker and daemon, too.
-        sums: owners of ranges sum up, so that a message is as long however many nodes there are.
-        minimum: bytes of a tensor below which it is sent whole, as fp16.
-    """
-
-    share: float
-    work: float
-    bucket: float
-    sums: bool = False
-    minimum: int = 0
-
-    def travels(self, nbytes: int) -> float:
-        """Bytes that are sent of a tensor with so many."""
-        return nbytes * (0.5 if nbytes < self.minimum else self.share)
-
-
-CODECS = {
-    "dense": CodecCost(1.0, 0.0, 0.7e-3),
-    "fp16": CodecCost(0.5, 0.5e-9, 0.7e-3),
-    "int8": CodecCost(0.26, 1.5e-9, 5e-3, True, 1024 * 4),
-    "topk(density=0.01)": CodecCost(0.01, 2.0e-9, 5e-3, True, 16384 * 4),
-}
-"""Those that `lossy` chooses from, each changing more than the one before. (Work: measured on two cores.)"""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to do it.
-
-    Attributes:
-        codec: its text.
-        exchange: which all-reduce it is between nodes, of what is not compressed by selecting.
-        threshold: bytes of the largest bucket.
-        late: updates are applied one step late.
-    """
-
-    codec: str
-    exchange: wire.Route
-    threshold: int
-    late: bool = False
-
-    @property
-    def kind(self) -> tuple[str, bool]:
-        """Choices that have this in common have the same mathematics."""
-        return self.codec, self.late
-
-    def __str__(self) -> str:
-        late = ", updates one step late" if self.late else ""
-        return f"{self.codec} in buckets of {self.threshold / MIB:.3g} MiB, all-reduce {self.exchange}{late}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +40,7 @@ class Conditions:
         computing: seconds of a step that nothing is waited for in.
         tensors: bytes of each gradient, in the order in which they arrive.
         largest_chunk: bytes of the largest message.
-        overheads: seconds that a bucket costs, beyond what is thought, by the `kind` of a choice.
+        overheads: seconds that a bucket costs, beyond what is thought, by the `kind` of a setting.
     """
 
     nodes: int
@@ -119,7 +60,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a choice costs.
+    """What a setting costs.
 
     Attributes:
         step: seconds that it takes.
@@ -130,7 +71,7 @@ class Prediction:
         tried: that is what was measured.
     """
 
-    choice: Choice
+    setting: Setting
     step: float
     exposed: float
     reducing: float
@@ -143,56 +84,23 @@ class Prediction:
 class Decision:
     """What is to be done, what else there was, and why, in one paragraph."""
 
-    choice: Choice
+    setting: Setting
     predictions: tuple[Prediction, ...]
     why: str
 
 
-def candidates(level: str, default: Choice, conditions: Conditions, *, codecs: bool, late: bool) -> list[Choice]:
-    """What may be chosen from, the default first, and what changes more behind what changes less.
-
-    Args:
-        level: "lossless", "lossy" or "async".
-        default: what holds without `--auto`.
-        codecs: gradients may be compressed by those of `CODECS`: nobody has asked for another one, and they are sums of
-            floating-point numbers.
-        late: updates can be applied one step late.
-    """
-    sizes = [default.threshold, (conditions.nbytes // MIB + 2) * MIB]  # what is padded fits in, too
-    sizes += [-(-conditions.nbytes // parts) for parts in _TO_BUCKETS]
-    routes: list[wire.Route] = [default.exchange, "doubling"] if conditions.nodes > 1 else [default.exchange]
-    plain = [
-        replace(default, threshold=threshold, exchange=exchange)
-        for threshold in dict.fromkeys(size for size in sizes if size > 0 or size == default.threshold)
-        for exchange in dict.fromkeys(routes)
-        if exchange == default.exchange or threshold <= conditions.largest_chunk
-    ]
-    if conditions.nodes == 1:
-        return plain
-    if level == "lossy" and codecs:
-        return plain + [
-            replace(one, codec=codec)
-            for codec, cost in CODECS.items()
-            for one in plain
-            if codec != default.codec and (one.exchange == default.exchange or not cost.sums)
-        ]
-    if level == "async" and late:
-        return plain + [replace(one, late=True) for one in plain]
-    return plain
-
-
-def predict(conditions: Conditions, choice: Choice) -> Prediction:
-    """What a choice is expected to cost."""
+def predict(conditions: Conditions, setting: Setting) -> Prediction:
+    """What a setting is expected to cost."""
     computing = conditions.computing
-    codec = CODECS.get(choice.codec, CODECS["dense"])
-    buckets = _buckets(conditions.tensors, choice.threshold)
+    codec = CODECS.get(setting.codec, CODECS["dense"])
+    buckets = _buckets(conditions.tensors, setting.threshold)
     travels = [sum(codec.travels(nbytes) for nbytes in bucket) for bucket in buckets]
     busy, after = [], 0.0
     for bucket, nbytes in zip(buckets, travels, strict=True):
-        seconds, after = _bucket_seconds(conditions, choice, codec, sum(bucket), nbytes)
+        seconds, after = _bucket_seconds(conditions, setting, codec, sum(bucket), nbytes)
         busy.append(seconds)
     sent = 2 * (conditions.nodes - 1) / conditions.nodes * sum(travels)
-    if choice.late:
+    if setting.late:
         step = max(computing, sum(busy) + after)
     else:
         arrived, filled = 0.0, 0
@@ -201,49 +109,49 @@ def predict(conditions: Conditions, choice: Choice) -> Prediction:
             full = computing * (1 - _BACKWARD) + computing * _BACKWARD * filled / max(1, conditions.nbytes)
             arrived = max(full, arrived) + seconds
         step = max(computing, arrived + after)
-    return Prediction(choice, step, step - computing, sum(busy) + after, sent, len(buckets))
+    return Prediction(setting, step, step - computing, sum(busy) + after, sent, len(buckets))
 
 
 def decide(
     conditions: Conditions,
-    choices: Sequence[Choice],
+    settings: Sequence[Setting],
     level: str,
-    tried: Mapping[Choice, float] | None = None,
+    tried: Mapping[Setting, float] | None = None,
     only_tried: bool = False,
 ) -> Decision:
     """Chooses, and says why.
 
     Args:
-        choices: as `candidates` orders them, so that the first is the default.
+        settings: as `candidates` orders them, so that the first is the default.
         tried: seconds of a step of those that have been.
         only_tried: no other one is to be chosen.
     """
     tried = tried or {}
-    predictions = tuple(_expected(conditions, choice, tried) for choice in choices)
+    predictions = tuple(_expected(conditions, setting, tried) for setting in settings)
     eligible = [one for one in predictions if one.tried or not only_tried]
     best = _best_of_classes(eligible)
     fastest = min(one.step for one in best.values())
     chosen = next(one for one in best.values() if one.step <= ALIKE * fastest)
     default = predictions[0]
-    if default in eligible and chosen.choice.kind == default.choice.kind and default.step <= SAME * chosen.step:
+    if default in eligible and chosen.setting.kind == default.setting.kind and default.step <= SAME * chosen.step:
         chosen = default
-    return Decision(chosen.choice, predictions, _why(conditions, predictions, chosen, level))
+    return Decision(chosen.setting, predictions, _why(conditions, predictions, chosen, level))
 
 
-def _expected(conditions: Conditions, choice: Choice, tried: Mapping[Choice, float]) -> Prediction:
+def _expected(conditions: Conditions, setting: Setting, tried: Mapping[Setting, float]) -> Prediction:
     """What was measured, or else is predicted."""
-    found = predict(conditions, choice)
-    if choice not in tried:
+    found = predict(conditions, setting)
+    if setting not in tried:
         return found
-    return replace(found, step=tried[choice], exposed=tried[choice] - conditions.computing, tried=True)
+    return replace(found, step=tried[setting], exposed=tried[setting] - conditions.computing, tried=True)
 
 
 def _best_of_classes(predictions: Sequence[Prediction]) -> dict[tuple[str, bool], Prediction]:
     """The fastest of each class, in the order of the classes."""
     best: dict[tuple[str, bool], Prediction] = {}
     for one in predictions:
-        if one.choice.kind not in best or one.step < best[one.choice.kind].step:
-            best[one.choice.kind] = one
+        if one.setting.kind not in best or one.step < best[one.setting.kind].step:
+            best[one.setting.kind] = one
     return best
 
 
@@ -265,11 +173,11 @@ def _buckets(tensors: Sequence[int], threshold: int) -> list[list[int]]:
 
 
 def _bucket_seconds(
-    conditions: Conditions, choice: Choice, codec: CodecCost, nbytes: int, travels: float
+    conditions: Conditions, setting: Setting, codec: CodecCost, nbytes: int, travels: float
 ) -> tuple[float, float]:
     """For how long a bucket keeps links and processors busy, and how long it is under way besides, while they are free
     for the next one; `travels`: bytes of it, with the codec."""
-    local = codec.bucket + conditions.overheads.get(choice.kind, 0.0) + _REDUCE * nbytes * conditions.ranks
+    local = codec.bucket + conditions.overheads.get(setting.kind, 0.0) + _REDUCE * nbytes * conditions.ranks
     nodes = conditions.nodes
     if nodes == 1:
         return local, 0.0
@@ -278,8 +186,8 @@ def _bucket_seconds(
     if codec.sums:  # to the owners of ranges, and from there
         return local + 2 * (nodes - 1) / nodes * travels * cost.seconds_per_byte, 2 * cost.latency
     chunk = cost.chunk_bytes(conditions.largest_chunk)
-    doubles = choice.exchange == "doubling" and nbytes <= conditions.largest_chunk
-    if doubles or (choice.exchange == "auto" and cost.prefers_doubling(nbytes, nodes, chunk)):
+    doubles = setting.exchange == "doubling" and nbytes <= conditions.largest_chunk
+    if doubles or (setting.exchange == "auto" and cost.prefers_doubling(nbytes, nodes, chunk)):
         latencies = cost.doubling(0, nodes)
         return local + cost.doubling(int(travels), nodes) - latencies, latencies
     latencies = cost.ring(0, nodes)
@@ -301,7 +209,7 @@ def _why(conditions: Conditions, predictions: Sequence[Prediction], chosen: Pred
         for (codec, late), one in _best_of_classes(predictions).items()
     )
     default = predictions[0]
-    if chosen.choice == default.choice:
+    if chosen.setting == default.setting:
         reason = "which is what holds without it: nothing else seems worth a change"
     else:
         how = "measured" if chosen.tried else "predicted"
@@ -311,5 +219,5 @@ def _why(conditions: Conditions, predictions: Sequence[Prediction], chosen: Pred
     return (
         f"--auto={level}: {conditions.nodes} node{'s' * (conditions.nodes > 1)}{links}; a step computes for "
         f"{conditions.computing * 1e3:.4g} ms and has {conditions.nbytes / 1e6:.4g} MB of gradients. Expected of a "
-        f"step, with the best buckets for each: {told}. Chosen: {chosen.choice}, {reason}."
+        f"step, with the best buckets for each: {told}. Chosen: {chosen.setting}, {reason}."
     )

@@ -11,10 +11,11 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.settings import Settings
-from fusion_rt.torch.autotune import decision
-from fusion_rt.torch.autotune.decision import Choice, Conditions
-from fusion_rt.torch.autotune.director import Circumstances, Step
-from fusion_rt.torch.autotune.pilot import Pilot
+from fusion_rt.torch.autotune import prediction
+from fusion_rt.torch.autotune.candidates import Setting
+from fusion_rt.torch.autotune.director import Circumstances, Director, Step
+from fusion_rt.torch.autotune.predicted import Predicted
+from fusion_rt.torch.autotune.prediction import Conditions
 from fusion_rt.units import MIB
 from tests.torch.autotune.fakes import TENSORS, circumstances
 
@@ -37,14 +38,18 @@ def steps_as_predicted(conditions: Conditions) -> Callable[[wire.Tuning], Step]:
     def step(tuning: wire.Tuning) -> Step:
         assert tuning.threshold is not None
         assert tuning.exchange is not None
-        choice = Choice(tuning.codec, tuning.exchange, tuning.threshold, bool(tuning.late))
-        found = decision.predict(conditions, choice)
+        setting = Setting(tuning.threshold, exchange=tuning.exchange, codec=tuning.codec, late=bool(tuning.late))
+        found = prediction.predict(conditions, setting)
         return Step(found.step, found.exposed, found.reducing)
 
     return step
 
 
-def follow(pilot: Pilot, step: Callable[[wire.Tuning], Step], plans: int) -> list[wire.Tuning]:
+def pilot_of(settings: Settings, where: Circumstances) -> Director:
+    return Director(Predicted(settings, where), settings.autotune_steps_per_sample)
+
+
+def follow(pilot: Director, step: Callable[[wire.Tuning], Step], plans: int) -> list[wire.Tuning]:
     found = [pilot.next()]
     while len(found) < plans and found[-1].steps:
         for _ in range(found[-1].steps):
@@ -55,7 +60,7 @@ def follow(pilot: Pilot, step: Callable[[wire.Tuning], Step], plans: int) -> lis
 
 def test_it_measures_tries_and_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     where = circumstances(seconds_per_byte=8e-8)
-    plans = follow(Pilot(settings("lossy"), where), steps_as_predicted(truth(where, 8e-8)), 3)
+    plans = follow(pilot_of(settings("lossy"), where), steps_as_predicted(truth(where, 8e-8)), 3)
     assert [plan.codec for plan in plans] == ["dense", TOPK, TOPK]
     assert [plan.steps for plan in plans] == [5 + 4, 2 + 4, 20]
     told = capsys.readouterr().err.splitlines()
@@ -75,7 +80,7 @@ def test_what_is_measured_counts_and_not_what_was_predicted() -> None:
         found = model(tuning)
         return found if tuning.codec == "dense" else found._replace(seconds=100.0)
 
-    plans = follow(Pilot(settings("lossy", auto_every=0), where), step, 20)
+    plans = follow(pilot_of(settings("lossy", auto_every=0), where), step, 20)
     assert plans[-1].steps == 0
     assert plans[-1].codec == "dense"
     tried = [(plan.codec, plan.threshold, plan.exchange) for plan in plans[:-1]]
@@ -93,16 +98,16 @@ def test_what_is_kept_was_the_fastest_of_what_was_tried_or_changes_less(level: s
         key = tuning.codec, tuning.threshold, tuning.exchange, tuning.late
         return Step(took.setdefault(key, draw.uniform(0.5, 2.0)), 0.1, 0.4)
 
-    plans = follow(Pilot(settings(level, auto_every=0), where), step, 20)
+    plans = follow(pilot_of(settings(level, auto_every=0), where), step, 20)
     last = plans[-1]
     assert last.steps == 0
-    assert took[last.codec, last.threshold, last.exchange, last.late] <= decision.ALIKE * min(took.values())
+    assert took[last.codec, last.threshold, last.exchange, last.late] <= prediction.ALIKE * min(took.values())
 
 
 def test_buckets_that_cost_more_than_was_thought_become_fewer() -> None:
     where = circumstances(seconds_per_byte=8e-8, tensors=TENSORS * 4)
     model = steps_as_predicted(replace(truth(where, 8e-8), overheads={("dense", False): 0.5}))
-    plans = follow(Pilot(settings("lossless", auto_every=0), where), model, 20)
+    plans = follow(pilot_of(settings("lossless", auto_every=0), where), model, 20)
     assert plans[-1].threshold == max(plan.threshold or 0 for plan in plans)
 
 
@@ -113,7 +118,7 @@ def test_it_looks_again() -> None:
     def step(tuning: wire.Tuning) -> Step:
         return steps_as_predicted(truth(where, speeds[0]))(tuning)
 
-    pilot = Pilot(settings("lossy"), where)
+    pilot = pilot_of(settings("lossy"), where)
     plans = follow(pilot, step, 4)
     assert {plan.codec for plan in plans} == {"dense"}
     assert plans[-1].steps == 20
@@ -127,7 +132,7 @@ def test_it_looks_again() -> None:
 def test_as_long_as_nothing_changes_a_look_tries_nothing_and_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     where = circumstances(seconds_per_byte=8e-9)
     step = steps_as_predicted(truth(where, 8e-9))
-    pilot = Pilot(settings("lossless"), where)
+    pilot = pilot_of(settings("lossless"), where)
     plans = follow(pilot, step, 20)
     settled = next(number for number, plan in enumerate(plans) if plan.steps == 20)
     assert {plan.steps for plan in plans[settled:]} == {20}
@@ -137,21 +142,21 @@ def test_as_long_as_nothing_changes_a_look_tries_nothing_and_says_nothing(capsys
 
 def test_it_can_be_told_not_to_look_again() -> None:
     where = circumstances(seconds_per_byte=8e-8)
-    plans = follow(Pilot(settings("lossy", auto_every=0), where), steps_as_predicted(truth(where, 8e-8)), 20)
+    plans = follow(pilot_of(settings("lossy", auto_every=0), where), steps_as_predicted(truth(where, 8e-8)), 20)
     assert plans[-1].steps == 0
 
 
 def test_links_that_carry_less_than_was_measured_are_noticed() -> None:
     """Measured to carry 100 Gbit/s at the start; in truth it is a thousandth of that."""
     where = circumstances(seconds_per_byte=8e-11)
-    plans = follow(Pilot(settings("lossy"), where), steps_as_predicted(truth(where, 8e-8)), 3)
+    plans = follow(pilot_of(settings("lossy"), where), steps_as_predicted(truth(where, 8e-8)), 3)
     assert plans[1].codec == TOPK
 
 
 @pytest.mark.parametrize("speed", [8e-11, 8e-9, 8e-8])
 def test_lossless_changes_neither_codec_nor_when_updates_are_applied(speed: float) -> None:
     where = circumstances(seconds_per_byte=speed, may_be_late=True)
-    for plan in follow(Pilot(settings("lossless"), where), steps_as_predicted(truth(where, speed)), 6):
+    for plan in follow(pilot_of(settings("lossless"), where), steps_as_predicted(truth(where, speed)), 6):
         assert plan.codec == "dense"
         assert not plan.late
 
@@ -160,13 +165,13 @@ def test_who_asked_for_late_updates_keeps_them() -> None:
     """Then they cannot be made anything else, and plans say nothing of it."""
     where = circumstances(seconds_per_byte=8e-8, may_be_late=False)
     for level in ("lossless", "async"):
-        plans = follow(Pilot(settings(level), where), steps_as_predicted(truth(where, 8e-8)), 6)
+        plans = follow(pilot_of(settings(level), where), steps_as_predicted(truth(where, 8e-8)), 6)
         assert {plan.late for plan in plans} == {None}
 
 
 def test_async_makes_updates_late_where_that_helps() -> None:
     where = circumstances(seconds_per_byte=3e-9, may_be_late=True)
-    plans = follow(Pilot(settings("async"), where), steps_as_predicted(truth(where, 3e-9)), 3)
+    plans = follow(pilot_of(settings("async"), where), steps_as_predicted(truth(where, 3e-9)), 3)
     assert [plan.late for plan in plans][:2] == [False, True]
     assert plans[-1].late
     assert {plan.codec for plan in plans} == {"dense"}
@@ -184,13 +189,13 @@ def test_async_makes_updates_late_where_that_helps() -> None:
 )
 def test_what_cannot_or_shall_not_be_compressed_is_not(change: dict[str, Any]) -> None:
     where = replace(circumstances(seconds_per_byte=8e-7), **change)
-    pilot = Pilot(settings("lossy"), where)
+    pilot = pilot_of(settings("lossy"), where)
     plans = follow(pilot, lambda tuning: Step(1.0, 0.9, 0.9), 4)
     assert {plan.codec for plan in plans} == {where.reduction.codec}
 
 
 def test_a_look_that_a_join_cut_short_is_taken_again() -> None:
-    pilot = Pilot(settings("lossy"), circumstances())
+    pilot = pilot_of(settings("lossy"), circumstances())
     first = pilot.next()
     pilot.stepped(Step(0.1, 0.0, 0.0))
     second = pilot.next()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.torch.autotune.space import Space
+from fusion_rt.torch.autotune.candidates import Space
 from fusion_rt.units import KIB, MIB
 from tests.torch.autotune.fakes import DEFAULT
 
@@ -19,35 +19,39 @@ def test_the_default_is_always_among_the_values() -> None:
         for nodes in (1, 4):
             space = Space.around(odd, **{**AROUND, "nodes": nodes}, keep_order=keep_order)
             assert space.default == odd
-            assert odd.threshold in space.thresholds
-            assert odd.chunk_bytes in space.chunks
-            assert odd.window_bytes in space.windows
-            assert odd.threads in space.threads
-            assert odd.exchange in space.exchanges
+            assert odd.threshold in space.values["threshold"]
+            assert odd.chunk_bytes in space.values["chunk_bytes"]
+            assert odd.window_bytes in space.values["window_bytes"]
+            assert odd.threads in space.values["threads"]
+            assert odd.exchange in space.values["exchange"]
 
 
 def test_buckets_go_from_a_part_of_the_gradients_to_all_of_them() -> None:
     space = Space.around(DEFAULT, **AROUND)
-    assert space.thresholds == tuple(MIB << n for n in range(1, 8))
-    assert Space.around(DEFAULT, **{**AROUND, "nbytes": 100 * KIB}).thresholds == (64 * KIB, 128 * KIB, 16 * MIB)
+    assert space.values["threshold"] == tuple(MIB << n for n in range(1, 8))
+    assert Space.around(DEFAULT, **{**AROUND, "nbytes": 100 * KIB}).values["threshold"] == (
+        64 * KIB,
+        128 * KIB,
+        16 * MIB,
+    )
 
 
 def test_no_message_is_larger_than_the_others_take() -> None:
-    assert max(Space.around(DEFAULT, **{**AROUND, "largest_chunk": 512 * KIB}).chunks) == 512 * KIB
+    assert max(Space.around(DEFAULT, **{**AROUND, "largest_chunk": 512 * KIB}).values["chunk_bytes"]) == 512 * KIB
 
 
 def test_on_one_node_nothing_travels() -> None:
     space = Space.around(DEFAULT, **{**AROUND, "nodes": 1})
-    assert len(space.chunks) == len(space.windows) == len(space.exchanges) == 1
-    assert space.threads == (1, 2, 4)
-    assert space.size == len(space.thresholds) * 3
+    assert len(space.values["chunk_bytes"]) == len(space.values["window_bytes"]) == len(space.values["exchange"]) == 1
+    assert space.values["threads"] == (1, 2, 4)
+    assert space.size == len(space.values["threshold"]) * 3
 
 
 def test_the_order_of_additions_can_be_kept() -> None:
     space = Space.around(DEFAULT, **AROUND, keep_order=True)
-    assert space.thresholds == (DEFAULT.threshold,)
-    assert space.exchanges == (DEFAULT.exchange,)
-    assert len(space.chunks) > 1
+    assert space.values["threshold"] == (DEFAULT.threshold,)
+    assert space.values["exchange"] == (DEFAULT.exchange,)
+    assert len(space.values["chunk_bytes"]) > 1
 
 
 def test_a_setting_becomes_the_tuning_of_a_plan() -> None:

@@ -7,17 +7,25 @@ from dataclasses import replace
 import pytest
 
 from fusion_rt import codecs
-from fusion_rt.torch.autotune import decision
-from fusion_rt.torch.autotune.decision import CODECS, Choice, Conditions, Decision, candidates, decide, predict
+from fusion_rt.torch.autotune import candidates as all_candidates
+from fusion_rt.torch.autotune import prediction
+from fusion_rt.torch.autotune.candidates import Setting
+from fusion_rt.torch.autotune.codec_costs import CODECS
+from fusion_rt.torch.autotune.prediction import Conditions, Decision, decide, predict
 from fusion_rt.units import MIB
 
-DEFAULT = Choice("dense", "auto", 16 * MIB)
+DEFAULT = Setting(16 * MIB, codec="dense", late=False)
 GIGABIT = 8e-9  # seconds a byte
 SLOW = Conditions(4, 1, 1e-4, 10 * GIGABIT, 0.1, (MIB,) * 24, 2 * MIB)
 TOPK = "topk(density=0.01)"
 
 
-def chosen(conditions: Conditions, level: str, default: Choice = DEFAULT, *, compresses: bool = True) -> Decision:
+def candidates(level: str, default: Setting, conditions: Conditions, *, codecs: bool, late: bool) -> list[Setting]:
+    sizes = {name: getattr(conditions, name) for name in ("nbytes", "nodes", "largest_chunk")}
+    return all_candidates.candidates(level, default, **sizes, codecs=codecs, late=late)
+
+
+def chosen(conditions: Conditions, level: str, default: Setting = DEFAULT, *, compresses: bool = True) -> Decision:
     return decide(conditions, candidates(level, default, conditions, codecs=compresses, late=True), level)
 
 
@@ -98,7 +106,7 @@ def test_a_node_alone_compresses_nothing() -> None:
 def test_the_slower_the_links_the_more_is_changed() -> None:
     speeds = (1e-12, GIGABIT / 2, GIGABIT, 3 * GIGABIT, 10 * GIGABIT, 100 * GIGABIT)
     conditions = [replace(SLOW, seconds_per_byte=speed, computing=0.25) for speed in speeds]
-    order = [list(CODECS).index(chosen(one, "lossy").choice.codec) for one in conditions]
+    order = [list(CODECS).index(chosen(one, "lossy").setting.codec) for one in conditions]
     assert order == sorted(order)
     assert order[0] == 0
     assert order[-1] == len(CODECS) - 1
@@ -108,13 +116,13 @@ def test_of_what_is_about_as_fast_the_one_that_changes_least_is_taken() -> None:
     conditions = replace(SLOW, seconds_per_byte=GIGABIT / 10, computing=1.0)
     found = chosen(conditions, "lossy")
     fastest = min(found.predictions, key=lambda one: one.step)
-    assert found.choice.codec == "dense"
-    assert predict(conditions, found.choice).step <= decision.ALIKE * fastest.step
+    assert found.setting.codec == "dense"
+    assert predict(conditions, found.setting).step <= prediction.ALIKE * fastest.step
 
 
 def test_the_default_stays_where_nothing_is_gained() -> None:
     conditions = replace(SLOW, tensors=(MIB,), computing=10.0)
-    assert chosen(conditions, "lossy").choice == DEFAULT
+    assert chosen(conditions, "lossy").setting == DEFAULT
 
 
 def test_small_tensors_are_known_to_be_sent_whole() -> None:
@@ -128,12 +136,12 @@ def test_the_paragraph_has_the_numbers_it_was_decided_by() -> None:
     for part in (
         "--auto=lossy: 4 nodes, whose worst link carries 100 Mbit/s with a latency of 0.1 ms",
         "a step computes for 100 ms and has 25.17 MB of gradients",
-        f"{predict(SLOW, found.choice).step * 1e3:.4g} ms",
-        f"Chosen: {found.choice}, predicted to take",
+        f"{predict(SLOW, found.setting).step * 1e3:.4g} ms",
+        f"Chosen: {found.setting}, predicted to take",
         *CODECS,
     ):
         assert part in found.why
-    assert found.choice.codec == TOPK
+    assert found.setting.codec == TOPK
 
 
 def test_the_paragraph_says_when_nothing_changes() -> None:
@@ -146,7 +154,7 @@ def test_what_was_tried_counts_as_it_was_measured() -> None:
     choices = candidates("lossy", DEFAULT, SLOW, codecs=True, late=True)
     tried = {choice: 1.0 if choice.codec == TOPK else 0.5 for choice in choices if choice.codec in (TOPK, "int8")}
     found = decide(SLOW, choices, "lossy", tried)
-    assert found.choice.codec == "int8"
+    assert found.setting.codec == "int8"
     assert "int8 500 ms (measured" in found.why
     assert "measured to take" in found.why
 
@@ -154,7 +162,7 @@ def test_what_was_tried_counts_as_it_was_measured() -> None:
 def test_only_what_was_tried_can_be_kept() -> None:
     choices = candidates("lossy", DEFAULT, SLOW, codecs=True, late=True)
     kept = decide(SLOW, choices, "lossy", {replace(DEFAULT, codec="fp16"): 5.0}, only_tried=True)
-    assert kept.choice == replace(DEFAULT, codec="fp16")
+    assert kept.setting == replace(DEFAULT, codec="fp16")
     assert f"of the default's {predict(SLOW, DEFAULT).step * 1e3:.4g} ms" in kept.why
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.settings import Settings
-from fusion_rt.torch.autotune.director import Step
-from fusion_rt.torch.autotune.tuner import Tuner, default_setting
+from fusion_rt.torch.autotune.director import Circumstances, Director, Step
+from fusion_rt.torch.autotune.measured import Measured, default_setting
 from fusion_rt.units import MIB
 from tests.torch.autotune.fakes import circumstances
 
@@ -26,7 +26,11 @@ def settings(folder: Path, **changes: Any) -> Settings:
     return Settings(**values)
 
 
-def follow(tuner: Tuner, seconds: Seconds, most: int = 100) -> list[wire.Tuning]:
+def tuner_of(settings: Settings, where: Circumstances, log: str) -> Director:
+    return Director(Measured(settings, where, log), settings.autotune_steps_per_sample)
+
+
+def follow(tuner: Director, seconds: Seconds, most: int = 100) -> list[wire.Tuning]:
     """The plans, each with all of its steps, until the last one."""
     plans = [tuner.next()]
     while plans[-1].steps and len(plans) < most:
@@ -44,7 +48,7 @@ def best_at_two_mib(tuning: wire.Tuning) -> float:
 def test_it_ends_with_the_best_and_keeps_it_for_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = circumstances()
     log = tmp_path / "log"
-    plans = follow(Tuner(settings(tmp_path), where, str(log)), best_at_two_mib)
+    plans = follow(tuner_of(settings(tmp_path), where, str(log)), best_at_two_mib)
     assert len(plans) == 31
     assert plans[0].threshold == where.threshold
     assert plans[-1].threshold == 2 * MIB
@@ -55,7 +59,7 @@ def test_it_ends_with_the_best_and_keeps_it_for_the_next(tmp_path: Path, capsys:
     score = 24 * MIB / 0.1 / 1e6  # bytes in a microsecond
     assert float(lines[-1].rsplit(",", 1)[1]) == pytest.approx(score, rel=1e-4)
     capsys.readouterr()
-    again = follow(Tuner(settings(tmp_path), where, ""), best_at_two_mib)
+    again = follow(tuner_of(settings(tmp_path), where, ""), best_at_two_mib)
     assert len(again) == 1
     assert again[0].threshold == 2 * MIB
     told = capsys.readouterr().err.splitlines()
@@ -64,19 +68,19 @@ def test_it_ends_with_the_best_and_keeps_it_for_the_next(tmp_path: Path, capsys:
 
 
 def test_the_first_plan_lasts_for_the_samples_that_are_dropped_too(tmp_path: Path) -> None:
-    plans = follow(Tuner(settings(tmp_path), circumstances(), ""), best_at_two_mib)
+    plans = follow(tuner_of(settings(tmp_path), circumstances(), ""), best_at_two_mib)
     assert [plan.steps for plan in plans[:3]] == [2 + 2 * 3 + 3, 2 + 3, 2 + 3]
 
 
 def test_the_default_stays_where_nothing_is_faster(tmp_path: Path) -> None:
     where = circumstances()
-    plans = follow(Tuner(settings(tmp_path), where, ""), lambda tuning: 0.1)
+    plans = follow(tuner_of(settings(tmp_path), where, ""), lambda tuning: 0.1)
     default = default_setting(settings(tmp_path), where)
     assert plans[-1] == default.tuning(0, plans[-1].why)
 
 
 def test_a_sample_that_a_join_cut_short_is_taken_again(tmp_path: Path) -> None:
-    tuner = Tuner(settings(tmp_path), circumstances(), "")
+    tuner = tuner_of(settings(tmp_path), circumstances(), "")
     first = tuner.next()
     tuner.stepped(Step(0.1, 0.0, 0.0))
     second = tuner.next()
@@ -88,7 +92,7 @@ def test_a_sample_that_a_join_cut_short_is_taken_again(tmp_path: Path) -> None:
 
 def test_with_the_order_kept_only_what_leaves_the_bits_alone_is_tried(tmp_path: Path) -> None:
     where = circumstances()
-    plans = follow(Tuner(settings(tmp_path, autotune_keep_order=True), where, ""), lambda tuning: 0.1)
+    plans = follow(tuner_of(settings(tmp_path, autotune_keep_order=True), where, ""), lambda tuning: 0.1)
     assert {plan.threshold for plan in plans} == {where.threshold}
     assert {plan.exchange for plan in plans} == {"auto"}
     assert len({plan.chunk_bytes for plan in plans}) > 1
@@ -96,7 +100,7 @@ def test_with_the_order_kept_only_what_leaves_the_bits_alone_is_tried(tmp_path: 
 
 def test_a_single_slow_step_says_nothing(tmp_path: Path) -> None:
     """Evaluation at the end of an epoch, say."""
-    tuner = Tuner(settings(tmp_path), circumstances(), str(tmp_path / "log"))
+    tuner = tuner_of(settings(tmp_path), circumstances(), str(tmp_path / "log"))
     plan = tuner.next()
     for number in range(plan.steps):
         tuner.stepped(Step(100.0 if number == plan.steps - 1 else 0.1, 0.0, 0.0))
@@ -107,5 +111,5 @@ def test_a_single_slow_step_says_nothing(tmp_path: Path) -> None:
 def test_where_there_is_nothing_to_choose_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     alone = settings(tmp_path, autotune_keep_order=True, kernel_threads=1)
-    plans = follow(Tuner(alone, circumstances(slots=(2,), latency=0.0, seconds_per_byte=0.0), ""), best_at_two_mib)
+    plans = follow(tuner_of(alone, circumstances(slots=(2,), latency=0.0, seconds_per_byte=0.0), ""), best_at_two_mib)
     assert len(plans) == 1

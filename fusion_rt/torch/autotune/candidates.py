@@ -1,0 +1,147 @@
+"""The settings that are tried: one record for all of them, and the candidates of `--autotune` and of `--auto`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fusion_rt import wire
+from fusion_rt.torch.autotune.codec_costs import CODECS
+from fusion_rt.units import KIB, MIB
+
+_CHUNKS = [64 * KIB << n for n in range(6)]
+_WINDOWS = [MIB << n for n in range(7)]
+_LEAST_BUCKET = 64 * KIB
+_BUCKETS = 64  # buckets into which gradients are cut at most
+_TO_BUCKETS = (4, 16)  # into how many buckets gradients are cut, where that is tried
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to reduce gradients. Where a value is None, or the codec is empty, it is as without tuning.
+
+    Attributes:
+        threshold: bytes of the largest bucket.
+        chunk_bytes: largest payload of a message between daemons.
+        window_bytes: bytes that may be under way to a peer for one bucket.
+        threads: of a daemon that reduce a bucket.
+        exchange: which all-reduce it is between nodes, of what is not compressed by selecting.
+        codec: its text.
+        late: updates are applied one step late.
+    """
+
+    threshold: int
+    chunk_bytes: int | None = None
+    window_bytes: int | None = None
+    threads: int | None = None
+    exchange: wire.Route = "auto"
+    codec: str = ""
+    late: bool | None = None
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """Settings that have this in common have the same mathematics."""
+        return self.codec, bool(self.late)
+
+    def tuning(self, steps: int, why: str = "") -> wire.Tuning:
+        """The tuning of a plan that lasts so many steps; 0: to the end."""
+        return wire.Tuning(**asdict(self), steps=steps, why=why)
+
+    def __str__(self) -> str:
+        parts = [f"{self.codec} in " * bool(self.codec) + f"buckets of {self.threshold / MIB:.4g} MiB"]
+        if self.chunk_bytes is not None:
+            parts.append(f"chunks of {self.chunk_bytes / KIB:g} KiB")
+        if self.window_bytes is not None:
+            parts.append(f"a window of {self.window_bytes / MIB:g} MiB")
+        if self.threads is not None:
+            parts.append(f"{self.threads} kernel thread{'s' * (self.threads > 1)}")
+        parts.append(f"all-reduce {self.exchange}")
+        return ", ".join(parts) + ", updates one step late" * bool(self.late)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The settings that `--autotune` searches.
+
+    Attributes:
+        default: the setting without tuning, which is among them.
+        values: by the name of a field of `Setting`, the values that are tried; numbers in rising order.
+    """
+
+    default: Setting
+    values: Mapping[str, tuple[Any, ...]]
+
+    @property
+    def size(self) -> int:
+        """Number of settings."""
+        return math.prod(map(len, self.values.values()))
+
+    @classmethod
+    def around(
+        cls, default: Setting, *, nbytes: int, nodes: int, cores: int, largest_chunk: int, keep_order: bool = False
+    ) -> Space:
+        """The settings that make sense.
+
+        Args:
+            default: the setting without tuning.
+            nbytes: of gradients in a step.
+            nodes: that take part; where it is one, nothing travels.
+            cores: of a node.
+            largest_chunk: bytes that a message may have.
+            keep_order: nothing that changes in which order elements are added up.
+        """
+        sizes = []
+        if not keep_order:
+            size = _LEAST_BUCKET
+            while size < nbytes:
+                if size * _BUCKETS >= nbytes:
+                    sizes.append(size)
+                size *= 2
+            sizes.append(size)  # everything in one
+        tried: dict[str, list[int]] = {
+            "threshold": sizes,
+            "chunk_bytes": [chunk for chunk in _CHUNKS if chunk <= largest_chunk] if nodes > 1 else [],
+            "window_bytes": _WINDOWS[2:] if nodes > 1 else [],
+            "threads": [1 << n for n in range(8) if 1 << n <= cores],
+        }
+        values = {name: tuple(sorted({getattr(default, name), *numbers})) for name, numbers in tried.items()}
+        exchanges = (default.exchange,) if keep_order or nodes == 1 else ("auto", "ring", "doubling")
+        return cls(default, {**values, "exchange": exchanges})
+
+
+def candidates(
+    level: str, default: Setting, *, nbytes: int, nodes: int, largest_chunk: int, codecs: bool, late: bool
+) -> list[Setting]:
+    """The settings that `--auto` chooses from, the default first, and what changes more behind what changes less.
+
+    Args:
+        level: "lossless", "lossy" or "async".
+        default: the setting without `--auto`.
+        nbytes: of gradients in a step.
+        nodes: that take part.
+        largest_chunk: bytes of the largest message.
+        codecs: gradients may be compressed by those of `CODECS`: nobody has asked for another one, and they are sums of
+            floating-point numbers.
+        late: updates can be applied one step late.
+    """
+    sizes = [default.threshold, (nbytes // MIB + 2) * MIB]  # what is padded fits in, too
+    sizes += [-(-nbytes // parts) for parts in _TO_BUCKETS]
+    routes: list[wire.Route] = [default.exchange, "doubling"] if nodes > 1 else [default.exchange]
+    plain = [
+        replace(default, threshold=threshold, exchange=exchange)
+        for threshold in dict.fromkeys(size for size in sizes if size > 0 or size == default.threshold)
+        for exchange in dict.fromkeys(routes)
+        if exchange == default.exchange or threshold <= largest_chunk
+    ]
+    if level == "lossy" and codecs and nodes > 1:
+        return plain + [
+            replace(one, codec=codec)
+            for codec, cost in CODECS.items()
+            for one in plain
+            if codec != default.codec and (one.exchange == default.exchange or not cost.sums)
+        ]
+    if level == "async" and late and nodes > 1:
+        return plain + [replace(one, late=True) for one in plain]
+    return plain

@@ -1,0 +1,37 @@
+"""The codecs that `--auto` may choose, and their costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """What a codec costs.
+
+    Attributes:
+        share: bytes of a message, of those that it has without a codec.
+        work: seconds for each byte of gradients, on a node.
+        bucket: seconds for each bucket: its messages, on the way between worker and daemon, too.
+        sums: owners of ranges sum up, so that a message is as long however many nodes there are.
+        minimum: bytes of a tensor below which it is sent whole, as fp16.
+    """
+
+    share: float
+    work: float
+    bucket: float
+    sums: bool = False
+    minimum: int = 0
+
+    def travels(self, nbytes: int) -> float:
+        """Bytes that are sent of a tensor with so many."""
+        return nbytes * (0.5 if nbytes < self.minimum else self.share)
+
+
+CODECS = {
+    "dense": CodecCost(1.0, 0.0, 0.7e-3),
+    "fp16": CodecCost(0.5, 0.5e-9, 0.7e-3),
+    "int8": CodecCost(0.26, 1.5e-9, 5e-3, True, 1024 * 4),
+    "topk(density=0.01)": CodecCost(0.01, 2.0e-9, 5e-3, True, 16384 * 4),
+}
+"""Those that `lossy` chooses from, each changing more than the one before. (Work: measured on two cores.)"""
