@@ -27,12 +27,11 @@ from fusion_rt.runner.agent.function_call import Function, Result
 from fusion_rt.runner.agent.oom import OomKills
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages, child_processes
-from fusion_rt.runner.protocol.agent_messages import OUTPUT_CHUNK, Begin, Epoch, Job
+from fusion_rt.runner.protocol.agent_messages import OUTPUT_CHUNK, REMOVED_S, Begin, Epoch, Job
 from fusion_rt.runner.protocol.pipes import BEATS, Channel, Pump, Reader, Silence, settle
 from fusion_rt.settings import Settings
 
 LOST_GRACE = 3.0  # seconds between TERM and KILL when the launcher is gone: with the rest, nothing is left after 5
-REMOVED_S = 10.0  # seconds that a worker without a place has to end by itself, to save something perhaps
 TERM_GRACE = 5.0  # seconds between TERM and KILL then
 _DAEMON_S = 1.0  # seconds the daemon has to end by itself
 _OLD_DAEMON_S = 2.0  # the same for the daemon of an epoch that is over

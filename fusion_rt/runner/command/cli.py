@@ -25,7 +25,7 @@ from fusion_rt.runner.command.option_values import Choices
 from fusion_rt.runner.launch import remote_shell
 from fusion_rt.runner.launch.discovery import Discovery
 from fusion_rt.runner.launch.host_list import Host, parse_hostfile, parse_hosts
-from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan
+from fusion_rt.runner.launch.launch_plan import LEAVE_S, ElasticPlan, LaunchPlan, Limits
 from fusion_rt.runner.launch.launcher import launch
 from fusion_rt.runner.launch.phases import process_age
 from fusion_rt.runner.launch.places import add_shard_hosts, fill, shard_host_names
@@ -75,8 +75,11 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
     choices = Choices(chosen)
     environment = {**forwarded(os.environb), **choices.variables()}
     settings = Settings.from_env({os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()})
-    wanted = _hosts(choices, settings.start_timeout)
-    elastic = _elastic(choices, environment)
+    script = None
+    if choices["host_discovery_script"] is not None:
+        script = Discovery(choices["host_discovery_script"], choices["slots_per_host"], settings.start_timeout)
+    wanted = _hosts(choices, script)
+    elastic = _elastic(choices, environment, settings, script)
     if elastic is not None:
         environment[b"HOROVOD_ELASTIC"] = b"1"
         if settings.shard_hosts:
@@ -115,33 +118,35 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
     )
 
 
-def _elastic(choices: Choices, environment: Mapping[bytes, bytes]) -> ElasticPlan | None:
+def _elastic(
+    choices: Choices, environment: Mapping[bytes, bytes], settings: Settings, script: Discovery | None
+) -> ElasticPlan | None:
     """How the membership of the job may change; None if it stays.
 
     Raises:
         SettingError: -np, --min-np and --max-np contradict each other.
     """
-    script, least, wanted = choices["host_discovery_script"], choices["min_num_proc"], choices["num_proc"]
+    least, most, wanted = choices["min_num_proc"], choices["max_num_proc"], choices["num_proc"]
     for low, high, what in (
-        (least, choices["max_num_proc"], "--min-np {} is above --max-np {}"),
+        (least, most, "--min-np {} is above --max-np {}"),
         (least, wanted, "--min-np {} is above -np {}"),
-        (wanted, choices["max_num_proc"], "-np {} is above --max-np {}"),
+        (wanted, most, "-np {} is above --max-np {}"),
     ):
         if low is not None and high is not None and low > high:
             raise SettingError(what.format(low, high))
-    if not script and not least:
+    if script is None and not least:
         return None
     least = least or wanted or 1
-    return ElasticPlan(
+    limits = Limits(
         wanted=wanted or least,
         least=least,
-        most=choices["max_num_proc"],
+        most=most,
         timeout=_elastic_timeout(choices, environment),
         resets=choices["reset_limit"],
-        cooldown=_cooldown(choices["blacklist_cooldown_range"]),
-        script=script or "",
-        slots=choices["slots_per_host"],
+        leave=settings.heartbeat_timeout + LEAVE_S,
+        start=settings.start_timeout,
     )
+    return ElasticPlan(limits, _cooldown(choices["blacklist_cooldown_range"]), script)
 
 
 def _number_of_workers(choices: Choices, hosts: tuple[Host, ...], elastic: ElasticPlan | None) -> int:
@@ -171,7 +176,7 @@ def _cooldown(text: str) -> tuple[float, float]:
     return least, most
 
 
-def _hosts(choices: Choices, timeout: float) -> tuple[Host, ...]:
+def _hosts(choices: Choices, script: Discovery | None) -> tuple[Host, ...]:
     slots = choices["slots_per_host"]
     if choices["hosts"] is not None:
         return parse_hosts(choices["hosts"], slots)
@@ -181,8 +186,8 @@ def _hosts(choices: Choices, timeout: float) -> tuple[Host, ...]:
                 return parse_hostfile(file.read(), choices["hostfile"], slots)
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError(f"the hostfile cannot be read: {error}") from None
-    if choices["host_discovery_script"] is not None:
-        return asyncio.run(Discovery(choices["host_discovery_script"], slots, timeout).first())
+    if script is not None:
+        return asyncio.run(script.first())
     if choices["num_proc"] is None:
         raise SettingError(f"-np, the number of workers, is missing; an example is: {flags.EXAMPLE}")
     return parse_hosts(f"localhost:{choices['num_proc']}")

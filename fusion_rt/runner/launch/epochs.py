@@ -8,6 +8,8 @@ wait, and so survive an attempt to start an epoch that fails.
 from __future__ import annotations
 
 import math
+import random
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,38 +19,16 @@ from fusion_rt.bootstrap import Endpoint
 from fusion_rt.runner.launch.blacklist import Blacklist
 from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.job_control import JobControl
+from fusion_rt.runner.launch.launch_plan import ElasticPlan, Limits
 from fusion_rt.runner.launch.outcome import Failure, HostFailure, MembershipFailure, in_short
 from fusion_rt.runner.launch.places import Places, assign
 from fusion_rt.runner.launch.worker_states import State, WorkerStates
 
-LEAVE_S = 5.0  # seconds that a worker has, beyond the peers' heartbeat time-out, to leave an epoch after the first did
 _TICK_S = 0.25
 _KILL_S = 5.0  # seconds that an agent has to kill a worker
 _MEET_S = 5.0  # seconds that a new host has to come up before others are spoken of without it
 _CRASHES = 2  # of a host's daemon: one may be an accident, the next is taken for the host's fault
 _FAILED_STARTS = 3  # epochs that one host's workers may end before the job has come up for the first time
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a job may do.
-
-    Attributes:
-        wanted: workers that the first epoch needs.
-        least, most: workers of any later epoch; `most` is None for as many as there are slots.
-        timeout: seconds to wait for enough hosts.
-        resets: epochs after the first; None: any number.
-        leave: seconds that workers have to leave an epoch after the first of them did.
-        start: seconds in which an agent has to answer, and a daemon to listen.
-    """
-
-    wanted: int
-    least: int
-    most: int | None = None
-    timeout: float = 600.0
-    resets: int | None = None
-    leave: float = 15.0
-    start: float = 30.0
 
 
 class _Stage(Enum):
@@ -384,3 +364,10 @@ class Epochs:
 
     def _no_place(self, host: str) -> str:
         return f"host {host} has no place for this worker in membership epoch {self.number}"
+
+
+def make_epochs(plan: ElasticPlan, job: str, control: JobControl) -> Epochs:
+    """The epochs of a job of this id, by the clock of this machine."""
+    # Seeded by the job, so that what happened can be told from its logs.
+    blacklist = Blacklist(*plan.cooldown, time.monotonic, random.Random(job))
+    return Epochs(plan.limits, blacklist, control, time.monotonic)

@@ -1,13 +1,38 @@
-"""What a command line of `fusionrun` asks for, complete and checked."""
+"""The plan of a job: all that a command line of `fusionrun` asks for, complete and checked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fusion_rt.runner.launch.discovery import Discovery
 from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.places import Places
 from fusion_rt.settings import Settings
+
+LEAVE_S = 5.0  # seconds that a worker has, beyond the peers' heartbeat time-out, to leave an epoch after the first did
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of an elastic job.
+
+    Attributes:
+        wanted: workers that the first epoch needs.
+        least, most: workers of any later epoch; `most` is None for as many as there are slots.
+        timeout: seconds to wait for enough hosts.
+        resets: epochs after the first; None: any number.
+        leave: seconds that workers have to leave an epoch after the first of them did.
+        start: seconds in which an agent has to answer, and a daemon to listen.
+    """
+
+    wanted: int
+    least: int
+    most: int | None = None
+    timeout: float = 600.0
+    resets: int | None = None
+    leave: float = 15.0
+    start: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -15,23 +40,14 @@ class ElasticPlan:
     """How the membership of a job may change.
 
     Attributes:
-        wanted: workers that the job begins with at least.
-        least, most: workers that it goes on with; `most` is None for as many as there are slots.
-        timeout: seconds to wait for enough hosts.
-        resets: changes of membership that it may see; None: any number.
+        limits: how many workers there may be, and for what they are waited.
         cooldown: seconds that a host which failed is left out, at first and at most.
-        script: command line of the program that prints the hosts; "": they stay as they are.
-        slots: of hosts for which that prints none.
+        script: finds the hosts; None: they stay as they are.
     """
 
-    wanted: int
-    least: int
-    most: int | None
-    timeout: float
-    resets: int | None
+    limits: Limits
     cooldown: tuple[float, float]
-    script: str
-    slots: int
+    script: Discovery | None = None
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,19 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fusion_rt.bootstrap import Endpoint, PeerTable, Phase, decode_line
+from fusion_rt.bootstrap import Endpoint, PeerTable
 from fusion_rt.errors import WireError
-from fusion_rt.runner.agent.agent import REMOVED_S
 from fusion_rt.runner.agent.preflight import versions
 from fusion_rt.runner.launch import phases, remote_shell
 from fusion_rt.runner.launch.agent_link import AgentLink, Event, Lost
-from fusion_rt.runner.launch.blacklist import Blacklist
-from fusion_rt.runner.launch.discovery import Discovery
-from fusion_rt.runner.launch.epochs import LEAVE_S, Epochs, Limits
+from fusion_rt.runner.launch.daemon_logs import DaemonLogs
 from fusion_rt.runner.launch.fixed import Fixed
 from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
@@ -41,11 +37,14 @@ from fusion_rt.runner.launch.outcome import (
 )
 from fusion_rt.runner.launch.places import Place, Places
 from fusion_rt.runner.launch.printer import Printer
-from fusion_rt.runner.launch.worker_output import Lines, WorkerOutput
+from fusion_rt.runner.launch.worker_output import WorkerOutput
 from fusion_rt.runner.protocol import agent_messages
 from fusion_rt.runner.protocol.child_processes import Children
 from fusion_rt.runner.protocol.pipes import BEATS
 from fusion_rt.topology import Topology
+
+if TYPE_CHECKING:
+    from fusion_rt.runner.launch.epochs import Epochs
 
 TERM_GRACE = 5.0  # seconds between TERM and KILL when a worker failed, as Horovod has it
 INTERRUPT_GRACE = 3.0  # seconds when a person or a batch system interrupts: with the rest, all is over within 5
@@ -55,44 +54,6 @@ _SILENCE = 6.0  # times FUSION_HEARTBEAT_TIMEOUT, after which launcher and agent
 _FLUSH_S = 5.0  # seconds the reader of our own output has to take the rest of it
 _FLUSH_INTERRUPTED_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class DaemonLogs:
-    """What the daemon of one host prints.
-
-    Args:
-        host: its name.
-        printer: passes lines of the log on.
-        on_phase: is told how far the start of the job has come there.
-
-    Attributes:
-        last: the last line of its log.
-    """
-
-    def __init__(self, host: str, printer: Printer, on_phase: Callable[[str], None]) -> None:
-        self._mark = f"[{host}]<fusiond>:".encode()
-        self._printer = printer
-        self._on_phase = on_phase
-        self._log = Lines()
-        self._reports = Lines()
-        self.last = ""
-
-    def feed(self, data: bytes) -> None:
-        """Takes what it logged."""
-        lines = self._log.feed(data)
-        if lines:
-            self.last = lines[-1].decode(errors="replace").strip()
-            self._printer.write(2, b"".join(self._mark + line for line in lines))
-
-    def feed_report(self, data: bytes) -> None:
-        """Takes what it said to whoever started it."""
-        for line in self._reports.feed(data):
-            try:
-                phase = decode_line(line, Phase).phase
-            except WireError:  # somebody has printed something there
-                self.feed(line)
-            else:
-                self._on_phase(phase)
 
 
 class _Agent:
@@ -148,7 +109,7 @@ class Launch:
         self._phases = phases.Phases(len(plan.places.hosts), gone)
         self.failures: list[Failure] = []
         self.results: dict[int, bytearray] = {}
-        self._decisions: Fixed | Epochs = self._make_fixed() if plan.elastic is None else self._make_epochs()
+        self._decisions = self._make_decisions()
         self._agents: dict[int, _Agent] = {}  # by number: those that may not have ended
         self._children: Children
         self._count = 0  # of agents that there were
@@ -168,25 +129,13 @@ class Launch:
         self._timer: asyncio.TimerHandle | None = None  # for the next decision, or the end of the grace
         self._due = math.inf  # when the next decision is
 
-    def _make_fixed(self) -> Fixed:
-        settings = self._plan.settings
-        return Fixed(self._plan.places, self, time.monotonic, settings.start_timeout, settings.tolerate_losses)
+    def _make_decisions(self) -> Fixed | Epochs:
+        plan, settings = self._plan, self._plan.settings
+        if plan.elastic is None:
+            return Fixed(plan.places, self, time.monotonic, settings.start_timeout, settings.tolerate_losses)
+        from fusion_rt.runner.launch.epochs import make_epochs  # takes time, for which other jobs need not wait
 
-    def _make_epochs(self) -> Epochs:
-        elastic, settings = self._plan.elastic, self._plan.settings
-        assert elastic is not None
-        limits = Limits(
-            elastic.wanted,
-            elastic.least,
-            elastic.most,
-            elastic.timeout,
-            elastic.resets,
-            settings.heartbeat_timeout + LEAVE_S,
-            settings.start_timeout,
-        )
-        # Seeded by the job, so that what happened can be told from its logs.
-        blacklist = Blacklist(*elastic.cooldown, time.monotonic, random.Random(self._plan.job))
-        return Epochs(limits, blacklist, self, time.monotonic)
+        return make_epochs(plan.elastic, plan.job, self)
 
     async def run(self) -> int:
         """Runs the job to its end.
@@ -202,10 +151,9 @@ class Launch:
                 self._loop.add_signal_handler(number, self._on_signal, number)
         self._children = children = Children()
         self._tasks.append(self._watch(self._ping()))
-        elastic, timeout = self._plan.elastic, self._plan.settings.start_timeout
-        if elastic is not None and elastic.script:
-            script = Discovery(elastic.script, elastic.slots, timeout)
-            self._tasks.append(self._watch(script.follow(children, self._on_hosts, self._warn)))
+        elastic = self._plan.elastic
+        if elastic is not None and elastic.script is not None:
+            self._tasks.append(self._watch(elastic.script.follow(children, self._on_hosts, self._warn)))
         try:
             self._on_hosts(self._plan.places.hosts)
             await self._over.wait()
@@ -369,7 +317,7 @@ class Launch:
         # A local agent has no business among the files of the working directory, which might shadow Python's modules.
         directory = plan.directory if remote_shell.is_remote(plan, host) else b"/"
         link = AgentLink(number, argv, environment, directory, self._on_event, self._room, self._silence_limit)
-        epoch, slots = None, min(host.slots, (elastic.most if elastic else None) or host.slots)
+        epoch, slots = None, min(host.slots, (elastic.limits.most if elastic else None) or host.slots)
         if elastic is None:  # its only one, which has been started
             epoch = self._epoch_of(host)
             slots = len(epoch.slots)
@@ -396,7 +344,7 @@ class Launch:
     def release(self, host: str, reason: str) -> None:
         agent = self._agents[self._current.pop(host)]
         agent.link.send(agent_messages.Release(reason))
-        self._let_go(agent, REMOVED_S + TERM_GRACE + END_S)
+        self._let_go(agent, agent_messages.REMOVED_S + TERM_GRACE + END_S)
 
     def drop(self, host: str) -> None:
         agent = self._agents.get(self._current.pop(host, 0))

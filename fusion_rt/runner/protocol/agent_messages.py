@@ -23,6 +23,7 @@ from fusion_rt.topology import Topology
 MAX_AGENT_LINE = 256 * 1024  # bytes of one line from an agent
 FUNCTION_CHUNK = 1024 * 1024  # bytes of a function in one message
 OUTPUT_CHUNK = 32 * 1024  # bytes of a worker's output in one message; base64 makes a third more of it
+REMOVED_S = 10.0  # seconds that a worker without a place has to end by itself, to save something perhaps
 LINE_START = b'{"type":"'  # how each message starts; any other line is not ours
 
 Stream: TypeAlias = Literal["stdout", "stderr"]

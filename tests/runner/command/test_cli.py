@@ -13,7 +13,7 @@ import fusion_rt
 from fusion_rt.errors import SettingError
 from fusion_rt.runner.command.cli import main, make_parser, make_plan
 from fusion_rt.runner.launch.host_list import Host
-from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan
+from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan, Limits
 from fusion_rt.units import MIB
 
 
@@ -163,7 +163,10 @@ def test_hosts_from_a_script(tmp_path: Path) -> None:
     plan = plan_of("--host-discovery-script", str(script), "--slots", "3", "--max-np", "4", "x")
     assert plan.places.hosts == (Host("a", 2), Host("b", 3))
     assert plan.environment[b"HOROVOD_ELASTIC"] == b"1"
-    assert plan.elastic == ElasticPlan(1, 1, 4, 600.0, 100, (10.0, 300.0), str(script), 3)
+    assert plan.elastic is not None
+    assert plan.elastic.limits == Limits(1, 1, 4, 600.0, 100, plan.settings.heartbeat_timeout + 5, 30.0)
+    assert plan.elastic.cooldown == (10.0, 300.0)
+    assert plan.elastic.script is not None
     assert not plan.warnings
 
 
@@ -171,11 +174,12 @@ def test_how_membership_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_of("-np", "2", "--max-np", "4", "x").elastic is None
     flags = ("--reset-limit", "3", "--blacklist-cooldown-range", "5", "1min", "--elastic-timeout", "2min")
     plan = plan_of("-np", "3", "--min-np", "2", "-H", "a:2,b:2", *flags, "x")
-    assert plan.elastic == ElasticPlan(3, 2, None, 120.0, 3, (5.0, 60.0), "", 1)
+    limits = Limits(3, 2, None, 120.0, 3, plan.settings.heartbeat_timeout + 5, 30.0)
+    assert plan.elastic == ElasticPlan(limits, (5.0, 60.0))
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "7")
     plan = plan_of("--min-np", "2", "-H", "a:2", "x")
     assert plan.elastic is not None
-    assert (plan.elastic.timeout, plan.elastic.wanted) == (7.0, 2)
+    assert (plan.elastic.limits.timeout, plan.elastic.limits.wanted) == (7.0, 2)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 
 from fusion_rt.bootstrap import Endpoint
 from fusion_rt.runner.launch.blacklist import Blacklist
-from fusion_rt.runner.launch.epochs import Epochs, Limits
+from fusion_rt.runner.launch.epochs import Epochs
 from fusion_rt.runner.launch.host_list import Host, parse_hosts
+from fusion_rt.runner.launch.launch_plan import Limits
 from fusion_rt.runner.launch.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell
 from fusion_rt.runner.launch.places import Place, Places
 
