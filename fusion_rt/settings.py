@@ -122,12 +122,12 @@ class Knob:
 
     @property
     def default_text(self) -> str:
-        """What applies when nobody gives a value, for people; empty when that goes without saying."""
+        """The value that applies when nobody gives one, for people; empty when that goes without saying."""
         return self.absent or ("" if self.default in (None, "") else self.unit.show(self.default))
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in help texts."""
+        """The word that stands for the value in help texts."""
         return "|".join(self.choices) or self.placeholder or self.unit.name
 
 

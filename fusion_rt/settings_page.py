@@ -75,7 +75,7 @@ def _meaning(knob: Knob) -> list[str]:
 
 
 def _bare(knob: Knob) -> str:
-    """What a number without a suffix counts, in the flag and the YAML file, and in the variable."""
+    """The unit of a number without a suffix, in the flag and the YAML file, and in the variable."""
     names = {MIB: "MiB", 1.0: "bytes" if knob.unit is BYTES else "seconds", 1e-3: "milliseconds"}
     outside, inside = names[knob.bare], names[knob.bare_variable]
     if outside == inside or not knob.flags:

@@ -141,6 +141,6 @@ def test_the_launcher_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (alone.rank, alone.size, alone.local_rank, alone.meeting) == (5, 8, 1, None)
     several = environment.detect(variables | {"FLUX_JOB_NNODES": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "4000"})
     assert several.meeting is not None
-    assert several.meeting.places == (("h0", 4000),)
+    assert several.meeting.addresses == (("h0", 4000),)
     with pytest.raises(environment.FusionError, match=r"FLUX_TASK_RANK set, but not FLUX_JOB_SIZE, .*flux run"):
         environment.detect({"FLUX_TASK_RANK": "5"})

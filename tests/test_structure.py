@@ -78,7 +78,6 @@ KNOWN_CLASS_NAMES: set[str] = {
     "Channel",
     "DenseBucket",
     "Found",
-    "Function",
     "Group",
     "Handler",
     "Incoming",
@@ -92,7 +91,6 @@ KNOWN_CLASS_NAMES: set[str] = {
     "ProcessSet",
     "Ready",
     "Request",
-    "Result",
     "Shell",
     "State",
 }

@@ -1,1 +1,1 @@
-"""How a worker comes into its job under any launcher: who it is, where the nodes meet, and how their daemons start."""
+"""A worker's way into its job under any launcher: its rank, the meeting of the nodes, and the start of daemons."""

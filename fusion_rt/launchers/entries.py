@@ -1,4 +1,4 @@
-"""What the ranks of a job leave for each other in a store while it comes up: typed, limited, and sealed.
+"""Messages that the ranks of a job leave for each other in a store while it comes up: typed, limited, and sealed.
 
 An entry carries a digest that is keyed with a secret of the job's processes and covers its name, so that nobody else
 can make one or move it. Without a secret the digest only keeps jobs apart.
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """What a rank says about itself.
+    """One rank's message about itself.
 
     Attributes:
         size: number of ranks that it was told.
@@ -49,7 +49,7 @@ class Assignment(msgspec.Struct, frozen=True, tag="assignment"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Why there will be no job of these visits."""
+    """Rank 0's message that there will be no job of these visits, and why."""
 
     error: str
     visits: tuple[_Name, ...]
@@ -117,7 +117,7 @@ def unseal(secret: bytes, name: str, value: bytes, kind: type[_T]) -> _T:
 
 
 def is_sealed(secret: bytes, name: str, value: bytes) -> bool:
-    """Whether somebody who knows the secret has made a value for that name."""
+    """Tells whether somebody who knows the secret has made a value for that name."""
     found, _, line = value.partition(b" ")
     return hmac.compare_digest(found, digest(secret, name.encode() + b"\0" + line))
 

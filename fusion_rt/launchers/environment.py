@@ -1,4 +1,4 @@
-"""Where this worker is: its ranks, its job and how it meets the others, from the variables of whoever has started it.
+"""Finds this worker's ranks, its job and how it meets the others, from the variables of whoever has started it.
 
 Launchers are looked for in this order: `fusionrun`, `horovodrun`, `torchrun`, Open MPI's `mpirun`, other launchers that
 speak PMI, `srun`; and without any of them this is a job of one worker. The first whose variables are all there counts,
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from fusion_rt.elastic import EPOCH
 from fusion_rt.errors import FusionError
-from fusion_rt.launchers.meeting import Meeting, Place, hosts_of_uri, identity, places
+from fusion_rt.launchers.meeting import Address, Meeting, addresses_of, hosts_of_uri, identity
 from fusion_rt.launchers.nodelist import expand
 
 _FUSIONRUN = (
@@ -85,7 +85,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def _is_meant(names: tuple[str, ...], environ: Mapping[str, str]) -> bool:
-    """Whether variables of Slurm or PMI are this process's own."""
+    """Tells whether variables of Slurm or PMI are this process's own."""
     if names == _SLURM:
         # The shell of an allocation, or a batch script, has been given no step, and has not been started by srun. Where
         # the directory of the submission is missing too, the variables were set by hand.
@@ -167,7 +167,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> Environment:
         environ,
         "openmpi",
         (rank, size, local_rank),
-        _places(environ, hosts, scope),
+        _addresses(environ, hosts, scope),
         scope,
         environ.get("OMPI_MCA_orte_local_daemon_uri", "").partition(";")[0],
         secret=values[2],
@@ -186,7 +186,7 @@ def _from_pmi(environ: Mapping[str, str]) -> Environment:
         rank, size, local_rank = _ranks(environ, *_PMI)
         return Environment(rank, size, local_rank, identity("pmi", *_parent(environ)))
     scope = identity("pmi", environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
-    return _meeting_environment(environ, "pmi", (rank, size, local_rank), _places(environ, (), scope), scope, "")
+    return _meeting_environment(environ, "pmi", (rank, size, local_rank), _addresses(environ, (), scope), scope, "")
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Environment:
@@ -205,7 +205,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Environment:
         environ,
         "slurm",
         (rank, size, local_rank),
-        _places(environ, hosts, scope),
+        _addresses(environ, hosts, scope),
         scope,
         environ.get("SLURM_NODEID", ""),
         host=environ.get("SLURMD_NODENAME", ""),
@@ -235,7 +235,7 @@ def _meeting_environment(
     environ: Mapping[str, str],
     launcher: str,
     ranks: tuple[int, int, int],
-    places: tuple[Place, ...],
+    addresses: tuple[Address, ...],
     scope: str,
     node: str,
     kind: str = "rank0",
@@ -248,7 +248,7 @@ def _meeting_environment(
     interface = environ.get("HOROVOD_GLOO_IFACE", "")
     meeting = Meeting(
         kind,
-        places,
+        addresses,
         scope,
         node or host,
         host,
@@ -259,13 +259,13 @@ def _meeting_environment(
     return Environment(rank, size, local_rank, launcher, meeting=meeting)
 
 
-def _places(environ: Mapping[str, str], hosts: tuple[str, ...], scope: str) -> tuple[Place, ...]:
+def _addresses(environ: Mapping[str, str], hosts: tuple[str, ...], scope: str) -> tuple[Address, ...]:
     port = _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
-    return places(hosts, scope, environ.get("MASTER_ADDR", ""), port)
+    return addresses_of(hosts, scope, environ.get("MASTER_ADDR", ""), port)
 
 
 def _parent(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What workers of one host share when their launcher says nothing: their parent, and what was set by hand."""
+    """The values that workers of a host share when the launcher says nothing: their parent, and values set by hand."""
     return (str(os.getppid()), environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from fusion_rt.errors import WireError
 from fusion_rt.http_server import split_message
-from fusion_rt.launchers.meeting import Place
+from fusion_rt.launchers.meeting import Address
 
 MAX_VALUE = 1024 * 1024  # bytes
 _PIECE = 64 * 1024  # bytes read at a time
@@ -26,11 +26,11 @@ IDENTITY = "identity"  # the key under which a store says whose it is
 
 
 class Store(Protocol):
-    """What a rendezvous needs of a store. Keys are `scope/key`."""
+    """The interface of a store that a rendezvous uses. Keys are `scope/key`."""
 
     @property
     def where(self) -> str:
-        """Where it is, for people."""
+        """Its address, for people."""
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -59,7 +59,7 @@ class HttpStore:
         identity: what a store at the right place says about itself; None: the only place is the right one.
     """
 
-    def __init__(self, places: Sequence[Place], scope: str, identity: bytes | None = None) -> None:
+    def __init__(self, places: Sequence[Address], scope: str, identity: bytes | None = None) -> None:
         self._places = places
         self._scope = scope
         self._identity = identity
@@ -87,7 +87,7 @@ class HttpStore:
     def close(self) -> None:
         """Nothing is open between requests."""
 
-    def _find(self) -> Place:
+    def _find(self) -> Address:
         """The place of this job's store; other jobs, and other programs, may be found at the rest."""
         if self._place is not None:
             return self._place
@@ -103,14 +103,14 @@ class HttpStore:
         raise OSError(problem)
 
 
-def _get(place: Place, key: str) -> bytes | None:
+def _get(place: Address, key: str) -> bytes | None:
     status, value = _request(place, "GET", key)
     if status not in (200, 404):
         raise WireError(f"the store at {show(place)} answered status {status}")
     return value if status == 200 else None
 
 
-def _request(place: Place, method: str, key: str, value: bytes = b"") -> tuple[int, bytes]:
+def _request(place: Address, method: str, key: str, value: bytes = b"") -> tuple[int, bytes]:
     """Status and body of the answer to one request."""
     deadline = time.monotonic() + REQUEST_S
     with socket.create_connection(place, REQUEST_S) as connection:
@@ -154,6 +154,6 @@ def _left(deadline: float) -> float:
     return left
 
 
-def show(place: Place) -> str:
+def show(place: Address) -> str:
     host, port = place
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

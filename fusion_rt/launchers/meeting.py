@@ -1,4 +1,4 @@
-"""Where the workers of a job meet that `fusionrun` did not start: from the launcher's words to hosts and ports."""
+"""The meeting of the workers of a job that `fusionrun` did not start: from the launcher's words to hosts and ports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fusion_rt.errors import FusionError
 
-Place = tuple[str, int]  # host name or IP address, and port
+Address = tuple[str, int]  # host name or IP address, and port
 
 LIKELY_HOSTS = 4  # hosts of a list on which rank 0 is looked for
 _PORTS = range(20000, 29000)  # for a rendezvous whose port nobody has chosen: below those that systems hand out
@@ -16,11 +16,11 @@ _PORTS_TRIED = 4
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the workers of a job without `fusionrun` meet.
+    """The way in which the workers of a job without `fusionrun` meet.
 
     Attributes:
         kind: who serves the store: "horovodrun", "torchrun" (its agent), or "rank0".
-        places: where it is, or may be, likeliest first.
+        addresses: where it is, or may be, likeliest first.
         scope: first part of the keys, of this start of the job alone.
         node: the same for the workers of one node, and for no others.
         host: name of this host, for people.
@@ -30,7 +30,7 @@ class Meeting:
     """
 
     kind: str
-    places: tuple[Place, ...]
+    addresses: tuple[Address, ...]
     scope: str
     node: str
     host: str
@@ -39,8 +39,8 @@ class Meeting:
     secret: bytes = field(default=b"", repr=False)
 
 
-def places(hosts: tuple[str, ...], scope: str, address: str, port: int) -> tuple[Place, ...]:
-    """Where rank 0 may serve a store.
+def addresses_of(hosts: tuple[str, ...], scope: str, address: str, port: int) -> tuple[Address, ...]:
+    """The addresses at which rank 0 may serve a store.
 
     Args:
         hosts: those that the launcher names, likeliest first.

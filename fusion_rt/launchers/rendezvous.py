@@ -1,4 +1,4 @@
-"""How the nodes of a job that `fusionrun` did not start find each other, through a store that all of them reach.
+"""The nodes of a job that `fusionrun` did not start find each other here, through a store that all of them reach.
 
 Every rank leaves word where it is. Rank 0 makes the topology of that, and a fresh id for the job, which every rank
 confirms; then each node's first worker starts its daemon and leaves the endpoint, and rank 0 puts the endpoints
@@ -57,11 +57,11 @@ def open_store(meeting: Meeting, rank: int, size: int) -> Store:
         FusionError: this is rank 0, and cannot serve it.
     """
     if meeting.kind == "horovodrun":
-        return HttpStore(meeting.places, meeting.scope)
+        return HttpStore(meeting.addresses, meeting.scope)
     identity = digest(meeting.secret, meeting.scope.encode())
     if rank != 0:
-        return HttpStore(meeting.places, meeting.scope, identity)
-    hosts, ports = (list(dict.fromkeys(column)) for column in zip(*meeting.places, strict=True))
+        return HttpStore(meeting.addresses, meeting.scope, identity)
+    hosts, ports = (list(dict.fromkeys(column)) for column in zip(*meeting.addresses, strict=True))
     admits = functools.partial(is_sealed, meeting.secret)
     return HttpServer(hosts, ports, meeting.scope, identity, admits, max_keys=4 * size + 8)
 
@@ -195,7 +195,7 @@ class Rendezvous:
         self._publish(f"{job}.{node}", endpoint)
 
     def peers(self, assignment: Assignment) -> PeerTable:
-        """Where all daemons of the job listen.
+        """The endpoints of all daemons of the job.
 
         Raises:
             FusionError: not all of them came up in time, or somebody else spoke for this node.
@@ -283,7 +283,7 @@ class Rendezvous:
         raise self._unreachable()
 
     def _read(self, key: str, kind: type[_T]) -> _T | None:
-        """What is in the store, if this job has put it there."""
+        """The entry of the store, if this job has put it there."""
         name = f"{self._scope}/{key}"
         try:
             value = self._store.get(name)
@@ -296,7 +296,7 @@ class Rendezvous:
             return None
 
     def _pauses(self, grace: float = 0.0) -> Iterable[float]:
-        """How long to wait until the next try, as long as there is time."""
+        """The seconds to wait until the next try, as long as there is time."""
         pause = _FIRST_PAUSE
         yield pause
         while self._clock() < self._deadline + grace:

@@ -21,7 +21,7 @@ def open_store(meeting: Meeting, rank: int, size: int) -> kvstore.Store:
         FusionError: this is rank 0, and cannot serve it.
     """
     if meeting.kind == "torchrun":
-        return AgentStore(*meeting.places[0])
+        return AgentStore(*meeting.addresses[0])
     return rendezvous.open_store(meeting, rank, size)
 
 

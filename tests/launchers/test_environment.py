@@ -218,18 +218,18 @@ def test_jobs_of_one_worker_have_different_ids() -> None:
 def test_horovodrun_has_a_store_and_chooses_the_interface() -> None:
     meeting = detect(HOROVODRUN).meeting
     assert meeting is not None
-    assert (meeting.kind, meeting.places) == ("horovodrun", (("10.0.0.9", 14921),))
+    assert (meeting.kind, meeting.addresses) == ("horovodrun", (("10.0.0.9", 14921),))
     assert (meeting.node, meeting.host, meeting.interfaces) == ("b", "b", ("eth7",))
 
 
 def test_torchrun_has_a_store_unless_its_agent_keeps_it_to_itself() -> None:
     meeting = detect(TWO_AGENTS).meeting
     assert meeting is not None
-    assert (meeting.kind, meeting.places, meeting.node) == ("torchrun", (("a", 29500),), "1")
+    assert (meeting.kind, meeting.addresses, meeting.node) == ("torchrun", (("a", 29500),), "1")
     assert meeting.host == socket.gethostname()
     other = detect({**TWO_AGENTS, "TORCHELASTIC_USE_AGENT_STORE": "False"}).meeting
     assert other is not None
-    assert (other.kind, other.places) == ("rank0", meeting.places)
+    assert (other.kind, other.addresses) == ("rank0", meeting.addresses)
     restarted = detect({**TWO_AGENTS, "TORCHELASTIC_RESTART_COUNT": "1"}).meeting
     assert restarted == meeting, "the agents of several hosts count differently"
     assert detect(TWO_AGENTS) == detect(dict(TWO_AGENTS)), "who joins once more would not be recognised"
@@ -238,35 +238,35 @@ def test_torchrun_has_a_store_unless_its_agent_keeps_it_to_itself() -> None:
 def test_open_mpi_says_where_rank_0_may_be() -> None:
     meeting = detect(OPEN_MPI).meeting
     assert meeting is not None
-    hosts = list(dict.fromkeys(host for host, _ in meeting.places))
+    hosts = list(dict.fromkeys(host for host, _ in meeting.addresses))
     assert hosts == ["10.77.0.1", "192.0.2.1", "2001:db8::1", "n1"], "the hosts of mpirun, and the next one"
-    assert len({port for _, port in meeting.places}) == 4
+    assert len({port for _, port in meeting.addresses}) == 4
     assert meeting.node == "2146107392.2"
     assert meeting.secret == b"5aabb1aa85d66672-2304e4501bbe52f2"
     assert "5aabb1aa" not in repr(meeting)
     on_its_host = detect({**without(OPEN_MPI, "OMPI_MCA_orte_node_regex"), "OMPI_COMM_WORLD_RANK": "0"}).meeting
     assert on_its_host is not None
     assert on_its_host.scope == meeting.scope
-    assert set(on_its_host.places) < set(meeting.places)
+    assert set(on_its_host.addresses) < set(meeting.addresses)
 
 
 def test_slurm_says_where_rank_0_is_unless_a_person_does() -> None:
     meeting = detect(SLURM).meeting
     assert meeting is not None
-    assert [host for host, _ in meeting.places] == ["n1"] * 4 + ["n2"] * 4
-    assert all(20000 <= port < 29000 for _, port in meeting.places)
+    assert [host for host, _ in meeting.addresses] == ["n1"] * 4 + ["n2"] * 4
+    assert all(20000 <= port < 29000 for _, port in meeting.addresses)
     assert (meeting.node, meeting.host, meeting.expected) == ("1", "n2", ("n1", "n2"))
     other = detect({**SLURM, "SLURM_STEP_ID": "3"}).meeting
     assert other is not None
-    assert not set(other.places) & set(meeting.places)
+    assert not set(other.addresses) & set(meeting.addresses)
     for environ, places in (
         (MASTER, {("10.1.1.1", 4711)}),
         ({"MASTER_PORT": "4711"}, {("n1", 4711), ("n2", 4711)}),
-        ({"MASTER_ADDR": "x"}, {("x", port) for _, port in meeting.places}),
+        ({"MASTER_ADDR": "x"}, {("x", port) for _, port in meeting.addresses}),
     ):
         chosen = detect({**SLURM, **environ}).meeting
         assert chosen is not None
-        assert set(chosen.places) == places
+        assert set(chosen.addresses) == places
 
 
 def test_a_secret_of_the_persons_own_comes_first() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusion_rt.errors import FusionError
-from fusion_rt.launchers.meeting import hosts_of_uri, identity, places
+from fusion_rt.launchers.meeting import addresses_of, hosts_of_uri, identity
 
 
 @pytest.mark.parametrize(
@@ -22,19 +22,19 @@ def test_addresses_in_open_mpis_uri(uri: str, hosts: tuple[str, ...]) -> None:
 
 
 def test_a_job_draws_its_ports_and_looks_at_few_hosts() -> None:
-    drawn = places(tuple("abcdefgh"), "scope", "", 0)
+    drawn = addresses_of(tuple("abcdefgh"), "scope", "", 0)
     assert [host for host, _ in drawn] == [host for host in "abcd" for _ in range(4)]
     ports = [port for _, port in drawn[:4]]
     assert ports * 4 == [port for _, port in drawn]
     assert all(20000 <= port < 29000 for port in ports)
-    assert places(("a",), "other", "", 0)[0][1] not in ports
+    assert addresses_of(("a",), "other", "", 0)[0][1] not in ports
 
 
 def test_what_a_person_says_comes_first() -> None:
-    assert places(("a", "b"), "scope", "m", 7) == (("m", 7),)
-    assert places((), "scope", "m", 0)[0][0] == "m"
+    assert addresses_of(("a", "b"), "scope", "m", 7) == (("m", 7),)
+    assert addresses_of((), "scope", "m", 0)[0][0] == "m"
     with pytest.raises(FusionError, match="set MASTER_ADDR"):
-        places((), "scope", "", 7)
+        addresses_of((), "scope", "", 7)
 
 
 def test_an_identity_is_short_and_its_own() -> None:

@@ -23,7 +23,7 @@ from fusion_rt.bootstrap import DaemonConfig, StartError
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.runner.agent import preflight, worker_variables
 from fusion_rt.runner.agent.daemon_process import Daemon
-from fusion_rt.runner.agent.function_call import Function, Result
+from fusion_rt.runner.agent.function_call import FunctionFile, ResultFile
 from fusion_rt.runner.agent.oom import OomKills
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages, child_processes
@@ -64,7 +64,7 @@ class Agent:
         self._oom_kills = OomKills()
         self._silence = Silence(job.silence_limit)
         self._silence.listening = True
-        self._function = Function(job.function_bytes) if job.function_bytes else None
+        self._function = FunctionFile(job.function_bytes) if job.function_bytes else None
         self._grace: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._hurry = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -286,7 +286,7 @@ class Agent:
         self._spawn(self._watch_worker(slot, worker, result))
         return True
 
-    async def _watch_worker(self, slot: int, worker: _Worker, result: Result | None) -> None:
+    async def _watch_worker(self, slot: int, worker: _Worker, result: ResultFile | None) -> None:
         """Passes on what a worker prints and returns, as of the rank that it has, and tells of its end."""
         pumps = (
             Pump(worker.child.stdout, self._channel, lambda data: agent_messages.Output(worker.rank, "stdout", data)),

@@ -1,4 +1,4 @@
-"""The daemon of a host as its agent sees it: a child that is configured over its standard input."""
+"""The daemon of a host as a child of its agent, which configures it over its standard input."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Daemon:
         return self._child.pid
 
     async def endpoint(self) -> Endpoint | StartError:
-        """Where it listens, or why it does not. To be called once, before `log` is carried.
+        """Waits for its endpoint, or the reason why it has none. To be called once, before `log` is carried.
 
         Raises:
             WireError: it answered something else.

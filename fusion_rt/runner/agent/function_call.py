@@ -1,4 +1,4 @@
-"""The function of a job that `fusion_rt.run` starts, on its last way: from the agent to the workers, and results back.
+"""Carries the function of a job that `fusion_rt.run` starts from the agent to the workers, and results back.
 
 Both lie in files without a name (memfd) that the worker inherits: one with the function, which all workers of a host
 share, and one for each worker's result. Nothing has to be pumped, nothing is left behind by a process that is killed,
@@ -20,7 +20,7 @@ _FUNCTION_FD = "FUSION_FUNCTION_FD"
 _RESULT_FD = "FUSION_RESULT_FD"
 
 
-class Function:
+class FunctionFile:
     """The function, as it comes in at an agent.
 
     Args:
@@ -42,13 +42,13 @@ class Function:
         if self._missing <= 0:
             self._complete.set()
 
-    async def open_result(self) -> Result:
+    async def open_result(self) -> ResultFile:
         """A place for one worker's result, when the function is complete."""
         await self._complete.wait()
-        return Result(self._fd, os.memfd_create("fusion-result"))
+        return ResultFile(self._fd, os.memfd_create("fusion-result"))
 
 
-class Result:
+class ResultFile:
     """A place for one worker's result.
 
     Attributes:
@@ -64,7 +64,7 @@ class Result:
         return {_FUNCTION_FD.encode(): b"%d" % function, _RESULT_FD.encode(): b"%d" % result}
 
     def pieces(self, nbytes: int) -> Iterator[bytes]:
-        """What the worker wrote, in pieces of at most so many bytes; closes it."""
+        """Reads what the worker wrote, in pieces of at most so many bytes; closes it."""
         with open(self.descriptors[1], "rb", buffering=0) as file:
             file.seek(0)
             while data := file.read(nbytes):

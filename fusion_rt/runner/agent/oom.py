@@ -1,4 +1,4 @@
-"""Whether the kernel has killed a process for lack of memory, by the kernel's own counters.
+"""Finds out whether the kernel has killed a process for lack of memory, by the kernel's own counters.
 
 Each control group counts the processes that were killed in it (`memory.events`, or `memory.oom_control` of the first
 version), and `/proc/vmstat` those of the whole machine. They are read when a job begins and when one of its processes
@@ -28,7 +28,7 @@ class OomKills:
         self._before = _read(self._machine), _read(self._group)
 
     def explain(self, status: int) -> str:
-        """What the counters say about a process that has ended with this exit status, or minus this signal.
+        """Tells what the counters say about a process that has ended with this exit status, or minus this signal.
 
         Returns: a part of a sentence; empty when the process was not killed, or not for lack of memory.
         """
@@ -47,7 +47,7 @@ class OomKills:
 
 
 def _files(proc: str, groups: str) -> Iterator[str]:
-    """Where this process's control group may count."""
+    """The files in which this process's control group may count."""
     try:
         with open(os.path.join(proc, "self/cgroup"), encoding="ascii", errors="replace") as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]

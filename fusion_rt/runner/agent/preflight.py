@@ -1,4 +1,4 @@
-"""What an agent checks on its host before anything is started: a sentence for each thing that is wrong.
+"""An agent checks its host before anything is started: a sentence for each thing that is wrong.
 
 The launcher puts the host's name in front of each sentence.
 """
@@ -21,12 +21,12 @@ _LEAST_BYTES = 32 * MIB  # per worker; a model so small that it needs less fits 
 
 
 def versions() -> Versions:
-    """What this process runs."""
+    """The versions that this process runs."""
     return Versions(f"{sys.version_info[0]}.{sys.version_info[1]}", fusion_rt.__version__)
 
 
 def check_versions(launcher: Versions) -> list[str]:
-    """Whether this host runs what the launcher runs; nothing else of a job can be trusted before."""
+    """Checks that this host runs what the launcher runs; nothing else of a job can be trusted before."""
     own = versions()
     problems = []
     if own.python != launcher.python:
@@ -91,7 +91,7 @@ def _runtime_root(path: str) -> str:
 
 
 def _memory(workers: int) -> str:
-    """Whether buckets can be had at all. They are anonymous memory: no size limit of /dev/shm applies."""
+    """Checks that there is memory for buckets. It is anonymous memory: no size limit of /dev/shm applies."""
     needed = _LEAST_BYTES * workers
     available = _available_memory()
     if available < needed:

@@ -1,4 +1,4 @@
-"""An agent's conversations with the workers of its host (`fusion_rt.elastic`), over a Unix SEQPACKET socket."""
+"""An agent's connections to the workers of its host (`fusion_rt.elastic`), over a Unix SEQPACKET socket."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class WorkerServer:
             self.tell(slot, news)
 
     def knows(self, slot: int) -> bool:
-        """Whether the worker of a slot is connected."""
+        """Tells whether the worker of a slot is connected."""
         return slot in self._connections
 
     def begin_epoch(self) -> None:
-        """What was said of hosts before is out of date."""
+        """Forgets what was said of hosts before."""
         self._news.clear()
 
     def tell(self, slot: int, message: msgspec.Struct) -> None:

@@ -1,4 +1,4 @@
-"""The environment of a job: what of the launcher's is forwarded, and what daemon and workers get on each host."""
+"""The environment variables of a job: those that are forwarded, and those that daemon and workers get on each host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _OF_ANOTHER_JOB = {name.encode() for name in (elastic.SOCKET, elastic.SLOT, elas
 
 
 def forwarded(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """What of the launcher's environment goes to all hosts: all but Horovod's exceptions and XDG_RUNTIME_DIR, which
-    names a directory of one host, and what makes this process a worker of another elastic job, if it is one."""
+    """The part of the launcher's environment that goes to all hosts.
+
+    Left out are Horovod's exceptions, XDG_RUNTIME_DIR, which names a directory of one host, and what makes this process
+    a worker of another elastic job, if it is one.
+    """
     return {
         name: value
         for name, value in environ.items()

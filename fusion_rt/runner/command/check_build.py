@@ -1,4 +1,4 @@
-"""What `fusionrun --check-build` prints: what this installation can use, in the form of Horovod's list.
+"""The list that `fusionrun --check-build` prints, in Horovod's form: what this installation can use.
 
 Versions are read from what pip has noted, and what only torch and the daemon know about themselves is asked of
 short-lived processes: torch is not to be imported here.
@@ -38,7 +38,7 @@ print(json.dumps({
 
 
 def report() -> str:
-    """The list."""
+    """The whole list."""
     torch, daemon = _ask(_ASK_TORCH), _ask(_ASK_DAEMON)
     cuda, nccl, curve = torch.get("cuda", ""), torch.get("nccl", ""), daemon.get("curve", False)
     sections = {
@@ -73,7 +73,7 @@ def _version(distribution: str) -> str:
 
 
 def _ask(code: str) -> dict[str, Any]:
-    """What a piece of Python prints as JSON, or its `error`."""
+    """Runs a piece of Python; returns what it prints as JSON, or its `error`."""
     try:
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

@@ -121,7 +121,7 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
 def _elastic(
     choices: Choices, environment: Mapping[bytes, bytes], settings: Settings, script: Discovery | None
 ) -> ElasticPlan | None:
-    """How the membership of the job may change; None if it stays.
+    """The plan of how the membership of the job may change; None if it stays.
 
     Raises:
         SettingError: -np, --min-np and --max-np contradict each other.

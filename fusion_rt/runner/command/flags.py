@@ -123,7 +123,7 @@ def _add(group: argparse._ArgumentGroup, knob: Knob) -> None:
 
 
 def _text(knob: Knob, given: str | bool | list[str]) -> tuple[str, str]:
-    """What was given, as text, and the flag that it belongs to."""
+    """The given value as text, and the flag that it belongs to."""
     if isinstance(given, bool):
         return str(int(given)), (knob.flags if given else knob.off)[0]
     if isinstance(given, list):

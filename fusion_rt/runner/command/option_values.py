@@ -1,4 +1,4 @@
-"""What somebody chose, by flag or in the YAML file: values by the names of the knobs, and what follows from them."""
+"""The values of options that somebody chose, by flag or in the YAML file, and what follows from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Choice:
 
     @property
     def does_nothing(self) -> bool:
-        """Whether something is asked for that does not happen. To ask for what happens anyway is no such thing."""
+        """Tells whether something is asked for that does not happen; what happens anyway may be asked for."""
         return bool(self.knob.idle) and self.value is not False and self.value != self.knob.default
 
 

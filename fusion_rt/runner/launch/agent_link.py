@@ -40,7 +40,7 @@ class Lost:
 
     @property
     def reason(self) -> str:
-        """Why an agent is lost that had passed its checks."""
+        """The reason why an agent is lost that had passed its checks."""
         if self.protocol_error:
             return f"its agent broke the protocol ({self.protocol_error}); is the same fusion_rt installed there?"
         if self.silence:

@@ -16,7 +16,7 @@ class _Entry:
 
 
 class Blacklist:
-    """Which hosts are left out. No host is for ever, since what was wrong with it may have been mended.
+    """The hosts that are left out. No host is for ever, since what was wrong with it may have been mended.
 
     Args:
         least: seconds that a host is left out the first time.

@@ -1,4 +1,4 @@
-"""What becomes of an elastic job when something happens: which epoch begins, where, and when it is over. No I/O.
+"""Decides what becomes of an elastic job: which epoch begins, where, and when it is over. No I/O.
 
 An epoch is *gathered* for (until enough hosts are ready), *started* (until its daemons listen) and then *runs*, until
 none of its workers does: each has asked for the next epoch, has ended, or its host is lost. Workers that have asked
@@ -22,7 +22,7 @@ from fusion_rt.runner.launch.job_control import JobControl
 from fusion_rt.runner.launch.launch_plan import ElasticPlan, Limits
 from fusion_rt.runner.launch.outcome import Failure, HostFailure, MembershipFailure, in_short
 from fusion_rt.runner.launch.places import Places, assign
-from fusion_rt.runner.launch.worker_states import State, WorkerStates
+from fusion_rt.runner.launch.worker_states import WorkerState, WorkerStates
 
 _TICK_S = 0.25
 _KILL_S = 5.0  # seconds that an agent has to kill a worker
@@ -171,7 +171,7 @@ class Epochs:
     def unused(self, host: str, slot: int) -> None:
         """A worker was ended because its epoch was abandoned; it had not begun with anything."""
         if not self._over and (host, slot) in self._workers.alive():
-            self._workers.states[host, slot] = State.UNUSED
+            self._workers.states[host, slot] = WorkerState.UNUSED
             self._look()
 
     def close(self) -> None:
@@ -325,14 +325,14 @@ class Epochs:
 
     @property
     def _may_go_on(self) -> bool:
-        """Whether there is a worker with the state; or there is none yet, and some were ended without a fault."""
+        """Tells whether there is a worker with the state; or there is none yet, and some were ended without a fault."""
         return bool(self._workers.alive()) or (
             self._workers.has_unused and not self._has_state and not self._cannot_start
         )
 
     @property
     def _cannot_start(self) -> bool:
-        """Whether workers failed on every host before the job has come up once, or on one of them again and again.
+        """Tells whether, before the job has come up once, workers failed on every host, or on one again and again.
 
         The script fails then, and would fail in every epoch. Others of its workers may have been ended before they came
         so far (`JobControl.abandon`). Horovod ends a job when all hosts that took part have had a failure

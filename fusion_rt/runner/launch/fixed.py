@@ -14,7 +14,7 @@ from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.job_control import JobControl
 from fusion_rt.runner.launch.outcome import Failure, HostFailure
 from fusion_rt.runner.launch.places import Places
-from fusion_rt.runner.launch.worker_states import State, WorkerStates
+from fusion_rt.runner.launch.worker_states import WorkerState, WorkerStates
 
 SETTLE_S = 1.5  # seconds from the first failure until the others are stopped
 QUOTED_S = 5.0  # the same while all that is known quotes the failure of another, which is still on its way out
@@ -101,7 +101,7 @@ class Fixed:
     def ended(self, host: str, slot: int, failure: Failure | None) -> None:
         """A worker has ended, well or with a failure."""
         if (host, slot) in self._workers.alive():
-            self._workers.states[host, slot] = State.FAILED if failure else State.DONE
+            self._workers.states[host, slot] = WorkerState.FAILED if failure else WorkerState.DONE
         if failure is not None:
             self._fail(failure)
         elif not self._workers.is_running and not self._workers.failures:

@@ -33,17 +33,17 @@ class Host:
 
     @property
     def target(self) -> str:
-        """What ssh is given to reach it."""
+        """The word that ssh is given to reach it."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the name means the machine it is used on, whichever that is."""
+        """Tells whether the name means the machine it is used on, whichever that is."""
         return self.name in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", self.name) is not None
 
     @property
     def is_local(self) -> bool:
-        """Whether the name means this machine, as far as the name alone tells."""
+        """Tells whether the name means this machine, as far as the name alone tells."""
         own = socket.gethostname()
         return not self.user and (self.is_loopback or self.name in (own, own.split(".")[0]))
 

@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ElasticPlan:
-    """How the membership of a job may change.
+    """The ways in which the membership of a job may change.
 
     Attributes:
         limits: how many workers there may be, and for what they are waited.

@@ -1,4 +1,4 @@
-"""Which of a job's failures came first, and how it is told.
+"""Finds the first of a job's failures, and the words to tell it.
 
 When one part of a job fails, others fail because of it: their collectives raise HorovodInternalError. So the cause is
 the first failure that is no such echo. Where all ranks raise that error (they disagree about a shape), it is the first
@@ -77,7 +77,7 @@ class WorkerFailure:
 
     @property
     def exit_line(self) -> str:
-        """What Horovod prints to its standard output when a worker fails, word for word."""
+        """The line that Horovod prints to its standard output when a worker fails, word for word."""
         return f"Process {self.rank} exit with status code {self.exit_code}."
 
     def tell(self) -> list[str]:
@@ -127,7 +127,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def tell(failures: Sequence[Failure]) -> list[str]:
-    """What is printed last, line by line; the cause is in the last line.
+    """The lines that are printed last; the cause is in the last one.
 
     Hosts that fail at the start usually do so together, and all of them want mending: all are told.
     """

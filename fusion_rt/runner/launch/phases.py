@@ -1,4 +1,4 @@
-"""How far a job has come, and when: what `fusionrun --verbose` reports on the way to the first collective.
+"""The phases of a job's start, and their times: `fusionrun --verbose` reports them up to the first collective.
 
 A phase is reached when every node has reached it. Agents tell of their own phases, daemons of those that only they see
 (`bootstrap.Phase`).
@@ -57,7 +57,7 @@ class Phases:
         return [*lines, self._summary()] if phase == _LAST else lines
 
     def _summary(self) -> str:
-        """What each phase took, in one line."""
+        """The time that each phase took, in one line."""
         parts, before = [], 0.0
         for phase, reached in self._times.items():
             parts.append(f"{reached - before:.2f} until {phase}")

@@ -1,4 +1,4 @@
-"""Who gets which place in a membership epoch: hosts in the order of nodes, their slots, and the ranks of these."""
+"""The places of a membership epoch: hosts in the order of nodes, their slots, and the ranks of these."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Places:
         }
 
     def count(self, host: str) -> int:
-        """How many places there are on a host."""
+        """The number of places on a host."""
         return sum(name == host for name, _ in self.ranks)
 
     def node_of(self, host: str) -> int:

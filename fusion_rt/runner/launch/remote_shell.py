@@ -1,4 +1,4 @@
-"""How a host is reached, and what it means when it is not.
+"""The command that reaches a host, and the meaning of its failure.
 
 The agent's command line is appended to that of ssh, or of `--rsh-agent`, word by word: `env`, a few variables that say
 where Python finds its modules, the interpreter and `-m fusion_rt.runner.agent`. It needs no shell at the other end
@@ -30,7 +30,7 @@ _SSH = (
 
 
 def is_remote(plan: LaunchPlan, host: Host) -> bool:
-    """Whether something stands between the launcher and the agent of a host."""
+    """Tells whether something stands between the launcher and the agent of a host."""
     return bool(plan.rsh_agent) or not host.is_local
 
 
@@ -58,7 +58,7 @@ def agent_environment(plan: LaunchPlan) -> dict[bytes, bytes]:
 
 
 def check_template(template: str) -> None:
-    """Whether a `--rsh-agent` can be used at all.
+    """Checks that a `--rsh-agent` can be used.
 
     Raises:
         SettingError: it has no `{host}`, or is not a command line.
@@ -92,7 +92,7 @@ def explain(plan: LaunchPlan, host: Host, status: int, last_words: str) -> str:
 
 
 def _variables(plan: LaunchPlan) -> list[str]:
-    """What Python needs to find the agent, and to keep its hands off the modules of whatever directory it starts in."""
+    """The variables with which Python finds the agent, and ignores modules of whatever directory it starts in."""
     variables = ["PYTHONSAFEPATH=1"]
     path = plan.environment.get(b"PYTHONPATH")
     if path:
@@ -101,7 +101,7 @@ def _variables(plan: LaunchPlan) -> list[str]:
 
 
 def _ssh_words(plan: LaunchPlan, host: Host) -> list[str]:
-    """What ssh is told besides the options that are the same for all."""
+    """The words that ssh is told besides the options that are the same for all."""
     words = []
     if plan.ssh_port:
         words += ["-p", str(plan.ssh_port)]

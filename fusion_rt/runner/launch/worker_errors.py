@@ -16,7 +16,7 @@ _TAIL_LINES = 30
 
 
 def echo_of(stderr: str) -> int:
-    """How far a worker that ended with an error tells of another failure only.
+    """Tells how far a worker that ended with an error tells of another failure only.
 
     It does when its exception is HorovodInternalError, or was raised because of one.
 
@@ -95,10 +95,10 @@ def _is_traceback(line: str) -> bool:
 
 
 def _is_quote(line: str) -> bool:
-    """Whether a message goes on with another process's traceback after this line."""
+    """Tells whether a message goes on with another process's traceback after this line."""
     return line.endswith(TRACEBACK) and not line.startswith((TRACEBACK, " "))
 
 
 def _quote(lines: list[str]) -> list[str]:
-    """What is quoted at the beginning of these."""
+    """The quoted lines at the beginning of these."""
     return list(itertools.takewhile(lambda line: line.startswith(MARGIN), lines))

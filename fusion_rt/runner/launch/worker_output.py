@@ -1,4 +1,4 @@
-"""What the workers print: cut into lines, marked with the rank as Horovod does, and kept short for the last word.
+"""The workers' output is cut into lines, marked with the rank as Horovod does, and its end is kept for errors.
 
 A line becomes `[rank]<stdout>:line` or `[rank]<stderr>:line`, written in one piece so that ranks never tear each
 other's lines. A piece that ends in a carriage return (a progress bar) is passed on as it is, with its mark, at once. A
@@ -19,7 +19,7 @@ TAIL = 16 * 1024  # bytes kept of each rank's stderr, for the last word on a fai
 
 
 class Sink(Protocol):
-    """Where marked lines go; see `printer.Printer`."""
+    """The destination of marked lines; see `printer.Printer`."""
 
     def write(self, fd: int, data: bytes) -> None: ...
 

@@ -10,8 +10,8 @@ from fusion_rt.runner.launch.outcome import Failure, HostFailure, WorkerGaveUp, 
 from fusion_rt.runner.launch.places import Place, Places
 
 
-class State(Enum):
-    """What has become of a worker."""
+class WorkerState(Enum):
+    """The state of a worker in its epoch."""
 
     RUNNING = "it has a place in the epoch"
     WAITING = "it has left the epoch and asks for the next"
@@ -39,7 +39,7 @@ class WorkerStates:
     def __init__(self, places: Places | None = None) -> None:
         self.places = places
         ranks = places.ranks if places is not None else {}
-        self.states = dict.fromkeys(sorted(ranks, key=ranks.__getitem__), State.RUNNING)
+        self.states = dict.fromkeys(sorted(ranks, key=ranks.__getitem__), WorkerState.RUNNING)
         self.failures: list[Failure] = []
         self.errors: list[WorkerGaveUp] = []
         self.reasons: list[str] = []
@@ -50,43 +50,43 @@ class WorkerStates:
 
     @property
     def is_running(self) -> bool:
-        """Whether any worker runs."""
-        return State.RUNNING in self.states.values()
+        """Tells whether any worker runs."""
+        return WorkerState.RUNNING in self.states.values()
 
     @property
     def is_finishing(self) -> bool:
-        """Whether a worker has ended well: then the job only waits for the others."""
-        return State.DONE in self.states.values()
+        """Tells whether a worker has ended well: then the job only waits for the others."""
+        return WorkerState.DONE in self.states.values()
 
     @property
     def is_done(self) -> bool:
-        """Whether all have ended well."""
-        return all(state is State.DONE for state in self.states.values())
+        """Tells whether all have ended well."""
+        return all(state is WorkerState.DONE for state in self.states.values())
 
     @property
     def has_unused(self) -> bool:
-        """Whether a worker was ended through no fault of its own."""
-        return State.UNUSED in self.states.values()
+        """Tells whether a worker was ended through no fault of its own."""
+        return WorkerState.UNUSED in self.states.values()
 
     @property
     def is_up(self) -> bool:
-        """Whether every process of the epoch has come up."""
+        """Tells whether every process of the epoch has come up."""
         return self.places is not None and self._started.issuperset(self.places.topology.hosts)
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing has happened to it yet."""
+        """Tells whether nothing has happened to the epoch yet."""
         return not self.failures and not self.is_finishing and self.leave_until == math.inf
 
     def alive(self) -> list[Place]:
         """The workers that run or wait, by rank."""
-        return [place for place, state in self.states.items() if state in (State.RUNNING, State.WAITING)]
+        return [place for place, state in self.states.items() if state in (WorkerState.RUNNING, WorkerState.WAITING)]
 
     def late(self) -> dict[str, list[int]]:
         """The slots of the workers that run, by host."""
         slots: dict[str, list[int]] = {}
         for (host, slot), state in self.states.items():
-            if state is State.RUNNING:
+            if state is WorkerState.RUNNING:
                 slots.setdefault(host, []).append(slot)
         return slots
 
@@ -100,9 +100,9 @@ class WorkerStates:
 
     def leave(self, place: Place, error: str, leave_until: float) -> bool:
         """A worker has left; whether that is news. The others have until then to follow, if it is the first."""
-        if self.states.get(place) is not State.RUNNING:
+        if self.states.get(place) is not WorkerState.RUNNING:
             return False
-        self.states[place] = State.WAITING
+        self.states[place] = WorkerState.WAITING
         if error:
             self.errors.append(WorkerGaveUp(place[0], self._rank(place), error))
         self.leave_until = min(self.leave_until, leave_until)
@@ -110,10 +110,10 @@ class WorkerStates:
 
     def end(self, place: Place, failure: Failure | None, late: str) -> bool:
         """A worker has ended; whether it has failed. `late`: what is said of one that was given up."""
-        if failure is None and self.states[place] is State.RUNNING and place not in self.given_up:
-            self.states[place] = State.DONE
+        if failure is None and self.states[place] is WorkerState.RUNNING and place not in self.given_up:
+            self.states[place] = WorkerState.DONE
             return False
-        self.states[place] = State.FAILED
+        self.states[place] = WorkerState.FAILED
         if place in self.given_up:
             failure = HostFailure(place[0], (f"rank {self._rank(place)} was killed: {late}",))
         self.note(failure or WorkerGaveUp(place[0], self._rank(place), "it ended while it waited for others"))
@@ -123,7 +123,7 @@ class WorkerStates:
         """A host is gone; whether it had workers."""
         here = [place for place in self.alive() if place[0] == host]
         for place in here:
-            self.states[place] = State.FAILED
+            self.states[place] = WorkerState.FAILED
         return bool(here)
 
     def reason(self) -> str:

@@ -159,7 +159,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why the job cannot run on this host: a sentence each."""
+    """The job cannot run on this host. `reasons`: a sentence each."""
 
     reasons: tuple[str, ...]
 
@@ -262,7 +262,7 @@ _FROM_AGENT = msgspec.json.Decoder(FromAgent)
 
 
 def decode_command(line: bytes) -> Command:
-    """What the launcher says after the job, in one line.
+    """The command in one line of the launcher, after the job.
 
     Raises:
         WireError: it is no command.

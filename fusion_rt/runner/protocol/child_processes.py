@@ -215,13 +215,13 @@ def _processes() -> Iterator[tuple[int, int, bytes]]:
 
 
 def _is_exiting(pid: int) -> bool:
-    """Whether a process will run no more and only the kernel has something left to do for it."""
+    """Tells whether a process will run no more and only the kernel has something left to do for it."""
     stat = _stat(pid)
     return not stat or bool(int(stat[6]) & _PF_EXITING)
 
 
 def _stat(pid: int) -> list[bytes]:
-    """What /proc says of a process, from its state on; nothing if it has ended."""
+    """The fields of /proc/PID/stat, from the state on; none if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The command's name stands in parentheses and may itself hold spaces and parentheses.
@@ -237,7 +237,7 @@ def _signal(pids: Sequence[int], number: int) -> None:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """What a child runs before exec: ask for SIGKILL when the parent ends, and check that it has not yet."""
+    """Makes what a child runs before exec: it asks for SIGKILL when the parent ends, and checks that it has not yet."""
     parent = os.getpid()
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""Pipes to and from other processes: lines in and out with back pressure, and what carries a child's output onward.
+"""Pipes to and from other processes: lines in and out with back pressure, and a child's output on its way onward.
 
 asyncio can read and write pipes, but has no public class that writes with back pressure; `Channel` is that. `Reader` is
 asyncio's reader, which in addition can be closed while the other end is still held open.
@@ -68,7 +68,7 @@ class Channel(asyncio.BaseProtocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether `send` would not wait."""
+        """Tells whether `send` would not wait."""
         return self._room.is_set()
 
     async def send(self, message: msgspec.Struct) -> None:

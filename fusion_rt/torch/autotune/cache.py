@@ -1,4 +1,4 @@
-"""What was found, kept for the next job on the same cluster with the same model: a JSON file for each of these."""
+"""Keeps what was found for the next job on the same cluster with the same model: a JSON file for each of these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGEST = 64 * 1024  # bytes of a file
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What a setting was found for.
+    """The hosts and gradients that a setting was found for.
 
     Attributes:
         slots: number of ranks on each host that takes part.
@@ -46,7 +46,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
         reduction: wire.Reduction,
         keep_order: bool,
     ) -> Fingerprint:
-        """Of hosts and gradients, whatever order they are in."""
+        """Makes the fingerprint of hosts and gradients, whatever order these are in."""
         known = [(tensor.name, tensor.dtype, tensor.shape, tensor.together) for tensor in tensors]
         text = msgspec.json.encode((sorted(known), reduction))
         bandwidth = round(math.log2(8e-9 / seconds_per_byte)) if seconds_per_byte > 0 else 0
@@ -74,7 +74,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def directory(chosen: str) -> Path:
-    """Where files are kept: the setting, or the user's cache."""
+    """The directory of the files: the setting, or the user's cache."""
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -82,7 +82,7 @@ def directory(chosen: str) -> Path:
 
 
 def load(folder: Path, fingerprint: Fingerprint) -> tuple[Setting, str] | None:
-    """What was found for this, and its file; None if there is nothing. What cannot be used is warned of."""
+    """The setting that was found for this, and its file; None if there is none. Warns of a file that cannot be used."""
     path = folder / fingerprint.file_name
     try:
         with open(path, "rb") as file:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CodecCost:
-    """What a codec costs.
+    """The costs of a codec.
 
     Attributes:
         share: bytes of a message, of those that it has without a codec.

@@ -29,7 +29,7 @@ def tell(text: str) -> None:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Where gradients are reduced, and which.
+    """The hosts that reduce gradients, and these gradients.
 
     Attributes:
         slots: number of ranks on each node that takes part.
@@ -52,7 +52,7 @@ class Circumstances:
 
 
 class Step(NamedTuple):
-    """How long a step took, from the end of one to the end of the next (s).
+    """The time that a step took, from the end of one to the end of the next (s).
 
     Attributes:
         seconds: in all.
@@ -83,7 +83,7 @@ class Sample:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are enough; there are not when ranks have joined meanwhile."""
+        """Tells whether there are enough steps; there are not when ranks have joined meanwhile."""
         return len(self._found) == self._count
 
     @property

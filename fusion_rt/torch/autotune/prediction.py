@@ -31,7 +31,7 @@ _TAIL = 8  # the last bucket has at most the threshold divided by this, or one t
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was measured.
+    """The measured conditions under which a step is predicted.
 
     Attributes:
         nodes: that take part.
@@ -54,13 +54,13 @@ class Conditions:
 
     @property
     def nbytes(self) -> int:
-        """Of all gradients."""
+        """Bytes of all gradients."""
         return sum(self.tensors)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a setting costs.
+    """The predicted cost of a setting.
 
     Attributes:
         step: seconds that it takes.
@@ -82,7 +82,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be done, what else there was, and why, in one paragraph."""
+    """The chosen setting, the predictions of all, and the reason, in one paragraph."""
 
     setting: Setting
     predictions: tuple[Prediction, ...]
@@ -90,7 +90,7 @@ class Decision:
 
 
 def predict(conditions: Conditions, setting: Setting) -> Prediction:
-    """What a setting is expected to cost."""
+    """Predicts the cost of a setting."""
     computing = conditions.computing
     codec = CODECS.get(setting.codec, CODECS["dense"])
     buckets = _buckets(conditions.tensors, setting.threshold)
@@ -139,7 +139,7 @@ def decide(
 
 
 def _expected(conditions: Conditions, setting: Setting, tried: Mapping[Setting, float]) -> Prediction:
-    """What was measured, or else is predicted."""
+    """The cost of a setting as it was measured, or else is predicted."""
     found = predict(conditions, setting)
     if setting not in tried:
         return found

@@ -1,4 +1,4 @@
-"""When an exchange gives its plan up for another one, and what it asks for then.
+"""An exchange replaces its plan by another one here: when, and by which.
 
 A plan says after how many steps its successor is due (`Tuning.steps`), so all ranks propose in the same step. A rank
 that joins does not count those that the others take; so after a join all ranks propose anew, by a number that all know.
@@ -25,7 +25,7 @@ MakeDirector = Callable[[Circumstances], Director]
 
 
 class Replanning:
-    """Of one exchange.
+    """The replacing of one exchange's plans.
 
     Args:
         make: makes what decides, on the lowest rank; called once in a membership epoch.
@@ -43,11 +43,11 @@ class Replanning:
         self._began = 0.0  # when the first bucket of a step was sent; 0: none was
 
     def due(self, here: Runtime) -> bool:
-        """Whether the plan in force, if there is one, has had its time."""
+        """Tells whether the active plan, if there is one, has had its time."""
         return self._left == 0 or (here is self._here and here.client.joins != self._joins)
 
     def proposal(self, here: Runtime, proposal: wire.Proposal, may_be_late: bool = False) -> wire.Proposal:
-        """What to propose in its place."""
+        """The proposal to make in its place."""
         if here is not self._here:  # a new membership: other hosts, other links
             self._here, self._director, self._joins = here, None, 0
         anew = here.client.joins != self._joins

@@ -27,7 +27,7 @@ class AutotuneError(FusionError):
 
 
 class Sampler(Protocol):
-    """What asks for settings."""
+    """The source of the settings that are measured."""
 
     def ask(self) -> Setting:
         """A setting that may be good."""
@@ -109,11 +109,11 @@ class Search:
 
     @property
     def over(self) -> bool:
-        """Whether all samples have been taken."""
+        """Tells whether all samples have been taken."""
         return self._taken >= self.samples
 
     def ask(self) -> Setting:
-        """What to measure next. Not to be called when it is over."""
+        """The setting to measure next. Not to be called when the search is over."""
         if self._taken < self._exploring:
             for _ in range(_ASKED_AGAIN):
                 setting = self.sampler.ask()
@@ -125,7 +125,7 @@ class Search:
         return self._again.pop(0)
 
     def tell(self, setting: Setting, score: float) -> None:
-        """What was asked for has been measured."""
+        """Records the score of the setting that was asked for."""
         if setting not in self.scores and self._taken < self._exploring:
             self.sampler.tell(score)
         self.scores.setdefault(setting, []).append(score)
@@ -142,7 +142,7 @@ class Search:
 
     @property
     def best(self) -> Setting:
-        """Of those that have been measured most often: what leads by luck was measured again, and lost it."""
+        """The best of those that have been measured most often: what leads by luck was measured again, and lost it."""
         most = max(len(found) for found in self.scores.values())
         often = [setting for setting, found in self.scores.items() if len(found) >= min(most, 2)]
         best = max(often, key=self.score)

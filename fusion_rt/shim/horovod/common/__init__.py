@@ -1,1 +1,1 @@
-"""What Horovod's frameworks have in common, as far as scripts for PyTorch import it."""
+"""The common part of Horovod's frameworks, as far as scripts for PyTorch import it."""

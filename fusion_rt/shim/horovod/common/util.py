@@ -1,4 +1,4 @@
-"""What there is, as scripts and test suites ask Horovod for it; `verbose` is Horovod's and says nothing here."""
+"""The features of this installation, as scripts and test suites ask Horovod for them; `verbose` has no effect."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework is supported."""
+    """Tells whether a framework is supported."""
     return ext_base_name == "torch"
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework has a GPU here."""
+    """Tells whether a framework has a GPU here."""
     return extension_available(ext_base_name) and torch.cuda.is_available()
 
 

@@ -8,5 +8,5 @@ from fusion_rt.runner.command.cli import main
 
 
 def run_commandline() -> None:
-    """What `horovodrun` runs: `fusionrun`."""
+    """Runs `fusionrun`, as `horovodrun` does its launcher."""
     sys.exit(main())

@@ -1,1 +1,1 @@
-"""What the launcher and its workers have in common, as far as scripts import it."""
+"""The common part of the launcher and its workers, as far as scripts import it."""

@@ -1,4 +1,4 @@
-"""What the variables of a launcher say."""
+"""Reads the variables of a launcher."""
 
 from __future__ import annotations
 
