@@ -16,6 +16,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import stat
+import sys
 from contextlib import suppress
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
@@ -24,6 +25,7 @@ import msgspec
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.topology import Topology
 
+DAEMON_COMMAND = (sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin")
 MAX_LINE = 16 * 1024 * 1024  # bytes of one line of JSON
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"  # ZeroMQ RFC 32
 Job: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]

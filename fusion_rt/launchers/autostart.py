@@ -15,13 +15,13 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fusion_rt.bootstrap import (
+    DAEMON_COMMAND,
     DaemonConfig,
     Endpoint,
     PeerTable,
@@ -43,7 +43,6 @@ from fusion_rt.private_files import read_secret
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 
-COMMAND = (sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin")
 SECRET_FILE = "~/.fusion_rt_secret"  # where errors and docs suggest to keep a secret
 _STARTS = itertools.count()  # of daemons on one host; all its ranks count alike
 _LOG_TAIL = 2000  # characters of the daemon's log that an error quotes
@@ -215,7 +214,7 @@ def start(where: Environment, topology: Topology, settings: Settings, address: s
     log = os.path.join(directory, "log")
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as errors:
         process = subprocess.Popen(
-            COMMAND,
+            DAEMON_COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -71,10 +71,10 @@ def test_why_a_daemon_does_not_start_is_said(runtime_dir: Path, monkeypatch: pyt
     with pytest.raises(FusionError, match="the daemon did not start: FUSION_WINDOW_BYTES: 'nonsense' is not"):
         autostart.start(where, ALONE, settings)
     monkeypatch.delenv("FUSION_WINDOW_BYTES")
-    monkeypatch.setattr(autostart, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such luck')"))
+    monkeypatch.setattr(autostart, "DAEMON_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such luck')"))
     with pytest.raises(FusionError, match=r"(?s)ended with status 1\. Its log .*no such luck"):
         autostart.start(where, ALONE, settings)
-    monkeypatch.setattr(autostart, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(autostart, "DAEMON_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "0.2")
     with pytest.raises(FusionError, match=r"did not come up within 0\.2 s"):
         autostart.start(where, ALONE, Settings.from_env())

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line, job_directory
+from fusion_rt.bootstrap import (
+    DAEMON_COMMAND,
+    DaemonConfig,
+    Endpoint,
+    PeerTable,
+    StartError,
+    decode_line,
+    job_directory,
+)
 from fusion_rt.runner.agent.worker_variables import absolute_path_list
 from fusion_rt.runner.protocol.agent_messages import DaemonLog, DaemonReport
 from fusion_rt.runner.protocol.child_processes import Child, Children, signal_tree
 from fusion_rt.runner.protocol.pipes import Channel, Pump
 
-COMMAND = (sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin")
 _ANSWER: Any = Endpoint | StartError
 _LAST_WORD_S = 1.0  # seconds a daemon that could not start has to end by itself
 
@@ -73,7 +79,7 @@ class Daemon:
         env = {**environment, b"PYTHONSAFEPATH": b"1"}
         if b"PYTHONPATH" in environment:
             env[b"PYTHONPATH"] = absolute_path_list(environment[b"PYTHONPATH"], directory)
-        child = await children.start(COMMAND, env, b"/", has_input=True)
+        child = await children.start(DAEMON_COMMAND, env, b"/", has_input=True)
         assert child.stdin is not None
         child.stdin.send_now(config)
         return cls(child, child.stdin, channel, job_directory(runtime_root, config.job, config.node), epoch)

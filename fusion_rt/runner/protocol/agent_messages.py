@@ -11,7 +11,7 @@ are started at once and wait for the daemon themselves, so that the imports of b
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -267,11 +267,8 @@ def decode_command(line: bytes) -> Command:
     Raises:
         WireError: it is no command.
     """
-    try:
-        command: Command = _COMMAND.decode(line)
-        return command
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(f"{line[:80]!r} is not a command of the launcher: {error}") from None
+    command: Command = _decode(_COMMAND, line, "a command of the launcher")
+    return command
 
 
 def decode_from_agent(line: bytes) -> FromAgent:
@@ -280,8 +277,12 @@ def decode_from_agent(line: bytes) -> FromAgent:
     Raises:
         WireError: it is not one.
     """
+    message: FromAgent = _decode(_FROM_AGENT, line, "a message of an agent")
+    return message
+
+
+def _decode(decoder: Any, line: bytes, what: str) -> Any:
     try:
-        message: FromAgent = _FROM_AGENT.decode(line)
-        return message
+        return decoder.decode(line)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(f"{line[:80]!r} is not a message of an agent: {error}") from None
+        raise WireError(f"{line[:80]!r} is not {what}: {error}") from None
