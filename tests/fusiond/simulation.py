@@ -64,6 +64,8 @@ class Node:
         return None
 
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
+        assert jobs, "the kernel pool calls back after the last of its jobs"
+
         def later() -> None:
             error = None
             for job in jobs:

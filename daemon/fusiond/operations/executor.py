@@ -329,7 +329,7 @@ class Runner:
             self._work.do(run.key.plan, [partial(_one_by_one, before)], math.inf, then)
         else:
             run.working = bool(jobs) and not small
-            nbytes = run.exchange.local_nbytes if jobs else 0
+            nbytes = run.exchange.local_nbytes if jobs else 0  # else there is at most a residual to be scaled
             self._work.do(run.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, run))
 
     def _reduce_locally(self, run: Run, jobs: Sequence[Job], error: BaseException | None) -> None:

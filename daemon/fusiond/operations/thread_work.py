@@ -45,7 +45,7 @@ class ThreadWork:
             then(error)
             self._done(plan)
 
-        if nbytes > INLINE_WORK:
+        if jobs and nbytes > INLINE_WORK:
             self._run_jobs(jobs, done)
             return
         try:

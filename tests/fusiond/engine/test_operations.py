@@ -16,6 +16,7 @@ from fusion_rt import wire
 from fusion_rt.dtypes import DType
 from fusion_rt.kernels import cpu
 from fusion_rt.topology import ProcessSet
+from fusiond.operations import executor, thread_work
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
@@ -54,13 +55,16 @@ def test_everybody_gets_the_sum(layout: list[int], count: int, inline: bool, see
     job.nothing_is_left()
 
 
+@pytest.mark.parametrize("inline", [thread_work.INLINE_WORK, 0])
 @pytest.mark.parametrize("kind", ["allreduce", "reducescatter"])
 @pytest.mark.parametrize("op", ["sum", "max"])
 @layouts
 def test_kernels_are_compiled_beside_the_event_loop_and_by_nobody_else(
-    layout: list[int], op: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    layout: list[int], op: str, kind: str, inline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that compiles sends no heartbeats for seconds."""
+    for module in (executor, thread_work):
+        monkeypatch.setattr(module, "INLINE_WORK", inline)
     prepared: list[str] = []
     reduce = cpu.reduce
 
