@@ -79,11 +79,8 @@ KNOWN_CLASS_NAMES: set[str] = {
     "DenseBucket",
     "Found",
     "Group",
-    "Handler",
-    "Incoming",
     "Layer",
     "Memory",
-    "Outside",
     "Part",
     "Pending",
     "Ping",
@@ -91,7 +88,6 @@ KNOWN_CLASS_NAMES: set[str] = {
     "ProcessSet",
     "Ready",
     "Request",
-    "Shell",
     "State",
 }
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -271,21 +271,22 @@ class Handler:
 
     def __init__(self) -> None:
         self.messages: list[object] = []
+        self.handlers = dict.fromkeys(get_args(wire.WorkerMessage), self.take)
 
     def worker_joined(self, link: WorkerLink, hello: wire.Hello) -> None:
         link.rank = hello.rank
 
-    def worker_message(self, rank: int, link: WorkerLink, message: object) -> None:
+    def take(self, link: WorkerLink, message: object) -> None:
         self.messages.append(message)
 
-    def worker_left(self, rank: int, pid: int, why: str) -> None:
+    def worker_left(self, rank: int, bye: wire.Bye) -> None:
+        self.messages.append(bye)
+
+    def worker_lost(self, rank: int, pid: int, why: str) -> None:
         self.messages.append(why)
 
     def connection_ended(self) -> None:
         pass
-
-    def tool_message(self, link: WorkerLink, message: object) -> None:
-        self.messages.append(message)
 
 
 class Clock:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fusiond.transport import inbox
+from fusiond.transport import reception
 from tests.faults.jobs import ProxiedDaemons, Workers
 from tests.fusiond.processes import TIMEOUT_S, Daemons
 
@@ -121,7 +121,7 @@ def test_a_thousand_connections_of_strangers_leave_the_job_its_descriptors(daemo
     workers.go_on()
     process, target = job.processes[1], job.endpoints[1]
     usual = descriptors(process)
-    most = usual + 2 * (inbox._STRANGERS + 4) + 20  # at both ports; and what the job itself opens meanwhile
+    most = usual + 2 * (reception._STRANGERS + 4) + 20  # at both ports; and what the job itself opens meanwhile
     room = usual + 500
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (room, room))
     command = [sys.executable, "-I", "-c", CROWD, str(target.control_port), str(target.payload_port), "1000"]

@@ -348,9 +348,10 @@ class VirtualDaemon(Daemon):
         assert self._mesh is not None
         self.mesh = self._mesh
         self.mesh._clock = lambda: int(network.now * 1e9)
-        self._engine = self._make_engine()
-        self._workers = self._acting.workers = self  # type: ignore[assignment]
-        self._pool = self._acting.pool = self  # type: ignore[assignment]
+        self.mesh.take_with(self._hear)
+        self._make_engine()
+        self._workers = self._effects.workers = self  # type: ignore[assignment]
+        self._pool = self._effects.pool = self  # type: ignore[assignment]
         self.loop.call_every(1.0, self._tick)
         self.loop.ended = self._end
         self._starting.begin()
@@ -362,17 +363,20 @@ class VirtualDaemon(Daemon):
 
     def join(self, worker: VirtualWorker) -> None:
         hello = wire.Hello(wire.PROTOCOL_VERSION, "job", worker.rank, worker.rank)
-        self._local_ranks.worker_joined(worker.link, hello)
+        self._worker_dispatch.worker_joined(worker.link, hello)
 
     def tell(self, worker: VirtualWorker, message: wire.WorkerMessage) -> None:
         """A worker's message comes."""
         decoded = wire.decode_worker_message(wire.encode(message))
-        self._local_ranks.worker_message(worker.rank, worker.link, decoded)
+        if isinstance(decoded, wire.Bye):
+            self._worker_dispatch.worker_left(worker.rank, decoded)
+        else:
+            self._worker_dispatch.handlers[type(decoded)](worker.link, decoded)
 
-    def _heard(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
-        if payload is not None or isinstance(message, wire.Departed):
+    def _hear(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
+        if payload or isinstance(message, wire.Departed):
             self.heard.append((node, type(message)))
-        super()._heard(node, message, payload)
+        self._peer_dispatch.receive(node, message, *payload)
 
     def _end(self) -> None:
         """As the end of `run`."""

@@ -21,7 +21,8 @@ from fusion_rt import wire
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.settings import Settings
 from fusion_rt.topology import ProcessSet, Topology
-from fusiond.collectives.base import Job, Result
+from fusiond.core.result import Result
+from fusiond.core.tracing import Job
 from fusiond.engine.engine import Engine
 from fusiond.transport import flow_control
 
@@ -30,7 +31,7 @@ GARBAGE = 0xA5
 
 
 class Node:
-    """One node's `Outside`: messages to nodes go to the network, messages to workers are kept."""
+    """One node's `Effects`: messages to nodes go to the network, messages to workers are kept."""
 
     def __init__(self, job: SimulatedJob, node: int) -> None:
         self._job = job
@@ -195,8 +196,8 @@ class SimulatedJob:
         message, payload = self._channels[key].popleft()
         decoded = wire.decode_peer_message(message)
         # As ZeroMQ hands it over: read-only, and at any address.
-        view = None if payload is None else memoryview(b"\0" + bytes(payload))[1:]
-        self.nodes[target].engine.peer_message(source, decoded, view)
+        view = [] if payload is None else [memoryview(b"\0" + bytes(payload))[1:]]
+        self.nodes[target].engine.peer_message(source, decoded, *view)
 
     def settle(self) -> None:
         """Goes on until nothing is under way; fails when a node's daemon reported a failure of the job."""

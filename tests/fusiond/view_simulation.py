@@ -12,9 +12,8 @@ from typing import Any, cast
 
 from fusion_rt import wire
 from fusion_rt.bootstrap import DaemonConfig
-from fusiond.app.peer_dispatch import FromPeers
+from fusiond.app.peer_dispatch import PeerDispatch
 from fusiond.engine.engine import Engine
-from fusiond.live.figures import Gathering
 from fusiond.membership.epoch import Membership
 from fusiond.membership.failures import Losses
 from fusiond.membership.startup import Starting
@@ -30,13 +29,15 @@ class ViewNode(Node):
         self.membership = Membership(job.topology, node)
         self.membership.started = self.membership.mesh_up = True
         self.membership.joined.update(self.membership.local)
-        self.losses = Losses(job.topology, node, job.settings.tolerate_losses, self.membership, self)
+        self.losses = Losses(job.topology, node, job.settings.tolerate_losses, self.membership, self, self)
         config = DaemonConfig("simulated", node, job.topology, attached=False)
         loop = mesh = cast(Any, self)  # as much of both as these use
         fail = partial(self.fail, tell_peers=True)
         self._starting = Starting(config, job.settings, self.membership, loop, mesh, self._started, fail)
-        gathering = Gathering(job.topology, node, self._no_figures, self.to_node, self.call_later)
-        self._from_peers = FromPeers(job.topology, self.membership, self.losses, self._starting, gathering, loop, self)
+        self._dispatch = PeerDispatch(
+            job.topology, self.membership, self.losses, self._starting, loop, self, anybody={}, members={}
+        )
+        self._dispatch.engine_begins(self.engine)
         self.deaf: set[int] = set()  # peers that its mesh has given up
         self.dead = False
 
@@ -48,13 +49,9 @@ class ViewNode(Node):
     def view(self) -> wire.View:
         return self.losses.views.view
 
-    @staticmethod
-    def _no_figures(serial: int) -> wire.Figures:
-        raise AssertionError("nobody looks at a simulated job")
-
-    def receive(self, source: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
+    def receive(self, source: int, message: wire.PeerMessage, *payload: memoryview) -> None:
         if self.going_on and source not in self.deaf:
-            self._from_peers.receive(source, message, payload)
+            self._dispatch.receive(source, message, *payload)
 
     # --- workers that leave and come back -----------------------------------------------------------------------------
 
@@ -88,7 +85,7 @@ class ViewNode(Node):
     def send_payload(self, node: int, message: wire.Probe, payload: bytes) -> None:
         self._view_job.post_payload(self.node, node, wire.encode(message), payload)
 
-    # --- from_peers' Shell --------------------------------------------------------------------------------------------
+    # --- JobControl, for losses and for what peers say ----------------------------------------------------------------
 
     def begin_epoch(self) -> None:
         self.engine.fail_job("its ranks have left the job")
@@ -100,11 +97,15 @@ class ViewNode(Node):
             self._job_failed,
             self.membership.epoch,
         )
+        self._dispatch.engine_begins(self.engine)
         self.losses.epoch_begins(self.membership.epoch, self.engine)
         self._starting.check_up()
 
     def departed(self) -> None:
         self.losses.departed()
+
+    def drop_peer(self, node: int, why: str) -> None:
+        self.lose(node, why)
 
     def lose(self, peer: int, why: str) -> None:
         """Its mesh gives a peer up."""
@@ -114,8 +115,6 @@ class ViewNode(Node):
 
     def _job_failed(self, error: str) -> None:
         self.fail(error, True)
-
-    # --- losses' Outside ----------------------------------------------------------------------------------------------
 
     def current_engine(self) -> Engine:
         return self.engine
@@ -167,8 +166,8 @@ class ViewJob(SimulatedJob):
         source, target, _ = key
         message, payload = self._channels[key].popleft()
         decoded = wire.decode_peer_message(message)
-        view = None if payload is None else memoryview(b"\0" + bytes(payload))[1:]
-        self.members[target].receive(source, decoded, view)
+        view = [] if payload is None else [memoryview(b"\0" + bytes(payload))[1:]]
+        self.members[target].receive(source, decoded, *view)
 
     def kill(self, node: int) -> None:
         """A daemon dies with its workers. Of what it has sent, some arrives; its peers notice in their own time."""

@@ -10,6 +10,7 @@ import shutil
 import socket
 import tempfile
 from functools import cache
+from typing import get_args
 
 from fusion_rt import local, wire
 from fusion_rt.arena import Segment
@@ -27,22 +28,25 @@ _BETWEEN = b"<|>"  # packets of one input; each begins with a byte that says whi
 class _Handler:
     """Accepts every worker, and looks at what it was told where the daemon would."""
 
+    def __init__(self) -> None:
+        self.handlers = dict.fromkeys(get_args(wire.WorkerMessage), self.take)
+
     def worker_joined(self, link: WorkerLink, hello: wire.Hello) -> None:
         link.rank = hello.rank
 
-    def worker_message(self, rank: int, link: WorkerLink, message: wire.WorkerMessage) -> None:
+    def take(self, link: WorkerLink, message: wire.WorkerMessage) -> None:
         if isinstance(message, wire.Submit) and message.place is not None:
             link.at(message.place, 64).sum()
         elif isinstance(message, wire.LoadState):
             link.at(message.place, message.nbytes).sum()
 
-    def worker_left(self, rank: int, pid: int, why: str) -> None:
+    def worker_left(self, rank: int, bye: wire.Bye) -> None:
+        pass
+
+    def worker_lost(self, rank: int, pid: int, why: str) -> None:
         assert why
 
     def connection_ended(self) -> None:
-        pass
-
-    def tool_message(self, link: WorkerLink, message: object) -> None:
         pass
 
 

@@ -32,7 +32,7 @@ _LOG_TAIL = 2000  # characters of the log of a daemon that did not start
 
 
 class Role(str, Enum):
-    """What a daemon's node is there for."""
+    """Roles of a daemon's node."""
 
     WORKER = "worker"
     SHARD = "shard"

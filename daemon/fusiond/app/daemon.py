@@ -1,7 +1,7 @@
 """The daemon: joins the event loop, the local workers, the mesh and the engine.
 
 Nothing is decided here about operations (`engine`), connections (`workers`, `mesh`), who is there (`membership`,
-`local_ranks`) or when it all ends (`ending`); this is the thin shell that carries events from one to another.
+`worker_dispatch`) or when it all ends (`ending`); this is the thin shell that makes these parts and joins them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fusion_rt.errors import FusionError, WireError
 from fusion_rt.private_files import read_secret
 from fusion_rt.quoting import quoted
 from fusion_rt.settings import Settings
-from fusiond.app.effects import Acting
+from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.app.ending import Ending
-from fusiond.app.peer_dispatch import FromPeers
+from fusiond.app.peer_dispatch import PeerDispatch
 from fusiond.app.ring_files import RingFiles
 from fusiond.app.status import figures, identity
-from fusiond.app.tool_dispatch import ToolRequests
-from fusiond.app.worker_dispatch import LocalRanks
+from fusiond.app.tool_dispatch import ToolDispatch
+from fusiond.app.worker_dispatch import WorkerDispatch
 from fusiond.core.tracing import Trace
 from fusiond.host.loop import EventLoop
 from fusiond.host.process import allow_many_descriptors, ignore_float_errors, keep_freed_memory
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fusiond.workers.connections import WorkerLink, Workers
 
 _log = logging.getLogger("fusiond")
-_PLANS = 5.0  # seconds between records of the plans in force
+_PLANS = 5.0  # seconds between records of the active plans
 _PATIENCE = 3  # workers wait so many times as long for this daemon as its peers do, who know better
 _TICK = 1.0  # seconds between looks at what has waited too long
 
@@ -89,7 +89,6 @@ class Daemon:
                 self._loop,
                 config,
                 settings,
-                lambda node, message, payload: self._heard(node, message, payload),
                 self._mesh_up,
                 lambda node, why: self._ending.peer_lost(node, why),
                 self._trace,
@@ -103,7 +102,7 @@ class Daemon:
             lambda: self._engine.record_plans(),
             lambda why: _log.warning("%s", why),
         )
-        self._acting = Acting(
+        self._effects = DaemonEffects(
             self._loop, self._mesh, self._stacks, self._links, lambda: self._starting.report("first_done")
         )
         self._ending = Ending(
@@ -112,41 +111,50 @@ class Daemon:
             self._membership,
             self._loop,
             self._mesh,
-            self._acting,
+            self._effects,
             self._links,
             self.current_engine,
-            lambda: self._local_ranks.begin_epoch(),
+            self._next_epoch,
         )
         self._losses = self._ending.losses
         self._starting = Starting(
             config, settings, self._membership, self._loop, self._mesh, self._started, self._start_failed
         )
         self._gathering = live.Gathering(
-            config.topology, config.node, self._figures, self.to_node, self._loop.call_later
+            config.topology, config.node, self._figures, self._effects.to_node, self._loop.call_later
         )
         self._rings = RingFiles(
             trace_files.directory_of(settings.trace_root(), config.job),
             config.topology,
             config.node,
-            self.to_node,
+            self._effects.to_node,
             self._loop.call_later,
         )
-        self._from_peers = FromPeers(
-            config.topology, self._membership, self._losses, self._starting, self._gathering, self._loop, self
+        self._peer_dispatch = PeerDispatch(
+            config.topology,
+            self._membership,
+            self._losses,
+            self._starting,
+            self._loop,
+            self._ending,
+            self._rings.handlers(),
+            self._gathering.handlers(),
         )
-        tools = ToolRequests(
-            config, self._membership, self._gathering, self._rings, self._acting, self._ending, self.statistics
+        if self._mesh is not None:
+            self._mesh.take_with(self._peer_dispatch.receive)
+        tools = ToolDispatch(
+            config, self._membership, self._gathering, self._rings, self._effects, self._ending, self.statistics
         )
-        self._local_ranks = LocalRanks(
+        self._worker_dispatch = WorkerDispatch(
             config,
             self._membership,
             self._links,
-            self._acting,
+            self._effects,
             self._starting,
             self._ending,
             self._timeline,
             tools,
-            self,
+            self._begin_epoch,
         )
         # Before anybody is told of this daemon: workers that do not find the socket then know that it is gone.
         self._listener = listen(self._directory.socket_path)
@@ -170,10 +178,10 @@ class Daemon:
         allow_many_descriptors()
         ignore_float_errors()
         keep_freed_memory()
-        self._pool = self._acting.pool = KernelPool(self._loop, self._settings.kernel_threads)
+        self._pool = self._effects.pool = KernelPool(self._loop, self._settings.kernel_threads)
         self._directory.show_stacks()
-        self._engine = self._make_engine()
-        self._workers = self._acting.workers = Workers(self._loop, self._listener, self._local_ranks)
+        self._make_engine()
+        self._workers = self._effects.workers = Workers(self._loop, self._listener, self._worker_dispatch)
         prepare_kernels(
             self._pool,
             self._settings.compression if self._mesh is not None else "dense",
@@ -231,57 +239,51 @@ class Daemon:
 
     # --- mesh ---------------------------------------------------------------------------------------------------------
 
-    def _heard(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
-        if not self._rings.handle(node, message):
-            self._from_peers.receive(node, message, payload)
-
     def _mesh_up(self) -> None:
         self._membership.mesh_up = True
         self._starting.report("connected")
         self._starting.check_up()
 
-    # --- from_peers' and local_ranks' Shell ---------------------------------------------------------------------------
+    # --- epochs -------------------------------------------------------------------------------------------------------
 
     def current_engine(self) -> Engine:
         return self._engine
 
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        self._acting.to_node(node, message)
+    def fail(self, error: str) -> None:
+        self._ending.fail(error)
 
-    def departed(self) -> None:
-        self._ending.departed()
+    def _next_epoch(self) -> None:
+        """Begins a membership epoch for which nobody here is waited for: the last one is lost, or there is none."""
+        self._begin_epoch()
+        self._starting.check_up()
 
-    def drop_peer(self, node: int, why: str) -> None:
-        assert self._mesh is not None
-        self._mesh.lose(node, why)
-
-    def fail(self, error: str, tell_peers: bool = True) -> None:
-        self._ending.fail(error, tell_peers)
-
-    def begin_epoch(self) -> None:
+    def _begin_epoch(self) -> None:
         """All local workers (where there are none: all workers) have left and come back. What was under way in the
         epoch before is nobody's any more."""
         self._engine.fail_job("its ranks have left the job")
         if self._mesh is not None:
             self._mesh.hurry()  # that these ranks have left is said before it is said that they are back
-        self._engine = self._make_engine()
+        self._make_engine()
         self._losses.epoch_begins(self._membership.epoch, self._engine)
 
     # --- coming up and ending -----------------------------------------------------------------------------------------
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self) -> None:
+        """A membership epoch begins: makes its engine, and hands it what peers and workers say from now on."""
         from fusiond.engine.engine import Engine
 
         config = self._config
-        return Engine(
+        self._engine = Engine(
             config.topology,
             config.node,
             self._settings,
-            self._acting,
+            self._effects,
             self.fail,
             self._membership.epoch,
             self._trace,
         )
+        self._peer_dispatch.engine_begins(self._engine)
+        self._worker_dispatch.engine_begins(self._engine)
 
     def _started(self, start: wire.Start, seconds_per_byte: Mapping[int, float]) -> None:
         from fusiond.collectives.cost import CostModel
@@ -318,7 +320,7 @@ class Daemon:
         if self._mesh is not None:
             self._mesh.close()
         self._pool.close()
-        self._acting.files.close()
+        self._effects.files.close()
         self._stacks.close()
         self._timeline.close()
         if self._metrics is not None:  # when nobody waits for this daemon any more
@@ -327,7 +329,7 @@ class Daemon:
         self._trace.close()
         self._directory.release()
 
-    # --- controls' Handler -------------------------------------------------------------------------------------------
+    # --- ProcessEvents ------------------------------------------------------------------------------------------------
 
     def signalled(self, name: str) -> None:
         self._ending.signalled(name)
@@ -347,7 +349,7 @@ class Daemon:
         return figures(serial, self._engine, self._mesh, self._membership, self._ending.failure, self._began)
 
     def statistics(self) -> dict[str, object]:
-        """What `fusiond status` shows: identity, state, resources, and the statistics of every part."""
+        """Returns what `fusiond status` shows: identity, state, resources, and the statistics of every part."""
         return {
             **identity(self._config, self._settings, self._membership, self._ending.failure, self._began),
             "views": self._losses.statistics(),

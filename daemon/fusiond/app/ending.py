@@ -1,4 +1,4 @@
-"""Who is gone, and what ends with it: a part of the job, the job, or this daemon."""
+"""The end of things: of a part of the job, of the job, or of this daemon."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fusion_rt import bootstrap, wire
 from fusion_rt.settings import Settings
-from fusiond.app.effects import Acting
+from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.membership.epoch import Membership
 from fusiond.membership.failures import Losses
 from fusiond.transport.mesh import Mesh
@@ -25,7 +25,7 @@ _LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when 
 
 
 class Ending:
-    """Of one daemon, whose other parts it uses.
+    """The `JobControl` of one daemon: says what goes on after somebody is gone, and when all is over.
 
     Args:
         config, settings: who this node is; whether losses are tolerated.
@@ -46,12 +46,12 @@ class Ending:
         membership: Membership,
         loop: EventLoop,
         mesh: Mesh | None,
-        acting: Acting,
+        effects: DaemonEffects,
         links: Mapping[int, WorkerLink],
         engine: Callable[[], Engine],
         begin_epoch: Callable[[], None],
     ) -> None:
-        self.losses = Losses(config.topology, config.node, settings.tolerate_losses, membership, self)
+        self.losses = Losses(config.topology, config.node, settings.tolerate_losses, membership, effects, self)
         self.failure = ""
         self.exit_code = 0
         self._config = config
@@ -60,7 +60,7 @@ class Ending:
         self._membership = membership
         self._loop = loop
         self._mesh = mesh
-        self._acting = acting
+        self._effects = effects
         self._links = links
         self._engine = engine
         self._begin_epoch = begin_epoch
@@ -124,23 +124,14 @@ class Ending:
         """Nodes that need not be asked anything."""
         return frozenset(self._ended | self._engine().participants.lost_nodes)
 
-    # --- losses' Outside ----------------------------------------------------------------------------------------------
-
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        self._acting.to_node(node, message)
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
-        return self._loop.call_later(seconds, callback)
-
-    def warn(self, text: str) -> None:
-        self._acting.warn(text)
+    # --- JobControl ---------------------------------------------------------------------------------------------------
 
     def current_engine(self) -> Engine:
         return self._engine()
 
     def is_over(self) -> bool:
-        """Whether nothing is left to be done for anybody here. Where losses are tolerated, the others' are agreed upon
-        as long as there is anybody."""
+        """Returns whether nothing is left to be done for anybody here. Where losses are tolerated, the others' are
+        agreed upon as long as there is anybody."""
         return self._everyone_departed or (self._membership.everyone_left and not self._tolerates)
 
     def peers_gone(self, nodes: Sequence[int], why: str) -> None:
@@ -150,6 +141,10 @@ class Ending:
             if self._mesh is not None and node != self._config.node:
                 self._mesh.lose(node, why)
         self.check_over()
+
+    def drop_peer(self, node: int, why: str) -> None:
+        assert self._mesh is not None
+        self._mesh.lose(node, why)
 
     def begin_epoch(self) -> None:
         self._begin_epoch()
@@ -173,9 +168,9 @@ class Ending:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
 
     def tell_workers(self) -> None:
-        """Those of this node hear why the job cannot go on."""
+        """Tells the workers of this node why the job cannot go on."""
         for link in self._links.values():
-            self._acting.workers.send(link, wire.JobFailed(self.failure))
+            self._effects.workers.send(link, wire.JobFailed(self.failure))
 
     def check_over(self) -> None:
         """A daemon that nobody attends ends with the job's last worker; one that is attended, when it is told to."""
@@ -189,16 +184,16 @@ class Ending:
 
     @property
     def _may_return(self) -> bool:
-        """Whether workers that have left may come back: here, or, to a node that has none left, anywhere."""
+        """True if workers that have left may come back: here, or, to a node that has none left, anywhere."""
         if self._membership.awaited:
-            return self._acting.workers.may_return
+            return self._effects.workers.may_return
         others = [node for node in self._membership.nodes if node != self._config.node]
         return any(self._membership.has_workers(node) and node not in self._ended for node in others)
 
     def _tell_peers(self, message: wire.PeerMessage) -> None:
         if self._mesh is not None:
             for node in self._others():
-                self._acting.to_node(node, message)
+                self._effects.to_node(node, message)
 
     def _others(self) -> list[int]:
         return [node for node in range(len(self._config.topology.hosts)) if node != self._config.node]

@@ -1,20 +1,24 @@
-"""What the other daemons say, passed on to the part of this one that it is about."""
+"""Messages of the other daemons: who may say what now, and what handles it.
+
+Each peer has a table from the type of a message to its handler. It is made anew when the view, the peer's membership
+epoch, or the engine's handlers change, and holds what the peer may say then; all else is refused.
+"""
 
 from __future__ import annotations
 
 import logging
 import traceback
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
 from fusion_rt.quoting import quoted
 from fusion_rt.topology import Topology
+from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop
-from fusiond.live.figures import Gathering
 from fusiond.membership.epoch import Membership
-from fusiond.membership.failures import Losses
+from fusiond.membership.failures import JobControl, Losses
 from fusiond.membership.startup import Starting
 from fusiond.transport.flow_control import CreditExceeded
 
@@ -22,34 +26,20 @@ if TYPE_CHECKING:
     from fusiond.engine.engine import Engine
 
 _FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Start, wire.Settled)
+_WITH_PAYLOAD = (wire.Chunk, wire.Piece)  # they say themselves which epoch they are of
 _LAST_DATA = 2.0  # seconds without data after which what is complete on one node does not complete on the others
 _log = logging.getLogger("fusiond")
 
 
-class Shell(Protocol):
-    """What the daemon does about it."""
+class PeerDispatch:
+    """The tables of one daemon.
 
-    def current_engine(self) -> Engine:
-        """The one of this membership epoch."""
-
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        """Sends a control message to a peer."""
-
-    def begin_epoch(self) -> None:
-        """A new membership epoch begins here."""
-
-    def departed(self) -> None:
-        """Workers have left, here or elsewhere."""
-
-    def drop_peer(self, node: int, why: str) -> None:
-        """Nothing more is taken from a peer, which is lost."""
-
-    def fail(self, error: str, tell_peers: bool = True) -> None:
-        """The job cannot go on."""
-
-
-class FromPeers:
-    """Of one daemon, whose other parts it uses."""
+    Args:
+        anybody: handlers of what every node may say, also one that is not in the view.
+        members: handlers of what nodes of the view may say, whatever their epoch.
+        losses: knows the view.
+        job: acts.
+    """
 
     def __init__(
         self,
@@ -57,71 +47,99 @@ class FromPeers:
         membership: Membership,
         losses: Losses,
         starting: Starting,
-        gathering: Gathering,
         loop: EventLoop,
-        shell: Shell,
+        job: JobControl,
+        anybody: Handlers,
+        members: Handlers,
     ) -> None:
         self._topology = topology
         self._membership = membership
         self._losses = losses
-        self._starting = starting
-        self._gathering = gathering
         self._loop = loop
-        self._shell = shell
-        self._epochs: dict[int, int] = {}  # by node
+        self._job = job
+        self._anybody = anybody
+        self._members: Handlers = {
+            **anybody,
+            **members,
+            **losses.handlers(),
+            **starting.handlers(),
+            wire.Abort: lambda node, abort: job.fail(abort.error, tell_peers=False),
+            wire.NewEpoch: self._new_epoch,
+        }
+        self._engine: Engine
+        self._epochs = dict.fromkeys(range(len(topology.hosts)), 0)  # by node
+        self._tables: list[Handlers] = []  # by node
+        self._made_of: tuple[object, object] = (None, None)  # the view and the engine's handlers
 
-    def receive(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
+    def engine_begins(self, engine: Engine) -> None:
+        """A membership epoch begins with this engine. The one before is let go of: it has memory of workers."""
+        self._engine = engine
+        self._tables, self._made_of = [], (None, None)
+
+    def receive(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
         """A peer's message has come."""
+        view, handlers = self._made_of
+        if self._losses.views.view is not view or self._engine.handlers is not handlers:
+            self._make_tables()
         try:
-            self._handle(node, message, payload)
+            self._tables[node].get(type(message), self._refused)(node, message, *payload)
         except CreditExceeded as error:
-            self._shell.drop_peer(node, str(error))
+            self._job.drop_peer(node, str(error))
         except Exception as error:  # whatever a message that is valid in itself leads to is its sender's fault
             why = str(error) if isinstance(error, FusionError) else quoted(traceback.format_exc())
             host = self._topology.hosts[node]
             kind = type(message).__name__
-            self._shell.fail(f"node {node} (host {host}) sent a {kind} that makes no sense here: {why}")
+            self._job.fail(f"node {node} (host {host}) sent a {kind} that makes no sense here: {why}")
 
-    def _handle(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
-        if self._losses.takes(node, message) or self._gathering.handle(node, message):
-            return
-        if isinstance(message, _FROM_COORDINATOR) and node != self._losses.views.coordinator:
+    def _make_tables(self) -> None:
+        self._made_of = self._losses.views.view, self._engine.handlers
+        self._tables = [self._table(node) for node in range(len(self._topology.hosts))]
+
+    def _table(self, node: int) -> Handlers:
+        """Returns handlers of what a node may say now."""
+        views, of_engine = self._losses.views, self._engine.handlers
+        if node not in views.view.nodes:
+            return self._anybody
+        is_current = self._epochs[node] == self._membership.epoch
+        table = {kind: of_engine[kind] for kind in of_engine if is_current or kind in _WITH_PAYLOAD}
+        if is_current:
+            table[wire.Departed] = self._departed
+        table.update(self._members)
+        return {kind: table[kind] for kind in table if node == views.coordinator or kind not in _FROM_COORDINATOR}
+
+    def _refused(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
+        """A node has said what it may not say now: because it is late, or no node of this job."""
+        views, kind = self._losses.views, type(message)
+        if node not in views.view.nodes:
+            if views.admits(node, message):
+                self._members[kind](node, message)
+        elif kind in _FROM_COORDINATOR and node != views.coordinator:
             if node not in self._losses.coordinated:
                 raise WireError("it comes from the coordinator only")
-            _log.debug("%s of a view that is over came from node %d", type(message).__name__, node)
-            return
-        if isinstance(message, wire.Abort):
-            self._shell.fail(message.error, tell_peers=False)
-        elif isinstance(message, wire.NewEpoch):
-            self._epochs[node] = message.epoch
-            if self._membership.follow(self._epochs):
-                self._shell.begin_epoch()
-                self._starting.check_up()
-            # What the node had a part in is complete there, and its data is on the way here.
-            self._loop.call_later(_LAST_DATA, partial(self._end_epoch_before, message.epoch, node))
-        elif isinstance(message, wire.Up):
-            self._starting.node_up(node, message.epoch)
-        elif isinstance(message, wire.Probe):
-            self._shell.to_node(node, wire.Echo(message.serial))
-        elif isinstance(message, wire.Echo):
-            self._starting.echo(node, message)
-        elif isinstance(message, wire.Start):
-            self._starting.start(message)
-        elif payload is None and self._epochs.get(node, 0) != self._membership.epoch:
-            _log.debug("%s of an epoch that is over came from node %d", type(message).__name__, node)
-        elif isinstance(message, wire.Departed):
-            self._shell.current_engine().depart(message.ranks)
-            self._shell.departed()
-        else:
-            self._shell.current_engine().peer_message(node, message, payload)
+            _log.debug("%s of a view that is over came from node %d", kind.__name__, node)
+        elif self._epochs[node] != self._membership.epoch:
+            _log.debug("%s of an epoch that is over came from node %d", kind.__name__, node)
+        # else the job has failed, and what is about its operations does not matter any more
+
+    def _departed(self, node: int, message: wire.Departed) -> None:
+        self._engine.depart(message.ranks)
+        self._job.departed()
+
+    def _new_epoch(self, node: int, message: wire.NewEpoch) -> None:
+        self._epochs[node] = message.epoch
+        if self._membership.follow(self._epochs):
+            self._job.begin_epoch()
+        self._make_tables()
+        # What the node had a part in is complete there, and its data is on the way here.
+        self._loop.call_later(_LAST_DATA, partial(self._end_epoch_before, message.epoch, node))
 
     def _end_epoch_before(self, epoch: int, node: int) -> None:
         """Whoever still waits for something in an epoch that a node has left behind waits in vain, unless data still
         comes, from that node or through others."""
         if epoch > self._membership.epoch:
-            quiet = self._shell.current_engine().quiet_seconds
+            quiet = self._engine.quiet_seconds
             if quiet < _LAST_DATA:
                 self._loop.call_later(_LAST_DATA - quiet, partial(self._end_epoch_before, epoch, node))
                 return
             ranks = self._topology.describe(self._topology.ranks[node])
-            self._shell.current_engine().end(f"{ranks} left the job")
+            self._engine.end(f"{ranks} left the job")

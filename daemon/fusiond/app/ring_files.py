@@ -14,6 +14,7 @@ from typing import Any
 
 from fusion_rt import trace_files, wire
 from fusion_rt.topology import Topology
+from fusiond.core.dispatch import Handlers, send_anywhere
 from fusiond.core.queries import Rounds
 
 PATIENCE = 5.0  # seconds for an answer
@@ -41,8 +42,17 @@ class RingFiles:
         self._directory = directory
         self._topology = topology
         self._node = node
-        self._to_node = to_node
+        self._send = send_anywhere(node, to_node, self.handlers())
         self._rounds: Rounds[_Answer] = Rounds(self._send, call_later, PATIENCE)
+
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the nodes' questions and answers."""
+        return {
+            wire.RingsRequest: self._rings_asked,
+            wire.RingPieceRequest: self._piece_asked,
+            wire.Rings: self._answered,
+            wire.RingPiece: self._answered,
+        }
 
     def tell(self, without: frozenset[int], then: Callable[[dict[str, Any]], None]) -> None:
         """Tells the rings of all nodes but those that are gone, as JSON types; `rings` is None of a silent node."""
@@ -81,20 +91,17 @@ class RingFiles:
         piece = request.name, request.offset, request.nbytes
         self._rounds.ask({request.node: lambda serial: wire.RingPieceRequest(serial, *piece)}, told)
 
-    def handle(self, node: int, message: wire.PeerMessage) -> bool:
-        """Takes a message of another node, or of this one. Returns whether it was for this."""
-        if isinstance(message, wire.RingsRequest):
-            self._send(node, wire.Rings(message.serial, self._here()))
-        elif isinstance(message, wire.RingPieceRequest):
-            self._send(node, self._piece(message))
-        elif isinstance(message, (wire.Rings, wire.RingPiece)):
-            self._rounds.answered(node, message.serial, message)
-        else:
-            return False
-        return True
+    def _rings_asked(self, node: int, request: wire.RingsRequest) -> None:
+        self._send(node, wire.Rings(request.serial, self._here()))
+
+    def _piece_asked(self, node: int, request: wire.RingPieceRequest) -> None:
+        self._send(node, self._piece(request))
+
+    def _answered(self, node: int, answer: _Answer) -> None:
+        self._rounds.answered(node, answer.serial, answer)
 
     def _names(self) -> list[str]:
-        """Of the rings that this node may have."""
+        """The names of the rings that this node may have."""
         ranks = self._topology.ranks[self._node]
         return [trace_files.ring_name("node", self._node), *(trace_files.ring_name("rank", rank) for rank in ranks)]
 
@@ -124,9 +131,3 @@ class RingFiles:
                 os.close(fd)
         except OSError as error:
             return wire.RingPiece(asked.serial, b"", f"it cannot be read: {error.strerror}")
-
-    def _send(self, node: int, message: wire.PeerMessage) -> None:
-        if node == self._node:
-            self.handle(node, message)
-        else:
-            self._to_node(node, message)

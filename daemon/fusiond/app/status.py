@@ -1,4 +1,4 @@
-"""What a daemon says about itself, and how it logs."""
+"""The daemon's words about itself: status, figures and log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def state_of(failure: str, membership: Membership) -> str:
 
 
 def role_of(config: bootstrap.DaemonConfig, settings: Settings) -> str:
-    """What a node is there for: `worker`, `shard`, or `worker and shard` where shard hosts were named."""
+    """Returns the role of a node: `worker`, `shard`, or `worker and shard` where shard hosts were named."""
     if not config.topology.ranks[config.node]:
         return "shard"
     is_shard = bool(settings.shard_hosts) and config.node in config.topology.homes(settings.shard_hosts)
@@ -63,7 +63,7 @@ def identity(
 def figures(
     serial: int, engine: Engine, mesh: Mesh | None, membership: Membership, failure: str, began: float
 ) -> wire.Figures:
-    """What a daemon does right now; `serial`: of whoever asks."""
+    """Returns what a daemon does right now; `serial`: of the question."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     operations, nbytes, under_way = engine.counts()
     dense, packed = engine.sent_bytes()

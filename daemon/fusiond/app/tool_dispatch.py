@@ -1,4 +1,4 @@
-"""What tools ask a daemon: `fusiond status`, `top` and `stop`, `fusion-trace hang` and `collect`."""
+"""Requests of tools to a daemon: `fusiond status`, `top` and `stop`, `fusion-trace hang` and `collect`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from fusion_rt import bootstrap, wire
-from fusiond.app.effects import Acting
+from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.app.ending import Ending
 from fusiond.app.ring_files import RingFiles
 from fusiond.app.status import state_of
 from fusiond.control.waiting import Survey, document, fitting
+from fusiond.core.dispatch import Handlers
 from fusiond.live import figures as live
 from fusiond.membership.epoch import Membership
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from fusiond.workers.connections import WorkerLink
 
 
-class ToolRequests:
-    """Of one daemon, whose other parts it uses.
+class ToolDispatch:
+    """One daemon's answers, for which it uses the other parts.
 
     Args:
         config: which job this is, and who is where.
@@ -33,7 +34,7 @@ class ToolRequests:
         membership: Membership,
         gathering: live.Gathering,
         rings: RingFiles,
-        acting: Acting,
+        effects: DaemonEffects,
         ending: Ending,
         statistics: Callable[[], dict[str, object]],
     ) -> None:
@@ -42,28 +43,33 @@ class ToolRequests:
         self._membership = membership
         self._gathering = gathering
         self._rings = rings
-        self._acting = acting
+        self._effects = effects
         self._ending = ending
         self._statistics = statistics
 
-    def answer(self, link: WorkerLink, message: wire.ToolMessage) -> None:
-        """Does what a tool asks for; the answer goes to it now or later."""
-        if isinstance(message, wire.StatusRequest):
-            self._tell(link, self._statistics())
-        elif isinstance(message, wire.HangRequest):
-            self._ending.current_engine().survey(message.everyone, lambda survey: self._tell_what_waits(link, survey))
-        elif isinstance(message, wire.JobRequest):
-            self._gathering.ask(self._ending.gone(), lambda told: self._tell_figures(link, told))
-        elif isinstance(message, wire.JobRingsRequest):
-            self._rings.tell(self._ending.gone(), lambda told: self._tell(link, told))
-        elif isinstance(message, wire.JobRingRequest):
-            self._rings.read(message, lambda told: self._tell(link, told))
-        else:
-            self._ending.stop(message.reason)
-            self._tell(link, {})
+    def handlers(self) -> Handlers:
+        """Returns the handlers of tools' messages; the answer goes to the tool at once or later."""
+        return {
+            wire.StatusRequest: lambda link, _: self._tell(link, self._statistics()),
+            wire.HangRequest: lambda link, asked: self._ending.current_engine().survey(
+                asked.everyone, lambda survey: self._tell_what_waits(link, survey)
+            ),
+            wire.JobRequest: lambda link, _: self._gathering.ask(
+                self._ending.gone(), lambda told: self._tell_figures(link, told)
+            ),
+            wire.JobRingsRequest: lambda link, _: self._rings.tell(
+                self._ending.gone(), lambda told: self._tell(link, told)
+            ),
+            wire.JobRingRequest: lambda link, asked: self._rings.read(asked, lambda told: self._tell(link, told)),
+            wire.StopRequest: self._stop,
+        }
+
+    def _stop(self, link: WorkerLink, message: wire.StopRequest) -> None:
+        self._ending.stop(message.reason)
+        self._tell(link, {})
 
     def _tell(self, link: WorkerLink, told: Mapping[str, object]) -> None:
-        self._acting.workers.send(link, wire.Status(json.dumps(told)))
+        self._effects.workers.send(link, wire.Status(json.dumps(told)))
 
     def _tell_what_waits(self, link: WorkerLink, survey: Survey) -> None:
         told = {
@@ -72,7 +78,7 @@ class ToolRequests:
             "epoch": self._membership.epoch,
             **document(survey, self._topology),
         }
-        self._acting.workers.send(link, wire.Status(fitting(told)))
+        self._effects.workers.send(link, wire.Status(fitting(told)))
 
     def _tell_figures(self, link: WorkerLink, told: Mapping[int, wire.Figures]) -> None:
-        self._acting.workers.send(link, wire.Status(live.fitting(live.document(self._job, self._topology, told))))
+        self._effects.workers.send(link, wire.Status(live.fitting(live.document(self._job, self._topology, told))))

@@ -18,16 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
-from fusion_rt.arena import Segment
 from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.dtypes import DTYPES, DType
 from fusion_rt.errors import FusionError
 from fusion_rt.kernels import cpu
+from fusiond.core.result import Result
 
 Array: TypeAlias = npt.NDArray[Any]
 Job: TypeAlias = Callable[[], None]
-
 
 _TINY = 64  # elements up to which numpy beats the call of a kernel
 _NATIVE = ("float32", "float64")
@@ -50,26 +49,6 @@ class Port(Protocol):
 
     def finish(self) -> None:
         """All chunks have been received; called once. The engine delivers when what was sent has been consumed."""
-
-
-@dataclass
-class Result:
-    """What a local member gets when the result does not lie where its input lay.
-
-    `segment`: the sealed memfd around `array` (uint8) when it is too large for a message. `sizes`: rows from each rank.
-    """
-
-    array: Array
-    segment: Segment | None = None
-    sizes: tuple[int, ...] = ()
-
-    @classmethod
-    def allocate(cls, nbytes: int, sizes: tuple[int, ...] = ()) -> Result:
-        """A result of `nbytes` bytes with undefined contents. Raises `ArenaError` when memory is out."""
-        if nbytes <= wire.MAX_INLINE:
-            return cls(np.empty(nbytes, np.uint8), None, sizes)
-        segment = Segment.create(nbytes)
-        return cls(np.frombuffer(segment.view, np.uint8), segment, sizes)
 
 
 class Exchange(ABC):

@@ -19,10 +19,10 @@ from fusiond.collectives.base import (
     Job,
     Once,
     Port,
-    Result,
     chunk_starts,
     raw,
 )
+from fusiond.core.result import Result
 
 
 @dataclass(frozen=True)

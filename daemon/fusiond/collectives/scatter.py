@@ -22,10 +22,10 @@ from fusiond.collectives.base import (
     Once,
     Port,
     Reducer,
-    Result,
     chunk_starts,
     of_partials,
 )
+from fusiond.core.result import Result
 
 
 class ReduceScatter(Exchange):

@@ -14,6 +14,7 @@ from fusion_rt.wire import OpKey
 from fusiond.control.handover import inherit, settle_sets
 from fusiond.control.negotiation import Coordinator, Outgoing
 from fusiond.control.questions import Questions
+from fusiond.core.dispatch import Handlers
 from fusiond.operations.context import Context
 
 _MAX_WAITING = 65536  # messages of a node that wait for the coordinator to begin
@@ -40,7 +41,7 @@ class Coordination:
         self,
         context: Context,
         questions: Questions,
-        receive: Callable[[int, wire.PeerMessage, memoryview | None], None],
+        receive: Callable[[int, wire.PeerMessage], None],
         on_job_failed: Callable[[str], None],
         epoch: int,
     ) -> None:
@@ -62,6 +63,11 @@ class Coordination:
         context = self._context
         warn = context.outside.warn
         return Coordinator(context.participants, context.settings, self._questions, warn, self._send)
+
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the nodes' messages to their coordinator."""
+        to_coordinator = (wire.Request, wire.Mismatch, wire.PlanRequest)
+        return {**dict.fromkeys(to_coordinator, self.handle), wire.Handover: self.handed_over}
 
     def view_begins(self, view: wire.View, coordinator: int, handover: wire.Handover) -> None:
         """Another view begins here, with what this node hands over."""
@@ -171,6 +177,6 @@ class Coordination:
     def _send(self, messages: Outgoing) -> None:
         for node, message in messages:
             if node == self._context.node:
-                self._receive(node, message, None)
+                self._receive(node, message)
             else:
                 self._context.outside.to_node(node, message)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
 from fusiond.control.waiting import Survey, describe_ranks, merge
+from fusiond.core.dispatch import Handlers, send_anywhere
 from fusiond.core.queries import Rounds
 from fusiond.operations.context import Context
 
@@ -28,7 +29,17 @@ class Questions:
         self._context = context
         self._pid = pid
         self._under_way = under_way
+        self._send = send_anywhere(context.node, context.outside.to_node, self.handlers())
         self._rounds: Rounds[Answer] = Rounds(self._send, context.outside.call_later, PATIENCE)
+
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the nodes' questions and answers."""
+        return {
+            wire.Locate: self._asked_where,
+            wire.WaitingRequest: self._asked_what,
+            wire.Located: self._answered,
+            wire.WaitingHere: self._answered,
+        }
 
     def locate(
         self, ranks: Iterable[int], keys: Sequence[OpKey], then: Callable[[dict[int, wire.Located]], None]
@@ -105,25 +116,22 @@ class Questions:
 
         self.locate(wanted, (), located)
 
-    def handle(self, node: int, message: wire.PeerMessage) -> bool:
-        """Takes a message of another node, or of this one. Returns whether it was for this."""
-        if isinstance(message, wire.Locate):
-            known = tuple(one for key in message.keys for one in self._under_way(key))[: wire.MAX_WAITING]
-            local = set(self._context.topology.ranks[self._context.node])
-            ranks = [rank for rank in message.ranks if rank in local]
-            self._context.outside.locate(
-                ranks, lambda found: self._send(node, wire.Located(message.serial, tuple(found), known))
-            )
-        elif isinstance(message, wire.WaitingRequest):
-            under_way = self._under_way(message.key)
-            told = tuple(under_way[: wire.MAX_WAITING])
-            self._send(node, wire.WaitingHere(message.serial, self._pid, told, len(under_way) - len(told)))
-        elif isinstance(message, (wire.Located, wire.WaitingHere)):
-            if self._may_tell(node, message):
-                self._rounds.answered(node, message.serial, message)
-        else:
-            return False
-        return True
+    def _asked_where(self, node: int, question: wire.Locate) -> None:
+        known = tuple(one for key in question.keys for one in self._under_way(key))[: wire.MAX_WAITING]
+        local = set(self._context.topology.ranks[self._context.node])
+        ranks = [rank for rank in question.ranks if rank in local]
+        self._context.outside.locate(
+            ranks, lambda found: self._send(node, wire.Located(question.serial, tuple(found), known))
+        )
+
+    def _asked_what(self, node: int, question: wire.WaitingRequest) -> None:
+        under_way = self._under_way(question.key)
+        told = tuple(under_way[: wire.MAX_WAITING])
+        self._send(node, wire.WaitingHere(question.serial, self._pid, told, len(under_way) - len(told)))
+
+    def _answered(self, node: int, answer: Answer) -> None:
+        if self._may_tell(node, answer):
+            self._rounds.answered(node, answer.serial, answer)
 
     def _may_tell(self, node: int, answer: Answer) -> bool:
         """Tells whether an answer is about ranks of its sender, as far as that can be said."""
@@ -132,9 +140,3 @@ class Questions:
         return local.issuperset(one.rank for one in found) and all(
             local.issuperset(waiting.submitted) for waiting in answer.waiting
         )
-
-    def _send(self, node: int, message: wire.PeerMessage) -> None:
-        if node == self._context.node:
-            self.handle(node, message)
-        else:
-            self._context.outside.to_node(node, message)

@@ -37,7 +37,7 @@ class Participants:
         topology: of this membership epoch.
         departed: ranks that have left, in good order or not.
         lost: why, by rank, of those that did not.
-        lost_nodes: those that were given up.
+        lost_nodes: those that were declared lost.
         joined: ranks that have joined, in the order in which this node heard of them.
         joins: how many times all ranks had joined, and went on together.
     """
@@ -65,7 +65,7 @@ class Participants:
             raise FusionError(f"there is no process set {process_set}") from None
 
     def is_over(self, process_set: int) -> bool:
-        """Whether there was such a process set, and it has been removed."""
+        """Returns whether there was such a process set, and it has been removed."""
         return process_set < self._next and process_set not in self._members
 
     def find(self, ranks: Sequence[int]) -> int | None:

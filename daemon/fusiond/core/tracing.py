@@ -1,4 +1,4 @@
-"""A daemon's ring, and what an engine and its mesh record in it, where it takes more than a line.
+"""The ring of a daemon, and records of its engine and mesh that take more than a line.
 
 The names are those that workers use: `bucket 3` for the bucket "3" of a plan.
 """

@@ -12,8 +12,11 @@ from fusion_rt.errors import FusionError
 from fusion_rt.wire import OpKey
 from fusiond.buckets.codec_state import State
 from fusiond.buckets.plans import Plans
-from fusiond.collectives.base import Array, Result
-from fusiond.operations.executor import Outside, Run
+from fusiond.collectives.base import Array
+from fusiond.core.dispatch import Handlers
+from fusiond.core.effects import Effects
+from fusiond.core.result import Result
+from fusiond.operations.executor import Run
 from fusiond.shards import Homes
 
 
@@ -34,13 +37,23 @@ class CodecService:
         plans: Plans,
         homes: Homes,
         runs: Mapping[OpKey, Run],
-        outside: Outside,
+        outside: Effects,
         failure: Callable[[], str],
         failed: Callable[[Codec, BaseException], None],
     ) -> None:
         self._plans, self._homes, self._runs, self._outside = plans, homes, runs, outside
         self._failure, self._failed = failure, failed
         self._prepared: set[tuple[Codec, str]] = set()  # codecs whose kernels for an element type are there
+
+    def worker_handlers(self) -> Handlers:
+        """Returns the handlers of workers' messages about codecs."""
+        return {
+            wire.SaveState: lambda worker, asked: self.save_state(worker.rank, asked),
+            wire.LoadState: lambda worker, given: self.load_state(
+                worker.rank, given, worker.at(given.place, given.nbytes)
+            ),
+            wire.CompressionRequest: lambda worker, asked: self.statistics(worker.rank, asked.handle),
+        }
 
     def save_state(self, rank: int, asked: wire.SaveState) -> None:
         """A worker asks for what the codecs of a plan remember."""

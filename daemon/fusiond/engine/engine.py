@@ -1,7 +1,7 @@
 """The engine: what this node does about every operation, from the workers' submissions to their results. No I/O.
 
 Events come in as method calls (a worker submitted, a peer's message came, time passed); what is to be done goes out
-through an `Outside`. One thread calls it. An operation is gathered until all local members have submitted it, agreed
+through its `Effects`. One thread calls it. An operation is gathered until all local members have submitted it, agreed
 upon (`negotiation`) unless its signature is known, and then run as an `Exchange` (`running`, `collectives`), whose
 chunks may come before any of that and wait.
 """
@@ -13,8 +13,10 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from fusion_rt import wire
+from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import FusionError, StepGivenUp
 from fusion_rt.kernels.team import Team
 from fusion_rt.settings import Settings
@@ -30,6 +32,8 @@ from fusiond.control.negotiation import Coordinator
 from fusiond.control.questions import Questions
 from fusiond.control.stalls import Stalls
 from fusiond.control.waiting import Survey
+from fusiond.core.dispatch import Handlers
+from fusiond.core.effects import Effects
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Participants
 from fusiond.core.tracing import record_plan
@@ -38,14 +42,14 @@ from fusiond.engine.codec_service import CodecService
 from fusiond.engine.proposals import Proposing
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Outside, Run, Runner
+from fusiond.operations.executor import Run, Runner
 from fusiond.operations.outcomes import Failing
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
 from fusiond.shards import Homes
 from fusiond.transport.flow_control import CreditExceeded, window_chunks
+from fusiond.workers.connections import WorkerLink
 
-_OF_COORDINATOR = wire.Verdict | wire.PlanVerdict
 _MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them
 _MAX_EARLY_BYTES = 1 << 32  # of these chunks
 
@@ -60,6 +64,9 @@ class Engine:
         on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
         epoch: the membership epoch.
         trace: what is done is recorded there.
+
+    Attributes:
+        handlers: of the peers' messages that are taken; other ones once the job has failed.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class Engine:
         topology: Topology,
         node: int,
         settings: Settings,
-        outside: Outside,
+        outside: Effects,
         on_job_failed: Callable[[str], None],
         epoch: int = 0,
         trace: Instrument = NULL,
@@ -122,6 +129,7 @@ class Engine:
         self._stalls = Stalls(
             context, self._failing, self._coordination, self._questions, self.homes, self._proposing.waits
         )
+        self.handlers = self._handlers()
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -130,7 +138,7 @@ class Engine:
 
     @property
     def cost(self) -> CostModel:
-        """What a message costs on this job's links."""
+        """The cost of a message on this job's links."""
         return self._runner.cost
 
     def measured(self, cost: CostModel, route: CostModel) -> None:
@@ -138,6 +146,32 @@ class Engine:
         self._runner.cost, self._runner.route = cost, route
 
     # --- from the local workers ---------------------------------------------------------------------------------------
+
+    def worker_handlers(self) -> Handlers:
+        """Returns the handlers of what local workers ask, each called with the worker's connection and the message."""
+        return {
+            wire.Ready: lambda worker, ready: self.ready(worker.rank, ready),
+            wire.Submit: lambda worker, submit: self.submit(
+                worker.rank,
+                submit,
+                None if submit.place is None else worker.at(submit.place, _nbytes(submit.signature)),
+            ),
+            wire.Propose: lambda worker, asked: self.propose(worker.rank, asked.handle, asked.proposal),
+            wire.StalenessRequest: lambda worker, asked: self.staleness(worker.rank, asked.handle),
+            wire.AddSegment: self._segment_added,
+            wire.DropSegment: self._segment_dropped,
+            **self.codecs.worker_handlers(),
+        }
+
+    def _segment_added(self, worker: WorkerLink, message: wire.AddSegment) -> None:
+        if message.plan:
+            assert worker.rank is not None
+            self.add_plan_memory(worker.rank, message.plan, worker.memory[message.segment])
+
+    def _segment_dropped(self, worker: WorkerLink, message: wire.DropSegment) -> None:
+        if message.segment in worker.plans:
+            assert worker.rank is not None
+            self.drop_plan_memory(worker.rank, worker.plans[message.segment])
 
     def submit(self, rank: int, submit: wire.Submit, memory: Array | None) -> None:
         """A worker submits an operation; `memory` is its tensor's bytes (uint8) in the arena, if it is there."""
@@ -246,7 +280,7 @@ class Engine:
         return self._plans.why_not_without(nodes, lost)
 
     def view_begins(self, view: wire.View, coordinator: int) -> None:
-        """Nodes or workers have been given up, and a node coordinates that may be another one than before."""
+        """Nodes or workers have been declared lost, and a node coordinates that may be another one than before."""
         new = {}
         for loss in view.lost:
             ranks = self.topology.ranks[loss.node] if loss.rank < 0 else (loss.rank,)
@@ -294,50 +328,58 @@ class Engine:
 
     # --- from the peers -----------------------------------------------------------------------------------------------
 
-    def peer_message(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
-        """A peer's message that is about operations."""
-        if self._failing.failure:
-            self._questions.handle(node, message)
-            return
-        if isinstance(message, wire.Chunk):
-            assert payload is not None
-            if message.key.clock // wire.CLOCKS_OF_AN_EPOCH == self._epoch:
-                self._chunk(node, message, payload)
-        elif isinstance(message, wire.Piece):
-            assert payload is not None
-            self.homes.peer(node, message, payload)
-        elif isinstance(message, wire.Credit):
-            run = self._runs.get(message.key)
-            if run is not None and run.port is not None and node in run.members.nodes:
-                run.port.credit(run.members.nodes.index(node), message.chunks)
-        elif isinstance(message, _OF_COORDINATOR):
-            if self._coordination.takes(node):
-                self._decided(message)
-        elif isinstance(message, wire.OpFailed):
-            self._failing.here(message.key, message.error)
-            self._coordination.forget(message.key)
-        elif isinstance(message, wire.Handover):
-            self._coordination.handed_over(node, message)
-        elif isinstance(message, wire.Settled):
-            if self._coordination.is_settled(message):
-                self._agreeing.settle_sets(message, self._proposing.remove_set)
-        elif isinstance(message, wire.Began):
-            self._began(node, message)
-        elif isinstance(message, wire.Occupied):
-            if message.rank in self.topology.ranks[node]:
-                self.homes.occupied.told(message)
-        elif isinstance(message, wire.Joined):
-            if message.rank in self.topology.ranks[node] and message.before == self.participants.joins:
-                self._joined(message.rank)
-        elif not self._questions.handle(node, message):
-            self._coordination.handle(node, message)
+    def _handlers(self) -> Handlers:
+        """Returns the handlers of the peers' messages about operations."""
+        return {
+            wire.Chunk: self._chunk,
+            wire.Piece: self.homes.peer,
+            wire.Credit: self._credit,
+            wire.Verdict: partial(self._decided, self._agreeing.verdict),
+            wire.PlanVerdict: partial(self._decided, self._plan_decided),
+            wire.OpFailed: self._failed_elsewhere,
+            wire.Settled: self._settled,
+            wire.Began: self._began,
+            wire.Occupied: self._occupied,
+            wire.Joined: self._joined_elsewhere,
+            **self._questions.handlers(),
+            **self._coordination.handlers(),
+        }
 
-    def _decided(self, message: wire.Verdict | wire.PlanVerdict) -> None:
-        if isinstance(message, wire.Verdict):
-            self._agreeing.verdict(message)
-        else:
-            self._proposing.verdict(message)
-            self.homes.occupied.look_again()
+    def peer_message(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
+        """A message about operations has come, maybe from this node's own coordinator. Once the job has failed, only
+        questions are answered."""
+        if handler := self.handlers.get(type(message)):
+            handler(node, message, *payload)
+
+    def _credit(self, node: int, credit: wire.Credit) -> None:
+        run = self._runs.get(credit.key)
+        if run is not None and run.port is not None and node in run.members.nodes:
+            run.port.credit(run.members.nodes.index(node), credit.chunks)
+
+    def _decided(self, take: Callable[[Any], None], node: int, message: wire.PeerMessage) -> None:
+        """The coordinator has decided something."""
+        if self._coordination.takes(node):
+            take(message)
+
+    def _plan_decided(self, verdict: wire.PlanVerdict) -> None:
+        self._proposing.verdict(verdict)
+        self.homes.occupied.look_again()
+
+    def _failed_elsewhere(self, node: int, message: wire.OpFailed) -> None:
+        self._failing.here(message.key, message.error)
+        self._coordination.forget(message.key)
+
+    def _settled(self, node: int, settled: wire.Settled) -> None:
+        if self._coordination.is_settled(settled):
+            self._agreeing.settle_sets(settled, self._proposing.remove_set)
+
+    def _occupied(self, node: int, message: wire.Occupied) -> None:
+        if message.rank in self.topology.ranks[node]:
+            self.homes.occupied.told(message)
+
+    def _joined_elsewhere(self, node: int, message: wire.Joined) -> None:
+        if message.rank in self.topology.ranks[node] and message.before == self.participants.joins:
+            self._joined(message.rank)
 
     def tick(self) -> None:
         """Time has passed: ends what has waited too long. Called about once a second while anything is under way."""
@@ -349,6 +391,7 @@ class Engine:
         if self._failing.failure:
             return
         self._failing.failure = error
+        self.handlers = self._questions.handlers()
         self._runs.clear()
         self._proposing.clear()
         self.homes.fail()
@@ -367,7 +410,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way that a tick could end."""
+        """True if nothing is under way that a tick could end."""
         return not self._runs and not self._proposing.waiting and self.homes.idle
 
     @property
@@ -380,7 +423,7 @@ class Engine:
         self._questions.survey(everyone, then)
 
     def record_plans(self) -> None:
-        """Records the plans in force again: what was recorded first may be overwritten by now."""
+        """Records the active plans again: what was recorded first may be overwritten by now."""
         for state in self._plans:
             record_plan(self._trace, state.plan)
 
@@ -393,7 +436,7 @@ class Engine:
         return self._plans.traffic()
 
     def statistics(self) -> dict[str, object]:
-        """Operations `under_way` and `completed`, their `bytes` on this node, and the `plans` in force."""
+        """Operations `under_way` and `completed`, their `bytes` on this node, and the active `plans`."""
         return {
             "under_way": len(self._runs),
             "completed": self._completed,
@@ -423,6 +466,8 @@ class Engine:
             self._agreeing.advance(run)
 
     def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        if chunk.key.clock // wire.CLOCKS_OF_AN_EPOCH != self._epoch:
+            return
         run = self._runs.get(chunk.key)
         if run is None:
             if not self._may_begin(node, chunk.key):
@@ -468,7 +513,7 @@ class Engine:
                 )
 
     def _may_begin(self, node: int, key: OpKey) -> bool:
-        """Whether a peer may be the first to say anything about an operation here."""
+        """Returns whether a peer may be the first to say anything about an operation here."""
         if self._failing.is_over(key) or self.participants.is_over(key.process_set):
             return False
         if key.process_set in self.participants and not self._too_early():
@@ -480,7 +525,7 @@ class Engine:
         return False
 
     def _too_early(self) -> bool:
-        """Whether peers are ahead of the workers here in as many operations as they may be."""
+        """Returns whether peers are ahead of the workers here in as many operations as they may be."""
         return len(self._runs) >= _MAX_EARLY and sum(not run.parts for run in self._runs.values()) >= _MAX_EARLY
 
     def _delivered(self, run: Run) -> None:
@@ -506,3 +551,8 @@ class Engine:
         for (process_set, group, clock), ranks in self._proposing.waiting.items():
             if rank in ranks:
                 yield wire.mark(OpKey(process_set, 0, f"plan of {group}", clock))
+
+
+def _nbytes(signature: wire.Signature) -> int:
+    """Bytes of a tensor; 0 where its dtype does not exist, which `Engine.submit` refuses."""
+    return math.prod(signature.shape) * DTYPES[signature.dtype].itemsize if signature.dtype in DTYPES else 0

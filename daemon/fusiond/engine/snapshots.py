@@ -18,7 +18,7 @@ from fusion_rt.errors import FusionError
 from fusion_rt.settings import Settings
 from fusiond.buckets.plans import Plans
 from fusiond.collectives.base import Array
-from fusiond.operations.executor import Outside
+from fusiond.core.effects import Effects
 from fusiond.shards import Homes
 
 _PLAN = "plan"  # the entry that says of which plan a file is
@@ -39,7 +39,7 @@ class Snapshots:
         outside: writes beside the event loop.
     """
 
-    def __init__(self, settings: Settings, node: int, plans: Plans, homes: Homes, outside: Outside) -> None:
+    def __init__(self, settings: Settings, node: int, plans: Plans, homes: Homes, outside: Effects) -> None:
         self._directory = settings.snapshot_directory
         self._restores = settings.snapshot_restore
         self._node = node

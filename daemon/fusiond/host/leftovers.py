@@ -1,4 +1,4 @@
-"""What daemons, and agents of elastic jobs, that were killed have left behind, found by their locks: the kernel frees a
+"""Files that killed daemons, and agents of elastic jobs, have left behind, found by their locks: the kernel frees a
 lock with its process.
 
 A directory whose lock is free is nobody's. Its socket and lock are removed, and its log as well when it is empty or
@@ -53,7 +53,7 @@ def _is_own(path: str) -> bool:
 
 
 def _remove(path: str, logs: bool) -> bool:
-    """Whether anything was removed."""
+    """Returns whether anything was removed."""
     lock = -1
     try:
         try:

@@ -1,4 +1,4 @@
-"""What the daemon asks of the kernel, the C library and numpy for the whole process."""
+"""Requests to the kernel, the C library and numpy for the daemon's whole process."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def listen(path: str) -> socket.socket:
 
 
 def _is_at(fd: int, path: str) -> bool:
-    """Whether an open file is still the one at that path."""
+    """Returns whether an open file is still the one at that path."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What tells a daemon from outside that something is to be done: signals, and its standard input."""
+"""Signals and standard input, which tell a daemon from outside that something is to be done."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fusion_rt.errors import FusionError, WireError
 from fusiond.host.loop import EventLoop
 
 
-class Handler(Protocol):
-    """What the daemon does about it."""
+class ProcessEvents(Protocol):
+    """The part of a daemon that signals and standard input are for."""
 
     def signalled(self, name: str) -> None:
         """The daemon is told to stop."""
@@ -24,13 +24,13 @@ class Handler(Protocol):
         """Standard input has ended: so has whoever started the daemon."""
 
 
-def watch_signals(loop: EventLoop, handler: Handler) -> None:
-    """SIGTERM, SIGINT and SIGHUP come to the handler in the event loop."""
+def watch_signals(loop: EventLoop, events: ProcessEvents) -> None:
+    """Tells of SIGTERM, SIGINT and SIGHUP in the event loop."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    loop.add_reader(reader, lambda: handler.signalled(signal.Signals(os.read(reader, 1)[0]).name))
+    loop.add_reader(reader, lambda: events.signalled(signal.Signals(os.read(reader, 1)[0]).name))
 
 
 class StandardInput:
@@ -40,17 +40,17 @@ class StandardInput:
         loop: watches it.
         fd: its descriptor.
         start: what has been read from it already.
-        handler: hears of it.
+        events: hears of it.
 
     Raises:
         FusionError: it is not a pipe.
     """
 
-    def __init__(self, loop: EventLoop, fd: int, start: bytes, handler: Handler) -> None:
+    def __init__(self, loop: EventLoop, fd: int, start: bytes, events: ProcessEvents) -> None:
         self._loop = loop
         self._fd = fd
         self._data = start
-        self._handler = handler
+        self._events = events
         os.set_blocking(fd, False)
         try:
             loop.add_reader(fd, self._read)
@@ -70,9 +70,9 @@ class StandardInput:
         self._take_lines()
         if not data:
             self._loop.remove(self._fd)
-            self._handler.starter_gone()
+            self._events.starter_gone()
 
     def _take_lines(self) -> None:
         while b"\n" in self._data:
             line, self._data = self._data.split(b"\n", 1)
-            self._handler.peers_known(bootstrap.decode_line(line, bootstrap.PeerTable))
+            self._events.peers_known(bootstrap.decode_line(line, bootstrap.PeerTable))

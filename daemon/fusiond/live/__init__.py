@@ -1,1 +1,1 @@
-"""What a job does right now, told by its daemons: `fusiond top`, `fusiond dashboard`, metrics for Prometheus."""
+"""The state of a running job, told by its daemons: `fusiond top`, `fusiond dashboard`, metrics for Prometheus."""

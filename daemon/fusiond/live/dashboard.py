@@ -1,4 +1,4 @@
-"""What `fusiond dashboard` serves: one page that asks for the rates every now and then, and draws them."""
+"""The page that `fusiond dashboard` serves, which asks for the rates every now and then, and draws them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every node of a job does right now, asked for by one of them. No I/O."""
+"""The figures of every node of a job, asked for by one of them. No I/O."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 
 from fusion_rt import wire
 from fusion_rt.topology import Topology
+from fusiond.core.dispatch import Handlers, send_anywhere
 from fusiond.core.queries import Rounds
 
 PATIENCE = 2.0  # seconds for an answer: whoever looks on wants to see the others meanwhile
@@ -35,33 +36,26 @@ class Gathering:
         call_later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._topology = topology
-        self._node = node
         self._here = here
-        self._to_node = to_node
+        self._send = send_anywhere(node, to_node, self.handlers())
         self._rounds: Rounds[wire.Figures] = Rounds(self._send, call_later, PATIENCE)
+
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the nodes' questions and answers."""
+        return {wire.FiguresRequest: self._asked, wire.Figures: self._answered}
 
     def ask(self, without: frozenset[int], then: Callable[[dict[int, wire.Figures]], None]) -> None:
         """Asks all nodes but those that are gone; tells their figures, by node."""
         nodes = [node for node in range(len(self._topology.hosts)) if node not in without]
         self._rounds.ask(dict.fromkeys(nodes, wire.FiguresRequest), then)
 
-    def handle(self, node: int, message: wire.PeerMessage) -> bool:
-        """Takes a message of another node, or of this one. Returns whether it was for this."""
-        if isinstance(message, wire.FiguresRequest):
-            self._send(node, self._here(message.serial))
-        elif isinstance(message, wire.Figures):
-            local = set(self._topology.ranks[node])
-            if all(figures.rank in local for figures in message.ranks):
-                self._rounds.answered(node, message.serial, message)
-        else:
-            return False
-        return True
+    def _asked(self, node: int, request: wire.FiguresRequest) -> None:
+        self._send(node, self._here(request.serial))
 
-    def _send(self, node: int, message: wire.PeerMessage) -> None:
-        if node == self._node:
-            self.handle(node, message)
-        else:
-            self._to_node(node, message)
+    def _answered(self, node: int, figures: wire.Figures) -> None:
+        local = set(self._topology.ranks[node])
+        if all(each.rank in local for each in figures.ranks):
+            self._rounds.answered(node, figures.serial, figures)
 
 
 def document(
@@ -79,8 +73,8 @@ def document(
 
 
 def fitting(told: dict[str, Any], most: int = wire.MAX_TEXT) -> str:
-    """It as JSON of at most so many characters. Of what is longer, the links that have carried least are left out, and
-    then ranks; `left_out` says how many."""
+    """Returns the document as JSON of at most so many characters. Of what is longer, the links that have carried least
+    are left out, and then ranks; `left_out` says how many."""
     told["left_out"] = {"links": 0, "ranks": 0}
     text = json.dumps(told)
     for what, weight in (("links", "sent_bytes"), ("ranks", "late_seconds")):

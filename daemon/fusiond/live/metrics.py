@@ -82,7 +82,7 @@ class Metrics:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Of the registry: all figures, as the daemon has them now."""
+        """Yields all figures for the registry, as the daemon has them now."""
         return families(self._job, self._topology, self._node, self._take())
 
     def _take(self) -> wire.Figures:

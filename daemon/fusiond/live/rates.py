@@ -68,7 +68,7 @@ class Rates:
 
 
 def compare(before: Document | None, after: Document) -> Rates:
-    """What has happened between two looks at one job; `before`: None at the first look."""
+    """Returns what has happened between two looks at one job; `before`: None at the first look."""
     old = {} if before is None else {node["node"]: node for node in before["nodes"] if node["answered"]}
     seconds = 0.0 if before is None else after["time"] - before["time"]
     nodes, ranks, links = [], [], []

@@ -1,4 +1,4 @@
-"""What `fusiond status` draws."""
+"""The picture that `fusiond status` draws."""
 
 from __future__ import annotations
 

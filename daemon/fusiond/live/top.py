@@ -1,4 +1,4 @@
-"""What `fusiond top` draws."""
+"""The picture that `fusiond top` draws."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _HEADERS = {
 
 
 class Page(NamedTuple):
-    """What is served at a path; `make` is called on the server's thread, and may raise `FusionError`."""
+    """A page that is served at a path; `make` is called on the server's thread, and may raise `FusionError`."""
 
     content_type: str
     make: Callable[[], bytes]

@@ -65,7 +65,7 @@ class Membership:
         self._begin_if_all_are_back()
 
     def has_workers(self, node: int) -> bool:
-        """Whether a node has workers that are not lost."""
+        """Returns whether a node has workers that are not lost."""
         return not self._lost.issuperset(self._topology.ranks[node])
 
     def may_join(self, rank: int) -> str:
@@ -93,8 +93,8 @@ class Membership:
             self.started = self._reported = False
 
     def follow(self, epochs: Mapping[int, int]) -> bool:
-        """Whether a node that awaits no workers begins a new epoch: once every node that has workers is in it, since
-        until then some may still wait for something of the epoch before.
+        """Returns whether a node that awaits no workers begins a new epoch: once every node that has workers is in it,
+        since until then some may still wait for something of the epoch before.
 
         Args:
             epochs: of the other nodes, by node; 0 where there is none.
@@ -107,7 +107,7 @@ class Membership:
         return True
 
     def became_up(self) -> bool:
-        """Whether this node is up, said once in an epoch."""
+        """Returns whether this node is up, said once in an epoch."""
         if self._reported or not self.mesh_up or len(self.joined) < len(self.local):
             return False
         self._reported = True
@@ -115,12 +115,12 @@ class Membership:
 
     @property
     def all_up(self) -> bool:
-        """Whether every node is up (the coordinator's to ask)."""
+        """True if every node is up (the coordinator's to ask)."""
         return all(self.nodes_up.get(node) == self.epoch for node in self.nodes)
 
     @property
     def everyone_left(self) -> bool:
-        """Whether every worker of this node has come and gone, and none has come back."""
+        """True if every worker of this node has come and gone, and none has come back."""
         return len(self.left) == len(self.local) > 0 and not self._returned
 
     def missing(self) -> str:

@@ -1,4 +1,4 @@
-"""What follows from a lost node or worker: nothing, the next view, or the end of the job. No I/O.
+"""Losses of nodes and workers, from each of which follows nothing, the next view, or the end of the job. No I/O.
 
 Without `tolerate_losses` every loss ends the job; so do those that an algorithm cannot do without. The sentence is that
 of whoever decides (`views`), so that all ranks are told the same.
@@ -6,69 +6,78 @@ of whoever decides (`views`), so that all ranks are told the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fusion_rt import wire
 from fusion_rt.topology import Topology
 from fusion_rt.wire import Loss, View
+from fusiond.core.dispatch import Handlers
+from fusiond.core.effects import Effects
 from fusiond.membership.epoch import Membership
-from fusiond.membership.quorum import ViewMessage, Views
+from fusiond.membership.quorum import Views
 
 if TYPE_CHECKING:
     from fusiond.engine.engine import Engine
 
 
-class Outside(Protocol):
-    """What the daemon does for it."""
-
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        """Sends a control message to a peer, if it can be reached."""
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
-        """Calls back when that time has passed."""
-
-    def warn(self, text: str) -> None:
-        """Tells people something that is not an error yet."""
+class JobControl(Protocol):
+    """The part of a daemon that says what goes on, and with whom."""
 
     def current_engine(self) -> Engine:
-        """The one of this membership epoch."""
+        """Returns the engine of this membership epoch."""
+
+    def begin_epoch(self) -> None:
+        """The next membership epoch begins here."""
+
+    def departed(self) -> None:
+        """Workers have left in good order, here or elsewhere."""
 
     def is_over(self) -> bool:
-        """Whether nothing is left to be done for anybody here."""
-
-    def fail(self, error: str, tell_peers: bool) -> None:
-        """The job cannot go on."""
+        """Returns whether nothing is left to be done for anybody here."""
 
     def peers_gone(self, nodes: Sequence[int], why: str) -> None:
         """The daemon need not hear these nodes any more."""
 
-    def begin_epoch(self) -> None:
-        """All workers of this node that are not lost have left and come back."""
+    def drop_peer(self, node: int, why: str) -> None:
+        """Nothing more is taken from a peer, which is lost."""
+
+    def fail(self, error: str, tell_peers: bool = True) -> None:
+        """The job cannot go on."""
 
 
 class Losses:
-    """Of one daemon.
+    """The losses that one daemon knows of, and what follows from them.
 
     Args:
         topology, node: who is where, and which node this is.
         tolerate: whether a loss may be tolerated at all.
         membership: who has come here.
-        outside: acts.
+        effects: sends, waits and warns.
+        job: acts.
 
     Attributes:
         views: which nodes go on.
         coordinated: nodes that coordinated in views before.
     """
 
-    def __init__(self, topology: Topology, node: int, tolerate: bool, membership: Membership, outside: Outside) -> None:
-        self.views = Views(topology, node, self)
+    def __init__(
+        self,
+        topology: Topology,
+        node: int,
+        tolerate: bool,
+        membership: Membership,
+        effects: Effects,
+        job: JobControl,
+    ) -> None:
+        self.views = Views(topology, node, effects, self)
         self.coordinated: set[int] = set()
         self._topology = topology
         self._node = node
         self._tolerate = tolerate
         self._membership = membership
-        self._outside = outside
+        self._effects = effects
+        self._job = job
         self._handovers: dict[int, wire.Handover] = {}  # the latest of each node
         self._ended: dict[int, str] = {}  # nodes that are not missed, and why they are gone
 
@@ -76,14 +85,14 @@ class Losses:
         """A peer cannot be heard any more."""
         if node not in self.views.view.nodes:
             return
-        if self._outside.is_over() or (self._has_left(node) and node != self.views.coordinator):
+        if self._job.is_over() or (self._has_left(node) and node != self.views.coordinator):
             self._let_go(node, why)  # nobody needs it any more
             return
         self._suspect(node, why)
 
     def departed(self) -> None:
         """Workers have left in good order. Where they were the last, that is why connections seemed to be lost."""
-        over = self._outside.is_over()
+        over = self._job.is_over()
         for node in self.views.view.nodes:
             nobody_needs_it = over or (self._has_left(node) and node != self.views.coordinator)
             if nobody_needs_it and self.views.forgive(node):
@@ -95,25 +104,21 @@ class Losses:
             self._membership.lose(rank)
             self.views.suspect(Loss(self._node, error, rank))
         else:
-            self._outside.fail(error, True)
+            self._job.fail(error, True)
 
     def gone_on_without(self, why: str) -> None:
         """This node ends, and the others decide what becomes of the job."""
         host = self._topology.hosts[self._node]
         self.views.resign(f"node {self._node} (host {host}) is lost: {why}")
 
-    def takes(self, node: int, message: wire.PeerMessage) -> bool:
-        """Whether a peer's message is about what this does, or is to be dropped; both is seen to."""
-        if not self.views.admits(node, message):
-            return True
-        if isinstance(message, wire.Handover):
-            self._handovers[node] = message
-            self._outside.current_engine().peer_message(node, message, None)
-        elif isinstance(message, ViewMessage):
-            self.views.message(node, message)
-        else:
-            return False
-        return True
+    def handlers(self) -> Handlers:
+        """Returns the handlers of what nodes of the view say about views."""
+        return {**self.views.handlers(), wire.Handover: self._handed_over}
+
+    def _handed_over(self, node: int, handover: wire.Handover) -> None:
+        """A node hands over to the coordinator of a view; kept for the engine of the next epoch, too."""
+        self._handovers[node] = handover
+        self._job.current_engine().peer_message(node, handover)
 
     def epoch_begins(self, epoch: int, engine: Engine) -> None:
         """A membership epoch begins here, with a new engine, in the view that there is. The others hear of it first:
@@ -122,16 +127,16 @@ class Losses:
         Nodes that were not needed any more when they went are missed now."""
         for node in range(len(self._topology.hosts)):
             if node != self._node:
-                self._outside.to_node(node, wire.NewEpoch(epoch))
+                self._effects.to_node(node, wire.NewEpoch(epoch))
         if self.views.view.number:
             engine.view_begins(self.views.view, self.views.coordinator)
             for node, handover in self._handovers.items():
-                engine.peer_message(node, handover, None)
+                engine.peer_message(node, handover)
         for node, why in self._ended.items():
             self._suspect(node, why)
 
     def statistics(self) -> dict[str, object]:
-        """The `view` in force, and messages `fenced` because their sender is not in it."""
+        """Returns the active `view`, and messages `fenced` because their sender is not in it."""
         view = self.views.view
         return {
             "view": view.number,
@@ -141,16 +146,10 @@ class Losses:
             "fenced": self.views.fenced,
         }
 
-    # --- views' Handler -----------------------------------------------------------------------------------------------
-
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        self._outside.to_node(node, message)
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
-        return self._outside.call_later(seconds, callback)
+    # --- the views' ViewEvents ----------------------------------------------------------------------------------------
 
     def is_over(self) -> bool:
-        return self._outside.is_over()
+        return self._job.is_over()
 
     def why_not_without(self, losses: Sequence[Loss]) -> str:
         needed = [loss for loss in losses if loss.rank >= 0 or not self._has_left(loss.node)]
@@ -158,35 +157,35 @@ class Losses:
             return ""
         if not self._may_tolerate:
             return needed[0].why
-        why_not = self._outside.current_engine().why_not_without(needed)
+        why_not = self._job.current_engine().why_not_without(needed)
         return f"{needed[0].why}; the job cannot go on without it: {why_not}" if why_not else ""
 
     def view_begins(self, view: View, news: Sequence[Loss]) -> None:
         error = self.why_not_without(news)
         for loss in news:
-            self._outside.warn(f"{loss.why}; the job goes on without it")
+            self._effects.warn(f"{loss.why}; the job goes on without it")
         self.coordinated.add(self._membership.coordinator)
         epoch = self._membership.epoch
         self._membership.view_begins(view, self.views.coordinator)
         for loss in news:
             if loss.rank < 0:
-                self._outside.peers_gone([loss.node], loss.why)
+                self._job.peers_gone([loss.node], loss.why)
         if error:  # this node has plans that whoever decided has no part in
-            self._outside.fail(error, True)
+            self._job.fail(error, True)
         elif self._membership.epoch > epoch:
-            self._outside.begin_epoch()  # in this view
+            self._job.begin_epoch()  # in this view
         else:
-            self._outside.current_engine().view_begins(view, self.views.coordinator)
+            self._job.current_engine().view_begins(view, self.views.coordinator)
 
     def job_ends(self, error: str, tell: bool) -> None:
-        self._outside.fail(error, tell or not self._tolerate)
+        self._job.fail(error, tell or not self._tolerate)
 
     def _suspect(self, node: int, why: str) -> None:
         self.views.suspect(Loss(node, f"node {node} (host {self._topology.hosts[node]}) is lost: {why}"))
 
     def _let_go(self, node: int, why: str) -> None:
         self._ended[node] = why
-        self._outside.peers_gone([node], why)
+        self._job.peers_gone([node], why)
 
     @property
     def _may_tolerate(self) -> bool:
@@ -194,4 +193,4 @@ class Losses:
 
     def _has_left(self, node: int) -> bool:
         ranks = self._topology.ranks[node]
-        return bool(ranks) and self._outside.current_engine().participants.departed.issuperset(ranks)
+        return bool(ranks) and self._job.current_engine().participants.departed.issuperset(ranks)

@@ -9,7 +9,7 @@ nodes, the first goes on without the second, and not the other way round.)
 Whoever suspects something tells the *decider*: the lowest node with workers that it does not itself suspect. This one
 waits a moment, so that the other symptoms of one fault come in, and then either says why the job cannot go on, or
 canvasses for a view without what is lost. That is the coordinator, or, if it is suspected itself, the next one. Of two
-nodes of which one does not hear the other, though the decider hears both, the one with more such links is given up, or
+nodes of which one does not hear the other, though the decider hears both, the one with more such links is lost, or
 else the one that is not heard, or else the higher one.
 
 What comes from a node that is not in the view is dropped and counted. As a coordinator is only ever replaced by being
@@ -18,13 +18,15 @@ lost, this fences what it still says; the number fences everything about views.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.topology import Topology
 from fusion_rt.wire import Loss, View
+from fusiond.core.dispatch import Handlers
+from fusiond.core.effects import Effects
 
 SETTLE = 0.15  # seconds in which a decider hears of the other symptoms of a fault
 _LAST_NEWS = 0.5  # the same where no workers wait: a peer's last messages may come after the end of its connections
@@ -44,23 +46,17 @@ ViewMessage = (
 )
 
 
-class Handler(Protocol):
-    """What a node does about views."""
-
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        """Sends a message, if the node can be reached."""
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
-        """Calls back when that time has passed."""
+class ViewEvents(Protocol):
+    """The part of a node that views are for."""
 
     def why_not_without(self, losses: Sequence[Loss]) -> str:
         """Why the job cannot go on without these, as a sentence; empty if it can."""
 
     def view_begins(self, view: View, news: Sequence[Loss]) -> None:
-        """A view is in force, with these further losses."""
+        """A view is active, with these further losses."""
 
     def is_over(self) -> bool:
-        """Whether nothing is left to be done for anybody here, so that losses do not matter."""
+        """Returns whether nothing is left to be done for anybody here, so that losses do not matter."""
 
     def job_ends(self, error: str, tell: bool) -> None:
         """The job cannot go on; `tell`: on the other nodes neither."""
@@ -73,7 +69,7 @@ def coordinator_of(view: View, topology: Topology) -> int:
 
 
 def is_quorum(nodes: Collection[int], view: View, topology: Topology) -> bool:
-    """Whether these nodes may decide what follows a view."""
+    """Returns whether these nodes may decide what follows a view."""
     there = len(set(nodes).intersection(view.nodes))
     return 2 * there > len(view.nodes) or (2 * there == len(view.nodes) and coordinator_of(view, topology) in nodes)
 
@@ -91,19 +87,21 @@ class Views:
 
     Args:
         topology, node: who is where, and which node this is.
-        handler: acts.
+        effects: sends and waits.
+        events: is told what is decided.
 
     Attributes:
-        view: the one in force.
+        view: the active one.
         fenced: messages dropped because their sender is not in it.
     """
 
-    def __init__(self, topology: Topology, node: int, handler: Handler) -> None:
+    def __init__(self, topology: Topology, node: int, effects: Effects, events: ViewEvents) -> None:
         self.view = View(0, tuple(range(len(topology.hosts))))
         self.fenced = 0
         self._topology = topology
         self._node = node
-        self._handler = handler
+        self._effects = effects
+        self._events = events
         self._over = False
         self._suspected: dict[tuple[int, int, int], Loss] = {}  # by who noticed, node and rank: not in the view yet
         self._unheard: set[int] = set()  # nodes that this one itself does not hear
@@ -114,19 +112,32 @@ class Views:
         self._settling = False
         self._weighed: set[tuple[int, int, int]] = set()  # suspicions of others that this node has had time to share
         self._rounds = 0
+        self._takes: Handlers = {
+            wire.NewView: self._told_of_view,
+            wire.Suspected: self._told_of,
+            wire.Canvass: self._vote,
+            wire.ViewProposal: self._vote,
+            wire.ViewRefused: self._refused,
+            wire.Support: self._count,
+            wire.ViewAccepted: self._count,
+        }
 
     @property
     def coordinator(self) -> int:
         """The node whose daemon coordinates."""
         return coordinator_of(self.view, self._topology)
 
+    def handlers(self) -> Handlers:
+        """Returns the handlers of what nodes of the view say about views."""
+        return dict.fromkeys(self._takes, self.message)
+
     def admits(self, node: int, message: wire.PeerMessage) -> bool:
-        """Whether a node's message is to be taken. One that has been given up is told so instead."""
+        """Returns whether a node's message is to be taken. One that was declared lost is told so instead."""
         if node in self.view.nodes:
             return True
         self.fenced += 1
         if isinstance(message, ViewMessage) and not self._over:
-            self._handler.to_node(node, wire.NewView(self.view))
+            self._effects.to_node(node, wire.NewView(self.view))
         return isinstance(message, wire.NewView)
 
     # --- suspicions ---------------------------------------------------------------------------------------------------
@@ -151,7 +162,7 @@ class Views:
         self._over = True
         for node in self.view.nodes:
             if node != self._node:
-                self._handler.to_node(node, wire.Suspected(self.view.number, self._node, (Loss(self._node, why),)))
+                self._effects.to_node(node, wire.Suspected(self.view.number, self._node, (Loss(self._node, why),)))
 
     def end(self) -> None:
         """The job is over: nothing more is decided here."""
@@ -164,7 +175,7 @@ class Views:
                 self._suspected.setdefault((by, loss.node, loss.rank), loss)
 
     def _sure(self) -> dict[tuple[int, int], Loss]:
-        """What this node has noticed itself, and workers, of which their own node knows best; by node and rank."""
+        """Returns losses that this node has noticed itself, and of workers, which their own node knows best."""
         chosen: dict[tuple[int, int], Loss] = {}
         for (by, node, rank), loss in self._suspected.items():
             if rank >= 0 or by in (self._node, node):
@@ -172,11 +183,11 @@ class Views:
         return chosen
 
     def _disputed(self, chosen: Collection[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Who does not hear whom, where neither is given up."""
+        """Returns who does not hear whom, where neither is declared lost."""
         return [key for key in self._suspected if (key[0], -1) not in chosen and key[1:] not in chosen]
 
     def _losses(self, of: Collection[tuple[int, int, int]] | None = None) -> tuple[Loss, ...]:
-        """What is to be given up, all suspicions considered, or of the disputed ones only these."""
+        """Returns what is to be declared lost, all suspicions considered, or of the disputed ones only these."""
         chosen = self._sure()
         while True:
             links = [key for key in self._disputed(chosen) if of is None or key in of]
@@ -191,7 +202,7 @@ class Views:
             chosen[worst, -1] = self._loss_of(worst, links)
 
     def _loss_of(self, node: int, links: Iterable[tuple[int, int, int]]) -> Loss:
-        """Why a node is given up: another one does not hear it, or it does not hear another one."""
+        """Returns why a node is declared lost: another one does not hear it, or it does not hear another one."""
         key = next((key for key in links if key[1] == node), None)
         if key is not None:
             return self._suspected[key]
@@ -207,7 +218,7 @@ class Views:
 
     @property
     def _nothing_to_do(self) -> bool:
-        return self._over or not self._suspected or self._handler.is_over()
+        return self._over or not self._suspected or self._events.is_over()
 
     def _consider(self) -> None:
         """Something is suspected, or suspicions are left: decides, or has it decided."""
@@ -217,15 +228,15 @@ class Views:
         if decider == self._node:
             if not self._settling and self._canvass is None:
                 self._settling = True
-                self._handler.call_later(self._time_to_settle(), self._decide)
+                self._effects.call_later(self._time_to_settle(), self._decide)
             return
         news = {key: loss for key, loss in self._suspected.items() if (decider, *key) not in self._told}
         for by in dict.fromkeys(key[0] for key in news):
             told = tuple(loss for key, loss in news.items() if key[0] == by)
-            self._handler.to_node(decider, wire.Suspected(self.view.number, by, told))
+            self._effects.to_node(decider, wire.Suspected(self.view.number, by, told))
         if news:
             self._told.update((decider, *key) for key in news)
-            self._handler.call_later(PATIENCE, self._no_news)
+            self._effects.call_later(PATIENCE, self._no_news)
 
     def _time_to_settle(self) -> float:
         return SETTLE if self._topology.ranks[self._node] else _LAST_NEWS
@@ -234,7 +245,7 @@ class Views:
         """The decider has had its time: if it were well, and the job could not go on, it would have said so."""
         if self._nothing_to_do:
             return
-        error = self._handler.why_not_without(self._losses())
+        error = self._events.why_not_without(self._losses())
         if error or not is_quorum(self._heard(), self.view, self._topology):
             self._give_up(error)
         else:  # its word may have come to a node that was not the decider then
@@ -249,7 +260,7 @@ class Views:
             self._consider()
             return
         losses = self._losses()
-        error = self._handler.why_not_without(losses)
+        error = self._events.why_not_without(losses)
         if error or not is_quorum(self._without(losses), self.view, self._topology):
             self._give_up(error)
             return
@@ -257,12 +268,12 @@ class Views:
         if not disputed <= self._weighed:  # several die at once: whoever noticed first is not to be taken for the cause
             self._weighed |= disputed
             self._settling = True
-            self._handler.call_later(_UNSURE, self._decide)
+            self._effects.call_later(_UNSURE, self._decide)
             return
         self._rounds += 1
         self._canvass = _Canvass(self._rounds * _NODES + self._node)
         number = self.view.number + 1
-        self._handler.call_later(_RETRY * (1 + self._node / 4), lambda: self._retry(number))
+        self._effects.call_later(_RETRY * (1 + self._node / 4), lambda: self._retry(number))
         self._send(self._heard(), wire.Canvass(number, self._canvass.ballot))
 
     def _retry(self, number: int) -> None:
@@ -288,28 +299,24 @@ class Views:
         if not enough:
             self.resign(f"node {self._node} (host {host}) is cut off: {reasons}")
         self._over = True
-        self._handler.job_ends(error, enough)
+        self._events.job_ends(error, enough)
 
     # --- agreeing -----------------------------------------------------------------------------------------------------
 
     def message(self, node: int, message: ViewMessage) -> None:
         """A node that is admitted has said something about views."""
-        if self._over:
-            return
-        if isinstance(message, wire.NewView):
-            self._new_view(message.view)
-        elif isinstance(message, wire.Suspected):
-            self._told_of(node, message)
-        elif isinstance(message, (wire.Canvass, wire.ViewProposal)):
-            self._vote(node, message)
-        elif isinstance(message, wire.ViewRefused):
-            self._rounds = max(self._rounds, message.ballot // _NODES)
-        elif self._canvass is not None and message.number == self.view.number + 1:
-            self._count(node, message, self._canvass)
+        if not self._over:
+            self._takes[type(message)](node, message)
+
+    def _told_of_view(self, node: int, message: wire.NewView) -> None:
+        self._new_view(message.view)
+
+    def _refused(self, node: int, message: wire.ViewRefused) -> None:
+        self._rounds = max(self._rounds, message.ballot // _NODES)
 
     def _told_of(self, node: int, message: wire.Suspected) -> None:
         if message.number < self.view.number:
-            self._handler.to_node(node, wire.NewView(self.view))
+            self._effects.to_node(node, wire.NewView(self.view))
         by = message.by
         for loss in message.losses:
             if loss.node == self._node and loss.rank < 0:
@@ -326,7 +333,7 @@ class Views:
     def _vote(self, node: int, message: wire.Canvass | wire.ViewProposal) -> None:
         number = message.number if isinstance(message, wire.Canvass) else message.view.number
         if number <= self.view.number:
-            self._handler.to_node(node, wire.NewView(self.view))
+            self._effects.to_node(node, wire.NewView(self.view))
         elif number == self.view.number + 1 and node not in self._unheard:
             if message.ballot < self._promised:
                 self._reply(node, wire.ViewRefused(number, self._promised))
@@ -340,8 +347,9 @@ class Views:
                 self._accepted = message.ballot, message.view
                 self._reply(node, wire.ViewAccepted(number, message.ballot))
 
-    def _count(self, node: int, message: wire.Support | wire.ViewAccepted, canvass: _Canvass) -> None:
-        if message.ballot != canvass.ballot:
+    def _count(self, node: int, message: wire.Support | wire.ViewAccepted) -> None:
+        canvass = self._canvass
+        if canvass is None or message.number != self.view.number + 1 or message.ballot != canvass.ballot:
             return
         if isinstance(message, wire.ViewAccepted):
             canvass.accepted.add(node)
@@ -355,19 +363,19 @@ class Views:
             canvass.proposal = self._value(canvass)
             if canvass.proposal is None:
                 self._canvass = None
-                self._give_up(self._handler.why_not_without(self._losses()))
+                self._give_up(self._events.why_not_without(self._losses()))
                 return
             self._send(canvass.supports, wire.ViewProposal(canvass.ballot, canvass.proposal))
 
     def _value(self, canvass: _Canvass) -> View | None:
-        """What to propose: what may have been decided already, or else a view without what is lost; None if the job
-        cannot go on without that."""
+        """Returns what to propose: what may have been decided already, or else a view without what is lost; None if the
+        job cannot go on without that."""
         accepted = [s for s in canvass.supports.values() if s.accepted is not None]
         if accepted:
             return max(accepted, key=lambda support: support.accepted_ballot).accepted
         losses = self._losses(self._weighed)
         left = self._without(losses)
-        if self._handler.why_not_without(losses) or not is_quorum(left, self.view, self._topology):
+        if self._events.why_not_without(losses) or not is_quorum(left, self.view, self._topology):
             return None
         return View(self.view.number + 1, tuple(left), (*self.view.lost, *losses))
 
@@ -383,9 +391,9 @@ class Views:
         old, self._suspected = self._suspected, {}
         for key, loss in old.items():
             self._note(key[0], [loss])
-        for node in before.nodes:  # those that are given up too
+        for node in before.nodes:  # those that are lost too
             if node != self._node:
-                self._handler.to_node(node, wire.NewView(view))
+                self._effects.to_node(node, wire.NewView(view))
         if self._node not in view.nodes:
             self._over = True
             host = self._topology.hosts[self._node]
@@ -393,9 +401,9 @@ class Views:
                 (loss.why for loss in news if loss.node == self._node and loss.rank < 0), "it is not in the view"
             )
             error = f"node {self._node} (host {host}) was given up by the others, which go on without it: {why}"
-            self._handler.job_ends(error, False)
+            self._events.job_ends(error, False)
             return
-        self._handler.view_begins(view, news)
+        self._events.view_begins(view, news)
         self._consider()
 
     def _send(self, nodes: Iterable[int], message: wire.Canvass | wire.ViewProposal) -> None:
@@ -403,7 +411,7 @@ class Views:
         wanted = list(nodes)
         for node in wanted:
             if node != self._node:
-                self._handler.to_node(node, message)
+                self._effects.to_node(node, message)
         if self._node in wanted:
             self._vote(self._node, message)
 
@@ -411,4 +419,4 @@ class Views:
         if node == self._node:
             self.message(node, message)
         else:
-            self._handler.to_node(node, message)
+            self._effects.to_node(node, message)

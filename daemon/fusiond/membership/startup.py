@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fusion_rt import bootstrap, wire
 from fusion_rt.settings import Settings
+from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop, Timer
 from fusiond.membership.epoch import Membership
 from fusiond.transport.mesh import Mesh
@@ -65,6 +66,15 @@ class Starting:
             self.node_up(self._config.node, self._membership.epoch)
         else:
             self._send(self._membership.coordinator, wire.Up(self._membership.epoch))
+
+    def handlers(self) -> Handlers:
+        """Returns the handlers of what nodes say while the job starts."""
+        return {
+            wire.Up: lambda node, up: self.node_up(node, up.epoch),
+            wire.Probe: lambda node, probe, payload: self._send(node, wire.Echo(probe.serial)),
+            wire.Echo: self.echo,
+            wire.Start: lambda node, start: self.start(start),
+        }
 
     def node_up(self, node: int, epoch: int) -> None:
         """A node is up, in this membership epoch (the coordinator's to hear)."""

@@ -8,8 +8,9 @@ from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.trace import NULL, Instrument
 from fusion_rt.wire import OpKey
+from fusiond.core.effects import Effects
 from fusiond.core.participants import Participants
-from fusiond.operations.executor import Outside, Run
+from fusiond.operations.executor import Run
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Context:
     topology: Topology
     node: int
     settings: Settings
-    outside: Outside
+    outside: Effects
     participants: Participants
     runs: dict[OpKey, Run] = field(default_factory=dict)
     trace: Instrument = NULL

@@ -7,11 +7,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
-from fusion_rt.dtypes import DType
 from fusion_rt.kernels import cpu
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
@@ -24,51 +22,15 @@ from fusiond.buckets.codec_state import open_bucket
 from fusiond.buckets.plans import BucketState, PlanState
 from fusiond.buckets.recipes import Recipe, collective_exchange, contributions_of, outputs_of
 from fusiond.buckets.traced_codecs import record_codec
-from fusiond.collectives.base import Array, Exchange, Job, Port, Reducer, Result
+from fusiond.collectives.base import Array, Exchange, Job, Port, Reducer
 from fusiond.collectives.cost import CostModel
 from fusiond.core.contribution import Contribution
+from fusiond.core.effects import Effects
 from fusiond.core.participants import Members
+from fusiond.core.result import Result
 from fusiond.core.tracing import about_key, recorded_jobs
 from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
 from fusiond.transport.flow_control import FlowPort
-
-
-class Outside(Protocol):
-    """What the engine makes happen."""
-
-    def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
-        """Sends a message to a local worker, with the memfd of a large result."""
-
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        """Sends a control message to a peer."""
-
-    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int) -> bool:
-        """Sends a chunk, the sooner the less its urgency is; returns whether its payload is borrowed until credit
-        for it comes."""
-
-    def send_piece(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
-        """Sends a piece of a parcel, whose payload nobody will change."""
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
-        """Calls back when that time has passed."""
-
-    def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
-        """Runs jobs outside the event loop, then `then` inside."""
-
-    def has_kernels(self, dtype: DType) -> bool:
-        """Whether arrays of this type can be reduced at once, and nothing has to be compiled before."""
-
-    def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:
-        """Runs a job that waits for a file system, for ever perhaps, then `then` inside the event loop."""
-
-    def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
-        """Finds out where local workers are; calls back, at once or later."""
-
-    def warn(self, text: str) -> None:
-        """Tells people something that is not an error yet."""
-
-    def clock(self) -> float:
-        """Seconds, from any origin."""
 
 
 @dataclass(slots=True)
@@ -174,7 +136,7 @@ class Runner:
         topology: Topology,
         node: int,
         settings: Settings,
-        outside: Outside,
+        outside: Effects,
         work: ThreadWork,
         runs: dict[OpKey, Run],
         delivered: Callable[[Run], None],

@@ -12,7 +12,7 @@ from fusion_rt import wire
 from fusion_rt.settings import Settings
 from fusion_rt.topology import Topology
 from fusion_rt.trace import NULL, Instrument
-from fusiond.operations.executor import Outside
+from fusiond.core.effects import Effects
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.messages import pieces
 
@@ -38,7 +38,7 @@ class Here:
     topology: Topology
     node: int
     settings: Settings
-    outside: Outside
+    outside: Effects
     epoch: int
     work: ThreadWork
     failed: Callable[[BaseException], None]

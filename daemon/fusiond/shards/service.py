@@ -13,7 +13,7 @@ from fusion_rt.trace import Instrument
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
-from fusiond.operations.executor import Outside
+from fusiond.core.effects import Effects
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import States, group_of
 from fusiond.shards.incoming import Incoming
@@ -49,7 +49,7 @@ class Homes:
         topology: Topology,
         node: int,
         settings: Settings,
-        outside: Outside,
+        outside: Effects,
         work: ThreadWork,
         failed: Callable[[BaseException], None],
         epoch: int,

@@ -17,7 +17,7 @@ Address = tuple[str, int]  # IP address and port
 
 
 class AcceptedSockets:
-    """Those of one listening socket.
+    """Accepted connections of one listening socket.
 
     Args:
         listener: a bound ZeroMQ socket.

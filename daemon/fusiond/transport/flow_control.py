@@ -9,8 +9,9 @@ finish.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from fusion_rt import wire
 from fusion_rt.errors import FusionError
@@ -29,6 +30,28 @@ class CreditExceeded(FusionError):
 def window_chunks(window_bytes: int, chunk_bytes: int) -> int:
     """Chunks of an operation that may be under way to a peer which has granted no more credit."""
     return max(2, window_bytes // chunk_bytes)
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Chunks between this node and one position.
+
+    Attributes:
+        sent, taken: those sent to it, and those of it consumed here, in all.
+        under_way: sent to it and not yet consumed there.
+        consumed: of it here, and not yet granted.
+        borrows: it still has a borrowed payload of ours to consume.
+        lends: it waits for our last credit, because it sent borrowed payloads.
+        waiting: what it has granted no credit for.
+    """
+
+    sent: int = 0
+    taken: int = 0
+    under_way: int = 0
+    consumed: int = 0
+    borrows: bool = False
+    lends: bool = False
+    waiting: deque[tuple[wire.Chunk, bytes | memoryview]] = field(default_factory=deque)
 
 
 class FlowPort:
@@ -64,6 +87,7 @@ class FlowPort:
         self.position = nodes.index(node)
         self.nodes = len(nodes)
         self.chunk_bytes = chunk_bytes
+        self.lends = True
         self._key = key
         self._digest = digest
         self._node_of = nodes
@@ -72,74 +96,69 @@ class FlowPort:
         self._grant = grant
         self._finished = finished
         self._trace = trace
-        self._under_way: dict[int, int] = {}  # chunks sent to a position and not yet consumed there
-        self._borrowed: set[int] = set()  # positions that still have a borrowed payload of ours to consume
-        self._waiting: dict[int, deque[tuple[wire.Chunk, bytes | memoryview]]] = {}
-        self._sent = dict.fromkeys(range(len(nodes)), 0)  # chunks sent to a position in all
-        self._taken = dict.fromkeys(range(len(nodes)), 0)  # chunks of a position consumed here in all
-        self._consumed: dict[int, int] = {}  # chunks of a position consumed here and not yet granted
-        self.lends = True
-        self._owed: set[int] = set()  # positions that wait for our last credit, because they sent borrowed payloads
+        self._flows = defaultdict[int, _Flow](_Flow)  # by position
         self._done = False
         self._told = False
 
     def send(self, position: int, part: int, start: int, hop: int, payload: bytes | memoryview) -> None:
         chunk = wire.Chunk(self._key, self._digest, part, start, hop)
-        if self._under_way.get(position, 0) < self._window and not self._waiting.get(position):
-            self._send_now(position, chunk, payload)
-        else:
-            waiting = self._waiting.setdefault(position, deque())
-            if not waiting:
-                self._record(Kind.BLOCKED_BEGIN, position)
-            self._record(Kind.QUEUED, position, len(payload))
-            waiting.append((chunk, payload))
+        flow = self._flows[position]
+        if flow.under_way < self._window and not flow.waiting:
+            self._send_now(position, flow, chunk, payload)
+            return
+        if not flow.waiting:
+            self._record(Kind.BLOCKED_BEGIN, position)
+        self._record(Kind.QUEUED, position, len(payload))
+        flow.waiting.append((chunk, payload))
 
     def finish(self) -> None:
         self._done = True
-        for position in self._owed:
-            if count := self._consumed.pop(position, 0):
-                self._grant(self._node_of[position], count)
+        for position, flow in sorted(self._flows.items()):
+            if flow.lends and flow.consumed:
+                self._grant_consumed(position, flow)
         self._check()
 
     def consumed(self, position: int, nbytes: int) -> None:
         """A chunk of that position has been taken by the exchange."""
-        self._taken[position] += 1
-        count = self._consumed.get(position, 0) + 1
-        self._consumed[position] = count
-        if nbytes >= BORROW_FROM and self.lends:
-            self._owed.add(position)
-        if 4 * count >= self._window or (self._done and position in self._owed):
-            self._consumed[position] = 0
-            self._grant(self._node_of[position], count)
+        flow = self._flows[position]
+        flow.taken += 1
+        flow.consumed += 1
+        flow.lends |= self.lends and nbytes >= BORROW_FROM
+        if 4 * flow.consumed >= self._window or (self._done and flow.lends):
+            self._grant_consumed(position, flow)
 
     def credit(self, position: int, count: int) -> None:
         """That position has consumed `count` more chunks."""
-        self._under_way[position] = self._under_way.get(position, 0) - count
-        waiting = self._waiting.get(position)
-        while waiting and self._under_way[position] < self._window:
-            self._send_now(position, *waiting.popleft())
-            if not waiting:
+        flow = self._flows[position]
+        flow.under_way -= count
+        while flow.waiting and flow.under_way < self._window:
+            self._send_now(position, flow, *flow.waiting.popleft())
+            if not flow.waiting:
                 self._record(Kind.BLOCKED_END, position)
-        if not waiting:
-            if self._under_way[position] <= 0:
-                self._borrowed.discard(position)
+        if not flow.waiting:
+            flow.borrows &= flow.under_way > 0
             self._check()
 
     def traffic(self, position: int) -> tuple[int, int, int]:
         """Chunks sent to a position, consumed of it, and waiting for its credit."""
-        return self._sent[position], self._taken[position], len(self._waiting.get(position, ()))
+        flow = self._flows[position]
+        return flow.sent, flow.taken, len(flow.waiting)
 
-    def _send_now(self, position: int, chunk: wire.Chunk, payload: bytes | memoryview) -> None:
-        self._sent[position] += 1
-        self._under_way[position] = self._under_way.get(position, 0) + 1
+    def _send_now(self, position: int, flow: _Flow, chunk: wire.Chunk, payload: bytes | memoryview) -> None:
+        flow.sent += 1
+        flow.under_way += 1
         if self._send_chunk(self._node_of[position], chunk, payload) and self.lends:
-            self._borrowed.add(position)
+            flow.borrows = True
+
+    def _grant_consumed(self, position: int, flow: _Flow) -> None:
+        count, flow.consumed = flow.consumed, 0
+        self._grant(self._node_of[position], count)
 
     def _record(self, kind: Kind, position: int, nbytes: int = 0) -> None:
         name, clock, plan = about_key(self._key)
         self._trace.record(kind, name, nbytes, clock, plan, 0, self._node_of[position])
 
     def _check(self) -> None:
-        if self._done and not self._told and not self._borrowed and not any(self._waiting.values()):
+        if self._done and not self._told and not any(flow.borrows or flow.waiting for flow in self._flows.values()):
             self._told = True
             self._finished()

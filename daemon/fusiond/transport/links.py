@@ -1,7 +1,7 @@
 """An outgoing connection to a peer, which is made again when it breaks.
 
 Each attempt is a new socket: libzmq's own reconnection would lose an unknown part of its queue. What was sent and not
-acknowledged is sent again, from this side's own buffer (`delivery.Outgoing`).
+acknowledged is sent again, from this side's own buffer (`delivery.SendWindow`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fusion_rt.bootstrap import Endpoint
 from fusiond.host.loop import EventLoop
-from fusiond.transport.delivery import Outgoing
+from fusiond.transport.delivery import SendWindow
 from fusiond.transport.sockets import CONTROL_FRAME, LINGER, MORE, NOW, Socket, Sockets, bracketed
 
 _log = logging.getLogger("fusiond")
@@ -32,7 +32,7 @@ _REFUSED_FOR = 0.1  # seconds in which a connection is refused again and again: 
 
 @dataclass(frozen=True)
 class Events:
-    """What is told about a link, each with the link.
+    """Callbacks about a link, each called with the link.
 
     Attributes:
         stands: its handshake is done, and what was kept has been sent again.
@@ -70,7 +70,7 @@ class Link:
     ) -> None:
         self.node = endpoint.node
         self.number = number
-        self.out = Outgoing()
+        self.out = SendWindow()
         self.stands = False
         self.stood = False
         self.down_since: float | None = None
@@ -160,7 +160,7 @@ class Link:
         self.out.forget()
 
     def last_word(self, frame: bytes) -> None:
-        """Sends a message and gives the link up; where it does not stand, once the attempt under way has succeeded."""
+        """Sends a message and closes the link; where it does not stand, once the attempt under way has succeeded."""
         if self.stands or self._socket is None:
             self.send(frame)
             self.close(LINGER)

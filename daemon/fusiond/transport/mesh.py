@@ -31,21 +31,19 @@ from fusion_rt.errors import FusionError, WireError
 from fusion_rt.settings import Settings
 from fusion_rt.trace import NULL, Instrument
 from fusion_rt.trace_format import Kind
-from fusiond.core.tracing import about
+from fusiond.core.dispatch import Handlers
+from fusiond.core.tracing import About, about
 from fusiond.host.loop import EventLoop
 from fusiond.transport import delivery
-from fusiond.transport.delivery import Incoming
+from fusiond.transport.delivery import AT_ONCE, PayloadLink, ReceiveWindow, Sending
 from fusiond.transport.flow_control import BORROW_FROM
 from fusiond.transport.links import Events, Link
-from fusiond.transport.peers import Peer
+from fusiond.transport.peers import AwakeClock, Peer, Suspicion
 from fusiond.transport.reception import Reception
-from fusiond.transport.sending import AT_ONCE, PayloadLink, Sending
 from fusiond.transport.sockets import LINGER, Sockets
-from fusiond.transport.suspicion import AwakeClock, Suspicion
 
 _CLOSED = "its connection was closed"
 _LOOK = 0.25  # seconds between looks at who is silent, at most
-_NUMBERED = (wire.PeerHello, wire.Reopen, wire.Reopened, wire.Leaving)
 _GREETING = delivery.payload_head(0) + wire.encode(wire.Heartbeat())
 
 
@@ -55,7 +53,6 @@ class Mesh:
     Args:
         loop: watches the sockets.
         config, settings: who this node is; what is encrypted, sizes, time-outs.
-        on_message: called with (node, message, payload) for every valid message of a peer.
         on_up: called once, when every peer has greeted this node and every connection to them stands.
         on_lost: called with (node, sentence) when a peer is lost.
         trace: what comes and goes is recorded there.
@@ -70,7 +67,6 @@ class Mesh:
         loop: EventLoop,
         config: DaemonConfig,
         settings: Settings,
-        on_message: Callable[[int, wire.PeerMessage, memoryview | None], None],
         on_up: Callable[[], None],
         on_lost: Callable[[int, str], None],
         trace: Instrument = NULL,
@@ -79,7 +75,6 @@ class Mesh:
         self._loop = loop
         self._config = config
         self._settings = settings
-        self._on_message = on_message
         self._on_up = on_up
         self._on_lost = on_lost
         self._trace = trace
@@ -92,13 +87,28 @@ class Mesh:
         self._events = Events(self._link_stands, self._link_broke, self._link_wants, self._link_refused)
         self._sockets = Sockets(settings, config.address, len(config.topology.hosts))
         try:
-            self._reception = Reception(loop, self._sockets, settings, self._peers, len(config.topology.hosts), self)
+            self._reception = Reception(
+                loop,
+                self._sockets,
+                settings,
+                self._peers,
+                len(config.topology.hosts),
+                self._handlers(),
+                self.lose,
+                self._awake,
+                trace,
+            )
         except zmq.ZMQError as error:
             self._sockets.context.destroy(linger=0)
             raise FusionError(
                 f"node {config.node} cannot listen on {config.address} for its peers: {error.strerror}; choose "
                 "another interface with --network-interface"
             ) from error
+
+    def take_with(self, on_message: Callable[..., None]) -> None:
+        """Sets what is called with the node, the message, and its payload if it has one, for every valid message of a
+        peer that is not about its connections."""
+        self._reception.on_message = on_message
 
     def endpoint(self, pid: int) -> Endpoint:
         """Where peers reach this node."""
@@ -117,7 +127,7 @@ class Mesh:
         for endpoint in table.endpoints:
             if endpoint.node != self._config.node:
                 self._reception.gate.allow(endpoint.public_key, endpoint.node)
-                incoming = [Incoming() for _ in range(1 + self._settings.connections)]
+                incoming = [ReceiveWindow() for _ in range(1 + self._settings.connections)]
                 sending = Sending(self._settings.link_credit)
                 peer = Peer(endpoint.node, hosts[endpoint.node], endpoint, self._suspicion(), incoming, sending)
                 peer.limit(self._settings.link_credit, delivery.ACK_BYTES)
@@ -141,7 +151,7 @@ class Mesh:
             peer.limit(credit, acknowledged)
             peer.sending.go_on()
             if peer.owes_much:
-                self.acknowledge(peer)
+                peer.mention(wire.Ack())
 
     def send(self, node: int, message: wire.PeerMessage) -> None:
         """Sends a control message; one to a lost peer is dropped, since everybody has been told of the loss.
@@ -151,8 +161,7 @@ class Mesh:
         peer = self._peers.get(node)
         if peer is None or peer.lost or self._closed:
             return
-        link = peer.control
-        link.post(peer.control_frame(link.out.serial + 1, wire.encode(message)))
+        peer.send(message)
 
     def send_last(self, node: int, message: wire.PeerMessage) -> None:
         """Sends a control message once the peer has received all payloads that were sent to it before."""
@@ -194,23 +203,21 @@ class Mesh:
         peer = self._peers[node]
         if peer.lost or self._closed:
             return False
-        nbytes = len(payload)
+        nbytes, what = len(payload), about(message)
         borrowed = nbytes >= BORROW_FROM
-        waiting, what = len(peer.sending), (message, nbytes)
-        peer.sending.send(urgency, wire.encode(message), payload if borrowed else bytes(payload), borrowed, what)
+        waiting, kept = len(peer.sending), payload if borrowed else bytes(payload)
+        peer.sending.send(urgency, wire.encode(message), kept, borrowed, (what, nbytes))
         if len(peer.sending) > waiting:
-            name, clock, plan = about(message)
-            self._trace.record(Kind.QUEUED, name, nbytes, clock, plan, 1, node)
+            self._trace.record(Kind.QUEUED, what.name, nbytes, what.clock, what.plan, 1, node)
         peer.sent_chunks += 1
         peer.sent_bytes += nbytes
         return borrowed
 
-    def _posted(self, peer: Peer, what: tuple[wire.Chunk | wire.Piece | wire.Probe, int], link: PayloadLink) -> None:
+    def _posted(self, peer: Peer, sent: tuple[About, int], link: PayloadLink) -> None:
         """A message with a payload was handed to a connection."""
-        message, nbytes = what
-        name, clock, plan = about(message)
+        what, nbytes = sent
         number = peer.number_of(link.out.serial, link.number)
-        self._trace.record(Kind.SENT, name, nbytes, clock, plan, number, peer.node)
+        self._trace.record(Kind.SENT, what.name, nbytes, what.clock, what.plan, number, peer.node)
 
     def close(self) -> None:
         """Closes every socket; messages already sent get a moment to leave."""
@@ -228,7 +235,7 @@ class Mesh:
         self._sockets.context.destroy(linger=None)
 
     def statistics(self) -> dict[str, object]:
-        """Of strangers (`Reception.statistics`); seconds in which this loop stood still; and of each peer."""
+        """Returns those of reception and of each peer, and the seconds in which this loop stood still."""
         now = self._awake()
         return {
             **self._reception.statistics(),
@@ -237,7 +244,7 @@ class Mesh:
         }
 
     def figures(self) -> tuple[wire.LinkFigures, ...]:
-        """Of the links to all peers."""
+        """Returns the figures of the links to all peers."""
         return tuple(peer.figures() for peer in self._peers.values())
 
     # --- connections --------------------------------------------------------------------------------------------------
@@ -256,7 +263,7 @@ class Mesh:
             link.send(_GREETING, b"")
             peer.sending.go_on()
         elif link.down_since is not None:  # acknowledgements may have been lost with the connection
-            self.acknowledge(peer)
+            peer.mention(wire.Ack())
         if link.down_since is not None:
             self._trace.record(Kind.FOUND, link.name, peer=peer.node)
             peer.came_back(link, self._awake() - link.down_since)
@@ -295,64 +302,41 @@ class Mesh:
         peer = self._peers[node]
         if peer.lost or self._closed:
             return
-        peer.lost = True
         self._reception.gate.forbid(node)
-        peer.control.last_word(peer.control_frame(0, wire.encode(wire.GivenUp(why))))
-        peer.sending.forget()
-        for link in peer.links[1:]:
-            link.close()
+        peer.give_up(why)
         self._on_lost(node, why)
 
-    # --- receiving ----------------------------------------------------------------------------------------------------
+    # --- what peers say about connections -----------------------------------------------------------------------------
 
-    def control_message(self, peer: Peer, message: wire.PeerMessage) -> None:
-        """One without a payload."""
-        now = self._awake()
-        peer.suspicion.heard(now)
-        if isinstance(message, wire.Heartbeat):
-            self._beaten(peer, message, now)
-        elif isinstance(message, wire.GivenUp):
-            self.lose(peer.node, f"it has given this node up ({message.why})")
-        elif isinstance(message, _NUMBERED):
-            self._connection_message(peer, message)
-        elif not isinstance(message, wire.Ack):
-            self._on_message(peer.node, message, None)
+    def _handlers(self) -> Handlers:
+        return {
+            wire.PeerHello: self._greet,
+            wire.Heartbeat: self._beaten,
+            wire.Ack: lambda peer, ack: None,  # what it acknowledges stands before every message
+            wire.Reopen: self._reopen,
+            wire.Reopened: self._reopened,
+            wire.Leaving: self._leaving,
+            wire.GivenUp: lambda peer, word: self.lose(peer.node, f"it has given this node up ({word.why})"),
+        }
 
-    def _connection_message(
-        self, peer: Peer, message: wire.PeerHello | wire.Reopen | wire.Reopened | wire.Leaving
-    ) -> None:
-        if isinstance(message, wire.PeerHello):
-            self._greet(peer, message)
-        elif isinstance(message, wire.Reopen):
-            if message.number >= len(peer.incoming):
-                raise WireError(f"it has no connection {message.number}")
-            token = self._reception.tokens.issue(peer.node, message.number)
-            self.send(peer.node, wire.Reopened(message.number, token, peer.incoming[message.number].received))
-        elif isinstance(message, wire.Reopened):
-            if message.number >= len(peer.links):
-                raise WireError(f"it was not asked for connection {message.number}")
-            link = peer.links[message.number]
-            link.out.acknowledge(message.received)
-            peer.sending.go_on()
-            link.open(message.token)
-        else:
-            peer.leaving = True
-            if not peer.control.stands:
-                self.lose(peer.node, _CLOSED)
+    def _reopen(self, peer: Peer, asked: wire.Reopen) -> None:
+        if asked.number >= len(peer.incoming):
+            raise WireError(f"it has no connection {asked.number}")
+        token = self._reception.tokens.issue(peer.node, asked.number)
+        self.send(peer.node, wire.Reopened(asked.number, token, peer.incoming[asked.number].received))
 
-    def payload_message(self, peer: Peer, message: wire.PeerMessage, payload: memoryview, number: int) -> None:
-        """One that came with a payload."""
-        assert isinstance(message, (wire.Chunk, wire.Piece, wire.Probe))
-        name, clock, plan = about(message)
-        self._trace.record(Kind.RECEIVED, name, len(payload), clock, plan, number, peer.node)
-        peer.suspicion.heard(self._awake())
-        peer.received_chunks += 1
-        peer.received_bytes += len(payload)
-        self._on_message(peer.node, message, payload)
+    def _reopened(self, peer: Peer, answer: wire.Reopened) -> None:
+        if answer.number >= len(peer.links):
+            raise WireError(f"it was not asked for connection {answer.number}")
+        link = peer.links[answer.number]
+        link.out.acknowledge(answer.received)
+        peer.sending.go_on()
+        link.open(answer.token)
 
-    def acknowledge(self, peer: Peer) -> None:
-        """Tells a peer what has come from it."""
-        self._tell(peer, wire.Ack())
+    def _leaving(self, peer: Peer, message: wire.Leaving) -> None:
+        peer.leaving = True
+        if not peer.control.stands:
+            self.lose(peer.node, _CLOSED)
 
     def _greet(self, peer: Peer, hello: wire.PeerHello) -> None:
         ours = (wire.PROTOCOL_VERSION, self._config.job, peer.node, self._settings.connections)
@@ -368,21 +352,18 @@ class Mesh:
 
     # --- liveness -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, peer: Peer, message: wire.Heartbeat | wire.Ack) -> None:
-        peer.control.send(peer.control_frame(0, wire.encode(message)))
-
     def _beat(self) -> None:
         for peer in self._peers.values():
             if not peer.lost and not self._closed:
                 peer.asked_at = self._clock()
-                self._tell(peer, wire.Heartbeat(peer.asked_at))
+                peer.mention(wire.Heartbeat(peer.asked_at))
 
-    def _beaten(self, peer: Peer, heartbeat: wire.Heartbeat, now: float) -> None:
+    def _beaten(self, peer: Peer, heartbeat: wire.Heartbeat) -> None:
         """A heartbeat of a peer has come, or its answer to one of ours."""
         came = self._clock()
         if not heartbeat.echoed:
-            peer.suspicion.beat(now)
-            self._tell(peer, wire.Heartbeat(self._clock(), heartbeat.sent, came))
+            peer.suspicion.beat(self._awake())
+            peer.mention(wire.Heartbeat(self._clock(), heartbeat.sent, came))
             return
         measured = measure(heartbeat.echoed, heartbeat.came, heartbeat.sent, came)
         if measured is None or heartbeat.echoed != peer.asked_at:

@@ -1,22 +1,190 @@
-"""What this node knows of each of its peers, and what people are told of its connections."""
+"""The peers of this node: their connections, whether they are alive and keep up, and what people are told of that.
+
+A peer's heartbeats are sent by its event loop, so silence means that its loop, its host or the way there stands still.
+How long is too long is learnt from the times between heartbeats (Hayashibara, Defago, Yared and Katayama: The phi
+accrual failure detector, SRDS 2004). With these times taken as normally distributed,
+
+    phi(t) = -log10 P(a heartbeat comes later than t after the last one)
+
+and a peer is declared lost when phi reaches `PHI`: at the mean plus 7 standard deviations. That is never more than the
+time-out that the settings name, and never less than half of it, nor than `INTERVALS` heartbeats: processes are
+scheduled late, and links come back, in ways that no time between heartbeats tells of.
+
+Time counts only while this loop runs (`AwakeClock`): after a pause of its own, a peer first has to be heard again.
+
+Trouble that people should read of once, and not every time, is an *episode*: a connection breaks again and again
+(`Flapping`), or its peer does not take what is sent (`Slowness`).
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+from statistics import NormalDist
 
 from fusion_rt import wire
 from fusion_rt.bootstrap import Endpoint
 from fusion_rt.clocks import ClockFilter
 from fusiond.transport import delivery
-from fusiond.transport.delivery import Incoming
-from fusiond.transport.episodes import MANY, Break, Flapping, Slowness
+from fusiond.transport.delivery import ReceiveWindow, Sending
 from fusiond.transport.links import Link
-from fusiond.transport.sending import Sending
-from fusiond.transport.suspicion import Suspicion
 
 _log = logging.getLogger("fusiond")
+PHI = 12.0  # at most one heartbeat in 10**12 comes that late
+INTERVALS = 5  # heartbeats that are missed at least
+_WINDOW = 100  # times between heartbeats that are remembered
+_ENOUGH = 10  # and the first that mean something
+_LEAST_DEVIATION = 0.25  # of an interval: a peer that was very regular may still be scheduled late
+_DEVIATIONS = -NormalDist().inv_cdf(10**-PHI)
+_SPAN = 60.0  # seconds in which breaks belong together
+MANY = 3  # breaks that make an episode
 _SLOW = 2.0  # seconds without an acknowledgement, at least, after which a peer is called slow
+
+
+class AwakeClock:
+    """Seconds in which this process's loop has run.
+
+    Args:
+        clock: seconds, from any origin.
+        period: the loop asks for the time at least this often (s); what is longer by more than another one is a pause.
+
+    Attributes:
+        paused: seconds that did not count, so far.
+    """
+
+    def __init__(self, clock: Callable[[], float], period: float) -> None:
+        self._clock = clock
+        self._period = period
+        self._last = clock()
+        self.paused = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        if now - self._last > 2 * self._period:
+            self.paused += now - self._last - self._period
+        self._last = now
+        return now - self.paused
+
+
+class Suspicion:
+    """Suspicion of one peer, which is silent. All times are an `AwakeClock`'s, in seconds.
+
+    Args:
+        interval: between its heartbeats.
+        most: silence after which it is declared lost in any case.
+        now: it counts as heard.
+
+    Attributes:
+        limit: silence after which it is to be declared lost.
+        longest: the longest silence so far that ended.
+    """
+
+    def __init__(self, interval: float, most: float, now: float) -> None:
+        self._interval = interval
+        self._most = most
+        self._heard_at = now
+        self._beat_at = math.nan
+        self._times: deque[float] = deque(maxlen=_WINDOW)
+        self.limit = most
+        self.longest = 0.0
+
+    def heard(self, now: float) -> None:
+        """Anything has come from it."""
+        silence = now - self._heard_at
+        if silence > self.longest:
+            self.longest = silence
+        self._heard_at = now
+
+    def beat(self, now: float) -> None:
+        """A heartbeat has come from it."""
+        if not math.isnan(self._beat_at):
+            self._times.append(now - self._beat_at)
+            if len(self._times) >= _ENOUGH:
+                self.limit = self._learnt()
+        self._beat_at = now
+
+    def silence(self, now: float) -> float:
+        """Seconds since anything came from it."""
+        return now - self._heard_at
+
+    def _learnt(self) -> float:
+        count = len(self._times)
+        mean = sum(self._times) / count
+        variance = sum((seconds - mean) ** 2 for seconds in self._times) / count
+        deviation = max(math.sqrt(variance), _LEAST_DEVIATION * self._interval)
+        least = max(INTERVALS * self._interval, self._most / 2)
+        return min(self._most, max(mean + _DEVIATIONS * deviation, least))
+
+
+class Break(Enum):
+    """A break of a connection: one of its own, the one that begins an episode, or a further one of that."""
+
+    SINGLE = "single"
+    BEGINS = "begins"
+    FURTHER = "further"
+
+
+class Flapping:
+    """Counts how often the connections to a peer break.
+
+    Attributes:
+        episodes: how often they began to break again and again.
+        under_way: whether they do, as of the last break.
+    """
+
+    def __init__(self) -> None:
+        self._breaks: deque[float] = deque(maxlen=MANY)
+        self.under_way = False
+        self.episodes = 0
+
+    def broke(self, now: float) -> Break:
+        """One has broken."""
+        if self._breaks and now - self._breaks[-1] > _SPAN:
+            self._breaks.clear()
+            self.under_way = False
+        self._breaks.append(now)
+        if self.under_way:
+            return Break.FURTHER
+        if len(self._breaks) < MANY or now - self._breaks[0] > _SPAN:
+            return Break.SINGLE
+        self.under_way = True
+        self.episodes += 1
+        return Break.BEGINS
+
+
+class Slowness:
+    """Tells when a peer does not take what is sent to it. Times are seconds from any origin.
+
+    Args:
+        after: seconds without an acknowledgement, while some are due, that make an episode.
+
+    Attributes:
+        episodes: how many there have been.
+        since: when the last acknowledgement came, or nothing was due.
+    """
+
+    def __init__(self, after: float, now: float) -> None:
+        self._after = after
+        self._acknowledged = 0
+        self._under_way = False
+        self.since = now
+        self.episodes = 0
+
+    def look(self, now: float, acknowledged: int, due: int) -> bool:
+        """Looks again, with the serial acknowledged last and how many are due. Returns whether an episode begins."""
+        if not due or acknowledged != self._acknowledged:
+            self._acknowledged = acknowledged
+            self._under_way = False
+            self.since = now
+        elif not self._under_way and now - self.since > self._after:
+            self._under_way = True
+            self.episodes += 1
+            return True
+        return False
 
 
 @dataclass
@@ -29,7 +197,7 @@ class Peer:
         sending: what is on its way to it on connections for payloads.
         greeted: its `PeerHello` has come.
         leaving: it has said that it ends.
-        lost: it was given up; what it sends is fenced, unless it is leaving: those are its last words.
+        lost: it was declared so; what it sends is fenced, unless it is leaving: those are its last words.
         control_from: routing id under which its control messages come.
         clock: what is known of its clock; `asked_at`: `sent` of the last heartbeat to it.
         owed, owed_bytes: received since it was last sent an acknowledgement.
@@ -40,7 +208,7 @@ class Peer:
     host: str
     endpoint: Endpoint
     suspicion: Suspicion
-    incoming: list[Incoming]
+    incoming: list[ReceiveWindow]
     sending: Sending
     owes_from: int = delivery.ACK_BYTES
     links: list[Link] = field(default_factory=list)
@@ -67,7 +235,7 @@ class Peer:
 
     @property
     def connected(self) -> bool:
-        """Whether it has greeted this node, and every connection to it has stood."""
+        """True if it has greeted this node, and every connection to it has stood."""
         return self.greeted and len(self.links) == len(self.incoming) and all(link.stood for link in self.links)
 
     def number_of(self, serial: int, connection: int) -> int:
@@ -87,26 +255,43 @@ class Peer:
         self.owes_from = min(delivery.ACK_BYTES, acknowledged, credit // 3 if credit else delivery.ACK_BYTES)
         self.sending.unacknowledged = self.owes_from
 
-    def control_frame(self, serial: int, message: bytes) -> bytes:
-        """A control message to it, which carries all acknowledgements that it is owed."""
-        if self.control.stands:
-            self.owed = self.owed_bytes = 0
-        return delivery.control_head(serial, [incoming.received for incoming in self.incoming]) + message
+    def send(self, message: wire.PeerMessage) -> None:
+        """Sends a control message that has to arrive."""
+        link = self.links[0]
+        link.post(self._control_frame(link.out.serial + 1, message))
 
-    def owes(self, nbytes: int) -> bool:
-        """A message of that size, with its frames, has come from it: whether it is to be told so, if no other message
-        tells it."""
+    def mention(self, message: wire.Heartbeat | wire.Ack) -> None:
+        """Sends a control message that need not arrive."""
+        self.links[0].send(self._control_frame(0, message))
+
+    def give_up(self, why: str) -> None:
+        """Sends the last word; what was sent before and waits is dropped."""
+        self.lost = True
+        self.links[0].last_word(self._control_frame(0, wire.GivenUp(why)))
+        self.sending.forget()
+        for link in self.links[1:]:
+            link.close()
+
+    def _control_frame(self, serial: int, message: wire.PeerMessage) -> bytes:
+        """A control message to it, which carries all acknowledgements that it is owed."""
+        if self.links[0].stands:
+            self.owed = self.owed_bytes = 0
+        return delivery.control_head(serial, [incoming.received for incoming in self.incoming]) + wire.encode(message)
+
+    def has_come(self, nbytes: int) -> bool:
+        """Counts a message of that size, with its frames, that has come from it. Returns whether it is to be told so,
+        if no other message tells it."""
         self.owed += 1
         self.owed_bytes += nbytes
         return self.owes_much
 
     @property
     def owes_much(self) -> bool:
-        """Whether it is to be told what has come from it, since it may wait for that."""
+        """True if it is to be told what has come from it, since it may wait for that."""
         return self.owed >= delivery.ACK_MESSAGES or self.owed_bytes >= self.owes_from
 
     def overdue(self, now: float, most: float) -> str:
-        """Why it is to be given up; empty if it is not. `most`: seconds that a connection may take to come back."""
+        """Returns why it is declared lost now, or nothing. `most`: seconds that a connection may take to come back."""
         silence = self.suspicion.silence(now)
         if silence > self.suspicion.limit:
             return f"its daemon has been silent for {silence:.1f} s"
@@ -162,7 +347,7 @@ class Peer:
         )  # fmt: skip
 
     def figures(self) -> wire.LinkFigures:
-        """What has gone to it and come from it."""
+        """Returns what has gone to it and come from it."""
         return wire.LinkFigures(
             self.node,
             self.sent_bytes,

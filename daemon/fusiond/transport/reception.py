@@ -1,41 +1,203 @@
-"""Receiving from peers: who may speak, whose a message is, and whether it is new."""
+"""Receiving from peers: who may speak, whose a message is, and whether it is new.
+
+A payload connection is known by its routing id, a random *token* that this node has told one peer over the control
+channel, for one of its connections; it is good for one connection of TCP. When that breaks, the peer gets another one.
+A token that comes on a second connection, or was replaced, is refused. Connections are told apart by the descriptor
+that libzmq reads them from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from fusion_rt import wire
 from fusion_rt.errors import WireError
+from fusion_rt.pending import Pending
 from fusion_rt.settings import Settings
+from fusion_rt.trace import Instrument
+from fusion_rt.trace_format import Kind
+from fusiond.core.dispatch import Handlers
+from fusiond.core.tracing import about
 from fusiond.host.loop import EventLoop
 from fusiond.transport import delivery, probe
-from fusiond.transport.inbox import Inbox, admitted_node, descriptor_of
-from fusiond.transport.peers import Peer
-from fusiond.transport.sockets import MAX_HEADER, Sockets
-from fusiond.transport.tokens import Tokens
+from fusiond.transport.accepted_sockets import AcceptedSockets, Address
+from fusiond.transport.peers import AwakeClock, Peer
+from fusiond.transport.sockets import CONTROL_FRAME, MAX_HEADER, NOW, Socket, Sockets
 from fusiond.transport.zap import KeyGate
 
+_REMEMBERED = 1024  # replaced tokens, so that what comes late with them is told from what strangers send
 _UNNUMBERED = (wire.Heartbeat, wire.Ack, wire.GivenUp)
 _WITH_PAYLOAD = (wire.Chunk, wire.Piece, wire.Probe)
+_STRANGERS_OF_HOST, _STRANGERS = 16, 64  # connections of nobody's that are left open, from one host and in all
+_FRAMES = 2 + wire.MAX_MESSAGE // CONTROL_FRAME  # of a message that anybody may send, its first one not counted
+_BATCH = 32  # messages taken before other events get their turn, and seconds in which they are
+_SECONDS = 1e-3
+Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
 
 
-class Handler(Protocol):
-    """What is done with what peers say."""
+@dataclass(slots=True)
+class Holder:
+    """Whose a token is: that node's connection `number`; `descriptor`: where it came first, -1 until then."""
 
-    def control_message(self, peer: Peer, message: wire.PeerMessage) -> None:
-        """A new control message. A `WireError` that this raises loses the peer."""
+    node: int
+    number: int
+    token: bytes
+    descriptor: int = -1
 
-    def payload_message(self, peer: Peer, message: wire.PeerMessage, payload: memoryview, number: int) -> None:
-        """A new message with a payload; `number`: among those of this peer, as `Peer.number_of` counts them."""
 
-    def acknowledge(self, peer: Peer) -> None:
-        """Enough has come from it that it should be told so."""
+class Tokens:
+    """All tokens of this node. `stale`: messages refused because their token had been used up or replaced."""
 
-    def lose(self, node: int, why: str) -> None:
-        """It does what a peer never does."""
+    def __init__(self) -> None:
+        self._holders: dict[bytes, Holder] = {}
+        self._current: dict[tuple[int, int], Holder] = {}
+        self._old: set[bytes] = set()
+        self._old_order: deque[bytes] = deque()
+        self.stale = 0
+
+    def issue(self, node: int, number: int) -> bytes:
+        """A new token for a connection, instead of the one that it had."""
+        before = self._current.get((node, number))
+        if before is not None:
+            self._end(before)
+        holder = Holder(node, number, secrets.token_bytes(16))
+        self._holders[holder.token] = self._current[node, number] = holder
+        return holder.token
+
+    def holder(self, token: bytes, descriptor: int) -> Holder | None:
+        """Whose message it is that came with this token on this descriptor, which is negative if unknown; None, counted
+        if stale: nobody's."""
+        holder = self._holders.get(token)
+        if holder is None or descriptor < 0:
+            self.stale += self.is_stale(token)
+            return None
+        if holder.descriptor != descriptor:
+            if holder.descriptor >= 0:
+                self.stale += 1
+                return None
+            holder.descriptor = descriptor
+        return holder
+
+    def node_of_new(self, token: bytes) -> int | None:
+        """Whose token it is; None if it is nobody's, or has come on a connection already."""
+        holder = self._holders.get(token)
+        return holder.node if holder is not None and holder.descriptor < 0 else None
+
+    def is_stale(self, token: bytes) -> bool:
+        """Returns whether it is, or was, a token of this node's."""
+        return token in self._old or token in self._holders
+
+    def _end(self, holder: Holder) -> None:
+        if self._holders.pop(holder.token, None) is not None:
+            self._old.add(holder.token)
+            self._old_order.append(holder.token)
+            if len(self._old_order) > _REMEMBERED:
+                self._old.discard(self._old_order.popleft())
+
+
+class Inbox:
+    """Gives each message to `take`: its routing id, its first frame, and the others, of which some are left out where
+    there are more than any message has. Closes connections of strangers when there are too many.
+
+    Args:
+        socket, monitor, connections: a listening socket, what tells of its connections, and these themselves.
+        peers: connections that the peers may be opening at a time, all of them from one host.
+
+    Attributes:
+        accepted: connections of TCP.
+        strangers: those of them that have ended without a message of a peer: scans, half-open ones, refused keys.
+    """
+
+    def __init__(
+        self, loop: EventLoop, socket: Socket, monitor: Socket, connections: AcceptedSockets, take: Take, peers: int
+    ) -> None:
+        self.accepted = 0
+        self.strangers = 0
+        self._loop = loop
+        self._socket = socket
+        self._monitor = monitor
+        self._take = take
+        self._peers: set[int] = set()  # descriptors of connections from which a peer was heard
+        self._pending: Pending[int] = Pending(_STRANGERS + peers, _STRANGERS_OF_HOST + peers)
+        self._addresses: dict[int, Address] = {}  # of the pending ones
+        self._accepted_sockets = connections
+        self._closed = False
+
+    def start(self) -> None:
+        """Begins to take messages. A ZeroMQ descriptor tells of changes only: it is looked at once now."""
+        for socket, callback in ((self._monitor, self._watch), (self._socket, self._drain)):
+            self._loop.add_reader(socket.fileno(), callback)
+            self._loop.call_soon(callback)
+
+    def close(self) -> None:
+        """Takes no more; the sockets are the context's to close."""
+        self._closed = True
+        self._accepted_sockets.close()
+        self._loop.remove(self._monitor.fileno())
+        self._loop.remove(self._socket.fileno())
+
+    def heard(self, descriptor: int) -> None:
+        """A peer has spoken on that connection."""
+        self._peers.add(descriptor)
+        self._forget(descriptor)
+
+    def _drain(self) -> None:
+        until = self._loop.clock() + _SECONDS
+        for _ in range(_BATCH):
+            if self._closed:
+                return
+            try:
+                routing_id = self._socket.recv(NOW)
+            except zmq.Again:
+                return
+            first = self._socket.recv(NOW, copy=False)
+            rest: list[zmq.Frame] = []
+            last = first
+            while last.more:
+                last = self._socket.recv(NOW, copy=False)
+                if len(rest) < _FRAMES:
+                    rest.append(last)
+            self._take(routing_id, first, rest)
+            if self._loop.clock() > until:  # chunks, each reduced as it comes: what acknowledges them is due as well
+                break
+        self._loop.call_soon(self._drain)
+
+    def _watch(self) -> None:
+        while not self._closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(NOW))
+            except zmq.Again:
+                return
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self.accepted += 1
+                self._admit(int(event["value"]))
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                descriptor = int(event["value"])
+                self._forget(descriptor)
+                if descriptor in self._peers:
+                    self._peers.remove(descriptor)
+                else:
+                    self.strangers += 1
+
+    def _admit(self, descriptor: int) -> None:
+        """A new connection, for which an older one may have to go: libzmq accepts as many as there are."""
+        address = self._accepted_sockets.address(descriptor)
+        if address is None:
+            return  # it has ended already
+        self._addresses[descriptor] = address
+        one_too_many = self._pending.add(descriptor, address[0])
+        if one_too_many is not None:
+            self._accepted_sockets.shut_down(one_too_many, self._addresses.pop(one_too_many))
+
+    def _forget(self, descriptor: int) -> None:
+        self._pending.remove(descriptor)
+        self._addresses.pop(descriptor, None)
 
 
 class Reception:
@@ -44,8 +206,14 @@ class Reception:
     Args:
         peers: by node; filled before `start`.
         nodes: how many nodes the job has.
+        handlers: of messages about connections, each called with the peer and the message. A `WireError` that one of
+            them raises loses the peer.
+        lose: called with a node, and a sentence, when it does what a peer never does.
+        awake: the clock of suspicion.
+        trace: payloads are recorded there.
 
     Attributes:
+        on_message: called with the node, the message, and its payload if it has one, for every other message.
         gate: whose keys are admitted.
         tokens: of payload connections.
         ports: for control messages and for payloads.
@@ -62,14 +230,21 @@ class Reception:
         settings: Settings,
         peers: Mapping[int, Peer],
         nodes: int,
-        handler: Handler,
+        handlers: Handlers,
+        lose: Callable[[int, str], None],
+        awake: AwakeClock,
+        trace: Instrument,
     ) -> None:
+        self.on_message: Callable[..., None] = lambda node, message, *payload: None
         self.tokens = Tokens()
         self.gate = KeyGate(sockets.context, self.tokens.node_of_new)
         self.dropped = 0
         self._loop = loop
         self._peers = peers
-        self._handler = handler
+        self._handlers = handlers
+        self._lose = lose
+        self._awake = awake
+        self._trace = trace
         self._started = False
         control, control_port = sockets.control_inbox()
         payload, payload_port = sockets.payload_inbox(2 * max(settings.chunk_bytes, probe.LARGE))
@@ -135,13 +310,17 @@ class Reception:
                 return
             if not serial and not isinstance(message, _UNNUMBERED):
                 raise WireError(f"its {type(message).__name__} has no number")
-            due = serial and peer.owes(len(data))
-            self._handler.control_message(peer, message)
+            due = serial and peer.has_come(len(data))
+            peer.suspicion.heard(self._awake())
+            if about_connection := self._handlers.get(type(message)):
+                about_connection(peer, message)
+            else:
+                self.on_message(peer.node, message)
         except WireError as error:
-            self._handler.lose(peer.node, str(error))
+            self._lose(peer.node, str(error))
             return
         if due and peer.owed:
-            self._handler.acknowledge(peer)
+            peer.mention(wire.Ack())
 
     def _take_payload(self, routing_id: bytes, frame: zmq.Frame, rest: list[zmq.Frame]) -> None:
         descriptor = descriptor_of(frame)
@@ -169,16 +348,40 @@ class Reception:
             if not peer.incoming[holder.number].accept(serial):
                 return
         except WireError as error:
-            self._handler.lose(peer.node, str(error))
+            self._lose(peer.node, str(error))
             return
+        assert isinstance(message, _WITH_PAYLOAD)
         payload = rest[0].buffer
-        due = peer.owes(len(frame.buffer) + len(payload))
-        self._handler.payload_message(peer, message, payload, peer.number_of(serial, holder.number))
+        due = peer.has_come(len(frame.buffer) + len(payload))
+        name, clock, plan = about(message)
+        number = peer.number_of(serial, holder.number)
+        self._trace.record(Kind.RECEIVED, name, len(payload), clock, plan, number, peer.node)
+        peer.suspicion.heard(self._awake())
+        peer.received_chunks += 1
+        peer.received_bytes += len(payload)
+        self.on_message(peer.node, message, payload)
         if due and peer.owed:
-            self._handler.acknowledge(peer)
+            peer.mention(wire.Ack())
 
     def _is_fenced(self, peer: Peer) -> bool:
-        """Whether a message of that peer is to be dropped; it is counted."""
+        """Returns whether a message of that peer is to be dropped; it is counted."""
         fenced = peer.lost and not peer.leaving  # of one that leaves, these are the last words
         peer.fenced += fenced
         return fenced
+
+
+def descriptor_of(frame: zmq.Frame) -> int:
+    """The descriptor from which libzmq has read a message; -1 where it speaks a ZMTP without properties, as no peer
+    does: any bytes that do not look like a greeting of today are taken for ZMTP 1.0."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
+
+
+def admitted_node(frame: zmq.Frame) -> int | None:
+    """The node whose key the connection of this message was admitted with."""
+    try:
+        return int(str(frame.get("User-Id")))
+    except (zmq.ZMQError, ValueError):
+        return None

@@ -2,7 +2,7 @@
 
 | option | value | why |
 | --- | --- | --- |
-| LINGER | 0; 2 s for outgoing sockets when the daemon ends or gives a peer up | what a broken connection had is sent
+| LINGER | 0; 2 s for outgoing sockets when the daemon ends or a peer is lost | what a broken connection had is sent
   again from our own buffer; last words may leave |
 | SNDHWM | 0 (none) | what is under way is bounded by credit and by what may be unacknowledged; a full queue would block
   the event loop, or drop |
@@ -71,7 +71,7 @@ class Sockets:
         self._serial = itertools.count()
 
     def encrypts_payload(self, address: str) -> bool:
-        """Whether the node that listens on `address` encrypts payloads; asked by both ends, so that they agree."""
+        """Returns whether the node that listens on `address` encrypts payloads; both ends ask, so that they agree."""
         if self._settings.encryption == "auto":
             return not ipaddress.ip_address(address).is_loopback
         return self._settings.encryption == "all"
@@ -111,7 +111,7 @@ class Sockets:
             raise
 
     def monitor(self, socket: Socket) -> Socket:
-        """What tells of a socket's connections, from now on."""
+        """Returns a socket that tells of another one's connections, from now on."""
         address = f"inproc://monitor.{next(self._serial)}"
         socket.monitor(address, _MONITORED)
         monitor = self.context.socket(zmq.PAIR)

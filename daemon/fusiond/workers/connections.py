@@ -11,9 +11,10 @@ import logging
 import os
 import socket
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
@@ -21,31 +22,35 @@ from fusion_rt import local, wire
 from fusion_rt.arena import Segment
 from fusion_rt.errors import ArenaError, FusionError, WireError
 from fusiond.collectives.base import Array
+from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop
 from fusiond.workers.stack_reader import Source
 
 _log = logging.getLogger("fusiond")
 _PAUSE = 0.1  # seconds until connections are accepted again after descriptors have run out
 _MAX_SEGMENTS = 4096  # segments of one worker's arena
+_WITH_DESCRIPTOR = (wire.AddSegment, wire.Hello)
+_OF_ANYBODY = {wire.Hello, wire.AddSegment, *get_args(wire.ToolMessage)}  # also where no worker has joined
 
 
-class Handler(Protocol):
-    """What the daemon does about its workers."""
+class WorkerEvents(Protocol):
+    """The part of a daemon that local workers are for."""
+
+    @property
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the messages of workers that have joined, and of tools."""
 
     def worker_joined(self, link: WorkerLink, hello: wire.Hello) -> None:
         """A process says which worker it is. Raises FusionError to refuse it."""
 
-    def worker_message(self, rank: int, link: WorkerLink, message: wire.WorkerMessage) -> None:
-        """A worker that has joined sent a message. Raises FusionError when it makes no sense."""
+    def worker_left(self, rank: int, bye: wire.Bye) -> None:
+        """A worker says that it leaves."""
 
-    def worker_left(self, rank: int, pid: int, why: str) -> None:
+    def worker_lost(self, rank: int, pid: int, why: str) -> None:
         """A worker's connection ended without a `Bye`; `why` says how."""
 
     def connection_ended(self) -> None:
         """The connection of a worker that had said `Bye` ended: it will not come back."""
-
-    def tool_message(self, link: WorkerLink, message: wire.ToolMessage) -> None:
-        """`fusiond status`, `fusiond stop` or `fusion-trace hang` asks."""
 
 
 @dataclass
@@ -93,14 +98,20 @@ class Workers:
     Args:
         loop: watches them.
         listener: the socket, which is taken over.
-        handler: decides.
+        events: decides.
     """
 
-    def __init__(self, loop: EventLoop, listener: socket.socket, handler: Handler) -> None:
+    def __init__(self, loop: EventLoop, listener: socket.socket, events: WorkerEvents) -> None:
         self._loop = loop
         self._socket = listener
         self._path: str = listener.getsockname()
-        self._handler = handler
+        self._events = events
+        self._own: Mapping[type[Any], Callable[[WorkerLink, Any, int], None]] = {
+            wire.Hello: self._hello,
+            wire.Bye: self._bye,
+            wire.AddSegment: self._add_segment,
+            wire.DropSegment: self._segment_dropped,
+        }
         self._links: dict[int, WorkerLink] = {}  # by descriptor
         self.refused = 0
         self.not_accepted = 0  # attempts to accept a connection for which there was no descriptor or memory
@@ -134,7 +145,7 @@ class Workers:
 
     @property
     def may_return(self) -> bool:
-        """Whether a worker that has said `Bye` is still connected."""
+        """True if a worker that has said `Bye` is still connected."""
         return any(link.left for link in self._links.values())
 
     def statistics(self) -> dict[str, int]:
@@ -206,40 +217,42 @@ class Workers:
     def _dispatch(self, link: WorkerLink, data: bytes, fd: int) -> None:
         try:
             message = wire.decode_worker_message(data)
-            if link.left and not isinstance(message, wire.Hello):
+            kind = type(message)
+            if link.left and kind is not wire.Hello:
                 raise WireError("a message after Bye")
-            if fd >= 0 and not isinstance(message, (wire.AddSegment, wire.Hello)):
+            if fd >= 0 and kind not in _WITH_DESCRIPTOR:
                 raise WireError("a descriptor came with a message that takes none")
         except WireError:
             if fd >= 0:
                 os.close(fd)
             raise
-        if isinstance(message, wire.AddSegment):
-            self._add_segment(link, message, fd)
-        if link.rank is not None and isinstance(message, (wire.Ready, wire.Submit)):
-            self._handler.worker_message(link.rank, link, message)
-        elif isinstance(message, wire.ToolMessage):
-            self._handler.tool_message(link, message)
-        elif isinstance(message, wire.Hello):
-            if link.rank is not None:
-                if fd >= 0:
-                    os.close(fd)
-                raise WireError("a second Hello")
-            link.left = False
-            link.stacks = Source.open(link.pid, message, fd)
-            self._handler.worker_joined(link, message)
-        elif link.rank is None:
+        if link.rank is None and kind not in _OF_ANYBODY:
             raise WireError("the first message has to be Hello")
+        if own := self._own.get(kind):
+            own(link, message, fd)
         else:
-            rank = link.rank
-            if isinstance(message, wire.Bye):
-                link.left, link.rank = True, None
-                link.forget_stacks()
-                for segment in list(link.segments):
-                    self._drop_segment(link, segment)
-            self._handler.worker_message(rank, link, message)
-            if isinstance(message, wire.DropSegment):
-                self._drop_segment(link, message.segment)
+            self._hand_on(link, message)
+
+    def _hand_on(self, link: WorkerLink, message: wire.WorkerMessage) -> None:
+        self._events.handlers[type(message)](link, message)
+
+    def _hello(self, link: WorkerLink, hello: wire.Hello, fd: int) -> None:
+        if link.rank is not None:
+            if fd >= 0:
+                os.close(fd)
+            raise WireError("a second Hello")
+        link.left = False
+        link.stacks = Source.open(link.pid, hello, fd)
+        self._events.worker_joined(link, hello)
+
+    def _bye(self, link: WorkerLink, bye: wire.Bye, fd: int) -> None:
+        rank = link.rank
+        assert rank is not None
+        link.left, link.rank = True, None
+        link.forget_stacks()
+        for segment in list(link.segments):
+            self._drop_segment(link, segment)
+        self._events.worker_left(rank, bye)
 
     def _add_segment(self, link: WorkerLink, message: wire.AddSegment, fd: int) -> None:
         if fd < 0:
@@ -253,6 +266,11 @@ class Workers:
         link.memory[message.segment] = np.frombuffer(segment.view, np.uint8)
         if message.plan:
             link.plans[message.segment] = message.plan
+        self._hand_on(link, message)
+
+    def _segment_dropped(self, link: WorkerLink, message: wire.DropSegment, fd: int) -> None:
+        self._hand_on(link, message)
+        self._drop_segment(link, message.segment)
 
     def _drop_segment(self, link: WorkerLink, segment: int) -> None:
         link.memory.pop(segment, None)
@@ -269,7 +287,7 @@ class Workers:
 
     @staticmethod
     def _send_now(link: WorkerLink, packet: local.Packet) -> bool:
-        """Whether the packet is gone; if not, the socket is full."""
+        """Returns whether the packet is gone; if not, the socket is full."""
         try:
             packet.send(link.sock)
         except BlockingIOError:
@@ -282,9 +300,9 @@ class Workers:
         """The connection is over."""
         self._drop(link)
         if link.rank is not None and not link.left:
-            self._handler.worker_left(link.rank, link.pid, why)
+            self._events.worker_lost(link.rank, link.pid, why)
         elif link.left:
-            self._handler.connection_ended()
+            self._events.connection_ended()
         elif link.rank is None and "died" not in why:
             self.refused += 1
 

@@ -17,7 +17,7 @@ TWO = Topology(("a", "b"), ((0, 1), (2,)))
 
 
 class World:
-    """Node 0's loop, mesh, engine, workers and `Acting` in one, as far as an `Ending` uses them."""
+    """Node 0's loop, mesh, engine, workers and `DaemonEffects` in one, as far as an `Ending` uses them."""
 
     def __init__(self, topology: Topology = ONE, attached: bool = True, tolerate: bool = False) -> None:
         self.participants = self

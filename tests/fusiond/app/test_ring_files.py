@@ -32,7 +32,8 @@ class Pair:
     def _make(self, node: int) -> RingFiles:
         def to_node(target: int, message: wire.PeerMessage) -> None:
             if target not in self.silent:
-                assert self.nodes[target].handle(node, wire.decode_peer_message(wire.encode(message)))
+                decoded = wire.decode_peer_message(wire.encode(message))
+                self.nodes[target].handlers()[type(decoded)](node, decoded)
 
         def call_later(seconds: float, callback: Callable[[], None]) -> None:
             self.late.append(callback)
@@ -134,5 +135,5 @@ def test_the_longest_piece_fits_into_an_answer(pair: Pair) -> None:
 
 def test_there_is_no_such_node_and_answers_to_nothing_are_dropped(pair: Pair) -> None:
     assert pair.piece(7, "rank-2.ring")["why_not"] == "there is no node 7 in this job"
-    assert pair.nodes[0].handle(1, wire.RingPiece(99, b"x"))
-    assert not pair.nodes[0].handle(1, wire.WaitingRequest(1))
+    pair.nodes[0].handlers()[wire.RingPiece](1, wire.RingPiece(99, b"x"))
+    assert wire.WaitingRequest not in pair.nodes[0].handlers()

@@ -9,7 +9,7 @@ from typing import Any
 from fusion_rt import wire
 from fusion_rt.bootstrap import DaemonConfig
 from fusion_rt.topology import Topology
-from fusiond.app.tool_dispatch import ToolRequests
+from fusiond.app.tool_dispatch import ToolDispatch
 from fusiond.control.waiting import Survey
 from fusiond.membership.epoch import Membership
 
@@ -18,7 +18,7 @@ TOOL: Any = "the tool's connection"
 
 
 class Parts:
-    """`Gathering`, `RingFiles`, `Acting`, `Ending`, the engine and the workers in one; node 1 has ended."""
+    """`Gathering`, `RingFiles`, `DaemonEffects`, `Ending`, the engine and the workers in one; node 1 has ended."""
 
     def __init__(self) -> None:
         self.workers = self
@@ -29,13 +29,13 @@ class Parts:
         parts: Any = self
         membership = Membership(TWO, 0)
         membership.started = True
-        self.requests = ToolRequests(
+        self.requests = ToolDispatch(
             DaemonConfig("job", 0, TWO), membership, parts, parts, parts, parts, lambda: {"pid": 7}
         )
 
     def answer_to(self, message: wire.ToolMessage) -> Any:
         """The one answer, as JSON."""
-        self.requests.answer(TOOL, message)
+        self.requests.handlers()[type(message)](TOOL, message)
         (told,) = self.told
         return told
 

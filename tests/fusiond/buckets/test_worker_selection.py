@@ -75,7 +75,7 @@ def test_trays_that_cannot_be_are_refused_with_their_place() -> None:
 
 def test_what_was_selected_for_an_operation_that_has_failed_is_kept() -> None:
     job = Job([1, 1])
-    job.engine(0).peer_message(1, wire.OpFailed(OpKey(0, job.planned.id, "0", 0), "something"), None)
+    job.engine(0).peer_message(1, wire.OpFailed(OpKey(0, job.planned.id, "0", 0), "something"))
     assert job.error(0, job.send()) == "something"
     state = save(job, 0)
     name, at = ("a", 7) if state["0:residual/a"].any() else ("b", 7)

@@ -82,16 +82,16 @@ def test_from_the_beginning_of_a_view_the_coordinator_is_not_listened_to_until_a
     handle = job.propose(2, PROPOSAL)
     engine.view_begins(View(1, (0, 2), (Loss(1, "node 1 is lost"),)), 0)
     verdict = wire.PlanVerdict(0, "opt", 0, replace(plan(1), reduction=PROPOSAL.reduction))
-    engine.peer_message(0, verdict, None)  # it was sent in the view before
+    engine.peer_message(0, verdict)  # it was sent in the view before
     assert not job.is_answered(2, handle)
     assert engine.statistics()["coordination"] == {"node": 0, "settling": True, "dropped": 1}
-    engine.peer_message(0, wire.Settled(0, 7, 1, (0,)), None)  # of another view
-    engine.peer_message(0, verdict, None)
+    engine.peer_message(0, wire.Settled(0, 7, 1, (0,)))  # of another view
+    engine.peer_message(0, verdict)
     assert not job.is_answered(2, handle)
-    engine.peer_message(0, wire.Settled(0, 1, 1, (0,)), None)
-    engine.peer_message(0, verdict, None)
+    engine.peer_message(0, wire.Settled(0, 1, 1, (0,)))
+    engine.peer_message(0, verdict)
     assert job.is_answered(2, handle)
-    engine.peer_message(1, wire.PlanVerdict(0, "opt", 9, plan(9)), None)  # not the coordinator
+    engine.peer_message(1, wire.PlanVerdict(0, "opt", 9, plan(9)))  # not the coordinator
     assert engine.statistics()["coordination"] == {"node": 0, "settling": False, "dropped": 3}
 
 
@@ -131,7 +131,7 @@ def test_a_handover_of_another_membership_epoch_is_not_taken() -> None:
     job = SimulatedJob([1, 1])
     engine = job.nodes[0].engine
     engine.view_begins(View(1, (0, 1), (Loss(1, "rank 1 died", 1),)), 0)
-    engine.peer_message(1, replace(NOTHING, epoch=1, sets={0: (0, 1)}), None)
+    engine.peer_message(1, replace(NOTHING, epoch=1, sets={0: (0, 1)}))
     assert engine.coordinator is None
-    engine.peer_message(1, replace(NOTHING, sets={0: (0, 1)}), None)
+    engine.peer_message(1, replace(NOTHING, sets={0: (0, 1)}))
     assert engine.coordinator is not None

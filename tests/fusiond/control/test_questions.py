@@ -84,7 +84,7 @@ def test_about_one_operation_all_nodes_are_waited_for() -> None:
     job.settle()
     job.pass_time(10 * PATIENCE)
     assert answers == []
-    receive(0, wire.WaitingRequest(1, X), None)
+    receive(0, wire.WaitingRequest(1, X))
     job.settle()
     assert [sorted(found) for found in answers] == [[0, 1]]
 
@@ -131,11 +131,11 @@ def test_answers_about_ranks_of_others_and_answers_that_nobody_asked_for_are_ign
         (1, wire.WaitingHere(1, 5, (wire.Waiting("operation", X, "x", 1.0, (2,)),))),
     ]
     for node, answer in strays:
-        assert asking.handle(node, answer)
+        asking.handlers()[type(answer)](node, answer)
         assert answers == []
     job.settle()
     assert answers == [{1: wire.Located(1, (located(1),))}]
-    assert asking.handle(1, wire.Located(1, (located(1),)))  # a second time
+    asking.handlers()[wire.Located](1, wire.Located(1, (located(1),)))  # a second time
     assert len(answers) == 1
 
 
@@ -143,7 +143,7 @@ def test_a_node_says_nothing_of_ranks_that_are_not_its_own() -> None:
     job = job_of(1, 1)
     asked: list[list[int]] = []
     job.nodes[1].locate = lambda ranks, then: asked.append(list(ranks))  # type: ignore[method-assign]
-    questions(job, 1).handle(0, wire.Locate(1, (0, 1)))
+    questions(job, 1).handlers()[wire.Locate](0, wire.Locate(1, (0, 1)))
     assert asked == [[1]]
 
 

@@ -397,7 +397,7 @@ STRANGE = {
 @pytest.mark.parametrize("message", STRANGE.values(), ids=STRANGE.keys())
 def test_a_message_that_no_node_of_this_job_would_send_fails_the_job(message: wire.PeerMessage) -> None:
     job = SimulatedJob([1, 2])
-    job.nodes[0].engine.peer_message(1, message, None)
+    job.nodes[0].engine.peer_message(1, message)
     assert "node 1 (host host1) sent" in job.nodes[0].failure
     assert type(message).__name__ in job.nodes[0].failure
     handle = job.submit(0, "x", SUM, VALUES)
@@ -417,7 +417,7 @@ HARMLESS = [
 def test_a_message_about_what_is_over_is_ignored(message: wire.PeerMessage) -> None:
     job = SimulatedJob([1, 2])
     for node in job.nodes:
-        node.engine.peer_message(1 - node.node, message, None)
+        node.engine.peer_message(1 - node.node, message)
     works(job, clock=0)
 
 
@@ -451,8 +451,8 @@ def test_workers_hear_of_a_failed_operation_when_no_job_writes_into_their_memory
     handles[2] = job.submit(2, "x", replace(SUM, shape=(size,)), np.ones(size, np.float32))
     deliver_messages(job)
     assert job.deferred, "jobs of the kernel pool"
-    engine.peer_message(1, wire.OpFailed(key, "no"), None)
-    engine.peer_message(1, wire.OpFailed(key, "no"), None)
+    engine.peer_message(1, wire.OpFailed(key, "no"))
+    engine.peer_message(1, wire.OpFailed(key, "no"))
     assert not any(job.is_answered(rank, handles[rank]) for rank in (0, 1))
     while job.step():
         pass

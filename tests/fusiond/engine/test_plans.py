@@ -455,6 +455,6 @@ def test_a_package_that_a_daemon_lacks_is_named_with_its_node() -> None:
 def test_a_node_that_is_told_a_plan_whose_package_it_lacks_ends_the_job_with_its_name() -> None:
     job = SimulatedJob([1, 1])
     plan = replace(job.plan(PROPOSAL), id=2, reduction=wire.Reduction(algorithm="majority", packages=("acme 1.0",)))
-    job.nodes[1].engine.peer_message(0, wire.PlanVerdict(0, "opt", 1, plan, ""), None)
+    job.nodes[1].engine.peer_message(0, wire.PlanVerdict(0, "opt", 1, plan, ""))
     assert job.nodes[1].failure.startswith("no plan for 'opt': on node 1 (host ")
     assert "the package acme 1.0 is not installed" in job.nodes[1].failure

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import wire
-from fusiond.app.effects import Acting
+from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.engine.snapshots import SLOW_S, _write_new
 from fusiond.host.loop import EventLoop
 from fusiond.host.thread_pool import KernelPool
@@ -121,8 +121,8 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
     monkeypatch.setattr(os, "fsync", lambda fd: answers.wait())
     loop = EventLoop()
     pool = KernelPool(loop, 1)
-    acting = Acting(loop, None, cast(StackReader, None), {}, lambda: None)
-    acting.pool = pool
+    effects = DaemonEffects(loop, None, cast(StackReader, None), {}, lambda: None)
+    effects.pool = pool
     ended: list[str] = []
 
     def ends(what: str) -> Callable[[BaseException | None], None]:
@@ -133,11 +133,11 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
 
         return then
 
-    acting.run_on_files(lambda: _write_new(str(tmp_path / "file"), memoryview(b"x")), ends("file"))
-    acting.run_jobs([lambda: None], ends("kernel"))
+    effects.run_on_files(lambda: _write_new(str(tmp_path / "file"), memoryview(b"x")), ends("file"))
+    effects.run_jobs([lambda: None], ends("kernel"))
     loop.run()
     assert ended == ["kernel"]
     pool.close()
-    acting.files.close()
+    effects.files.close()
     loop.close()
     answers.set()

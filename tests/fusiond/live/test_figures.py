@@ -22,7 +22,8 @@ class Nodes:
     def _make(self, node: int) -> Gathering:
         def to_node(target: int, message: wire.PeerMessage) -> None:
             if target not in self.deaf:
-                self.nodes[target].handle(node, wire.decode_peer_message(wire.encode(message)))
+                decoded = wire.decode_peer_message(wire.encode(message))
+                self.nodes[target].handlers()[type(decoded)](node, decoded)
 
         def here(serial: int) -> wire.Figures:
             return wire.Figures(

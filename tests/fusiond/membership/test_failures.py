@@ -45,7 +45,8 @@ class Shell:
         self.gone: list[int] = []
         self.over = False
         self.epochs = 0
-        self.losses = Losses(topology, node, tolerate, self.membership, self)
+        shell: Any = self  # as much of effects and of a daemon as losses use
+        self.losses = Losses(topology, node, tolerate, self.membership, shell, shell)
 
     def to_node(self, node: int, message: wire.PeerMessage) -> None:
         self.sent.append((node, message))
@@ -142,7 +143,7 @@ def test_whoever_has_a_plan_that_cannot_go_on_ends_the_job_though_others_decided
     shell = Shell(0, tolerate=True)
     shell.engine.why_not = "allreduce needs every rank"
     view = View(1, (0, 2), (Loss(1, "node 1 (host b) is lost: closed"),))
-    assert shell.losses.takes(2, wire.NewView(view))
+    shell.losses.views.message(2, wire.NewView(view))
     error = "node 1 (host b) is lost: closed; the job cannot go on without it: allreduce needs every rank"
     assert shell.failed == [(error, True)]
     assert shell.engine.views == []
@@ -151,10 +152,10 @@ def test_whoever_has_a_plan_that_cannot_go_on_ends_the_job_though_others_decided
 def test_a_view_reaches_the_engine_and_the_peers_that_are_not_in_it_are_let_go() -> None:
     shell = Shell(0, tolerate=True)
     view = View(1, (0, 2), (Loss(1, "node 1 (host b) is lost: closed"),))
-    shell.losses.takes(2, wire.NewView(view))
+    shell.losses.views.message(2, wire.NewView(view))
     assert (shell.engine.views, shell.gone, list(shell.membership.nodes)) == ([view], [1], [0, 2])
     assert shell.warnings == ["node 1 (host b) is lost: closed; the job goes on without it"]
-    assert shell.losses.takes(1, wire.Abort("I was cut off"))  # and that is all that comes of it
+    assert not shell.losses.views.admits(1, wire.Abort("I was cut off"))
     assert shell.losses.statistics()["fenced"] == 1
     assert shell.failed == []
 
@@ -193,7 +194,7 @@ def test_a_node_that_ends_asks_the_others_to_go_on() -> None:
 
 def test_the_others_hear_of_an_epoch_before_its_engine_says_anything() -> None:
     shell = Shell(0, tolerate=True)
-    shell.losses.takes(2, wire.NewView(View(1, (0, 2), (Loss(1, "node 1 (host b) is lost: closed"),))))
+    shell.losses.views.message(2, wire.NewView(View(1, (0, 2), (Loss(1, "node 1 (host b) is lost: closed"),))))
     settled = wire.Settled(1, 1, 1, (0,))
 
     class NewEngine(FakeEngine):

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ class Member:
     def __init__(self, network: Network, node: int) -> None:
         self.network = network
         self.node = node
-        self.views = Views(network.topology, node, self)
+        self.views = Views(network.topology, node, cast(Any, self), self)  # as much of its effects as views use
         self.seen = [self.views.view]
         self.error = ""
         self.told = False

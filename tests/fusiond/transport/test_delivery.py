@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.errors import WireError
 from fusiond.transport import delivery
-from fusiond.transport.delivery import Incoming, Outgoing
+from fusiond.transport.delivery import ReceiveWindow, SendWindow
 
 
 @dataclass
@@ -31,8 +31,8 @@ class Pair:
 
     def __init__(self, asks: bool) -> None:
         self.asks = asks
-        self.out = Outgoing()
-        self.incoming = Incoming()
+        self.out = SendWindow()
+        self.incoming = ReceiveWindow()
         self.connections = [Connection()]
         self.sent: list[bytes] = []
         self.received: list[bytes] = []
@@ -122,7 +122,7 @@ def test_a_receiver_that_reads_bounds_what_the_sender_keeps() -> None:
 
 @given(st.lists(st.tuples(st.binary(max_size=50), st.binary(max_size=50), st.booleans()), max_size=30), st.data())
 def test_what_is_kept_is_counted(messages: list[tuple[bytes, bytes, bool]], data: st.DataObject) -> None:
-    out = Outgoing(most_messages=20, most_bytes=500)
+    out = SendWindow(most_messages=20, most_bytes=500)
     for frame, payload, borrowed in messages:
         out.add(frame, payload, borrowed)
     upto = data.draw(st.integers(0, len(messages)))
@@ -140,21 +140,21 @@ def test_what_is_kept_is_counted(messages: list[tuple[bytes, bytes, bool]], data
 
 def test_a_borrowed_payload_is_kept_as_it_is_and_not_copied() -> None:
     memory = bytearray(b"before")
-    out = Outgoing()
+    out = SendWindow()
     out.add(b"head", memoryview(memory), borrowed=True)
     memory[:] = b"after!"
     assert [bytes(kept.payload or b"") for kept in out.unacknowledged()] == [b"after!"]
 
 
 def test_what_was_never_sent_cannot_be_acknowledged() -> None:
-    out = Outgoing()
+    out = SendWindow()
     out.add(b"x")
     with pytest.raises(WireError, match="it acknowledges message 2 of a connection on which 1 were sent"):
         out.acknowledge(2)
 
 
 def test_a_gap_is_an_error_and_not_a_part_of_the_data() -> None:
-    incoming = Incoming()
+    incoming = ReceiveWindow()
     assert incoming.accept(1)
     with pytest.raises(WireError, match=r"message 3 came from it after message 1: those between are missing"):
         incoming.accept(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusiond.transport.episodes import Break, Flapping, Slowness
+from fusiond.transport.peers import Break, Flapping, Slowness
 
 
 def test_a_connection_that_breaks_now_and_then_is_not_flapping() -> None:

@@ -22,7 +22,7 @@ import zmq
 
 from fusion_rt import wire
 from fusion_rt.bootstrap import Endpoint
-from fusiond.transport import inbox
+from fusiond.transport import reception
 from tests.faults.jobs import FAST, Workers
 from tests.fusiond.processes import NO_LIMITS, TIMEOUT_S, Daemons, kill
 
@@ -255,7 +255,7 @@ def test_strangers_change_nothing_and_are_counted(runtime_dir: Path) -> None:
             replay.sendall(b"".join(payload.said[:3]))
             job.wait_until(lambda status: status["mesh"]["accepted"] >= before["accepted"] + 309, 1)
             workers.go_on()
-            most = usual + 2 * (inbox._STRANGERS_OF_HOST + 4) + 20  # at both ports; and what the job opens meanwhile
+            most = usual + 2 * (reception._STRANGERS_OF_HOST + 4) + 20  # at both ports; and the job opens some
             deadline = time.monotonic() + TIMEOUT_S
             while descriptors(job.processes[1]) > most:
                 assert time.monotonic() < deadline

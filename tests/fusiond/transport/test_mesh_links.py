@@ -36,12 +36,11 @@ class Node:
         self.got: list[Got] = []
         self.lost: list[str] = []
         self.up = False
-        self.mesh = Mesh(
-            self.loop, DaemonConfig("test", node, TOPOLOGY), settings, self._take, self._now_up, self._lose
-        )
+        self.mesh = Mesh(self.loop, DaemonConfig("test", node, TOPOLOGY), settings, self._now_up, self._lose)
+        self.mesh.take_with(self._take)
         self.other = 1 - node
 
-    def _take(self, node: int, message: wire.PeerMessage, payload: memoryview | None) -> None:
+    def _take(self, node: int, message: wire.PeerMessage, payload: memoryview | None = None) -> None:
         assert node == self.other
         self.got.append((message, None if payload is None else bytes(payload)))
 

@@ -15,9 +15,8 @@ from fusion_rt.dtypes import DTYPES
 from fusiond.collectives.base import Reducer
 from fusiond.collectives.ring import Ring
 from fusiond.transport import delivery
-from fusiond.transport.delivery import Outgoing
+from fusiond.transport.delivery import Sending, SendWindow
 from fusiond.transport.flow_control import FlowPort
-from fusiond.transport.sending import Sending
 
 NODES = 4
 RATE = 1e6  # bytes a second
@@ -99,7 +98,7 @@ class Line:
     stands = True
 
     def __init__(self, network: Network, node: int, sending: Sending) -> None:
-        self.out = Outgoing()
+        self.out = SendWindow()
         self._network = network
         self._to = (node + 1) % NODES
         self._sending = sending

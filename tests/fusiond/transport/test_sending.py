@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusiond.transport import delivery
-from fusiond.transport.delivery import Incoming, Outgoing
-from fusiond.transport.sending import AT_ONCE, Sending
+from fusiond.transport.delivery import AT_ONCE, ReceiveWindow, Sending, SendWindow
 
 CREDIT = 1000
 
@@ -21,12 +20,12 @@ class Line:
 
     def __init__(self, number: int = 1) -> None:
         self.number = number
-        self.out = Outgoing()
+        self.out = SendWindow()
         self.stands = True
         self.most = 0  # bytes under way at once, of more than two messages and more than the peer may keep to itself
         self.sent: list[bytes] = []  # handed over, in order
         self.received: list[bytes] = []
-        self._incoming = Incoming()
+        self._incoming = ReceiveWindow()
 
     def post(self, frame: bytes, payload: bytes | memoryview, borrowed: bool) -> None:
         more = len(self.out) >= 2 and self.out.nbytes >= CREDIT // 3

@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import pytest
 
-from fusiond.transport.suspicion import INTERVALS, PHI, AwakeClock, Suspicion
+from fusiond.transport.peers import INTERVALS, PHI, AwakeClock, Suspicion
 
 INTERVAL, MOST = 0.1, 10.0
 

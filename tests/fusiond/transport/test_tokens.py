@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusiond.transport.tokens import Tokens
+from fusiond.transport.reception import Tokens
 
 
 def test_a_token_says_whose_connection_it_is() -> None:

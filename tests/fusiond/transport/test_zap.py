@@ -8,7 +8,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from fusiond.transport.tokens import Tokens
+from fusiond.transport.reception import Tokens
 from fusiond.transport.zap import KeyGate
 
 PUBLIC, SECRET = zmq.curve_keypair()

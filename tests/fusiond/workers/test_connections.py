@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -29,25 +30,26 @@ class Handler:
         self.messages: list[wire.WorkerMessage] = []
         self.left: list[tuple[int, str]] = []
         self.ended = 0
+        self.handlers = dict.fromkeys(get_args(wire.WorkerMessage), self.take)
 
     def worker_joined(self, link: WorkerLink, hello: wire.Hello) -> None:
         link.rank = hello.rank
         self.links.append(link)
 
-    def worker_message(self, rank: int, link: WorkerLink, message: wire.WorkerMessage) -> None:
+    def take(self, link: WorkerLink, message: wire.WorkerMessage) -> None:
         if isinstance(message, wire.Ready):
             raise FusionError("not now")
         self.messages.append(message)
 
-    def worker_left(self, rank: int, pid: int, why: str) -> None:
+    def worker_left(self, rank: int, bye: wire.Bye) -> None:
+        self.messages.append(bye)
+
+    def worker_lost(self, rank: int, pid: int, why: str) -> None:
         assert pid == os.getpid()
         self.left.append((rank, why))
 
     def connection_ended(self) -> None:
         self.ended += 1
-
-    def tool_message(self, link: WorkerLink, message: wire.ToolMessage) -> None:
-        self.messages.append(message)
 
 
 class Channel:

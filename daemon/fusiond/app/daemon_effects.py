@@ -1,14 +1,14 @@
-"""What the engine makes happen: messages to workers and nodes, timers, and work on threads."""
+"""The daemon's side of what an engine makes happen: most of it is done by a part of the daemon without further ado."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
 
 from fusion_rt import wire
-from fusion_rt.dtypes import DType
 from fusion_rt.kernels import cpu
 from fusiond.host.file_work import FileWork
 from fusiond.host.loop import EventLoop
@@ -16,7 +16,8 @@ from fusiond.transport.mesh import Mesh
 from fusiond.workers.stack_reader import StackReader
 
 if TYPE_CHECKING:
-    from fusiond.collectives.base import Job, Result
+    from fusiond.core.result import Result
+    from fusiond.core.tracing import Job
     from fusiond.host.thread_pool import KernelPool
     from fusiond.workers.connections import WorkerLink, Workers
 
@@ -24,8 +25,8 @@ _log = logging.getLogger("fusiond")
 _OF_PARCELS = 1  # urgency: a loss that is averaged does not wait behind them
 
 
-class Acting:
-    """One daemon's `Outside`.
+class DaemonEffects:
+    """The `Effects` of one daemon.
 
     Args:
         loop, mesh, stacks: the daemon's; no mesh in a job of one node.
@@ -48,11 +49,18 @@ class Acting:
         self.workers: Workers
         self.pool: KernelPool
         self.files = FileWork(loop)
-        self._loop = loop
-        self._mesh = mesh
         self._stacks = stacks
         self._links = links
         self._first_done: Callable[[], None] | None = first_done
+        self.call_later = loop.call_later
+        self.clock = loop.clock
+        self.has_kernels = cpu.is_ready
+        self.run_on_files = self.files.run
+        self.warn: Callable[[str], None] = partial(_log.warning, "%s")
+        send_payload: Callable[..., bool] = _no_peers if mesh is None else mesh.send_payload
+        self.to_node: Callable[[int, wire.PeerMessage], None] = _no_peers if mesh is None else mesh.send
+        self.send_chunk = send_payload
+        self.send_piece = partial(send_payload, urgency=_OF_PARCELS)
 
     def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
         if self._first_done is not None and isinstance(message, wire.Done):
@@ -63,36 +71,13 @@ class Acting:
             segment = None if result is None else result.segment
             self.workers.send(link, message, -1 if segment is None else os.dup(segment.fd))
 
-    def to_node(self, node: int, message: wire.PeerMessage) -> None:
-        assert self._mesh is not None
-        self._mesh.send(node, message)
-
-    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int) -> bool:
-        assert self._mesh is not None
-        return self._mesh.send_payload(node, chunk, payload, urgency)
-
-    def send_piece(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
-        assert self._mesh is not None
-        self._mesh.send_payload(node, piece, payload, _OF_PARCELS)
-
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> object:
-        return self._loop.call_later(seconds, callback)
-
     def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
         self.pool.run(jobs, then)
-
-    def has_kernels(self, dtype: DType) -> bool:
-        return cpu.is_ready(dtype)
-
-    def run_on_files(self, job: Job, then: Callable[[BaseException | None], None]) -> None:
-        self.files.run(job, then)
 
     def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
         links = {rank: self._links.get(rank) for rank in ranks}
         self._stacks.locate({rank: None if link is None else link.stacks for rank, link in links.items()}, then)
 
-    def warn(self, text: str) -> None:
-        _log.warning("%s", text)
 
-    def clock(self) -> float:
-        return self._loop.clock()
+def _no_peers(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("a job of one node has no peers to send anything to")

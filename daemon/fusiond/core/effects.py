@@ -1,0 +1,49 @@
+"""Everything that an engine makes happen: messages to workers and nodes, timers, and work on threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fusion_rt import wire
+from fusion_rt.dtypes import DType
+from fusiond.core.result import Result
+from fusiond.core.tracing import Job
+
+
+class Effects(Protocol):
+    """The way out of an engine, which does no I/O itself; `app.daemon_effects` is the one of daemons."""
+
+    def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
+        """Sends a message to a local worker, with the memfd of a large result."""
+
+    def to_node(self, node: int, message: wire.PeerMessage, /) -> None:
+        """Sends a control message to a peer, if it can be reached."""
+
+    def send_chunk(self, node: int, chunk: wire.Chunk, payload: bytes | memoryview, urgency: int, /) -> bool:
+        """Sends a chunk, the sooner the less its urgency is; returns whether its payload is borrowed until credit
+        for it comes."""
+
+    def send_piece(self, node: int, piece: wire.Piece, payload: memoryview, /) -> object:
+        """Sends a piece of a parcel, whose payload nobody will change."""
+
+    def call_later(self, seconds: float, callback: Callable[[], None], /) -> object:
+        """Calls back when that time has passed."""
+
+    def run_jobs(self, jobs: Sequence[Job], then: Callable[[BaseException | None], None]) -> None:
+        """Runs jobs outside the event loop, then `then` inside."""
+
+    def has_kernels(self, dtype: DType, /) -> bool:
+        """Returns whether arrays of this type can be reduced at once, and nothing has to be compiled before."""
+
+    def run_on_files(self, job: Job, then: Callable[[BaseException | None], None], /) -> None:
+        """Runs a job that waits for a file system, for ever perhaps, then `then` inside the event loop."""
+
+    def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
+        """Finds out where local workers are; calls back, at once or later."""
+
+    def warn(self, text: str, /) -> None:
+        """Tells people something that is not an error yet."""
+
+    def clock(self) -> float:
+        """Seconds, from any origin."""
