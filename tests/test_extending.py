@@ -100,7 +100,7 @@ def test_a_job_uses_the_packages_codec_and_algorithm(package: Path, fusionrun: A
 
 def test_the_simulation_has_the_packages_codec(package: Path) -> None:
     code = (
-        "import sys; from fusion_trace.simulation.measuring import codec_costs; "
+        "import sys; from fusion_trace.simulate.measuring import codec_costs; "
         "print(codec_costs('fixed', 1 << 10).ratio, 'torch' in sys.modules)"
     )
     run = subprocess.run(
