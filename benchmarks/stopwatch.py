@@ -58,7 +58,7 @@ def measure_fusion() -> Clock:
     import torch
 
     from fusion_rt import client, local
-    from fusion_rt.torch import backward, slots, synchronous
+    from fusion_rt.torch.sync import backward, slots, synchronous
 
     clock = Clock()
     clock.measure(slots.Slot, "arriving", "python")

@@ -17,7 +17,7 @@ from fusion_rt import algorithms
 from fusion_rt.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.torch import elastic, mpi_ops
 from fusion_rt.torch.agreement import average_buffers, averaged, consensus, consensus_distance, staleness
-from fusion_rt.torch.basics import (
+from fusion_rt.torch.core.basics import (
     ccl_built,
     cross_rank,
     cross_size,
@@ -41,14 +41,15 @@ from fusion_rt.torch.basics import (
     start_timeline,
     stop_timeline,
 )
-from fusion_rt.torch.compression import Compression, compression_stats
-from fusion_rt.torch.exchange import OptimizerStatistics
-from fusion_rt.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
+from fusion_rt.torch.core.compressors import Compression, compression_stats
+from fusion_rt.torch.core.process_sets import (
+    ProcessSet,
+    add_process_set,
+    get_process_set_ids_and_ranks,
+    global_process_set,
+    remove_process_set,
 )
+from fusion_rt.torch.core.tensors import empty
 from fusion_rt.torch.ops import (
     Adasum,
     Average,
@@ -85,16 +86,15 @@ from fusion_rt.torch.ops import (
     synchronize,
 )
 from fusion_rt.torch.optimizer import DistributedOptimizer
-from fusion_rt.torch.overlap.watching import synchronize_parameters
-from fusion_rt.torch.process_sets import (
-    ProcessSet,
-    add_process_set,
-    get_process_set_ids_and_ranks,
-    global_process_set,
-    remove_process_set,
+from fusion_rt.torch.sync.broadcasting import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
 )
+from fusion_rt.torch.sync.overlap.watching import synchronize_parameters
+from fusion_rt.torch.sync.synchroniser import OptimizerStatistics
 from fusion_rt.torch.sync_batch_norm import SyncBatchNorm
-from fusion_rt.torch.tensors import empty
 
 __all__ = [
     "Adasum",

@@ -11,10 +11,10 @@ import torch
 
 from fusion_rt import algorithms
 from fusion_rt.torch import ops
-from fusion_rt.torch.functions import broadcast_object
-from fusion_rt.torch.own_gradients import OwnGradients
-from fusion_rt.torch.replicas import DistributedReplicas
-from fusion_rt.torch.runtime import runtime
+from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.sync.broadcasting import broadcast_object
+from fusion_rt.torch.sync.own_gradients import OwnGradients
+from fusion_rt.torch.sync.replicas import DistributedReplicas
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 _ever = False  # has there been an optimizer in it

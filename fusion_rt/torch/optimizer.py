@@ -15,20 +15,20 @@ import torch
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.settings import Settings
 from fusion_rt.torch import agreement, ops
-from fusion_rt.torch.adasum import DeltaSlot, DistributedAdasum
 from fusion_rt.torch.autotune.replanning import replanning
-from fusion_rt.torch.compression import Compression, NoneCompressor, codec_of
-from fusion_rt.torch.manner import Manner
+from fusion_rt.torch.core.compressors import Compression, NoneCompressor, codec_of
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.signatures import id_of
-from fusion_rt.torch.overlap.exchange import OverlapExchange, OverlapSlot
-from fusion_rt.torch.overlap.optimizer import Overlapped, chosen_overlap
-from fusion_rt.torch.parameters import Groups, groups_of, names_of, takes_part
-from fusion_rt.torch.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.replicas import DistributedReplicas, slot_of
-from fusion_rt.torch.runtime import runtime
-from fusion_rt.torch.sharded import DistributedShards, ShardExchange, WeightSlot, optimizer_spec
-from fusion_rt.torch.synchronous import Distributed
-from fusion_rt.torch.wrapping import Wrapped, wrap
+from fusion_rt.torch.sync.adasum import DeltaSlot, DistributedAdasum
+from fusion_rt.torch.sync.manner import Manner
+from fusion_rt.torch.sync.overlap.exchange import OverlapExchange, OverlapSlot
+from fusion_rt.torch.sync.overlap.optimizer import Overlapped, chosen_overlap
+from fusion_rt.torch.sync.parameters import Groups, groups_of, names_of, takes_part
+from fusion_rt.torch.sync.replicas import DistributedReplicas, slot_of
+from fusion_rt.torch.sync.sharded import DistributedShards, ShardExchange, WeightSlot, optimizer_spec
+from fusion_rt.torch.sync.synchronous import Distributed
+from fusion_rt.torch.sync.wrapping import Wrapped, wrap
 
 _DistributedOptimizer = Distributed  # under this name of Horovod's, other libraries import it
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch import device
-from fusion_rt.torch.runtime import runtime
-from fusion_rt.torch.selected_buckets import SelectedBucket
+from fusion_rt.torch.core import device
+from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.sync.selected_buckets import SelectedBucket
 from tests.harness import on_ranks, run_workers
-from tests.torch.test_device import results_on
+from tests.torch.core.test_device import results_on
 from tests.torch.training import assert_same, everybodys_batch, loss_of, make_model, my_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")

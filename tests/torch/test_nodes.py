@@ -12,15 +12,15 @@ from tests.harness import Job, on_ranks
 from tests.torch.ops.test_broadcast import test_broadcast_from_every_root  # noqa: F401
 from tests.torch.ops.test_gather import test_allgather_of_different_numbers_of_rows  # noqa: F401
 from tests.torch.ops.test_reduce import test_every_dtype_with_every_op  # noqa: F401
-from tests.torch.test_adasum_optimizer import (  # noqa: F401
+from tests.torch.sync.test_adasum_optimizer import (  # noqa: F401
     test_compressed_steps,
     test_steps_are_combined_by_the_formula,
 )
-from tests.torch.test_functions import (  # noqa: F401
+from tests.torch.sync.test_functions import (  # noqa: F401
     test_objects_are_gathered,
     test_within_a_process_set,
 )
-from tests.torch.test_gradients import (  # noqa: F401
+from tests.torch.sync.test_gradients import (  # noqa: F401
     test_a_rank_that_joins_before_its_first_step_gets_the_plan,
     test_an_optimizer_for_sparse_gradients,
     test_an_optimizer_over_a_part_of_the_ranks,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch import basics
+from fusion_rt.torch.core import basics
 from tests.harness import on_ranks
 from tests.torch.training import (
     MakeOptimizer,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch.process_sets import ProcessSet
+from fusion_rt.torch.core.process_sets import ProcessSet
 from tests.harness import on_ranks
 
 CHANNELS = 3

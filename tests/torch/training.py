@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch import basics
+from fusion_rt.torch.core import basics
 
 BATCH = 8
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]

@@ -16,7 +16,7 @@ from fusion_rt.torch.autotune.director import Circumstances, Director, Judge, St
 from fusion_rt.torch.autotune.measured import Measured
 from fusion_rt.torch.autotune.predicted import Predicted
 from fusion_rt.torch.autotune.search import MISSING, AutotuneError
-from fusion_rt.torch.runtime import Runtime
+from fusion_rt.torch.core.runtime import Runtime
 
 _AFTER_JOINS = 1 << 47  # clocks of proposals after the n-th join; others are ids of plans, which are smaller
 

@@ -23,7 +23,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from fusion_rt import elastic as membership
 from fusion_rt.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
-from fusion_rt.torch.basics import init, shutdown
+from fusion_rt.torch.core.basics import init, shutdown
 from fusion_rt.torch.elastic.loop import train
 from fusion_rt.torch.elastic.sampler import ElasticSampler
 from fusion_rt.torch.elastic.state import HostUpdateResult, ObjectState, State, TorchState

@@ -20,14 +20,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fusion_rt.torch import carried, ops
-from fusion_rt.torch.carried import Arrays, Carried
-from fusion_rt.torch.functions import allgather_object, broadcast_object, broadcast_optimizer_state
-from fusion_rt.torch.memory import Memory
-from fusion_rt.torch.replicas import DistributedReplicas
-from fusion_rt.torch.runtime import runtime
-from fusion_rt.torch.sharded import DistributedShards
-from fusion_rt.torch.wrapping import Wrapped
+from fusion_rt.torch import ops
+from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.sync import carried
+from fusion_rt.torch.sync.broadcasting import allgather_object, broadcast_object, broadcast_optimizer_state
+from fusion_rt.torch.sync.carried import Arrays, Carried
+from fusion_rt.torch.sync.memory import Memory
+from fusion_rt.torch.sync.replicas import DistributedReplicas
+from fusion_rt.torch.sync.sharded import DistributedShards
+from fusion_rt.torch.sync.wrapping import Wrapped
 
 _OWN = "own"  # what replicas know besides the script's optimizer
 

@@ -11,10 +11,10 @@ import torch
 from fusion_rt import elastic
 from fusion_rt.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.torch import ops
-from fusion_rt.torch.basics import init
+from fusion_rt.torch.core.basics import init
+from fusion_rt.torch.core.runtime import leave, runtime
 from fusion_rt.torch.elastic.state import State
-from fusion_rt.torch.exchange import enter_all
-from fusion_rt.torch.runtime import leave, runtime
+from fusion_rt.torch.sync.synchroniser import enter_all
 
 
 def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection, *args: Any, **kwargs: Any) -> Any:

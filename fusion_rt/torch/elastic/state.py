@@ -18,11 +18,11 @@ import torch
 
 from fusion_rt import elastic
 from fusion_rt.errors import HostsUpdatedInterrupt
-from fusion_rt.torch.basics import rank
+from fusion_rt.torch.core.basics import rank
 from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler
-from fusion_rt.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from fusion_rt.torch.wrapping import Wrapped
+from fusion_rt.torch.sync.broadcasting import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from fusion_rt.torch.sync.wrapping import Wrapped
 
 
 class HostUpdateResult(enum.IntFlag):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fusion_rt.torch.device import Copying
+from fusion_rt.torch.core.device import Copying
 
 _FOREVER = 365 * 24 * 3600.0  # seconds; gloo and NCCL want a number
 _LOOPBACK = "127.0.0.1"

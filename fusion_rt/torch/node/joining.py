@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fusion_rt.torch.exchange import GradientExchange
+    from fusion_rt.torch.sync.synchroniser import GradientExchange
 
 _POLL = 1e-3  # seconds
 

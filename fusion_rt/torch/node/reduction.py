@@ -28,14 +28,14 @@ import torch
 from fusion_rt import bootstrap, wire
 from fusion_rt.errors import HorovodInternalError
 from fusion_rt.settings import Settings
-from fusion_rt.torch import device
-from fusion_rt.torch.device import Copying
+from fusion_rt.torch.core import device
+from fusion_rt.torch.core.device import Copying
+from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.node.ledger import REFUSED, Ledger
-from fusion_rt.torch.runtime import Runtime
 
 if TYPE_CHECKING:
     from fusion_rt.torch.node.groups import Backend, Group, UnderWay
-    from fusion_rt.torch.slots import Slot
+    from fusion_rt.torch.sync.slots import Slot
 
 _POLL = 1e-4  # seconds between two looks at what another rank has to do
 _WATCH = 0.01  # seconds between two looks at whether it will

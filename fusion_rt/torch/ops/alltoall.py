@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from fusion_rt.client import Operation
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.runtime import Runtime, runtime
+from fusion_rt.torch.core.tensors import nbytes_of
 from fusion_rt.torch.ops.handles import hold
 from fusion_rt.torch.ops.signatures import as_real, id_of, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Rows
-from fusion_rt.torch.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.runtime import Runtime, runtime
-from fusion_rt.torch.tensors import nbytes_of
 
 Splits = torch.Tensor | Sequence[int] | None
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from fusion_rt import wire
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.handles import hold
 from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Average, as_real, id_of, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Transfer
-from fusion_rt.torch.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.runtime import Runtime, runtime
 
 
 def broadcast(
@@ -89,7 +89,7 @@ def join(device: int = -1) -> int:
         HorovodInternalError: it failed, on all ranks.
     """
     from fusion_rt.torch.agreement import agree_after_join  # which need the operations
-    from fusion_rt.torch.exchange import stand_in_before_join
+    from fusion_rt.torch.sync.synchroniser import stand_in_before_join
 
     here = runtime()
     stand_in_before_join(here)

@@ -15,11 +15,11 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
-from fusion_rt.torch import device
+from fusion_rt.torch.core import device
+from fusion_rt.torch.core.runtime import Runtime
+from fusion_rt.torch.core.tensors import Memory, copy_in, copy_out, nbytes_of, on_device_of, over, received
 from fusion_rt.torch.ops.handles import Group, Part
 from fusion_rt.torch.ops.signatures import How, as_real, signature_of, tensor_name
-from fusion_rt.torch.runtime import Runtime
-from fusion_rt.torch.tensors import Memory, copy_in, copy_out, nbytes_of, on_device_of, over, received
 
 _COUNT = 8  # bytes of a number of rows
 

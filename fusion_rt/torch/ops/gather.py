@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.fused import FusedGather, fuse
 from fusion_rt.torch.ops.handles import Group, hold
 from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce
 from fusion_rt.torch.ops.signatures import Average, Sum, as_real, id_of, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Rows
-from fusion_rt.torch.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.runtime import Runtime, runtime
 
 
 def allgather(

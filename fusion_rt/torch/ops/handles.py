@@ -8,8 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from fusion_rt.client import Operation
+from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.transfers import as_given
-from fusion_rt.torch.runtime import Runtime, runtime
 
 
 class Pending(Protocol):

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from fusion_rt import wire
-from fusion_rt.torch.compression import Compression, codec_of
+from fusion_rt.torch.core.compressors import Compression, codec_of
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.fused import FusedReduction, fuse
 from fusion_rt.torch.ops.handles import Group, hold
 from fusion_rt.torch.ops.signatures import How, as_real, id_of, resolve, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Transfer
-from fusion_rt.torch.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.runtime import Runtime, runtime
 
 
 def allreduce(

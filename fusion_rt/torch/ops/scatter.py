@@ -9,14 +9,14 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.errors import HorovodInternalError
-from fusion_rt.torch.compression import Compression, codec_of
+from fusion_rt.torch.core.compressors import Compression, codec_of
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.fused import FusedScatter, fuse, shares
 from fusion_rt.torch.ops.gather import allgather, grouped_allgather
 from fusion_rt.torch.ops.handles import Group, hold
 from fusion_rt.torch.ops.signatures import Average, How, Sum, as_real, id_of, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Rows
-from fusion_rt.torch.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.runtime import Runtime, runtime
 
 
 def reducescatter(

@@ -12,9 +12,9 @@ import torch
 from fusion_rt import codecs, wire
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.topology import GLOBAL_SET
-from fusion_rt.torch.process_sets import ProcessSet
-from fusion_rt.torch.runtime import Runtime
-from fusion_rt.torch.tensors import dtype_name
+from fusion_rt.torch.core.process_sets import ProcessSet
+from fusion_rt.torch.core.runtime import Runtime
+from fusion_rt.torch.core.tensors import dtype_name
 
 Average: Final = "average"
 Sum: Final = "sum"

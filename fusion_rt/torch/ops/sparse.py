@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from fusion_rt import wire
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.ops.gather import allgather_async
 from fusion_rt.torch.ops.handles import synchronize
 from fusion_rt.torch.ops.signatures import Average, Sum
-from fusion_rt.torch.process_sets import ProcessSet, global_process_set
 
 
 def sparse_allreduce_async(

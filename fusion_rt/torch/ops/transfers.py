@@ -8,9 +8,9 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
-from fusion_rt.torch import device
-from fusion_rt.torch.runtime import Runtime
-from fusion_rt.torch.tensors import (
+from fusion_rt.torch.core import device
+from fusion_rt.torch.core.runtime import Runtime
+from fusion_rt.torch.core.tensors import (
     Memory,
     contents,
     copy_in,

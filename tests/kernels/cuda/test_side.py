@@ -27,7 +27,7 @@ from fusion_rt.kernels import reference
 from fusion_rt.kernels.cuda import selection, side
 from fusion_rt.kernels.cuda.selection import Found, words
 from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
-from fusion_rt.torch.gpu_selection import BucketSelection
+from fusion_rt.torch.sync.gpu_selection import BucketSelection
 
 
 class Event:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch.carried import Carried
+from fusion_rt.torch.sync.carried import Carried
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 
 pytestmark = pytest.mark.multiprocess

@@ -1,0 +1,1 @@
+"""Implementation of `fusion_rt.torch.large_batch`."""

@@ -1,0 +1,59 @@
+"""Selection on a GPU, as `gpu_selection` uses it: by `kernels.cuda`, on a stream of its own.
+
+It has never run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fusion_rt.codecs.base import Array
+from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
+from fusion_rt.kernels.selection import Range
+from fusion_rt.torch.sync.gpu_selection import Selector
+
+
+class PinnedLayer(TorchLayer):
+    """Of which the memory of the host that it copies to is pinned already, as a part of the arena."""
+
+    def pin(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def unpin(self, pinned: torch.Tensor) -> None:
+        return
+
+
+class CudaSide:
+    """One GPU.
+
+    Args:
+        index: its number.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._layer = PinnedLayer(torch, index)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return self._layer.beside()
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        self._layer.follow(tensor)
+
+    def zeros(self, n: int) -> torch.Tensor:
+        made: torch.Tensor = self._layer.zeros(n, "float32")
+        return made
+
+    def selector(
+        self,
+        memory: tuple[torch.Tensor, torch.Tensor | None],
+        ranges: Sequence[Range],
+        out: Array,
+        momentum: float,
+        nesterov: bool,
+    ) -> Selector:
+        selector: Any = SideSelector(self._layer, len(memory[0]), ranges, out, momentum, nesterov, memory=memory)
+        return selector  # type: ignore[no-any-return]

@@ -1,0 +1,139 @@
+"""The few calls that depend on where a tensor lies: in this process's memory (the *host*'s), or on a GPU.
+
+Tensors of a GPU are communicated through the arena. Its pages are pinned for that, so that the GPU copies from and to
+them by itself. What is submitted is copied on a stream of its own, beside the backward pass that goes on meanwhile, and
+whoever submits waits until that has been done. What comes back is copied on the current stream, and nobody waits, since
+what the script does with it comes later on that stream.
+
+All of it is in one object, `layer`, which a test replaces on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusion_rt.arena import Segment
+
+if TYPE_CHECKING:
+    from fusion_rt.torch.sync.gpu_selection import Side
+
+
+class Copying:
+    """Copies that have been started.
+
+    Args:
+        events: one on each stream, after the last copy there.
+        tensors: what has to stay until the copies have been made.
+    """
+
+    def __init__(self, events: Sequence[torch.cuda.Event] = (), tensors: Sequence[torch.Tensor] = ()) -> None:
+        self._events = events
+        self._tensors = tensors
+
+    def done(self) -> bool:
+        """Whether they have been made."""
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Returns when they have been made."""
+        for event in self._events:
+            event.synchronize()
+
+
+class Layer:
+    """What is done about tensors that do not lie in this process's memory."""
+
+    def __init__(self) -> None:
+        self._warned = False
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which is copied to the host
+        self._sides: dict[torch.device, Side | None] = {}
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in this process's memory."""
+        return tensor.is_cpu
+
+    def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """A new tensor on the device of another, and of its dtype."""
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor as another one is, with its order of dimensions in memory."""
+        return torch.empty_like(tensor, requires_grad=False)
+
+    def pin(self, segment: Segment) -> None:
+        """Makes a segment's pages known to the GPU, until it is closed. Where that fails, copies are only slower."""
+        if segment.on_close is not None or not torch.cuda.is_available():
+            return
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = segment.address
+        code = int(runtime.cudaHostRegister(address, segment.nbytes, 0))
+        if code == 0:
+            segment.on_close = lambda: runtime.cudaHostUnregister(address)
+        elif not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"CUDA could not pin {segment.nbytes} bytes of shared memory (error {code}), so that tensors of a GPU "
+                "are copied more slowly; is the limit of locked memory low (ulimit -l)?",
+                stacklevel=2,
+            )
+
+    def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Copying:
+        """Starts copying tensors, between host and devices either way, as they are when the current stream has come as
+        far as now. What is copied to the host must not be written to before that has been done."""
+        streams: dict[torch.device, torch.cuda.Stream] = {}
+        for destination, tensor in zip(to, source, strict=True):
+            device = destination.device if tensor.is_cpu else tensor.device
+            if device.type != "cuda":
+                destination.copy_(tensor)
+            elif tensor.is_cpu:
+                streams.setdefault(device, torch.cuda.current_stream(device))
+                destination.copy_(tensor, non_blocking=True)
+            else:
+                stream = streams.get(device)
+                if stream is None:
+                    stream = streams[device] = self._beside(device)
+                with torch.cuda.stream(stream):
+                    destination.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # its memory is not given to others before
+        events = []
+        for stream in streams.values():
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            events[-1].record(stream)
+        return Copying(events, [*to, *source])
+
+    def side(self, tensor: torch.Tensor) -> Side | None:
+        """What selects on the device of a tensor; None, with a warning, where nothing can."""
+        where = tensor.device
+        if where not in self._sides:
+            self._sides[where] = self._find_side(where)
+        return self._sides[where]
+
+    def _find_side(self, where: torch.device) -> Side | None:
+        if where.type != "cuda":
+            return None
+        try:
+            from fusion_rt.torch.core.cuda_side import CudaSide  # numba.cuda takes long to import, and may not be there
+
+            return CudaSide(where.index)
+        except (ImportError, RuntimeError) as error:
+            warnings.warn(
+                f"gradients on {where} are copied to the host as a whole, since FUSION_GPU_SELECTION needs "
+                f"fusion_rt[cuda]: {error}",
+                stacklevel=2,
+            )
+            return None
+
+    def _beside(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream for copies to the host, which goes on when the current one has come as far as now."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
+
+layer = Layer()

@@ -1,0 +1,172 @@
+"""Sets of ranks within which operations run, with Horovod's names and meaning.
+
+A `ProcessSet` is a list of ranks that becomes usable when it is registered, by `init(process_sets=[...])` or by
+`add_process_set`. Either is collective: all ranks of the job do it, members or not, in the same order. Operations of
+different sets run concurrently, also where the sets overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.torch.core.runtime import is_initialized, runtime
+
+
+class ProcessSet:
+    """A set of ranks that take part in an operation.
+
+    Args:
+        ranks: its members, in any order.
+
+    Attributes:
+        process_set_id: what it is called in messages; None while it is not registered.
+        ranks: its members, ascending. Those of `global_process_set` are known after `init`.
+        mpi_comm: Horovod's; None, since there are no MPI communicators here.
+
+    Raises:
+        ValueError: `ranks` are not ranks.
+    """
+
+    mpi_comm: None = None
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        if not isinstance(ranks, Iterable):
+            raise ValueError(
+                f"ProcessSet should be initialized with a list of process ranks, not with {type(ranks).__name__}; MPI "
+                "communicators are not supported"
+            )
+        members = list(ranks)
+        if any(not isinstance(rank, int) for rank in members):
+            raise ValueError(f"ProcessSet should be initialized with a list of process ranks, not with {members}")
+        self.process_set_id: int | None = None
+        self.ranks = sorted(members)
+
+    def size(self) -> int | None:
+        """Number of its members; None while it is not registered, or before `init`.
+
+        Raises:
+            ValueError: it has been removed, or belongs to a job that has ended.
+        """
+        return len(self._registered()) if self._known() else None
+
+    def rank(self) -> int | None:
+        """This worker's position among its members; None while it is not registered, or before `init`.
+
+        Raises:
+            ValueError: this worker is not a member; or as for `size`.
+        """
+        if not self._known():
+            return None
+        members = self._registered()
+        if runtime().rank not in members:
+            raise ValueError(f"Process is not part of provided process set: rank {runtime().rank} is not in {self}")
+        return members.index(runtime().rank)
+
+    def included(self) -> bool | None:
+        """Whether this worker is a member, registered or not; None before `init`."""
+        return runtime().rank in self.ranks if is_initialized() else None
+
+    def _known(self) -> bool:
+        return self.process_set_id is not None and is_initialized()
+
+    def _registered(self) -> tuple[int, ...]:
+        assert self.process_set_id is not None
+        registered = runtime().client.process_sets.get(self.process_set_id)
+        if registered is None:
+            raise ValueError(f"Process set does not exist or has not been registered: {self}")
+        return registered.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+    __repr__ = __str__
+
+
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = GLOBAL_SET
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Registers a process set; every rank of the job has to call it, with the same ranks.
+
+    Unlike in Horovod, that needs no `HOROVOD_DYNAMIC_PROCESS_SETS=1`.
+
+    Args:
+        process_set: one that is not registered, or its ranks.
+
+    Returns:
+        The process set, which can be used from now on.
+
+    Raises:
+        ValueError: before `init`; there are no such ranks; or a process set of these ranks is registered already.
+        HorovodInternalError: the ranks of the job do not agree about it; on all of them.
+    """
+    client = runtime().client
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if _find(_checked(process_set)) is not None:
+        raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
+    process_set.process_set_id = client.add_process_set(process_set.ranks).id
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Ends a process set; every rank of the job has to call it. Operations of it have to be over.
+
+    Returns:
+        Whether it was removed: False for one that is not registered and for `global_process_set`.
+
+    Raises:
+        ValueError: before `init`.
+        HorovodInternalError: the ranks of the job do not agree about it; on all of them.
+    """
+    if process_set.process_set_id in (None, GLOBAL_SET):
+        return False
+    assert process_set.process_set_id is not None
+    client, removed = runtime().client, process_set.process_set_id
+    process_set.process_set_id = None
+    if removed not in client.process_sets:
+        return False
+    client.remove_process_set(removed)
+    return True
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """The ranks of all registered process sets, by their ids. Raises `ValueError` before `init`."""
+    return {process_set.id: list(process_set.ranks) for process_set in runtime().client.process_sets.values()}
+
+
+def register(process_sets: Sequence[ProcessSet]) -> None:
+    """What `init` does about process sets, when this worker is in a job: all ranks pass the same ones.
+
+    Raises:
+        ValueError: one of them is there twice, has the ranks of the whole job, or ranks that there are not.
+        HorovodInternalError: the ranks do not agree.
+    """
+    client = runtime().client
+    global_process_set.ranks = list(client.process_sets[GLOBAL_SET].ranks)
+    seen: set[int] = {GLOBAL_SET}
+    for number, process_set in enumerate(process_sets):
+        ranks = _checked(process_set)
+        process_set.process_set_id = _find(ranks)
+        if process_set.process_set_id is None:
+            process_set.process_set_id = client.add_process_set(ranks).id
+        if process_set.process_set_id in seen:
+            process_set.process_set_id = None
+            raise ValueError(f"process_sets entry number {number} is a duplicate: {process_set}; leave it out")
+        seen.add(process_set.process_set_id)
+
+
+def _checked(process_set: ProcessSet) -> tuple[int, ...]:
+    ranks, size = process_set.ranks, runtime().size
+    if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= size:
+        raise ValueError(
+            f"{process_set} cannot be registered: it needs at least one rank, each once, of 0 to {size - 1}"
+        )
+    return tuple(ranks)
+
+
+def _find(ranks: tuple[int, ...]) -> int | None:
+    """The id under which these ranks are registered."""
+    return next((known.id for known in runtime().client.process_sets.values() if known.ranks == ranks), None)

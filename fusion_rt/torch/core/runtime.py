@@ -1,0 +1,227 @@
+"""This worker's membership of a job: one `Runtime`, from `init` to `shutdown`.
+
+It owns everything that belongs to the membership: the connection to the daemon, the daemon itself when this worker
+started it, and the operations whose handles the script holds.
+
+A script that ends with an unhandled exception takes its traceback along when it leaves, so that the other ranks raise
+the true cause. A forked child (a DataLoader worker, say) still knows its ranks, but has no connection: it would read
+the answers that its parent waits for.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections import Counter, deque
+from types import TracebackType
+from typing import Any, NoReturn
+
+from fusion_rt.client import Client
+from fusion_rt.errors import FusionError
+from fusion_rt.launchers import autostart, environment
+from fusion_rt.torch.core import recording
+from fusion_rt.torch.core.device import Copying
+from fusion_rt.trace import NULL, Instrument
+
+_LAST_TO_LEAVE = 10.0  # seconds that a worker which is alone waits for its daemon to end
+
+
+class Runtime:
+    """This worker's membership of a job.
+
+    Attributes:
+        client: the connection to the daemon; in a forked child, something that refuses every use.
+        pending: operations whose handles the script holds, by handle.
+        allocating: held by whoever allocates in the arena or collects.
+        retired: arena segments of plans that nobody uses any more; noted by finalizers, given up by `collect`.
+        where: this worker's place, from its environment.
+        daemon: the one that this worker started, if it did.
+        copying: copies of results from the arena to a device that may be under way.
+        in_node: what combines gradients with other ranks of this node, and so has to tell them when this one leaves.
+        trace: what this worker does is recorded there.
+    """
+
+    def __init__(
+        self,
+        where: environment.Environment,
+        client: Client,
+        daemon: autostart.StartedDaemon | None,
+        trace: Instrument = NULL,
+    ) -> None:
+        topology = client.topology
+        self.client = client
+        self.trace = client.trace = trace
+        self.rank = where.rank
+        self.size = topology.size
+        self.local_rank = topology.local_rank(where.rank)
+        self.local_size = topology.local_size(where.rank)
+        self.cross_rank = topology.cross_rank(where.rank)
+        self.cross_size = topology.cross_size(where.rank)
+        self.pending: dict[int, Any] = {}
+        self.retired: deque[int] = deque()
+        self.copying: deque[Copying] = deque()
+        self.in_node: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.allocating = threading.Lock()
+        self._groups: Counter[int | None] = Counter()  # by process set
+        self.where = where
+        self.daemon = daemon
+        self._finalizer = multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
+        self._previous_hook = sys.excepthook
+        sys.excepthook = _excepthook
+
+    def next_group(self, process_set: int | None) -> str:
+        """A name for a group of tensors to plan, the same on all members that make their optimizers in one order."""
+        self._groups[process_set] += 1
+        return f"optimizer.{self._groups[process_set]}"
+
+    def collect(self) -> None:
+        """Gives up what nobody uses any more: segments of plans, and the memory that results were copied from."""
+        while self.retired:
+            self.client.arena.drop_segment(self.retired.popleft())
+        while self.copying and self.copying[0].done():
+            self.copying.popleft()
+
+    def leave(self, error: str) -> bool:
+        """Leaves the job; `error` is this worker's unhandled exception, if that is why.
+
+        Returns: whether a client that has this one's as `previous` may come back.
+        """
+        if sys.excepthook is _excepthook:
+            sys.excepthook = self._previous_hook
+        for copying in self.copying:
+            copying.wait()
+        returnable = self.client.leave(error)
+        for reduction in list(self.in_node):
+            reduction.leave()
+        return returnable
+
+    def close(self, error: str = "") -> None:
+        """Leaves the job, if it has not yet, for good."""
+        self.leave(error)
+        self.forget()
+        self.client.close()
+        recording.forget(self.trace)
+        self.trace.close()
+        if self.daemon is not None and self.size == 1:
+            self.daemon.wait(_LAST_TO_LEAVE)
+
+    def forget(self) -> None:
+        """Another has taken over the connection, or it is closed: nothing is to be done at exit any more."""
+        self._finalizer.cancel()
+
+    def previous_hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What handled unhandled exceptions before `init`."""
+        self._previous_hook(kind, error, trace)
+
+    def after_fork(self) -> None:
+        """In a forked child: leaves the connection to the parent."""
+        self.client.abandon()
+        self.in_node.clear()
+        self.daemon = None
+        sentence = (
+            f"this process (pid {os.getpid()}) was forked from rank {self.rank} and has no connection to the daemon; "
+            "only the rank itself can communicate"
+        )
+        self.client = _NoClient(sentence)  # type: ignore[assignment]
+
+
+class _NoClient:
+    """Stands in for the client in a forked child."""
+
+    def __init__(self, sentence: str) -> None:
+        self._sentence = sentence
+
+    def leave(self, error: str) -> bool:
+        """Leaves nothing, since the parent is still there."""
+        return False
+
+    def close(self) -> None:
+        """Closes nothing."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise FusionError(self._sentence)
+
+
+_runtime: Runtime | None = None
+_left: Runtime | None = None  # by `shutdown`, with its connection, over which `init` may come back
+
+
+def is_initialized() -> bool:
+    """Whether this worker is in a job: between `init` and `shutdown`."""
+    return _runtime is not None
+
+
+def runtime() -> Runtime:
+    """This worker's membership.
+
+    Raises:
+        ValueError: `init` has not been called.
+    """
+    if _runtime is None:
+        raise ValueError("fusion_rt has not been initialized; use hvd.init().")
+    return _runtime
+
+
+def enter(entered: Runtime) -> None:
+    """This worker has joined a job."""
+    global _runtime
+    _runtime = entered
+
+
+def leave(error: str = "") -> None:
+    """Leaves the job for good, if this worker is or was in one; `error` is its unhandled exception, if that is why."""
+    global _runtime, _left
+    leaving = [runtime for runtime in (_runtime, _left) if runtime is not None]
+    _runtime = _left = None
+    for one in leaving:
+        one.close(error)
+
+
+def step_out() -> None:
+    """Leaves the job, if this worker is in one, so that `init` can come back."""
+    global _runtime, _left
+    if _runtime is not None:
+        leaving, _runtime = _runtime, None
+        if leaving.leave(""):
+            _left = leaving
+        else:
+            leaving.close()
+
+
+def returning(where: environment.Environment) -> Runtime | None:
+    """What this worker has left by `step_out`, if it was the same place; its caller has to make use of it."""
+    global _left
+    found, _left = _left, None
+    if found is not None and found.where != where:
+        found.close()
+        found = None
+    if found is not None:
+        found.forget()
+    return found
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    current = _runtime
+    leave("".join(traceback.format_exception(kind, error, trace)))
+    if current is not None:
+        current.previous_hook(kind, error, trace)
+
+
+def _at_exit() -> None:
+    """At the end of the interpreter; or of a process of `multiprocessing`, which runs no `atexit` handlers, but this,
+    and while the exception that ends it is on its way."""
+    error = sys.exc_info()[1]
+    leave("".join(traceback.format_exception(error)) if isinstance(error, Exception) else "")
+
+
+def _after_fork() -> None:
+    for one in (_runtime, _left):
+        if one is not None:
+            one.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,184 @@
+"""How tensors get to the daemon and back: their types, and the memory through which they go.
+
+Small tensors travel inside messages, all others through the arena. A result that was reduced in the arena is a tensor
+over that memory, which goes back to the arena when the last tensor that looks into it is gone. What is not dense memory
+of this process (a strided view, a tensor of another device) is copied into such memory and back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.client import Operation
+from fusion_rt.dtypes import DTYPES
+from fusion_rt.torch.core import device
+from fusion_rt.torch.core.runtime import Runtime, runtime
+
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a dtype is called on the wire.
+
+    Raises:
+        ValueError: tensors of that type cannot be communicated.
+    """
+    try:
+        return DTYPE_NAMES[dtype]
+    except KeyError:
+        raise ValueError(
+            f"Tensor type {dtype} is not supported: it cannot be communicated; convert to one of {', '.join(DTYPES)}"
+        ) from None
+
+
+def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A new tensor in the arena, with undefined contents: a communication buffer.
+
+    `allreduce_` and `broadcast_` work on such a tensor where it lies, without the copies that any other tensor needs.
+    An extension of Horovod's interface.
+
+    Args:
+        shape: its dimensions, as integers or as one sequence.
+        dtype: element type; by default torch's.
+
+    Raises:
+        ValueError: before `init`, or for a type that cannot be communicated.
+        ArenaError: there is not enough shared memory.
+    """
+    dimensions = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    chosen = torch.get_default_dtype() if dtype is None else dtype
+    dtype_name(chosen)
+    here = runtime()
+    like = torch.empty(dimensions, dtype=chosen, device="meta")  # type: ignore[arg-type]
+    return Memory(here, like.nbytes, small=False).tensor(chosen, like.shape)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of its elements. Raises `ValueError` when it is not dense."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"Tensor type {tensor.type()} is not supported: it is sparse; use sparse_allreduce_async, or "
+                         "tensor.to_dense()")  # fmt: skip
+    return tensor.nbytes
+
+
+class Memory:
+    """Memory that an operation's data is put into before it is submitted, and where a reduction leaves its result.
+
+    It is a region of the arena, given back when nothing looks into it any more. What is small enough to travel in
+    messages gets ordinary memory.
+
+    Args:
+        nbytes: how much.
+        on_device: tensors of another device are copied to it or from it.
+        small: whether it may be ordinary memory.
+
+    Attributes:
+        view: all of it.
+        place: segment id and offset in the arena; None for ordinary memory.
+    """
+
+    __slots__ = ("place", "view")
+
+    def __init__(self, here: Runtime, nbytes: int, *, on_device: bool = False, small: bool = True) -> None:
+        self.place: tuple[int, int] | None = None
+        if nbytes == 0 or (small and nbytes <= wire.MAX_INLINE):
+            self.view = memoryview(bytearray(nbytes))
+            return
+        with here.allocating:
+            here.collect()
+            region = here.client.allocate(nbytes)
+        self.place = region.segment, region.offset
+        self.view = region.view[:nbytes]  # what tensors over it keep alive
+        weakref.finalize(self.view, here.client.arena.free, region).atexit = False
+        if on_device:
+            device.layer.pin(here.client.arena.segment(region.segment))
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+        """A tensor over a part of it that begins after `offset` bytes."""
+        return over(self.view, dtype, shape, offset)
+
+    def submit(
+        self, here: Runtime, name: str | None, signature: wire.Signature, splits: tuple[int, ...] = ()
+    ) -> Operation:
+        """Submits an operation on what has been put into it."""
+        if self.place is None:
+            return here.client.submit(name, signature, inline=bytes(self.view), splits=splits)
+        return here.client.submit(name, signature, place=self.place, splits=splits)
+
+
+def over(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+    """A tensor over a part of a buffer that begins after `offset` bytes.
+
+    It is a tensor of its own, no view of another: a view could not be changed in place under autograd.
+    """
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=offset).resize_(shape)
+
+
+def received(operation: Operation) -> memoryview:
+    """The bytes that came with an operation's end, as memory of this process alone, writable.
+
+    The daemon's mapping is private (copied on write), and lives as long as a tensor looks into it.
+    """
+    return memoryview(bytearray(operation.inline or b"")) if operation.output is None else operation.output.view
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is dense memory of this process, in order."""
+    return device.layer.is_host(tensor) and tensor.is_contiguous()
+
+
+def contents(tensor: torch.Tensor) -> bytes:
+    """The tensor's elements in order."""
+    if not is_plain(tensor):
+        tensor = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def fill(tensor: torch.Tensor, data: bytes) -> None:
+    """Replaces the tensor's elements."""
+    if is_plain(tensor):
+        ctypes.memmove(tensor.data_ptr(), data, len(data))
+    elif data:
+        tensor.detach().copy_(over(memoryview(bytearray(data)), tensor.dtype, tensor.shape))
+
+
+def copy_in(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copies tensors, at least one, into memory of this process, and returns when that is done."""
+    with torch.no_grad():
+        if all(map(device.layer.is_host, tensors)):
+            torch._foreach_copy_(list(places), list(tensors))
+        else:
+            device.layer.copy(places, [tensor.detach() for tensor in tensors]).wait()
+
+
+def copy_out(here: Runtime, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+    """Copies results from memory of this process; to a device, that may go on when this returns."""
+    with torch.no_grad():
+        if all(map(device.layer.is_host, tensors)):
+            torch._foreach_copy_(list(tensors), list(places))
+        else:
+            copying = device.layer.copy([tensor.detach() for tensor in tensors], places)
+            with here.allocating:
+                here.collect()
+                here.copying.append(copying)
+
+
+def on_device_of(here: Runtime, like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A result on the device of the operation's input: itself, or a copy."""
+    if device.layer.is_host(like):
+        return result
+    moved = device.layer.empty(result.shape, like)
+    copy_out(here, [moved], [result])
+    return moved

@@ -1,0 +1,457 @@
+"""Gradients that are under way when `step()` has returned, and their application.
+
+`launch` takes the place of `synchronize`: it sends what has not been sent, and lets each bucket's reduction go on as a
+`Flight`. Until a flight has *landed*, which waits for the reduction and applies the update, nothing else may be written
+to its bucket's place in the arena, and its parameters have no gradient (`p.grad` is None), so that neither `zero_grad`
+nor the next backward pass can touch it.
+
+When a flight lands: with `overlap="forward"` when a module's forward pass is about to need one of its parameters; with
+"stale" in the next `step()`, before the next gradients go into the same place. In both, sooner if somebody reads or
+writes parameters otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.errors import HorovodInternalError, StepGivenUp
+from fusion_rt.torch.core.compressors import NoneCompressor
+from fusion_rt.torch.core.runtime import Runtime
+from fusion_rt.torch.sync import backward
+from fusion_rt.torch.sync.buckets import Bucket, DenseBucket
+from fusion_rt.torch.sync.manner import Manner
+from fusion_rt.torch.sync.memory import Place
+from fusion_rt.torch.sync.overlap import watching
+from fusion_rt.torch.sync.overlap.flights import Flight
+from fusion_rt.torch.sync.overlap.guards import make_guard
+from fusion_rt.torch.sync.overlap.updates import Update
+from fusion_rt.torch.sync.overlap.uses import Uses
+from fusion_rt.torch.sync.parameters import Trained
+from fusion_rt.torch.sync.slots import Named, Slot
+from fusion_rt.torch.sync.synchroniser import GradientExchange
+from fusion_rt.trace_format import Kind
+
+
+class OverlapSlot(Slot):
+    """A parameter whose gradient may arrive before its last update has been applied.
+
+    Attributes:
+        guard: is in `p.grad` between `backward()` and `step()`.
+    """
+
+    __slots__ = ("guard",)
+
+    def __init__(self, exchange: GradientExchange, named: Named) -> None:
+        super().__init__(exchange, named)
+        assert isinstance(exchange, OverlapExchange)
+        self.guard = make_guard(self, exchange)
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        assert isinstance(self._exchange, OverlapExchange)
+        self._exchange.check_use(self)
+        super().arrived(parameter)
+
+
+class OverlapExchange(GradientExchange):
+    """Reduces gradients while the script goes on.
+
+    Args:
+        manner: how. If it is not eager, updates are applied one step late.
+        passes: backward passes that make up a gradient.
+        trained: asked before a step; what is to be reduced.
+
+    Attributes:
+        stepped: a step has been asked for, and, as far as is known, nothing has been computed for the next one.
+    """
+
+    may_be_late = True
+
+    def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
+        self.stepped = False
+        self._late = not manner.eager
+        self._uses = Uses()
+        self._update: Update | None = None  # that waits
+        self._flights: dict[int, Flight] = {}  # by id of each of their parameters
+        self._last: Flight | None = None  # the plan's last, which fails if a rank has given the step up
+        self._applying = False
+        self._guarded: list[tuple[OverlapSlot, torch.Tensor | None]] = []  # with this rank's gradients
+        self._lock = threading.RLock()  # forward passes may run on several threads
+        super().__init__(manner, passes, trained)
+        watching.watch(self)
+
+    @property
+    def waits(self) -> bool:
+        """Whether an update has not been applied."""
+        return bool(self._flights)
+
+    def begin(self) -> None:
+        self.stepped = False
+        super().begin()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def launch(self, optimizer: Any) -> None:
+        """Sends what has not been sent of this step, and has the optimizer's step taken when that has been reduced.
+
+        Raises:
+            HorovodInternalError: an earlier reduction failed, on all ranks.
+            ValueError: a gradient is sparse.
+        """
+        self.check_pass()
+        self.finish()
+        began = time.perf_counter()
+        if self.idle:
+            self.begin()
+        try:
+            buckets = [bucket for bucket in self.submit() if isinstance(bucket, DenseBucket)]
+            flights = [Flight([s.parameter for s in b.slots], b, b.hand_over()) for b in buckets]
+            self._steps += 1
+        finally:
+            self._end_step()
+        self.stepped = True
+        self._last_waited = time.perf_counter() - began
+        self._waited += self._last_waited
+        if self._replanning is not None:
+            self._replanning.stepped(self._waited, all_here=False)
+        update = Update(optimizer)
+        taken = {id(parameter) for flight in flights for parameter in flight.parameters}
+        self._last = flights[-1] if flights else None
+        rest = [p for p in update.parameters() if p.grad is not None and id(p) not in taken]
+        if rest:  # parameters that are not trained any more, and still have a gradient
+            flights.append(Flight(rest, gradients=[parameter.grad for parameter in rest]))
+        self._wait_for(flights, update)
+
+    def hold(self, optimizer: Any) -> None:
+        """Has the optimizer's step taken with the gradients that there are. Raises as `launch`."""
+        self.finish()
+        self.stepped = True
+        update = Update(optimizer)
+        parameters = [parameter for parameter in update.parameters() if parameter.grad is not None]
+        if parameters:
+            flight = Flight(parameters, gradients=[parameter.grad for parameter in parameters])
+            self._wait_for([flight], update)
+
+    def _wait_for(self, flights: Sequence[Flight], update: Update) -> None:
+        if not flights:
+            return
+        self._update = update
+        self._flights = {id(parameter): flight for flight in flights for parameter in flight.parameters}
+        for flight in flights:
+            for parameter in flight.parameters:
+                parameter.grad = None
+                parameter.__dict__["__deepcopy__"] = partial(self._copied, parameter)
+                parameter.__dict__["__reduce_ex__"] = partial(self._reduced, parameter)
+            flight.mark()
+        watching.watch(self)
+        if self._uses.recording:
+            self._uses.conclude([slot.parameter for slot in self.slots])
+            self._prioritise()
+        if not self._late:
+            for key in self._uses.unseen & self._flights.keys():
+                self._land_of(key)
+
+    # --- applying it --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Applies what waits.
+
+        Raises:
+            HorovodInternalError: its reduction failed, on all ranks. Nothing waits any more.
+        """
+        with self._lock:
+            while self._flights:
+                self._land(next(iter(self._flights.values())))
+
+    def finish_or_drop(self) -> None:
+        """Applies what waits, or warns that its reduction failed."""
+        try:
+            self.finish()
+        except HorovodInternalError as error:
+            warnings.warn(f"the last update of an optimizer is lost, since its gradients could not be reduced: {error}",
+                          stacklevel=3)  # fmt: skip
+
+    def _land_of(self, key: int) -> None:
+        with self._lock:
+            flight = self._flights.get(key)
+            if flight is not None:
+                self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        update = self._update
+        assert update is not None
+        if self._is_given_up():
+            return
+        flights = list(dict.fromkeys(self._flights.values())) if update.whole else [flight]
+        try:
+            began = time.perf_counter()
+            for one in flights:
+                one.receive()
+            elapsed = time.perf_counter() - began
+            self._last_waited += elapsed
+            self._waited += elapsed
+            self._check_untouched(update, flights)
+            self.steps.trace.record(Kind.APPLY_BEGIN, "", 0, self.steps.number)
+            self._apply(update, flights)
+            self.steps.trace.record(Kind.APPLY_END, "", 0, self.steps.number)
+        except BaseException:
+            self._drop()
+            raise
+        for one in flights:
+            one.unmark()
+            for parameter in one.parameters:
+                self._flights.pop(id(parameter), None)
+        if not self._flights:
+            self._rest()
+
+    def _is_given_up(self) -> bool:
+        """Whether a rank has given up the step whose gradients wait, so that no rank takes it; waits until that is
+        known. No part of an update is applied before: ranks would have different parts."""
+        if self._last is None:
+            return False
+        try:
+            self._last.await_end()
+        except StepGivenUp as error:
+            self._drop()
+            warnings.warn(f"an update is left out, on all ranks: {error}", stacklevel=2)
+            return True
+        except BaseException:
+            self._drop()
+            raise
+        self._last = None
+        return False
+
+    def _copied(self, parameter: torch.Tensor, memo: Any) -> Any:
+        """`copy.deepcopy` of a parameter that has an update to come."""
+        self.finish()
+        return copy.deepcopy(parameter, memo)
+
+    def _reduced(self, parameter: torch.Tensor, protocol: Any) -> Any:
+        """As `object.__reduce_ex__`, of a parameter that has an update to come."""
+        self.finish()
+        reduce: Any = parameter.__reduce_ex__
+        return reduce(protocol)
+
+    def _check_untouched(self, update: Update, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            for parameter in flight.touched():
+                name = update.optimizer._parameter_names.get(parameter, "")
+                raise ValueError(
+                    f"parameter {name!r} was changed between step() and the end of that step, which with overlap comes "
+                    "later; call optimizer.synchronize_parameters() before changing parameters, or use overlap='none'"
+                )
+
+    def _apply(self, update: Update, flights: Sequence[Flight]) -> None:
+        """Takes the step, with the gradients in their parameters' `grad` meanwhile."""
+        parameters = [parameter for flight in flights for parameter in flight.parameters]
+        gradients = [gradient for flight in flights for gradient in flight.gradients]
+        affected = update.parameters() if update.whole else parameters
+        kept = [parameter.grad for parameter in affected]
+        self._applying = True
+        try:
+            if update.whole:
+                for parameter in affected:
+                    parameter.grad = None
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            update.apply(parameters)
+        finally:
+            self._applying = False
+            for parameter, gradient in zip(affected, kept, strict=True):
+                parameter.grad = gradient
+
+    def _drop(self) -> None:
+        """Gives up what waits, and waits until nobody writes to its place in the arena any more."""
+        flights = list(dict.fromkeys(self._flights.values()))
+        self._flights = {}
+        self._rest()
+        for flight in flights:
+            flight.unmark()
+            with contextlib.suppress(HorovodInternalError):  # the first one has been raised
+                flight.await_end()
+
+    def await_flights(self) -> None:
+        if self._flights and not self._is_given_up():
+            for flight in dict.fromkeys(self._flights.values()):
+                flight.await_end()
+
+    def _rest(self) -> None:
+        self._update = self._last = None
+        if not self._uses.recording:
+            watching.unwatch(self)
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Lands what the module's forward pass needs.
+
+        Without gradients and in evaluation mode that is all it has: modules take shortcuts then, past the forward
+        passes of those inside. (Forward passes without gradients alone are part of training with checkpoints.) So it is
+        for compiled modules, whose code would depend on whether there are hooks.
+        """
+        evaluating = not (module.training or torch.is_grad_enabled())
+        if self._uses.recording and not evaluating:
+            self._uses.called(module)
+        if not self._flights:
+            return
+        if evaluating:
+            self._land_all_of(module)
+            return
+        needed = [id(parameter) for parameter in module._parameters.values() if id(parameter) in self._flights]
+        self.stepped = self.stepped and not needed
+        if self._late:
+            return
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            self._land_all_of(module)
+            return
+        for key in (*needed, *self._uses.beneath(module)):
+            self._land_of(key)
+
+    def before_saving(self, module: torch.nn.Module) -> None:
+        """Lands all, if the module has any of it."""
+        if self._flights:
+            self._land_all_of(module)
+
+    def before_loading(self, module: torch.nn.Module) -> None:
+        """As before saving. An update that failed has nothing to spoil, and is only warned of."""
+        if any(id(parameter) in self._flights for parameter in module._parameters.values()):
+            self.finish_or_drop()
+
+    def _land_all_of(self, module: torch.nn.Module) -> None:
+        if any(id(parameter) in self._flights for parameter in module.parameters()):
+            self.finish()
+
+    def check_use(self, slot: Slot) -> None:
+        """The slot's gradient has arrived. If its last update has not been applied, it is that of an older value."""
+        if self._late or id(slot.parameter) not in self._flights:
+            return
+        warnings.warn(
+            f"parameter {slot.name!r} was used before its last update had been applied, because the forward pass of no "
+            "module that has it has run; call optimizer.synchronize() before such a use. From now on step() waits for "
+            "this parameter",
+            stacklevel=2,
+        )
+        self._uses.unseen.add(id(slot.parameter))
+        self._land_of(id(slot.parameter))
+
+    # --- what the exchange does otherwise ----------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        self.finish()
+        super().synchronize()
+
+    def complete(self) -> bool:
+        """Whether the gradients of a step have been computed, and are under way."""
+        return not (self.idle or self._applying) and self.passes_left <= 0
+
+    def backward_begins(self) -> None:
+        if self.reduced or (self.passes_left <= 0 and not self._pass_failed):
+            self._refuse_pass()
+        super().backward_begins()
+
+    def reopen(self, slot: Slot) -> None:
+        if not self._pass_failed and (self.reduced or self.passes_left <= 0):
+            self._refuse_pass()
+        super().reopen(slot)
+
+    def _refuse_pass(self) -> None:
+        way = "stale" if self._late else "forward"
+        raise ValueError(
+            f"overlap={way!r} takes one backward pass before step(), whose gradients are being reduced already; add up "
+            "losses for one backward pass, say how many passes there are by backward_passes_per_step, or use "
+            "overlap='none'"
+        )
+
+    def backward_returns(self) -> None:
+        """Puts guards where gradients are, instead of waiting for them."""
+        self.backward = backward.no_pass
+        for slot in self.slots:
+            assert isinstance(slot, OverlapSlot)
+            self._guarded.append((slot, slot.parameter.grad))
+            slot.parameter.grad, slot.closed = slot.guard, True
+
+    def submit(self) -> list[Bucket]:
+        self._unguard()
+        return super().submit()
+
+    def _unguard(self) -> None:
+        """Puts this rank's gradients back where guards are."""
+        while self._guarded:
+            slot, gradient = self._guarded.pop()
+            if slot.parameter.grad is slot.guard:
+                slot.parameter.grad = gradient
+                slot.closed = slot.bucket is not None and slot.bucket.sent
+            elif slot.bucket is not None and slot.bucket.sent:
+                raise RuntimeError(
+                    f"the gradient of {slot.name!r} was replaced or forgotten while it was being reduced; with "
+                    "overlap, call optimizer.synchronize() after backward() first"
+                )
+
+    def _end_step(self) -> None:
+        guarded, self._guarded = self._guarded, []
+        for slot, gradient in guarded:
+            if slot.parameter.grad is slot.guard:
+                slot.parameter.grad = gradient
+        super()._end_step()
+
+    def release(self) -> None:
+        watching.unwatch(self)
+        self._uses.release()
+        super().release()
+
+    def _send(self, bucket: Bucket) -> None:
+        self._land_of(id(bucket.slots[0].parameter))  # if no forward pass has asked for it: its place is needed now
+        super()._send(bucket)
+
+    def _urgencies(self, buckets: Sequence[DenseBucket]) -> Sequence[int]:
+        """By the order in which the next forward pass needs them; `step()` waits for what nobody was seen to use. Until
+        that is known, those of the first layers are those whose gradients arrive last."""
+        if self._late:
+            return super()._urgencies(buckets)
+        needed_at = self._uses.needed_at
+        first = [min(needed_at.get(id(slot.parameter), -1) for slot in bucket.slots) for bucket in buckets]
+        order = sorted(range(len(buckets)), key=lambda index: (first[index], -index))
+        return [1 + order.index(index) for index in range(len(buckets))]
+
+    def _rewind(self) -> None:
+        contexts = [slot.context for slot in self.slots]
+        super()._rewind()
+        if self.compressor is not NoneCompressor:
+            for slot, context in zip(self.slots, contexts, strict=True):
+                slot.context = context  # needed when it lands
+
+    def place(self) -> Place | None:
+        self.finish()
+        return super().place()
+
+    def _watch(self, parameters: Sequence[Named]) -> None:
+        if self._slots:
+            self._uses.restart()
+            watching.watch(self)
+        super()._watch(parameters)
+
+    def _tuned(self, tuning: wire.Tuning | None) -> None:
+        late = None if tuning is None else tuning.late
+        self._late = not self._manner.eager if late is None else late
+        self.eager = not self._late
+
+    def _give_up_plan(self, here: Runtime) -> None:
+        with self._lock:
+            for flight in dict.fromkeys(self._flights.values()):
+                flight.leave_arena()
+        super()._give_up_plan(here)
+
+    def _sparse_bucket(self, slot: Slot, sparse: int) -> Any:
+        raise ValueError(
+            f"the gradient of {slot.name!r} is sparse, and overlap cannot apply sparse gradients later; use "
+            "sparse_as_dense=True, or overlap='none' for this optimizer"
+        )

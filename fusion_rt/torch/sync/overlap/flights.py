@@ -1,0 +1,118 @@
+"""Gradients between `step()` and their application.
+
+Until a flight has been received, nothing else may be written to its bucket's place in the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from fusion_rt.client import Operation
+from fusion_rt.errors import HorovodInternalError
+from fusion_rt.torch.core import device
+from fusion_rt.torch.sync.buckets import DenseBucket
+from fusion_rt.torch.sync.slots import memory_order
+
+
+class Flight:
+    """Gradients of some parameters between `step()` and their application.
+
+    Args:
+        parameters: these.
+        bucket, operation: in which they are being reduced.
+        gradients: if they are not: they have been already.
+
+    Attributes:
+        failure: why they cannot be had, if so.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        bucket: DenseBucket | None = None,
+        operation: Operation | None = None,
+        gradients: Sequence[torch.Tensor | None] = (),
+    ) -> None:
+        self.parameters = parameters
+        self.bucket = bucket
+        self.operation = operation
+        self.gradients = list(gradients)
+        self.failure: HorovodInternalError | None = None
+        self._marks: list[tuple[int, int]] = []
+
+    def receive(self) -> None:
+        """Waits for the gradients. Those that have come since for the next step are left alone.
+
+        Raises:
+            HorovodInternalError: the reduction failed, on all ranks.
+        """
+        if self.failure is not None:
+            raise self.failure
+        if self.bucket is None or self.operation is None:
+            return
+        slots = self.bucket.slots
+        if all(slot.direct and not slot.sparse for slot in slots):
+            self.bucket.land(self.operation)
+            self.gradients = [slot.view for slot in slots]
+        else:
+            self.gradients = self._landed(self.bucket, self.operation)
+        self.operation = None
+
+    def await_end(self) -> None:
+        """Waits until they have been reduced. Raises `HorovodInternalError` if that failed, on all ranks."""
+        if self.failure is not None:
+            raise self.failure
+        if self.bucket is not None and self.operation is not None:
+            self.bucket.await_end(self.operation)
+
+    def mark(self) -> None:
+        """The script must not change the parameters from now on, and who copies them is told."""
+        self._marks = [_mark(parameter) for parameter in self.parameters]
+
+    def touched(self) -> Iterator[torch.Tensor]:
+        """The parameters that have changed since."""
+        for parameter, mark in zip(self.parameters, self._marks, strict=True):
+            if _mark(parameter) != mark:
+                yield parameter
+
+    def unmark(self) -> None:
+        """Nobody who copies parameters has to be told any more."""
+        for parameter in self.parameters:
+            for name in ("__deepcopy__", "__reduce_ex__"):
+                parameter.__dict__.pop(name, None)
+
+    def leave_arena(self) -> None:
+        """Keeps the gradients, or why there are none, elsewhere than in the arena."""
+        try:
+            self.receive()
+        except HorovodInternalError as error:
+            self.failure = error
+        self.bucket = self.operation = None
+        self.gradients = [gradient if gradient is None else gradient.clone() for gradient in self.gradients]
+
+    def _landed(self, bucket: DenseBucket, operation: Operation) -> list[torch.Tensor | None]:
+        """The gradients, which `land` leaves with the parameters, in memory of their own."""
+        kept = [slot.parameter.grad for slot in bucket.slots]
+        try:
+            for slot in bucket.slots:
+                slot.parameter.grad = slot.view if slot.direct else None
+            bucket.land(operation)
+            return [slot.parameter.grad for slot in bucket.slots]
+        finally:
+            for slot, gradient in zip(bucket.slots, kept, strict=True):
+                slot.parameter.grad = gradient
+
+
+def _mark(parameter: torch.Tensor) -> tuple[int, int]:
+    """What changes with a parameter's elements: its version, and the sum of their bits, since `p.data` has another
+    version; not on a device, where that would have to be waited for."""
+    version: int = parameter._version
+    if not device.layer.is_host(parameter):
+        return version, 0
+    in_order = parameter.detach().permute(memory_order(parameter))
+    octets = in_order.reshape(-1).view(torch.uint8).numpy()
+    whole = len(octets) // 8 * 8
+    return version, int(octets[:whole].view(np.uint64).sum()) + sum(octets[whole:].tolist())

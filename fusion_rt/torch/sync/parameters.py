@@ -1,0 +1,145 @@
+"""What an optimizer's parameters are called, which of them are wanted together, and whether they are reduced at all."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from fusion_rt.torch.core.process_sets import ProcessSet
+from fusion_rt.torch.sync.slots import Named
+
+Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]]
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """The parameters' names: the given ones, or those that follow from their places in the optimizer.
+
+    Raises:
+        ValueError: `named` is something else than pairs, has a name twice, or lacks one of the optimizer's parameters.
+    """
+    places = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
+    if named is None:
+        return {parameter: _default_name(i, j) for i, j, parameter in places}
+    pairs = list(named)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ValueError("named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                         "model.named_parameters().")  # fmt: skip
+    seen: set[str] = set()
+    twice = sorted({name for name, _ in pairs if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+    if twice:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    names = {parameter: name for name, parameter in pairs}
+    unnamed = [f"parameter {j} of group {i} ({list(p.shape)})" for i, j, p in places if p not in names]
+    if unnamed:
+        raise ValueError(f"named_parameters was specified, but one or more model parameters were not named: "
+                         f"{', '.join(unnamed)}")  # fmt: skip
+    return names
+
+
+def groups_of(optimizer: torch.optim.Optimizer, groups: Groups | None) -> dict[torch.Tensor, int]:
+    """Numbers, from 1 on, of the groups in which parameters are reduced together.
+
+    Args:
+        groups: lists of parameters; or how many groups of consecutive parameters there shall be, of about equal length.
+
+    Raises:
+        ValueError: `groups` is something else, or has a parameter twice.
+    """
+    if groups is None:
+        return {}
+    if isinstance(groups, int) and groups > 0:
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return {parameter: 1 + i * groups // len(trained) for i, parameter in enumerate(trained)}
+    if isinstance(groups, int) or not isinstance(groups, Sequence):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    numbers: dict[torch.Tensor, int] = {}
+    for number, group in enumerate(groups, 1):
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise ValueError("groups must consist of torch.Tensor.")
+            if parameter in numbers:
+                raise ValueError("A parameter can only appear once in groups.")
+            numbers[parameter] = number
+    return numbers
+
+
+class Trained:
+    """The parameters of an optimizer that are to be reduced at the moment, in an order that is the same on all ranks.
+
+    Args:
+        reference: to the optimizer, which must not be kept alive.
+        together: numbers of the groups of those that are reduced together.
+        process_set: the ranks that reduce them.
+    """
+
+    def __init__(self, reference: weakref.ref[Any], together: dict[torch.Tensor, int], process_set: ProcessSet) -> None:
+        self._reference = reference
+        self._together = together
+        self._process_set = process_set
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters."""
+        if not takes_part(self._process_set):
+            return []
+        groups = self.optimizer().__dict__["param_groups"]  # not by `_places`, which takes twice as long, in each step
+        return [p for group in groups for p in group["params"] if p.requires_grad and p.numel()]
+
+    def named(self) -> list[Named]:
+        """The same, with what else has to be known about them."""
+        names = self.optimizer()._parameter_names
+        return [
+            Named(names.get(parameter) or _default_name(i, j), parameter, self._together.get(parameter, 0))
+            for i, j, parameter in self._places()
+        ]
+
+    def sizes(self) -> dict[str, int]:
+        """How many elements they have, by name."""
+        return {named.name: named.parameter.numel() for named in self.named()}
+
+    def group_rates(self) -> list[float]:
+        """The learning rates of the optimizer's groups; 0 where there is none."""
+        return [float(group.get("lr", 0.0)) for group in self.optimizer().__dict__["param_groups"]]
+
+    def group_of(self, parameter: torch.Tensor) -> int:
+        """Index of the group that a parameter is in."""
+        return next(i for i, _, found in self._places() if found is parameter)
+
+    def rates(self) -> dict[str, float]:
+        """The parameters' learning rates, by name."""
+        rates = self.group_rates()
+        return {named.name: rates[i] for named, (i, _, _) in zip(self.named(), self._places(), strict=True)}
+
+    def _places(self) -> list[tuple[int, int, torch.Tensor]]:
+        if not takes_part(self._process_set):
+            return []
+        return [
+            (i, j, parameter)
+            for i, group in enumerate(self.optimizer().__dict__["param_groups"])
+            for j, parameter in enumerate(group["params"])
+            if parameter.requires_grad and parameter.numel()
+        ]
+
+    def optimizer(self) -> Any:
+        """The optimizer."""
+        return self._reference()  # not None: with it go the hooks, from which alone this is asked
+
+
+def takes_part(process_set: ProcessSet) -> bool:
+    """Whether this worker has anything to reduce: it is a member, and not the only one.
+
+    As in Horovod, a worker that is alone is left to itself (its gradients stay where autograd puts them), except in an
+    elastic job, where others may come.
+    """
+    if not process_set.included():
+        return False
+    return process_set.size() != 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def _default_name(group: int, index: int) -> str:
+    return f"allreduce.noname.{group}.{index}"

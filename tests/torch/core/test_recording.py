@@ -1,0 +1,102 @@
+"""What a worker records of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fusion_rt.torch.core import recording
+from fusion_rt.torch.core.recording import Steps
+from fusion_rt.trace_format import NOBODY, Kind
+
+
+class Listed:
+    """An instrument that keeps kinds and clocks in a list."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Kind, int]] = []
+
+    def record(
+        self,
+        kind: int,
+        name: str = "",
+        value: int = 0,
+        clock: int = 0,
+        plan: int = 0,
+        extra: int = 0,
+        peer: int = NOBODY,
+    ) -> None:
+        self.found.append((Kind(kind), clock))
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listed]:
+    monkeypatch.setattr(recording, "_compiles", lambda: False)  # whatever other tests have done
+    listed = Listed()
+    yield listed
+    recording.forget(listed)
+
+
+def model() -> Any:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
+
+
+def test_forward_and_backward_passes_of_a_step_are_seen_from_the_second_on(trace: Listed) -> None:
+    net, steps = model(), Steps(trace)
+    for _ in range(3):
+        net(torch.ones(1, 2)).sum().backward()
+        steps.begin()
+        steps.end()
+    first = [(Kind.STEP_BEGIN, 0), (Kind.STEP_END, 0)]
+    kinds = [Kind.FORWARD_BEGIN, Kind.FORWARD_END, Kind.BACKWARD_BEGIN, Kind.BACKWARD_END]
+    later = [[*((kind, n) for kind in kinds), (Kind.STEP_BEGIN, n), (Kind.STEP_END, n)] for n in (1, 2)]
+    assert trace.found == first + later[0] + later[1]
+
+
+def test_nothing_stays_on_the_modules(trace: Listed) -> None:
+    net, steps = model(), Steps(trace)
+    steps.end()
+    net(torch.ones(1, 2)).sum().backward()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    recording.forget(trace)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_each_pass_of_an_accumulated_gradient_is_seen(trace: Listed) -> None:
+    net, steps = model(), Steps(trace)
+    steps.end()
+    trace.found.clear()
+    for _ in range(2):
+        net(torch.ones(1, 2)).sum().backward()
+    kinds = [Kind.FORWARD_BEGIN, Kind.FORWARD_END, Kind.BACKWARD_BEGIN, Kind.BACKWARD_END]
+    assert [kind for kind, _ in trace.found] == kinds * 2
+
+
+def test_an_evaluation_is_no_forward_pass(trace: Listed) -> None:
+    net, steps = model(), Steps(trace)
+    steps.end()
+    trace.found.clear()
+    with torch.no_grad():
+        net(torch.ones(1, 2))
+    assert trace.found == []
+
+
+def test_a_forward_pass_that_fails_leaves_no_hook(trace: Listed) -> None:
+    net, steps = model(), Steps(trace)
+    steps.end()
+    with pytest.raises(RuntimeError):
+        net(torch.ones(1, 3))
+    assert not any(module._forward_hooks for module in net.modules())
+    assert [kind for kind, _ in trace.found][-2:] == [Kind.FORWARD_BEGIN, Kind.FORWARD_END]
+
+
+def test_a_script_that_compiles_is_left_alone(trace: Listed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_compiles", lambda: True)
+    Steps(trace).end()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
