@@ -129,7 +129,7 @@ class Contender:
     @property
     def tuning(self) -> Any:
         """Of the plan in force; None if it is not tuned."""
-        plan = self.optimizer._exchange._agreed
+        plan = self.optimizer._sync.plan.agreed
         return None if plan is None else plan.tuning
 
     def train(self, steps: int) -> None:
@@ -184,7 +184,7 @@ def fixed(compute: float, setting: dict[str, Any]) -> Contender:
             raise AssertionError("a setting that stays is not judged")
 
     made = Contender(compute, {}, "stale" if setting.get("late") else None)
-    made.optimizer._exchange._replanning = Replanning(lambda where: Director(Only(where), 1))
+    made.optimizer._sync.replanning = Replanning(lambda where: Director(Only(where), 1))
     return made
 
 

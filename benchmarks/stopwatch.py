@@ -58,14 +58,14 @@ def measure_fusion() -> Clock:
     import torch
 
     from fusion_rt import client, local
-    from fusion_rt.torch.sync import backward, slots, synchronous
+    from fusion_rt.torch.sync import backward, in_backward, wrapped
 
     clock = Clock()
-    clock.measure(slots.Slot, "arriving", "python")
-    clock.measure(slots.Slot, "arrived", "python")
+    clock.measure(in_backward.InBackward, "arriving", "python")
+    clock.measure(in_backward.InBackward, "arrived", "python")
     clock.measure(backward.BackwardPass, "__call__", "python")
-    clock.measure(synchronous.Distributed, "step", "python")
-    clock.measure(synchronous.Distributed, "zero_grad", "python")
+    clock.measure(wrapped.Wrapped, "step", "python")
+    clock.measure(wrapped.Wrapped, "zero_grad", "python")
     clock.measure(torch, "_foreach_copy_", "copy")
     clock.measure(local, "receive", "wait", busy="python")
     clock.measure(client.Client, "ready", "wait", busy="python")

@@ -31,6 +31,14 @@ class Signal(enum.Enum):
     DELTA = "changes of parameters"
 
 
+class Apply(enum.Enum):
+    """What a worker does with the answer to what it has posted."""
+
+    OPTIMIZER = "the script's optimizer steps with it, as with a gradient"
+    PARAMETERS = "it becomes the parameters, or is added to them"
+    OUTER = "an outer optimizer steps with it, from where the last one came to"
+
+
 class Place(enum.Enum):
     """Where the home of a bucket is."""
 
@@ -49,6 +57,7 @@ class Algorithm(ABC):
     Attributes:
         name: in the text: `name` or `name(argument=value, ...)`.
         signal: what a worker posts.
+        apply: what a worker does with the answer.
         place: where the home of a bucket is.
         synchronous: every rank waits for every rank in each exchange.
         anywhere: workers may be anywhere, so that a node's share of the homes is what its link carries.
@@ -60,6 +69,7 @@ class Algorithm(ABC):
 
     name: ClassVar[str]
     signal: ClassVar[Signal] = Signal.GRADIENT
+    apply: ClassVar[Apply] = Apply.PARAMETERS
     place: ClassVar[Place] = Place.SHARD
     synchronous: ClassVar[bool] = False
     anywhere: ClassVar[bool] = False
@@ -74,6 +84,40 @@ class Algorithm(ABC):
     def reduces_gradients(self) -> bool:
         """Whether every step all-reduces gradients, which can be done bucket by bucket as these are complete."""
         return not self.at_homes and self.signal is Signal.GRADIENT
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether all ranks get the sum, or mean, of all ranks' gradients, and nothing else is kept anywhere."""
+        return False
+
+    @property
+    def at_shards(self) -> bool:
+        """Whether each parameter has a home, on one of the nodes."""
+        return self.place is Place.SHARD
+
+    @property
+    def steps_at_home(self) -> bool:
+        """Whether homes take the steps of the script's optimizer, by gradients."""
+        return self.signal is Signal.GRADIENT and not self.sums_gradients
+
+    @property
+    def outer(self) -> tuple[float, float]:
+        """Rate and momentum of an outer step, where there is one."""
+        return 1.0, 0.0
+
+    @property
+    def remembers_weights(self) -> bool:
+        """Whether something else depends on parameters as a worker has left them: a home, or its next difference."""
+        return self.at_shards or self.signal is Signal.DELTA
+
+    @property
+    def stale(self) -> bool:
+        """Whether most gradients are of older parameters than those that they change."""
+        return self.steps_at_home and not self.lockstep
+
+    def exchanges_after(self, steps: int) -> bool:
+        """Whether a worker that has taken so many local steps exchanges parameters now."""
+        return steps % self.period == 0
 
     @property
     def period(self) -> int:
@@ -114,8 +158,13 @@ class AllReduce(Algorithm):
     """Synchronous SGD by all-reduce: every rank applies the mean of all gradients."""
 
     name = "allreduce"
+    apply = Apply.OPTIMIZER
     place = Place.NOWHERE
     synchronous = True
+
+    @property
+    def sums_gradients(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -148,6 +197,9 @@ class LocalSGD(Algorithm):
     def period(self) -> int:
         return self.steps
 
+    def exchanges_after(self, steps: int) -> bool:
+        return steps <= self.after or super().exchanges_after(steps)
+
 
 @dataclass(frozen=True)
 class DiLoCo(Algorithm):
@@ -156,6 +208,7 @@ class DiLoCo(Algorithm):
 
     name = "diloco"
     signal = Signal.DELTA
+    apply = Apply.OUTER
     place = Place.NOWHERE
     synchronous = True
     steps: int = 500
@@ -165,6 +218,10 @@ class DiLoCo(Algorithm):
     def __post_init__(self) -> None:
         _positive(self, "steps", "outer_rate")
         _fraction(self, "outer_momentum")
+
+    @property
+    def outer(self) -> tuple[float, float]:
+        return self.outer_rate, self.outer_momentum
 
     @property
     def period(self) -> int:

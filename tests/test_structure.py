@@ -17,45 +17,9 @@ from tests.test_imports import ROOT, imported_names, modules
 MOST_FILES = 20  # in a package
 KNOWN_CIRCLES: set[frozenset[str]] = {
     frozenset(["fusion_rt", "fusion_rt/codecs", "fusion_rt/kernels", "fusion_rt/wire"]),
-    frozenset(
-        [
-            "fusion_rt.torch.agreement",
-            "fusion_rt.torch.sync.backward",
-            "fusion_rt.torch.sync.buckets",
-            "fusion_rt.torch.sync.synchroniser",
-            "fusion_rt.torch.sync.feedback",
-            "fusion_rt.torch.sync.broadcasting",
-            "fusion_rt.torch.sync.manner",
-            "fusion_rt.torch.sync.memory",
-            "fusion_rt.torch.node.joining",
-            "fusion_rt.torch.node.reduction",
-            "fusion_rt.torch.ops",
-            "fusion_rt.torch.ops.broadcast",
-            "fusion_rt.torch.sync.own_gradients",
-            "fusion_rt.torch.sync.parameters",
-            "fusion_rt.torch.sync.replicas",
-            "fusion_rt.torch.sync.selected_buckets",
-            "fusion_rt.torch.sync.sharded",
-            "fusion_rt.torch.sync.slots",
-            "fusion_rt.torch.sync.wrapping",
-        ]
-    ),
-    frozenset(["fusion_rt.torch.core.cuda_side", "fusion_rt.torch.core.device", "fusion_rt.torch.sync.gpu_selection"]),
-    frozenset(["fusion_rt.torch.sync.overlap.exchange", "fusion_rt.torch.sync.overlap.guards"]),
-    frozenset(
-        [
-            "fusion_rt/torch",
-            "fusion_rt/torch/autotune",
-            "fusion_rt/torch/contrib/kfac",
-            "fusion_rt/torch/contrib/large_batch",
-            "fusion_rt/torch/core",
-            "fusion_rt/torch/elastic",
-            "fusion_rt/torch/node",
-            "fusion_rt/torch/ops",
-            "fusion_rt/torch/sync",
-            "fusion_rt/torch/sync/overlap",
-        ]
-    ),
+    frozenset(["fusion_rt.runner.agent", "fusion_rt.runner.elastic.agent"]),
+    frozenset(["fusion_rt.settings", "fusion_rt.settings_page"]),
+    frozenset(["fusion_rt/runner", "fusion_rt/runner/elastic"]),
 }
 KNOWN_LARGE: set[str] = {"fusion_rt"}
 KNOWN_MODULE_NAMES: set[str] = {
@@ -65,11 +29,9 @@ KNOWN_MODULE_NAMES: set[str] = {
     "clocks",
     "coding",
     "elastic",
-    "exchange",
-    "feedback",
-    "joining",
+    "environment",
+    "launch",
     "local",
-    "optimizer",
     "process_sets",
     "rendezvous",
     "selection",
@@ -80,7 +42,7 @@ KNOWN_CLASS_NAMES: set[str] = {
     "Assignment",
     "Bucket",
     "Channel",
-    "DenseBucket",
+    "Choice",
     "Found",
     "Group",
     "Layer",

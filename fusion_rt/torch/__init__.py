@@ -50,6 +50,13 @@ from fusion_rt.torch.core.process_sets import (
     remove_process_set,
 )
 from fusion_rt.torch.core.tensors import empty
+from fusion_rt.torch.core.watching import synchronize_parameters
+from fusion_rt.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from fusion_rt.torch.ops import (
     Adasum,
     Average,
@@ -86,13 +93,6 @@ from fusion_rt.torch.ops import (
     synchronize,
 )
 from fusion_rt.torch.optimizer import DistributedOptimizer
-from fusion_rt.torch.sync.broadcasting import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from fusion_rt.torch.sync.overlap.watching import synchronize_parameters
 from fusion_rt.torch.sync.synchroniser import OptimizerStatistics
 from fusion_rt.torch.sync_batch_norm import SyncBatchNorm
 

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from fusion_rt import algorithms
 from fusion_rt.torch import ops
-from fusion_rt.torch.core.runtime import runtime
-from fusion_rt.torch.sync.broadcasting import broadcast_object
-from fusion_rt.torch.sync.own_gradients import OwnGradients
-from fusion_rt.torch.sync.replicas import DistributedReplicas
-
-_made: weakref.WeakSet[Any] = weakref.WeakSet()
-_ever = False  # has there been an optimizer in it
-
-
-def register(optimizer: Any) -> Any:
-    """Lets `consensus` know of an optimizer. Returns it."""
-    global _ever
-    _made.add(optimizer)
-    _ever = True
-    return optimizer
+from fusion_rt.torch.core.runtime import after_join, runtime
+from fusion_rt.torch.ops.objects import broadcast_object
+from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
 
 
 def agree_after_join(last: int) -> None:
     """All ranks have joined, `last` after all others: it alone has taken part in every exchange. So its number of steps
     and its outer optimizer become those of all ranks, which then exchange in the same steps again."""
-    if not _ever:  # on no rank, since all make the same optimizers
-        return
     here = runtime()
-    mine = {o._exchange.name: o for o in _made if isinstance(o, DistributedReplicas) and o._exchange.is_of(here)}
-    states = broadcast_object({name: optimizer.own_state() for name, optimizer in mine.items()}, last)
+    local = [sync for sync in everyone() if sync.when.local]
+    if not local:  # on no rank, since all make the same optimizers
+        return
+    mine = {sync.name: sync for sync in local if sync.is_of(here)}
+    states = broadcast_object({name: sync.when.own_state() for name, sync in mine.items()}, last)
     for name, state in states.items():
         if name in mine:
-            mine[name].load_own_state(state)
+            mine[name].when.load_own_state(state)
+
+
+after_join.append(agree_after_join)
 
 
 def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
@@ -52,28 +42,31 @@ def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
     Raises:
         HorovodInternalError: it failed, on all ranks.
     """
-    chosen = optimizers or sorted(_made, key=lambda optimizer: optimizer._exchange.serial)
+    chosen = _chosen(optimizers)
     _agree(chosen, model)
-    for optimizer in chosen:
-        if isinstance(optimizer, OwnGradients):
-            optimizer._settled()
+    for sync in chosen:
+        sync.when.settled()
 
 
-def _agree(chosen: Iterable[Any], model: torch.nn.Module | None) -> None:
+def _chosen(optimizers: Sequence[Any]) -> list[Synchroniser]:
+    """Synchronisers of these optimizers; without any, of all that have parameters elsewhere."""
+    chosen = [optimizer._sync for optimizer in optimizers]
+    return chosen or [sync for sync in everyone() if sync.when.own_gradients]
+
+
+def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> None:
     """Makes parameters and buffers equal."""
     if runtime().size == 1:
         return
-    for optimizer in chosen:
-        if isinstance(optimizer, OwnGradients):
-            optimizer.drain()
+    for sync in chosen:
+        sync.when.drain()
     ops.barrier()  # whatever anybody has posted is where it belongs
-    for optimizer in chosen:
-        if isinstance(optimizer, OwnGradients):
-            optimizer.agree()
+    for sync in chosen:
+        sync.when.agree()
     ops.barrier()
-    for optimizer in chosen:
-        if isinstance(optimizer, DistributedReplicas) and optimizer._spec.place is not algorithms.Place.SHARD:
-            _average(slot.parameter.detach() for slot in optimizer._exchange.slots)
+    for sync in chosen:
+        if sync.when.local and not sync.options.algorithm.at_shards:
+            _average(slot.parameter.detach() for slot in sync.slots)
     if model is not None:
         average_buffers(model)
 
@@ -87,11 +80,11 @@ def average_buffers(model: torch.nn.Module) -> None:
 def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator[None]:
     """Inside of this, all ranks have the same parameters, as after `consensus`; afterwards each has its own again. For
     evaluation. To be called on all ranks."""
-    chosen = optimizers or sorted(_made, key=lambda optimizer: optimizer._exchange.serial)
-    for optimizer in chosen:
-        if isinstance(optimizer, DistributedReplicas):
-            optimizer.drain()
-    tensors = [slot.parameter.detach() for optimizer in chosen for slot in optimizer._exchange.slots]
+    chosen = _chosen(optimizers)
+    for sync in chosen:
+        if sync.when.local:
+            sync.when.drain()
+    tensors = [slot.parameter.detach() for sync in chosen for slot in sync.slots]
     tensors += [] if model is None else [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     own = [tensor.clone() for tensor in tensors]
     _agree(chosen, model)
@@ -100,9 +93,8 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
     finally:
         for tensor, value in zip(tensors, own, strict=True):
             tensor.copy_(value)
-        for optimizer in chosen:
-            if isinstance(optimizer, OwnGradients):
-                optimizer._note_weights()
+        for sync in chosen:
+            sync.when.note_weights()
 
 
 def consensus_distance(*optimizers: Any) -> float:
@@ -111,8 +103,7 @@ def consensus_distance(*optimizers: Any) -> float:
     Raises:
         HorovodInternalError: it failed, on all ranks.
     """
-    chosen = optimizers or sorted(_made, key=lambda optimizer: optimizer._exchange.serial)
-    own = [slot.parameter.detach() for optimizer in chosen for slot in optimizer._exchange.slots]
+    own = [slot.parameter.detach() for sync in _chosen(optimizers) for slot in sync.slots]
     means = ops.grouped_allreduce(own, op=ops.Average) if own else []
     squared = sum((float(((a - b).double() ** 2).sum()) for a, b in zip(own, means, strict=True)), 0.0)
     return float(ops.allreduce(torch.tensor(squared, dtype=torch.float64), op=ops.Average))

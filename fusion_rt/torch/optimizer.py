@@ -1,12 +1,12 @@
 """`DistributedOptimizer`: the script's optimizer, with gradients reduced over all ranks before each step.
 
-What gradients go through is in `exchange.py`; when they do is in `synchronous.py`, and, with overlap, in `overlap/`.
+What parameters go through is in `sync/`. Here is decided which strategies are asked there.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +14,22 @@ import torch
 
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.settings import Settings
-from fusion_rt.torch import agreement, ops
+from fusion_rt.torch import ops
 from fusion_rt.torch.autotune.replanning import replanning
-from fusion_rt.torch.core.compressors import Compression, NoneCompressor, codec_of
-from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.compressors import Compression, codec_of
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.signatures import id_of
-from fusion_rt.torch.sync.adasum import DeltaSlot, DistributedAdasum
-from fusion_rt.torch.sync.manner import Manner
-from fusion_rt.torch.sync.overlap.exchange import OverlapExchange, OverlapSlot
-from fusion_rt.torch.sync.overlap.optimizer import Overlapped, chosen_overlap
-from fusion_rt.torch.sync.parameters import Groups, groups_of, names_of, takes_part
-from fusion_rt.torch.sync.replicas import DistributedReplicas, slot_of
-from fusion_rt.torch.sync.sharded import DistributedShards, ShardExchange, WeightSlot, optimizer_spec
-from fusion_rt.torch.sync.synchronous import Distributed
-from fusion_rt.torch.sync.wrapping import Wrapped, wrap
+from fusion_rt.torch.sync.at_step import AdasumAtStep, AtStep
+from fusion_rt.torch.sync.in_backward import InBackward
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.overlap.later import Later, chosen_overlap
+from fusion_rt.torch.sync.parameters import Groups, groups_of, names_of, optimizer_spec
+from fusion_rt.torch.sync.strategies import Differences, OuterStep, applied, posted
+from fusion_rt.torch.sync.synchroniser import Synchroniser, When
+from fusion_rt.torch.sync.wrapped import Wrapped, checked_passes, wrap
 
-_DistributedOptimizer = Distributed  # under this name of Horovod's, other libraries import it
+_DistributedOptimizer = Wrapped  # under this name of Horovod's, other libraries import it
 
 
 def DistributedOptimizer(
@@ -100,79 +99,64 @@ def DistributedOptimizer(
     if process_set.included():
         id_of(here, process_set, "allreduce")  # raises if it is not registered
     codec = codec_of(compression)
-    compressor = compression if codec is None else NoneCompressor
+    compressor = compression if codec is None else None
     chosen = here.client.welcome.compression if compression is Compression.none else codec or "dense"
     _check_codec(optimizer, chosen, ops.resolve(op))
     spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
     algorithms.check_use(spec, codecs.parse(chosen), ops.resolve(op), process_set.size() or 1)
     settings, asked = Settings.from_env(), overlap
     overlap = chosen_overlap(overlap, optimizer, spec, op == ops.Adasum)
-    if not isinstance(spec, algorithms.AllReduce) and takes_part(process_set):
-        replanning(settings, f"{spec} is no all-reduce", here.rank)
-        _check_algorithm(optimizer, spec, compressor, gradient_predivide_factor)
-        return _by_algorithm(optimizer, spec, chosen, names, together, process_set, backward_passes_per_step)
     reduction = wire.Reduction(
         ops.resolve(op), 1.0 / gradient_predivide_factor, gradient_predivide_factor, chosen, "allreduce",
         packages=algorithms.packages(spec, codecs.parse(chosen)),
     )  # fmt: skip
-    if op == ops.Adasum and here.size > 1:
+    options = Options(reduction, process_set, compressor=compressor)
+    make = _chosen(InBackward, backward_passes_per_step)
+    if not spec.sums_gradients and takes_part(process_set):
+        replanning(settings, f"{spec} is no all-reduce", here.rank)
+        _check_algorithm(optimizer, spec, compressor, gradient_predivide_factor)
+        shard = optimizer_spec(optimizer) if spec.steps_at_home else None
+        reduction = wire.Reduction(
+            "average", codec=chosen, algorithm=str(spec), optimizer=shard, packages=reduction.packages
+        )
+        options = Options(reduction, process_set, posted(spec), applied(spec), sparse_as_dense=True)
+        make = _chosen(AtStep, backward_passes_per_step)
+    elif op == ops.Adasum and here.size > 1:
         if process_set != global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         replanning(settings, "it is for Adasum", here.rank)
-        manner = Manner(reduction, process_set, compressor, slot=DeltaSlot, eager=False)
-        return wrap(DistributedAdasum, optimizer, names, together, manner, backward_passes_per_step)
-    kind: type[Distributed] = Distributed
-    tuned = replanning(settings, "", here.rank) if takes_part(process_set) else None
-    manner = Manner(reduction, process_set, compressor, sparse_as_dense, replanning=tuned, in_backward=True)
-    if tuned and settings.auto == "async" and asked is None and overlap == "none":
-        overlap = "none" if isinstance(optimizer, torch.optim.LBFGS) else "forward"
-    if overlap != "none" and takes_part(process_set):
-        manner = replace(manner, slot=OverlapSlot, eager=overlap == "forward", exchange=OverlapExchange)
-        kind = Overlapped
-    wrapped = wrap(kind, optimizer, names, together, manner, backward_passes_per_step)
+        options = replace(options, posted=Differences(), applied=OuterStep(1.0, 0.0, remembers=False))
+        make = _chosen(AdasumAtStep, backward_passes_per_step)
+    else:
+        tuned = replanning(settings, "", here.rank) if takes_part(process_set) else None
+        options = replace(options, sparse_as_dense=sparse_as_dense, replanning=tuned)
+        if tuned and settings.auto == "async" and asked is None and overlap == "none":
+            overlap = "none" if isinstance(optimizer, torch.optim.LBFGS) else "forward"
+        if overlap != "none" and takes_part(process_set):
+            make = _chosen(Later, backward_passes_per_step, overlap == "stale")
+    wrapped = wrap(optimizer, names, together, options, make)
     wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
     wrapped.sparse_as_dense, wrapped.process_set = sparse_as_dense, process_set
     return wrapped
 
 
-def _by_algorithm(
-    optimizer: torch.optim.Optimizer,
-    spec: algorithms.Algorithm,
-    codec: str,
-    names: dict[torch.Tensor, str],
-    together: dict[torch.Tensor, int],
-    process_set: ProcessSet,
-    passes: int,
-) -> Any:
-    """The optimizer, distributed by an algorithm other than all-reduce."""
-    gradients = spec.signal is algorithms.Signal.GRADIENT
-    shard = optimizer_spec(optimizer) if gradients else None
-    reduction = wire.Reduction(
-        "average", codec=codec, algorithm=str(spec), optimizer=shard,
-        packages=algorithms.packages(spec, codecs.parse(codec)),
-    )  # fmt: skip
-    if gradients:
-        manner = Manner(reduction, process_set, NoneCompressor, True, WeightSlot, exchange=ShardExchange)
-        return agreement.register(wrap(DistributedShards, optimizer, names, together, manner, passes))
-    manner = Manner(reduction, process_set, NoneCompressor, True, slot_of(spec), False, ShardExchange)
-    replicas = wrap(DistributedReplicas, optimizer, names, together, manner, passes)
-    replicas._spec = spec
-    return agreement.register(replicas)
+def _chosen(kind: Callable[..., When], passes: int, *arguments: Any) -> Callable[[Synchroniser], When]:
+    """Makes the strategy that says when, for a synchroniser."""
+    checked_passes(passes)
+    return lambda sync: kind(sync, passes, *arguments)
 
 
 def _check_algorithm(
     optimizer: torch.optim.Optimizer, spec: algorithms.Algorithm, compressor: Any, predivide: float
 ) -> None:
     """Raises `ValueError` for what cannot be used with an algorithm other than all-reduce, and warns of momentum."""
-    if compressor is not NoneCompressor:
+    if compressor is not None:
         raise ValueError(f"{spec} cannot use a compressor of the script's own; use a codec, such as Compression.fp16")
     if predivide != 1.0:
         raise ValueError(
             f"gradient_predivide_factor makes no sense with {spec}, which adds up no gradients of all ranks"
         )
-    asynchronous = spec.signal is algorithms.Signal.GRADIENT and not spec.synchronous
-    asynchronous = asynchronous and not isinstance(spec, algorithms.Partial)  # most of its gradients are fresh
-    if asynchronous and any(group.get("momentum") for group in optimizer.param_groups):
+    if spec.stale and any(group.get("momentum") for group in optimizer.param_groups):
         warnings.warn(
             f"the optimizer has momentum, and {spec} is asynchronous: stale gradients act like momentum themselves, so "
             "that both together may diverge; use momentum=0, or a lower learning rate",

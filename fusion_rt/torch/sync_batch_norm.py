@@ -14,8 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fusion_rt.torch import ops
-from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.sync.parameters import takes_part
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -109,9 +109,9 @@ def test_buckets_are_sent_while_backward_runs() -> None:
     optimizer = distributed(model)
     train(model, optimizer, range(1))
     sent_before_first_layer: list[int] = []
-    exchange = optimizer._exchange
+    sync = optimizer._sync
     first = next(model.parameters())
-    first.register_hook(lambda _: sent_before_first_layer.append(sum(bucket.sent for bucket in exchange._buckets)))
+    first.register_hook(lambda _: sent_before_first_layer.append(sum(bucket.sent for bucket in sync.plan.buckets)))
     train(model, optimizer, range(1, 2))
     assert sent_before_first_layer[0] >= 1
 
@@ -156,7 +156,7 @@ def test_several_backward_passes_make_one_step() -> None:
             optimizer.zero_grad(set_to_none=set_to_none)
             plain.zero_grad()
             for step in range(start, start + 3):
-                assert optimizer._exchange.reduced == 0
+                assert optimizer._sync.when.reduced == 0
                 backward(model, step)
                 loss_of(reference, everybodys_batch(step)).backward()
             optimizer.step()

@@ -17,7 +17,16 @@ from fusion_rt.settings import Settings
 from fusion_rt.torch.core import process_sets as sets
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.rendezvous import open_store
-from fusion_rt.torch.core.runtime import Runtime, enter, is_initialized, leave, returning, runtime, step_out
+from fusion_rt.torch.core.runtime import (
+    Runtime,
+    before_leaving,
+    enter,
+    is_initialized,
+    leave,
+    returning,
+    runtime,
+    step_out,
+)
 from fusion_rt.trace import Instrument, Owner, open_recorder
 from fusion_rt.trace_format import Role
 
@@ -125,9 +134,8 @@ def shutdown() -> None:
     Gradients that overlap has still to apply are applied first. After all ranks have left, `init` on all of them begins
     anew.
     """
-    from fusion_rt.torch.sync.overlap.watching import finish_before_leaving  # which needs to know the ranks
-
-    finish_before_leaving()
+    for finish in before_leaving:
+        finish()
     step_out()
 
 

@@ -14,7 +14,7 @@ import torch
 from fusion_rt.codecs.base import Array
 from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
 from fusion_rt.kernels.selection import Range
-from fusion_rt.torch.sync.gpu_selection import Selector
+from fusion_rt.torch.core.sides import Selector
 
 
 class PinnedLayer(TorchLayer):

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fusion_rt.arena import Segment
-
-if TYPE_CHECKING:
-    from fusion_rt.torch.sync.gpu_selection import Side
+from fusion_rt.torch.core.sides import Side
 
 
 class Copying:

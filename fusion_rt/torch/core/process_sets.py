@@ -7,6 +7,7 @@ different sets run concurrently, also where the sets overlap.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from fusion_rt.topology import GLOBAL_SET
@@ -135,6 +136,17 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """The ranks of all registered process sets, by their ids. Raises `ValueError` before `init`."""
     return {process_set.id: list(process_set.ranks) for process_set in runtime().client.process_sets.values()}
+
+
+def takes_part(process_set: ProcessSet) -> bool:
+    """Whether this worker has anything to reduce: it is a member, and not the only one.
+
+    As in Horovod, a worker that is alone is left to itself (its gradients stay where autograd puts them), except in an
+    elastic job, where others may come.
+    """
+    if not process_set.included():
+        return False
+    return process_set.size() != 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def register(process_sets: Sequence[ProcessSet]) -> None:

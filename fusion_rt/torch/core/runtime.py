@@ -17,6 +17,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -145,6 +146,14 @@ class _NoClient:
     def __getattr__(self, name: str) -> NoReturn:
         raise FusionError(self._sentence)
 
+
+# Told by whoever keeps something from one operation to the next: optimizers.
+before_join: list[Callable[[Runtime], object]] = []
+"""Called when this worker is about to join (`hvd.join`), so that nobody waits for what it has begun."""
+after_join: list[Callable[[int], object]] = []
+"""Called when all ranks have joined, with the last one."""
+before_leaving: list[Callable[[], object]] = []
+"""Called when this worker is about to leave the job in good order."""
 
 _runtime: Runtime | None = None
 _left: Runtime | None = None  # by `shutdown`, with its connection, over which `init` may come back

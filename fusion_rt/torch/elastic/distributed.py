@@ -16,19 +16,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.sync import carried
-from fusion_rt.torch.sync.broadcasting import allgather_object, broadcast_object, broadcast_optimizer_state
+from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state
 from fusion_rt.torch.sync.carried import Arrays, Carried
-from fusion_rt.torch.sync.memory import Memory
-from fusion_rt.torch.sync.replicas import DistributedReplicas
-from fusion_rt.torch.sync.sharded import DistributedShards
-from fusion_rt.torch.sync.wrapping import Wrapped
+from fusion_rt.torch.sync.checkpoint import Checkpoint
+from fusion_rt.torch.sync.wrapped import Wrapped
 
 _OWN = "own"  # what replicas know besides the script's optimizer
 
@@ -48,26 +48,25 @@ class DistributedHandler:
     def save(self) -> None:
         """Keeps what it has now. What is under way is taken first, which may change the parameters."""
         self._drain()
-        self._saved = {"plain": copy.deepcopy(self.value.plain_state_dict())}
-        if isinstance(self.value, DistributedReplicas):
-            self._saved[_OWN] = copy.deepcopy(self.value.own_state())
-        self._kept = self._memory.carry() if self._pending is None else self._pending
+        self._saved: dict[str, Any] = {"plain": copy.deepcopy(self.value.plain_state_dict())}
+        self._saved[_OWN] = copy.deepcopy(self.value.own_state())
+        self._kept = self._checkpoint.carry() if self._pending is None else self._pending
 
     def restore(self) -> None:
         """Goes back to what was kept; codecs and homes do when it is dealt."""
         # A copy, because an optimizer goes on working on the very tensors that it is given.
         self.value.load_state_dict(copy.deepcopy(self._saved["plain"]))
-        if isinstance(self.value, DistributedReplicas):
-            self.value.load_own_state(copy.deepcopy(self._saved[_OWN]))
+        self.value.load_own_state(copy.deepcopy(self._saved[_OWN]))
         self._pending = self._kept
 
     def sync(self, root: int) -> None:
         """Gives all ranks the state of one. Parameters of replicas become the mean of those ranks that have taken
         steps."""
-        if isinstance(self.value, DistributedReplicas):
+        local = self.value._sync.when.local
+        if local:
             _average(self.value)
         broadcast_optimizer_state(self.value, root_rank=root)
-        if isinstance(self.value, DistributedReplicas):
+        if local:
             self.value.load_own_state(broadcast_object(self.value.own_state(), root))
 
     def hand_over(self, leaving: bool) -> None:
@@ -79,11 +78,11 @@ class DistributedHandler:
         Raises:
             HorovodInternalError: a rank is gone.
         """
-        self.value._exchange.discard()
+        self.value._sync.when.discard()
         self._drain()
-        mine = self._memory.carry() if self._pending is None else self._pending
-        if leaving and self._memory.carries:
-            mine = _summed(self._memory, mine)
+        mine = self._checkpoint.carry() if self._pending is None else self._pending
+        if leaving and self._checkpoint.carries:
+            mine = _summed(self._checkpoint, mine)
         self._pending = mine
 
     def deal(self) -> None:
@@ -92,8 +91,8 @@ class DistributedHandler:
         Raises:
             HorovodInternalError: a rank is gone, or a daemon cannot use it.
         """
-        memory = self._memory
-        if not memory.carries:
+        checkpoint = self._checkpoint
+        if not checkpoint.carries:
             return
         mine, self._pending = self._pending, None
         node = runtime().client.welcome.node
@@ -115,15 +114,14 @@ class DistributedHandler:
         loads = runtime().rank == loader
         # What all know is kept by the loader of each node, until it is where it belongs.
         common = common if loads else replace(common, homes={})
-        memory.settle(common, replace(own, homes={}, total=None, rates=common.rates), loads)
+        checkpoint.settle(common, replace(own, homes={}, total=None, rates=common.rates), loads)
 
     @property
-    def _memory(self) -> Memory:
-        return self.value._exchange.memory
+    def _checkpoint(self) -> Checkpoint:
+        return self.value._sync.checkpoint
 
     def _drain(self) -> None:
-        if isinstance(self.value, (DistributedReplicas, DistributedShards)):
-            self.value.drain()
+        self.value._sync.when.drain()
 
 
 def _common(mine: Carried) -> Carried:
@@ -133,11 +131,11 @@ def _common(mine: Carried) -> Carried:
     return Carried(common=mine.common, buckets=mine.buckets, velocities=named, homes=homes, rates=mine.rates)
 
 
-def _summed(memory: Memory, mine: Carried | None) -> Carried:
+def _summed(checkpoint: Checkpoint, mine: Carried | None) -> Carried:
     """What this worker keeps, with the sum of what all have."""
     kept = mine or Carried()
     has = allgather_object((bool(kept.residuals), bool(kept.velocities)))
-    sizes = memory.sizes()
+    sizes = checkpoint.sizes()
     total = tuple(
         _sum(arrays, sizes) if any(flags[kind] for flags in has) else {}
         for kind, arrays in enumerate((kept.residuals, kept.velocities))
@@ -159,12 +157,12 @@ def _sum(memory: Arrays, sizes: dict[str, int]) -> Arrays:
     return {name: piece.numpy() for name, piece in zip(names, pieces, strict=True)}
 
 
-def _average(optimizer: DistributedReplicas) -> None:
+def _average(optimizer: Wrapped) -> None:
     """Replaces the parameters by the mean of those of all ranks that have taken steps, if any has."""
-    counts = float(optimizer.own_state()["taken"] > 0)
+    counts = float((optimizer.own_state() or {"taken": 0})["taken"] > 0)
     total = float(ops.allreduce(torch.tensor(counts), name="elastic.average", op=ops.Sum))
     if not total:
         return
-    for slot in optimizer._exchange.slots:
+    for slot in optimizer._sync.slots:
         value = slot.parameter.detach()
         value.copy_(ops.allreduce(value * counts, name=f"elastic.average.{slot.name}", op=ops.Sum) / total)

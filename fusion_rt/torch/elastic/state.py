@@ -21,8 +21,9 @@ from fusion_rt.errors import HostsUpdatedInterrupt
 from fusion_rt.torch.core.basics import rank
 from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler
-from fusion_rt.torch.sync.broadcasting import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from fusion_rt.torch.sync.wrapping import Wrapped
+from fusion_rt.torch.ops.objects import broadcast_object
+from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state, broadcast_parameters
+from fusion_rt.torch.sync.wrapped import Wrapped
 
 
 class HostUpdateResult(enum.IntFlag):

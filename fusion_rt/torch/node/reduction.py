@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusion_rt import bootstrap, wire
+from fusion_rt import algorithms, bootstrap, wire
 from fusion_rt.errors import HorovodInternalError
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import device
@@ -35,7 +35,6 @@ from fusion_rt.torch.node.ledger import REFUSED, Ledger
 
 if TYPE_CHECKING:
     from fusion_rt.torch.node.groups import Backend, Group, UnderWay
-    from fusion_rt.torch.sync.slots import Slot
 
 _POLL = 1e-4  # seconds between two looks at what another rank has to do
 _WATCH = 0.01  # seconds between two looks at whether it will
@@ -156,11 +155,16 @@ class NodeReduction:
 
     # --- a bucket -----------------------------------------------------------------------------------------------------
 
-    def staging(self, index: int, flat: torch.Tensor, slots: Sequence[Slot]) -> Staging:
-        """Where to put this rank's elements of a bucket, whose place in the arena is `flat` (1-D)."""
+    def staging(self, index: int, flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor) -> Staging:
+        """Where to put this rank's elements of a bucket, whose place in the arena is `flat` (1-D).
+
+        Args:
+            views: of its tensors, in `flat`.
+            like: on the device of its gradients.
+        """
         found = self._staged.get(index)
         if found is None:
-            found = self._staged[index] = self._stage(flat, slots)
+            found = self._staged[index] = self._stage(flat, views, like)
         elif self._group is not None:
             self._group.settle(found.values)
         return found
@@ -233,14 +237,12 @@ class NodeReduction:
         ledger.enrol(self._offer, self._step())
         return ledger
 
-    def _stage(self, flat: torch.Tensor, slots: Sequence[Slot]) -> Staging:
+    def _stage(self, flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor) -> Staging:
         half = flat.dtype in (torch.float16, torch.bfloat16)
-        like = slots[0].parameter.new_empty(0, dtype=torch.float32 if half else flat.dtype)
-        values = device.layer.empty([flat.numel()], like).zero_()  # there may be padding between tensors
+        empty = like.new_empty(0, dtype=torch.float32 if half else flat.dtype)
+        values = device.layer.empty([flat.numel()], empty).zero_()  # there may be padding between tensors
         places = []
-        for slot in slots:
-            view = slot.view
-            assert view is not None
+        for view in views:
             offset = (view.data_ptr() - flat.data_ptr()) // flat.element_size()
             places.append(values.as_strided(view.shape, view.stride(), offset))
         return Staging(values, places)
@@ -304,16 +306,16 @@ class NodeReduction:
 
 
 def reduction_in_node(
-    here: Runtime, plan: wire.Plan, slots: Sequence[Slot], before: NodeReduction | None
+    here: Runtime, plan: wire.Plan, parameters: list[torch.Tensor], before: NodeReduction | None
 ) -> NodeReduction | None:
     """How this worker's node combines the gradients of a plan; None: its daemon does, as it does without this.
 
     Args:
-        slots: of all of the plan's buckets.
+        parameters: of all of the plan's buckets.
         before: of the plan that this one replaces; it is over now.
     """
     made = None
-    if (found := _suitable(here, plan, [slot.parameter for slot in slots])) is not None:
+    if (found := _suitable(here, plan, parameters)) is not None:
         ranks, backend, where = found
         made = NodeReduction(here, plan, ranks, backend, where, before)
     if before is not None:
@@ -331,7 +333,7 @@ def _suitable(
         return None
     kind = "nccl" if wanted == "auto" else wanted
     what = ""
-    if plan.reduction.algorithm != "allreduce" or plan.reduction.op not in _COMBINED:
+    if not algorithms.parse(plan.reduction.algorithm).sums_gradients or plan.reduction.op not in _COMBINED:
         what = f"{plan.reduction.algorithm} with {plan.reduction.op} needs each rank's own gradients"
     elif kind == "nccl" and not all(parameter.is_cuda for parameter in parameters):
         what = "not all of its parameters are on a GPU"

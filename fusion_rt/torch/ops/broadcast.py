@@ -8,7 +8,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.core.runtime import Runtime, runtime
+from fusion_rt.torch.core.runtime import Runtime, after_join, before_join, runtime
 from fusion_rt.torch.ops.handles import hold
 from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Average, as_real, id_of, signature_of, tensor_name
@@ -88,13 +88,12 @@ def join(device: int = -1) -> int:
         ValueError: before `init`.
         HorovodInternalError: it failed, on all ranks.
     """
-    from fusion_rt.torch.agreement import agree_after_join  # which need the operations
-    from fusion_rt.torch.sync.synchroniser import stand_in_before_join
-
     here = runtime()
-    stand_in_before_join(here)
+    for stand_in in before_join:
+        stand_in(here)
     last = here.client.join()
-    agree_after_join(last)
+    for agree in after_join:
+        agree(last)
     return last
 
 

@@ -1,10 +1,10 @@
-"""Backward passes: which exchanges take part in the one that runs, and what they do when it ends.
+"""Backward passes: which optimizers' gradients the one that runs computes, and what is done when it ends.
 
 Autograd calls what was queued for a graph task when it has run all of it, before `backward()` returns. A backward pass
 may run within a node of another one, as `torch.utils.checkpoint(use_reentrant=True)` does; it ends with the outer one.
 
 Of a pass that raises nobody is told: autograd drops what was queued. Hence nothing else keeps a `BackwardPass` alive,
-and an exchange whose pass is gone knows that it has failed.
+and whoever took part in a pass that is gone knows that it has failed.
 """
 
 from __future__ import annotations
@@ -13,75 +13,124 @@ import functools
 import time
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from fusion_rt.errors import HorovodInternalError
 
-if TYPE_CHECKING:
-    from fusion_rt.torch.sync.synchroniser import GradientExchange
-
 _POLL = 1e-3  # seconds
+
+
+class Sender(Protocol):
+    """Sends gradients."""
+
+    def propose(self) -> None:
+        """Asks for a plan if there is none, and does not wait for it."""
+
+    def is_planned(self) -> bool:
+        """Whether `submit` would not wait for a plan."""
+
+    def submit(self) -> None:
+        """Sends what has not been sent."""
+
+
+class Participant(Protocol):
+    """Whoever gets gradients from a backward pass.
+
+    Attributes:
+        backward: set to a reference to the pass that runs.
+    """
+
+    backward: Callable[[], BackwardPass | None]
+
+    @property
+    def serial(self) -> int:
+        """In the order in which participants were made, the same on all ranks."""
+
+    @property
+    def eager(self) -> bool:
+        """Whether gradients are sent as soon as they can be."""
+
+    @property
+    def sync(self) -> Sender:
+        """What sends them."""
+
+    def backward_ends(self) -> bool:
+        """The pass is over. Returns whether gradients are to be reduced now."""
+
+    def backward_returns(self) -> None:
+        """Reduces them. Raises `HorovodInternalError`."""
+
+    def pass_is_gone(self) -> None:
+        """The pass has ended, well or not."""
 
 
 class BackwardPass:
     """A backward pass that is running.
 
     Attributes:
-        exchanges: those for which it has computed gradients.
+        participants: those for which it has computed gradients.
     """
 
     def __init__(self) -> None:
-        self.exchanges: list[GradientExchange] = []
+        self.participants: list[Participant] = []
 
     def __call__(self) -> None:
-        """Autograd has run the whole graph. Raises what `GradientExchange.synchronize` raises, out of `backward()`."""
+        """Autograd has run the whole graph. Raises what participants raise, out of `backward()`."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
 
             def node_has_run(*_: Any) -> None:
                 handle.remove()
                 outer = _running()
-                for exchange in self.exchanges:
-                    outer.add(exchange)
+                for participant in self.participants:
+                    outer.add(participant)
 
             handle = node.register_hook(node_has_run)
             return
-        # All are sent before the first is waited for: ranks may have met them in different orders, and not all of them.
-        due = [exchange for exchange in sorted(self.exchanges, key=_serial) if exchange.backward_ends()]
-        eager = [exchange for exchange in due if exchange.eager]
-        for exchange in eager:
-            exchange.propose()
-        while eager:
-            planned = [exchange for exchange in eager if len(eager) == 1 or exchange.is_planned()]
-            for exchange in planned:
-                exchange.submit()
-                eager.remove(exchange)
-            if not planned:
-                time.sleep(_POLL)
-        errors = []
-        for exchange in due:
-            try:
-                exchange.backward_returns()
-            except HorovodInternalError as error:  # the others, too, are over when this is
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        due = [participant for participant in self.participants if participant.backward_ends()]
+        if len(due) == 1:
+            due[0].backward_returns()
+        elif due:
+            _return_together(sorted(due, key=lambda participant: participant.serial))
 
-    def add(self, exchange: GradientExchange) -> None:
-        """Lets an exchange take part."""
-        if exchange not in self.exchanges:
-            self.exchanges.append(exchange)
-        exchange.backward = weakref.ref(self, functools.partial(_forget, weakref.ref(exchange)))
+    def add(self, participant: Participant) -> None:
+        """Lets somebody take part."""
+        if participant not in self.participants:
+            self.participants.append(participant)
+        participant.backward = weakref.ref(self, functools.partial(_forget, weakref.ref(participant)))
+
+
+def _return_together(due: list[Participant]) -> None:
+    """All are sent before the first is waited for: ranks may have met them in different orders, and not all of them."""
+    eager = [participant for participant in due if participant.eager]
+    for participant in eager:
+        participant.sync.propose()
+    while eager:
+        planned = [participant for participant in eager if len(eager) == 1 or participant.sync.is_planned()]
+        for participant in planned:
+            participant.sync.submit()
+            eager.remove(participant)
+        if not planned:
+            time.sleep(_POLL)
+    errors = []
+    for participant in due:
+        try:
+            participant.backward_returns()
+        except HorovodInternalError as error:  # the others, too, are over when this is
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 _passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()  # by graph task
 
 
-def enter(exchange: GradientExchange) -> None:
-    """Lets an exchange take part in the backward pass that calls this from a hook."""
-    _running().add(exchange)
+def enter(participant: Participant) -> None:
+    """Lets somebody take part in the backward pass that calls this from a hook."""
+    _running().add(participant)
 
 
 def leaves_of_failed(error: BaseException) -> list[torch.Tensor]:
@@ -112,11 +161,7 @@ def _running() -> BackwardPass:
     return found
 
 
-def _forget(reference: weakref.ref[GradientExchange], _: Any) -> None:
-    exchange = reference()
-    if exchange is not None:
-        exchange.pass_number = 0
-
-
-def _serial(exchange: GradientExchange) -> int:
-    return exchange.serial
+def _forget(reference: weakref.ref[Participant], _: Any) -> None:
+    participant = reference()
+    if participant is not None:
+        participant.pass_is_gone()

@@ -1,23 +1,17 @@
-"""Parameters, optimizer state and Python objects, from one rank to all or from all to all.
-
-Objects travel pickled, between the workers of one job and nobody else: the daemon, and whoever could reach it over a
-network, never unpickles anything.
-"""
+"""Parameters and optimizer state, from one rank to all."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also takes lambdas, and classes of __main__
 
-from fusion_rt.torch import ops
-from fusion_rt.torch.core.basics import rank
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
-from fusion_rt.torch.sync.overlap.watching import synchronize_parameters
-from fusion_rt.torch.sync.wrapping import Wrapped
+from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.core.watching import synchronize_parameters
+from fusion_rt.torch.ops.objects import broadcast_all, broadcast_object
+from fusion_rt.torch.sync.wrapped import Wrapped
 
 
 def broadcast_parameters(
@@ -49,7 +43,7 @@ def broadcast_parameters(
             raise ValueError(
                 f"parameter {name!r} is a {type(tensor).__name__}, not a tensor; use broadcast_object for it"
             )
-    _broadcast_all(pairs, root_rank, process_set)
+    broadcast_all(pairs, root_rank, process_set)
 
 
 def broadcast_optimizer_state(
@@ -78,11 +72,11 @@ def broadcast_optimizer_state(
         ValueError: there is no such root, or the state does not fit this rank's parameters.
         HorovodInternalError: it failed, on all ranks.
     """
-    is_root = rank() == root_rank
+    is_root = runtime().rank == root_rank
     tensors: list[torch.Tensor] = []
-    memory = optimizer._exchange.memory if isinstance(optimizer, Wrapped) else None
+    checkpoint = optimizer._sync.checkpoint if isinstance(optimizer, Wrapped) else None
     own = optimizer.plain_state_dict() if isinstance(optimizer, Wrapped) else optimizer.state_dict()
-    codec = memory.common_codec_state() if memory is not None and is_root else {}
+    codec = checkpoint.common_codec_state() if checkpoint is not None and is_root else {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = _without_tensors(own, tensors) if is_root else None
     like = [(tuple(tensor.shape), tensor.dtype, tensor.is_cpu) for tensor in tensors]
@@ -91,7 +85,7 @@ def broadcast_optimizer_state(
         device = next((p.device for p in parameters if not p.is_cpu), "cpu")  # of what is on a device at the root
         tensors = [torch.empty(shape, dtype=dtype, device="cpu" if host else device) for shape, dtype, host in like]
     pairs = [(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)]
-    _broadcast_all(pairs, root_rank, process_set)
+    broadcast_all(pairs, root_rank, process_set)
     if not is_root:
         # load_state_dict makes new dicts of the groups; schedulers made for the original optimizer hold the old ones.
         groups = optimizer.param_groups
@@ -99,63 +93,11 @@ def broadcast_optimizer_state(
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups
-    if memory is not None:
-        memory.load_common_codec_state(codec)
+    if checkpoint is not None:
+        checkpoint.load_common_codec_state(codec)
     for parameter in parameters if not own["state"] else ():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-
-
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """The object of rank `root_rank`.
-
-    Args:
-        obj: anything that can be pickled; what other ranks than the root pass is ignored.
-        root_rank: whose object is broadcast.
-        name: pairs the ranks' operations.
-        process_set: the ranks that take part.
-
-    Returns:
-        On the root the object itself, elsewhere a copy.
-
-    Raises:
-        ValueError: there is no such root.
-        HorovodInternalError: it failed, on all ranks.
-    """
-    is_root = rank() == root_rank
-    data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8) if is_root else None
-    length = torch.tensor([0 if data is None else data.numel()])
-    ops.broadcast_(length, root_rank, f"{name}.length" if name else None, process_set)
-    if data is None:
-        data = torch.empty(int(length), dtype=torch.uint8)
-    ops.broadcast_(data, root_rank, f"{name}.data" if name else None, process_set)
-    return obj if is_root else pickle.loads(data.numpy().tobytes())
-
-
-def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, in the order of ranks.
-
-    Args:
-        obj: anything that can be pickled.
-        name: pairs the ranks' operations.
-        process_set: the ranks that take part.
-
-    Raises:
-        HorovodInternalError: it failed, on all ranks.
-    """
-    data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
-    length = ops.allgather_async(torch.tensor([data.numel()]), f"{name}.length" if name else None, process_set)
-    gathered = ops.allgather(data, f"{name}.data" if name else None, process_set)
-    parts = torch.split(gathered, ops.synchronize(length).tolist())
-    return [pickle.loads(part.numpy().tobytes()) for part in parts]
-
-
-def _broadcast_all(pairs: Iterable[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet) -> None:
-    handles = [ops.broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in pairs]
-    for handle in handles:
-        ops.synchronize(handle)
 
 
 class _Place:

@@ -1,15 +1,15 @@
-"""The buckets of an optimizer's plan, on the side of the worker.
+"""Buckets: parameters whose gradients, or values, are exchanged together.
 
-Gradients are copied when their bucket is complete rather than in each hook: that was measured at half the time. It is
-one call of `_foreach_copy_` instead of a `copy_` from Python for each tensor, and skips what lies in the arena already.
+Values are copied when their bucket is complete rather than in each hook: that was measured at half the time. It is one
+call of `_foreach_copy_` instead of a `copy_` from Python for each tensor, and skips what lies in the arena already.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -20,11 +20,10 @@ from fusion_rt.torch import ops
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime
+from fusion_rt.torch.node.reduction import Combining, NodeReduction
 from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.strategies import Applied, Posted
 from fusion_rt.trace_format import Flush, Kind
-
-if TYPE_CHECKING:
-    from fusion_rt.torch.node.reduction import Combining, NodeReduction
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _FULL, _COPY_BEGIN, _COPY_END = int(Kind.FULL), int(Kind.COPY_BEGIN), int(Kind.COPY_END)
@@ -32,119 +31,158 @@ _APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
 _NOTHING = nullcontext()
 
 
-class Bucket(ABC):
-    """Parameters that are reduced together.
+@dataclass(frozen=True)
+class Carriage:
+    """How values get from parameters into buckets, and results back.
 
     Attributes:
-        slots: its parameters.
-        missing: how many of them still wait for their gradient in this step.
-        patient: it is sent at the end of the backward pass, which computes one of its gradients in parts.
-        sent: its part of this step is on its way.
-        flush: why it is sent when it is.
+        posted, applied: what is exchanged, and what becomes of it.
+        compressor: a script's own, applied to each gradient before and after; None if there is none.
+        terms: what is said of a bucket when it is sent.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = slots
-        self.missing = len(slots)
-        self.patient = False
-        self.sent = False
-        self.flush = Flush.STEP
+    posted: Posted
+    applied: Applied
+    compressor: Any
+    terms: Callable[[Sequence[Slot]], Terms]
 
-    def rewind(self) -> None:
-        """The next step begins."""
-        self.missing = len(self.slots) + self.patient
-        self.sent = False
-        self.flush = Flush.STEP
-
-    def fill(self) -> None:
-        """The last gradient of this step has come. By default there is nothing to be done about it."""
-        return
-
-    def send(self) -> None:
-        """Submits this step's part; a parameter without gradient contributes zeros."""
-        self._send()
-        self.sent = True
-
-    @abstractmethod
-    def _send(self) -> None: ...
-
-    def post(self, wait: bool) -> bool:
-        """Goes on with what could not be submitted at once, having waited for it or if it is ready; whether it was."""
-        return True
-
-    def give_up(self, why: str) -> None:
-        """This rank has no part of this step: where it can be said, the step fails on all ranks. `why`: a sentence."""
-        self.send()
-
-    @abstractmethod
-    def receive(self) -> None:
-        """Waits for the reduction, and puts its results where they belong. Raises `HorovodInternalError`."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Waits for the reduction, whatever comes of it."""
+    def is_direct(self, slot: Slot) -> bool:
+        """Whether a slot's `p.grad` may be its place in the arena."""
+        return self.applied.to_gradients and self.compressor is None and device.layer.is_host(slot.parameter)
 
 
-class DenseBucket(Bucket):
-    """Parameters whose place in the arena is contiguous: one message submits them all.
+class SelectsOnDevice(Protocol):
+    """Selects on a device from a bucket's gradients, so that only what is selected is copied to the host."""
+
+    @property
+    def here(self) -> bool:
+        """Whether it does so in this step; else the daemon does."""
+
+    def start(self, bucket: Bucket) -> device.Copying:
+        """Queues a step with all of the bucket's gradients."""
+
+    def follow(self, values: torch.Tensor, terms: Terms) -> device.Copying:
+        """Queues a step with these values (1-D)."""
+
+    def terms(self) -> Terms | None:
+        """What is to be said of what has been selected, once; None if nothing has been."""
+
+    def correct(self) -> None:
+        """The step is over."""
+
+
+@dataclass(frozen=True)
+class SparseGradient:
+    """How a sparse gradient is reduced: everybody gets the rows of all, as in Horovod.
+
+    Attributes:
+        sparse: number of sparse dimensions.
+        name: of the operation.
+        op: how the ranks' values are combined.
+        process_set: the ranks that take part.
+    """
+
+    sparse: int
+    name: str
+    op: wire.Op
+    process_set: ProcessSet
+
+    def start(self, slot: Slot) -> Callable[[], torch.Tensor]:
+        """Submits a slot's gradient. Returns what waits for the result."""
+        gradient, like = slot.parameter.grad, slot.parameter
+        if gradient is None:
+            shape = list(like.shape)
+            indices = torch.empty((self.sparse, 0), dtype=torch.int64, device=like.device)
+            values = torch.empty([0, *shape[self.sparse :]], dtype=like.dtype, device=like.device)
+            gradient = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
+        elif not gradient.is_sparse:
+            gradient = gradient.detach().to_sparse(self.sparse)
+        return ops.sparse_allreduce_async(gradient.coalesce(), name=self.name, op=self.op, process_set=self.process_set)
+
+
+class Bucket:
+    """Parameters that are exchanged together. Their places in the arena are contiguous: one message submits them all.
 
     Args:
         here: this worker's membership.
-        plan, index: of the bucket.
-        name: for messages to people.
-        terms: asked when it is sent; what is sent with it.
+        identity: its name, for messages to people; its plan; its index there.
+        slots: its parameters.
+        carriage: how values get into it, and results from it.
+        flat: its place in the arena (1-D).
+        rows: if it has one parameter whose gradient is sparse, and no place in the arena.
 
     Attributes:
-        added: the result is to be added to what the worker has; known when it has come.
+        missing: how many of its slots still wait for their gradient in this step.
+        patient: it is sent at the end of the backward pass, which computes one of its gradients in parts.
+        sent: its part of this step is on its way.
+        flush: why it is sent when it is.
         urgency: the less, the sooner its result is needed.
-        nbytes: its size, for the recorder.
-        flat: its place in the arena (1-D).
+        nbytes: its size.
         node: what combines it with those of other ranks of the node, in steps in which that is done.
+        selection: what selects from it, if this worker does.
         owed: places in the bucket, and what is to be added there (both 1-D) to what is sent next.
     """
 
     def __init__(
         self,
         here: Runtime,
-        plan: int,
-        index: int,
-        name: str,
+        identity: tuple[str, int, int],
         slots: Sequence[Slot],
-        terms: Callable[[], Terms],
+        carriage: Carriage,
+        flat: torch.Tensor | None = None,
+        rows: SparseGradient | None = None,
     ) -> None:
-        super().__init__(slots)
-        self.added = False
-        self.urgency = self.nbytes = 0
-        self.flat: torch.Tensor | None = None
+        self.slots = slots
+        self.carriage = carriage
+        self.flat = flat
+        self.rows = rows
+        self.missing = len(slots)
+        self.patient = self.sent = False
+        self.flush = Flush.STEP
+        self.urgency = 0
+        self.nbytes = 0 if flat is None else flat.nbytes
         self.node: NodeReduction | None = None
+        self.selection: SelectsOnDevice | None = None
         self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._share = wire.OWN
         self._here = here
-        self._terms = terms
-        self._identity = (name, plan, index)
-        self._label = f"bucket {index}"
+        self._identity = identity
+        self._label = f"bucket {identity[2]}"
+        self._share = wire.OWN
         self._operation: Operation | None = None
         self._copying: device.Copying | None = None
         self._combining: Combining | None = None  # this step's, in the node
+        self._rows_of_all: Callable[[], torch.Tensor] | None = None
 
     def rewind(self) -> None:
-        super().rewind()
-        self._operation = self._copying = self._combining = None
+        """The next step begins."""
+        self.missing = len(self.slots) + self.patient
+        self.sent = False
+        self.flush = Flush.STEP
+        self._operation = self._copying = self._combining = self._rows_of_all = None
 
     def fill(self) -> None:
-        self._record(_FULL)
+        """The last gradient of this step has come."""
+        if self.rows is None:
+            self._record(_FULL)
 
-    def submit(self) -> None:
-        """Submits what is in the arena already."""
-        self._operation = self._here.client.ready(*self._identity, self._said(), self.nbytes, self.flush)
+    # --- to the daemon ------------------------------------------------------------------------------------------------
 
-    def _send(self) -> None:
-        client = self._here.client
-        ready = client.ready  # asked for first of all, because a forked child has none
-        if self.node is not None and self.node.reduces:
+    def send(self) -> None:
+        """Starts to submit this step's part; a parameter without value contributes zeros."""
+        _ = self._here.client.ready  # asked for first of all, because a forked child has none
+        if self.rows is not None:
+            self._rows_of_all = self.rows.start(self.slots[0])
+        elif self.node is not None and self.node.reduces:
             self._send_in_node(self.node, gradients=True)
-            return
-        self._share = wire.OWN
+        elif self.selection is not None and self.selection.here:
+            with torch.no_grad():
+                self._share, self._copying = wire.OWN, self.selection.start(self)
+        else:
+            self._share = wire.OWN
+            self._fill_arena()
+        self.sent = True
+
+    def _fill_arena(self) -> None:
         host: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         remote: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for slot in self.slots:
@@ -157,7 +195,7 @@ class DenseBucket(Bucket):
                     host[0].append(view)
                     host[1].append(value)
                 continue
-            value = slot.outgoing()
+            value = self.outgoing(slot)
             if value is view:
                 continue
             if value is None:
@@ -168,21 +206,70 @@ class DenseBucket(Bucket):
             values.append(value)
         with _without_graph():
             if host[0]:
-                self._record(_COPY_BEGIN)
-                torch._foreach_copy_(*host)
-                self._record(_COPY_END)
+                self._copy(*host)
             if remote[0]:
                 self._copying = device.layer.copy(*remote)
                 return
-        self._pay()
-        self._operation = ready(*self._identity, self._said(), self.nbytes, self.flush)
+        self.submit()
+
+    def outgoing(self, slot: Slot) -> torch.Tensor | None:
+        """What is to be copied into a slot's view; the view itself if it is there already, None for zeros."""
+        value = self.carriage.posted.value(slot)
+        if value is not None and value is not slot.view:
+            if self.carriage.applied.to_gradients:
+                slot.sparse = value.sparse_dim() if value.is_sparse else 0
+            if value.is_sparse:
+                value = value.to_dense()
+        if slot.direct:
+            slot.parameter.grad = slot.view
+        elif self.carriage.compressor is not None:
+            return slot.compressed if slot.compressed is not None else slot.compress(self.carriage.compressor, value)
+        return value
+
+    def submit(self) -> None:
+        """Submits what is in the arena already."""
+        while self.owed:
+            place, value = self.owed.pop()
+            place.add_(value)
+        self.announce()
+
+    def announce(self) -> None:
+        """Sends the message that says what this worker contributes."""
+        said = None if self.selection is None else self.selection.terms()
+        said = (said or self.carriage.terms(self.slots))._replace(urgency=self.urgency, share=self._share)
+        self._operation = self._here.client.ready(*self._identity, said, self.nbytes, self.flush)
 
     def give_up(self, why: str) -> None:
+        """This rank has no part of this step: where it can be said, the step fails on all ranks. `why`: a sentence."""
+        if self.rows is not None:
+            self.send()
+            return
         if self.node is not None and self.node.reduces:
             self.node.give_up(why)
         self._share = wire.OWN
         self._operation = self._here.client.ready(*self._identity, Terms(gives_up=why))
         self.sent = True
+
+    def post(self, wait: bool) -> bool:
+        """Goes on with what could not be submitted at once, having waited for it or if it is ready; whether it was."""
+        if self._copying is None:
+            return True
+        if wait:
+            self._copying.wait()
+        elif not self._copying.done():
+            return False
+        self._copying = None
+        if self._combining is None:
+            self.submit()
+            return True
+        if self._combining.why:
+            self._share = wire.ELSEWHERE  # of all ranks of the node, so that the daemon fails it everywhere at once
+        else:
+            self.owed.clear()
+        self.announce()
+        return True
+
+    # --- in the node, or on a device ----------------------------------------------------------------------------------
 
     def send_nothing(self) -> None:
         """Takes part in a reduction in the node without changing its result."""
@@ -192,155 +279,125 @@ class DenseBucket(Bucket):
 
     def _send_in_node(self, node: NodeReduction, gradients: bool) -> None:
         assert self.flat is not None
-        staging = node.staging(self._identity[2], self.flat, self.slots)
+        views = [slot.view for slot in self.slots]
+        staging = node.staging(self._identity[2], self.flat, views, self.slots[0].parameter)  # type: ignore[arg-type]
         with torch.no_grad():
             if gradients:
-                self._stage(staging.places)
+                self.stage(staging.places)
             else:
                 node.fill_with_nothing(staging)
-            for place, value in self.owed:
-                start = (place.data_ptr() - self.flat.data_ptr()) // place.element_size()
-                staging.values[start : start + place.numel()].add_(value.to(staging.values.device))
+            self.add_owed(staging.values)
             self._copying = self._combining = node.reduce(staging, self._follow)
         self._share = wire.OF_NODE if node.is_leader else wire.ELSEWHERE
 
     def _follow(self, values: torch.Tensor) -> device.Copying:
-        """Starts to bring what the node contributes, on its device (1-D), to the arena."""
+        """Starts to bring what the node contributes, on its device (1-D), to the arena, or to select from it."""
         assert self.flat is not None
+        if self.selection is not None and self.selection.here:
+            return self.selection.follow(values, self.carriage.terms(self.slots))
         return device.layer.copy([self.flat], [values.to(self.flat.dtype)])
 
-    def _stage(self, places: Sequence[torch.Tensor]) -> None:
-        """Copies this rank's gradients to their places on their device; zeros where there is none."""
+    def stage(self, places: Sequence[torch.Tensor]) -> None:
+        """Copies this rank's gradients to places on their device; zeros where there is none."""
         filled, values = [], []
         for slot, place in zip(self.slots, places, strict=True):
-            value = slot.outgoing()
+            value = self.outgoing(slot)
             if value is None:
                 place.zero_()
             else:
                 filled.append(place)
                 values.append(value)
         if filled:
-            self._record(_COPY_BEGIN)
-            torch._foreach_copy_(filled, values)
-            self._record(_COPY_END)
+            self._copy(filled, values)
 
-    def post(self, wait: bool) -> bool:
-        if self._copying is not None:
-            if wait:
-                self._copying.wait()
-            elif not self._copying.done():
-                return False
-            self._copying = None
-            if self._combining is None:
-                self._pay()
-            elif self._combining.why:
-                self._share = wire.ELSEWHERE  # of all ranks of the node, so that the daemon fails it everywhere at once
-            else:
-                self.owed.clear()
-            self.submit()
-        return True
+    def add_owed(self, values: torch.Tensor) -> None:
+        """Adds what is owed to the bucket's values elsewhere than in the arena (1-D)."""
+        assert self.flat is not None
+        for place, value in self.owed:
+            start = (place.data_ptr() - self.flat.data_ptr()) // place.element_size()
+            values[start : start + place.numel()].add_(value.to(values.device))
+
+    def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        self._record(_COPY_BEGIN)
+        torch._foreach_copy_(places, values)
+        self._record(_COPY_END)
 
     def _record(self, kind: int) -> None:
         _, plan, index = self._identity
         self._here.trace.record(kind, self._label, 0, self._here.client.next_clock(plan, index), plan)
 
-    def _said(self) -> Terms:
-        terms = self._terms()
-        return terms._replace(urgency=self.urgency, share=self._share)
+    # --- and back -----------------------------------------------------------------------------------------------------
 
-    def _pay(self) -> None:
-        while self.owed:
-            place, value = self.owed.pop()
-            place.add_(value)
+    def receive(self, share: float = 1.0) -> None:
+        """Waits for this step's results, and puts them where they belong. Raises `HorovodInternalError`.
 
-    def receive(self) -> None:
-        assert self._operation is not None
-        self.land(self._operation)
+        Args:
+            share: what they are multiplied by.
+        """
+        if self._rows_of_all is not None:
+            self.slots[0].parameter.grad = self._rows_of_all()
+        else:
+            self.land(self.hand_over(), share)
 
     def hand_over(self) -> Operation:
-        """The reduction that is under way, which the caller has to `land` before the bucket is sent again."""
+        """The exchange that is under way, which the caller has to `land` before the bucket is sent again."""
         assert self._operation is not None
         return self._operation
 
-    def land(self, operation: Operation) -> None:
-        """Waits for a reduction, and puts its results where they belong. Raises `HorovodInternalError`."""
-        self.added = self._wait(operation).sizes == (1,)
+    def land(self, operation: Operation, share: float = 1.0) -> None:
+        """As `receive`, for an operation that was handed over."""
+        self.await_end(operation)
         _, clock, plan = operation.about
         self._here.trace.record(_APPLY_BEGIN, self._label, 0, clock, plan)
-        landings = [(slot, slot.landing()) for slot in self.slots if slot.sparse or not slot.direct]
-        if landings:
-            self._take(landings)
+        slots = [slot for slot in self.slots if slot.sparse or not slot.direct]
+        if slots:
+            self._take(slots, share, operation.sizes == (1,))
         self._here.trace.record(_APPLY_END, self._label, 0, clock, plan)
 
-    def _take(self, landings: Sequence[tuple[Slot, torch.Tensor]]) -> None:
-        elsewhere = [(landing, slot.view) for slot, landing in landings if landing is not slot.view]
+    def _take(self, slots: Sequence[Slot], share: float, added: bool) -> None:
+        landings = [self._landing(slot) for slot in slots]
+        elsewhere = [(to, slot.view) for slot, to in zip(slots, landings, strict=True) if to is not slot.view]
         with torch.no_grad():
             if elsewhere:
                 self._here.copying.append(device.layer.copy(*zip(*elsewhere, strict=True)))
-            for slot, landing in landings:
-                slot.take(landing)
+            if self.carriage.compressor is not None:
+                undo = self.carriage.compressor.decompress
+                landings = [torch.as_tensor(undo(to, s.context)) for s, to in zip(slots, landings, strict=True)]
+            if share != 1.0:
+                landings = [landing * share for landing in landings]
+            self.carriage.applied.take(slots, landings, added)
+
+    def _landing(self, slot: Slot) -> torch.Tensor:
+        """Where the results in a slot's view have to be copied to first; the view itself if nowhere."""
+        assert slot.view is not None
+        if self.carriage.compressor is not None:
+            return torch.empty_like(slot.view, device=slot.parameter.device)
+        if device.layer.is_host(slot.parameter):
+            return slot.view
+        gradient = slot.parameter.grad
+        if not self.carriage.applied.to_gradients or gradient is None or gradient.is_sparse:
+            return torch.empty_like(slot.parameter)
+        return gradient.detach()
 
     def await_end(self, operation: Operation) -> None:
-        """Waits until a reduction has ended; raises `HorovodInternalError` if it failed."""
-        self._wait(operation)
-
-    def abandon(self) -> None:
-        if self._operation is not None and not self._operation.done:
-            self._wait(self._operation)
-
-    def _wait(self, operation: Operation) -> Operation:
+        """Waits until an exchange has ended; raises `HorovodInternalError` if it failed."""
         try:
-            return self._here.client.wait(operation)
+            self._here.client.wait(operation)
         except HorovodInternalError as error:
             if self.node is not None and self._share != wire.OWN:
                 self.node.give_up(str(error))  # whoever waits for this rank in the node is told
                 if self._combining is not None and self._combining.why:
                     raise failure_of(f"{error}: {self._combining.why}") from error
             raise
-
-
-class SparseBucket(Bucket):
-    """One parameter whose gradient is sparse on some rank: everybody gets the rows of all, as in Horovod.
-
-    Args:
-        slot: the parameter.
-        sparse: number of sparse dimensions.
-        name: of the operation.
-        op: how the ranks' values are combined.
-        process_set: the ranks that take part.
-    """
-
-    def __init__(self, slot: Slot, sparse: int, name: str, op: wire.Op, process_set: ProcessSet) -> None:
-        super().__init__([slot])
-        self._slot = slot
-        self._sparse = sparse
-        self._how = (name, op, process_set)
-        self._handle: Callable[[], torch.Tensor] | None = None
-
-    def rewind(self) -> None:
-        super().rewind()
-        self._handle = None
-
-    def _send(self) -> None:
-        gradient = self._slot.parameter.grad
-        if gradient is None:
-            like = self._slot.parameter
-            shape = list(like.shape)
-            indices = torch.empty((self._sparse, 0), dtype=torch.int64, device=like.device)
-            values = torch.empty([0, *shape[self._sparse :]], dtype=like.dtype, device=like.device)
-            gradient = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
-        elif not gradient.is_sparse:
-            gradient = gradient.detach().to_sparse(self._sparse)
-        name, op, process_set = self._how
-        self._handle = ops.sparse_allreduce_async(gradient.coalesce(), name=name, op=op, process_set=process_set)
-
-    def receive(self) -> None:
-        assert self._handle is not None
-        self._slot.parameter.grad = self._handle()
+        if self.selection is not None:
+            self.selection.correct()
 
     def abandon(self) -> None:
-        if self._handle is not None:
-            self._handle()
+        """Waits for the exchange, whatever comes of it."""
+        if self._rows_of_all is not None:
+            self._rows_of_all()
+        elif self._operation is not None and not (self._operation.done and self.selection is None):
+            self.await_end(self._operation)
 
 
 def _without_graph() -> AbstractContextManager[Any]:

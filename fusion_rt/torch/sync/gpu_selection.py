@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,49 +19,8 @@ from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.tensor_rules import Group
 from fusion_rt.codecs.worker_selection import HEADER, SPOILED, Tray
-from fusion_rt.kernels.selection import Range
 from fusion_rt.torch.core import device
-
-
-class Selector(Protocol):
-    """Selects from some ranges of a bucket, step by step, as `kernels.cuda.side.SideSelector` does."""
-
-    def start(self, gradient: torch.Tensor, k: int) -> None:
-        """Queues a step: adds the gradient to the residual where the sum is finite, takes the k largest out, and copies
-        them to the host, with whether all of it could be added."""
-
-    def ready(self) -> bool:
-        """Whether that is done."""
-
-    def finish(self) -> object:
-        """Waits for it."""
-
-
-class Side(Protocol):
-    """A device that selects beside training."""
-
-    def beside(self) -> AbstractContextManager[Any]:
-        """While it lasts, what is done with tensors is queued where selections are."""
-
-    def follow(self, tensor: torch.Tensor) -> None:
-        """What is queued there from now on comes after what has been queued for training, and uses this tensor."""
-
-    def zeros(self, n: int) -> torch.Tensor:
-        """A new tensor of float32, filled there."""
-
-    def selector(
-        self,
-        memory: tuple[torch.Tensor, torch.Tensor | None],
-        ranges: Sequence[Range],
-        out: Array,
-        momentum: float,
-        nesterov: bool,
-    ) -> Selector:
-        """Makes what selects from ranges of a residual, with or without a velocity.
-
-        Args:
-            out: int32, pinned: the words of `codecs.worker_selection` for a group.
-        """
+from fusion_rt.torch.core.sides import Side
 
 
 class BucketSelection(device.Copying):

@@ -1,18 +1,26 @@
-"""What an optimizer's parameters are called, which of them are wanted together, and whether they are reduced at all."""
+"""Parameters of an optimizer, as other ranks have to know them: names, groups, learning rates, and its arguments."""
 
 from __future__ import annotations
 
-import os
+import json
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fusion_rt.torch.core.process_sets import ProcessSet
-from fusion_rt.torch.sync.slots import Named
+from fusion_rt import wire
+from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 
 Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]]
+
+
+class Named(NamedTuple):
+    """A parameter that is exchanged; those with the same number in `together`, if it is not 0, share a bucket."""
+
+    name: str
+    parameter: torch.Tensor
+    together: int = 0
 
 
 def names_of(
@@ -130,16 +138,38 @@ class Trained:
         return self._reference()  # not None: with it go the hooks, from which alone this is asked
 
 
-def takes_part(process_set: ProcessSet) -> bool:
-    """Whether this worker has anything to reduce: it is a member, and not the only one.
-
-    As in Horovod, a worker that is alone is left to itself (its gradients stay where autograd puts them), except in an
-    elastic job, where others may come.
-    """
-    if not process_set.included():
-        return False
-    return process_set.size() != 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
 def _default_name(group: int, index: int) -> str:
     return f"allreduce.noname.{group}.{index}"
+
+
+def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
+    """The optimizer for a shard.
+
+    Raises:
+        ValueError: a shard cannot have it.
+    """
+    kind: type[torch.optim.Optimizer] = getattr(optimizer, "_script_class", type(optimizer))
+    if getattr(torch.optim, kind.__name__, None) is not kind:
+        raise ValueError(
+            f"with this algorithm shards take the steps, by an optimizer of torch.optim, which {kind.__module__}."
+            f"{kind.__name__} is not; use one of these, or another algorithm"
+        )
+    if len(optimizer.param_groups) > wire.MAX_GROUPS:
+        raise ValueError(f"the optimizer has {len(optimizer.param_groups)} parameter groups, and shards can have "
+                         f"{wire.MAX_GROUPS}")  # fmt: skip
+    groups = []
+    for arguments in arguments_of(optimizer):
+        try:
+            groups.append(json.dumps(arguments))
+        except TypeError as error:
+            raise ValueError(
+                f"a shard cannot have the optimizer {kind.__name__} with these arguments: {error}"
+            ) from None
+    return wire.OptimizerSpec(kind.__name__, tuple(groups))
+
+
+def arguments_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Arguments of each parameter group that a shard has to know; the learning rate comes with each gradient."""
+    known = optimizer.defaults.keys() - {"lr", "fused", "foreach"}
+    groups = optimizer.__dict__["param_groups"]
+    return [{name: group[name] for name in group if name in known and group[name] is not None} for group in groups]

@@ -1,40 +1,40 @@
-"""Slots: a parameter's place in a bucket, what goes into it, and what comes back.
+"""Slots: a parameter, its place in a bucket, and what is under way of it.
 
 A slot whose parameter is in this process's memory, and whose gradient nobody compresses here, is *direct*: `p.grad` is
-the place in the arena itself. What any other slot reduces (a gradient on a device, what the script's compressor makes
-of one, the change of a parameter) is copied there before and from there after the reduction.
+the place in the arena itself. What any other slot exchanges (a gradient on a device, what the script's compressor makes
+of one, a parameter or its change) is copied there before and from there afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
-from fusion_rt import wire
-from fusion_rt.torch.core import device
-from fusion_rt.torch.core.compressors import NoneCompressor
-from fusion_rt.torch.core.tensors import dtype_name
-from fusion_rt.trace_format import Kind
-
-if TYPE_CHECKING:
-    from fusion_rt.torch.sync.buckets import Bucket
-    from fusion_rt.torch.sync.synchroniser import GradientExchange
-
-_GRADIENT = int(Kind.GRADIENT)
+from fusion_rt.torch.sync.parameters import Named
 
 
-class Named(NamedTuple):
-    """A parameter that is to be reduced; those with the same number in `together`, if it is not 0, share a bucket."""
+class GradientHooks(Protocol):
+    """Whoever is told of gradients."""
 
-    name: str
-    parameter: torch.Tensor
-    together: int = 0
+    def arriving(self, slot: Slot, gradients: Any) -> None:
+        """Autograd is about to add to `p.grad`."""
+
+    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Autograd has added to `p.grad`."""
+
+    def lose(self, slot: Slot) -> None:
+        """The parameter belongs to another optimizer from now on."""
 
 
 class Slot:
-    """A parameter whose gradient is reduced, and its place in the plan once there is one.
+    """A parameter that is exchanged, and its place in the plan once there is one.
+
+    Args:
+        owner: told of gradients.
+        named: the parameter.
 
     Attributes:
         name: its name, the same on all ranks.
@@ -50,75 +50,53 @@ class Slot:
             the script compresses it.
         sparse: how many sparse dimensions its gradient has; 0: it is dense, as far as is known.
         compressed, context: what the compressor made of the gradient before there was a place for it, and for its end.
+        start, velocity: where the parameter was after the last exchange, and the outer momentum, where these count.
+        guard: is in `p.grad` while the gradient is under way, where the script may touch it then.
     """
 
     __slots__ = (
         "_adds",
-        "_exchange",
         "_hooks",
         "bucket",
         "closed",
         "compressed",
         "context",
         "direct",
+        "guard",
         "kept",
         "name",
         "nbytes",
+        "owner",
         "parameter",
         "seen",
         "sparse",
+        "start",
         "together",
+        "velocity",
         "view",
     )
 
-    def __init__(self, exchange: GradientExchange, named: Named) -> None:
-        self._exchange = exchange
+    def __init__(self, owner: GradientHooks, named: Named) -> None:
+        self.owner = owner
         self.name, self.parameter, self.together = named
         self.nbytes = self.parameter.numel() * self.parameter.element_size()
-        self.direct = self._is_direct()
-        self.closed = False
-        self.kept: torch.Tensor | None = None
+        self.direct = self.closed = False
         self.seen = -1
-        self.bucket: Bucket | None = None
-        self.view: torch.Tensor | None = None
         self.sparse = 0
+        self.bucket: Any = None
+        self.view: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None
         self.compressed: torch.Tensor | None = None
+        self.start: torch.Tensor | None = None
+        self.velocity: torch.Tensor | None = None
         self.context: Any = None
+        self.guard: Any = None
         self._take_over()
         self._adds = torch.autograd.graph.get_gradient_edge(self.parameter).node  # nobody else keeps it alive
         self._hooks = (
-            self._adds.register_prehook(self.arriving),
-            self.parameter.register_post_accumulate_grad_hook(self.arrived),  # type: ignore[no-untyped-call]
+            self._adds.register_prehook(partial(owner.arriving, self)),
+            self.parameter.register_post_accumulate_grad_hook(partial(owner.arrived, self)),  # type: ignore[no-untyped-call]
         )
-
-    def arriving(self, gradients: Any) -> None:
-        """The hook before: autograd is about to add to `p.grad`."""
-        if self.closed:
-            self._exchange.reopen(self)
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """The hook after: autograd has added to `p.grad`."""
-        exchange = self._exchange
-        number = exchange.pass_number
-        if number == self.seen or not number:
-            if exchange.backward() is None:
-                exchange.backward_begins()
-            number = exchange.pass_number
-            if exchange.passes_left > 1:
-                return
-            if number == self.seen:
-                exchange.arrived_again(self)
-                return
-        self.seen = number
-        steps = exchange.steps
-        steps.trace.record(_GRADIENT, self.name, self.nbytes, steps.number)
-        bucket = self.bucket
-        if bucket is None:
-            exchange.arrivals.append(self)
-            return
-        bucket.missing -= 1
-        if not bucket.missing or exchange.copying:
-            exchange.advance(bucket)
 
     def forget(self) -> None:
         """Takes the hooks off."""
@@ -146,95 +124,32 @@ class Slot:
         else:
             gradient.add_(kept)
 
-    def value(self) -> torch.Tensor | None:
-        """What is reduced; None stands for zeros."""
-        return self.parameter.grad
-
-    def assign(self, reduced: torch.Tensor) -> None:
-        """Takes the result."""
-        self.parameter.grad = reduced
-
-    def spec(self) -> wire.TensorSpec:
-        """What is proposed for the plan."""
-        value = self.value()
-        sparse = value.sparse_dim() if value is not None and value.is_sparse else 0
-        if self._exchange.sparse_as_dense:
-            sparse = 0
-        if self._exchange.compressor is NoneCompressor:
-            tensor = self.parameter.permute(memory_order(self.parameter))
-        else:
-            tensor = self._compress(value.to_dense() if value is not None and value.is_sparse else value)
-        return wire.TensorSpec(self.name, dtype_name(tensor.dtype), tuple(tensor.shape), self.together, sparse)
-
-    def place(self, bucket: Bucket, flat: torch.Tensor) -> None:
+    def place(self, bucket: Any, flat: torch.Tensor, direct: bool) -> None:
         """Gives the slot its elements of a bucket."""
-        self.bucket = bucket
-        self.direct = self._is_direct()
-        if self.compressed is not None:
-            self.view = flat.view(self.compressed.shape)
-            return
-        self.view = shaped(flat, self.parameter)
+        self.bucket, self.direct = bucket, direct
+        self.view = shaped(flat, self.parameter) if self.compressed is None else flat.view(self.compressed.shape)
 
-    def outgoing(self) -> torch.Tensor | None:
-        """What is to be copied into the view; the view itself if it is there already, None for zeros."""
-        value = self.value()
-        if value is self.view:
-            return value
-        if value is not None:
-            self.sparse = value.sparse_dim() if value.is_sparse else 0
-            if self.sparse:
-                value = value.to_dense()
-        if self.direct:
-            self.parameter.grad = self.view
-            return value
-        if self._exchange.compressor is NoneCompressor:
-            return value
-        return self._checked(self._compress(value) if self.compressed is None else self.compressed)
+    def compress(self, compressor: Any, value: torch.Tensor | None) -> torch.Tensor:
+        """What the script's compressor makes of a value; of zeros, if there is none.
 
-    def landing(self) -> torch.Tensor:
-        """Where the reduced contents of the view have to be copied to before `take`: the view itself if nowhere."""
-        assert self.view is not None
-        if self._exchange.compressor is not NoneCompressor:
-            return torch.empty_like(self.view, device=self.parameter.device)
-        if device.layer.is_host(self.parameter):
-            return self.view
-        return self._buffer()
-
-    def take(self, reduced: torch.Tensor) -> None:
-        """What `landing` returned holds the result: puts it where it belongs."""
-        if self._exchange.compressor is not NoneCompressor:
-            reduced = torch.as_tensor(self._exchange.compressor.decompress(reduced, self.context))
-        self.assign(reduced.to_sparse(self.sparse) if self.sparse else reduced)
-
-    def _buffer(self) -> torch.Tensor:
-        """A tensor like the parameter, on its device, that may be overwritten."""
-        gradient = self.parameter.grad
-        return torch.empty_like(self.parameter) if gradient is None or gradient.is_sparse else gradient.detach()
-
-    def _is_direct(self) -> bool:
-        return self._exchange.compressor is NoneCompressor and device.layer.is_host(self.parameter)
-
-    def _compress(self, value: torch.Tensor | None) -> torch.Tensor:
-        value = torch.zeros_like(self.parameter) if value is None else value
-        compressed, self.context = self._exchange.compressor.compress(value)
-        self.compressed = torch.as_tensor(compressed).detach()
-        return self.compressed
-
-    def _checked(self, compressed: torch.Tensor) -> torch.Tensor:
-        assert self.view is not None
-        if compressed.shape != self.view.shape or compressed.dtype != self.view.dtype:
-            raise ValueError(f"the compressor made {compressed.dtype} {list(compressed.shape)} of the gradient of "
-                             f"{self.name!r}, but {self.view.dtype} {list(self.view.shape)} in an earlier step; they "
-                             "have to be alike")  # fmt: skip
-        return compressed
+        Raises:
+            ValueError: it is of another form than in earlier steps.
+        """
+        made, self.context = compressor.compress(torch.zeros_like(self.parameter) if value is None else value)
+        made = self.compressed = torch.as_tensor(made).detach()
+        if self.view is not None and (made.shape != self.view.shape or made.dtype != self.view.dtype):
+            raise ValueError(f"the compressor made {made.dtype} {list(made.shape)} of the gradient of {self.name!r}, "
+                             f"but {self.view.dtype} {list(self.view.shape)} in an earlier step; they have to be "
+                             "alike")  # fmt: skip
+        return made
 
     def _take_over(self) -> None:
         """A parameter belongs to the optimizer made last: the owner before is told, and objects if it is used again."""
         for hook in list((getattr(self.parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, Slot):
-                owner.forget()
-                owner._exchange.lost = owner.name
+            if isinstance(hook, partial) and hook.args and isinstance(hook.args[0], Slot):
+                before = hook.args[0]
+                before.forget()
+                before.owner.lose(before)
 
 
 def memory_order(parameter: torch.Tensor) -> list[int]:

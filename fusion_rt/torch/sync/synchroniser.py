@@ -1,65 +1,48 @@
-"""The way of an optimizer's gradients, step after step: from the hook that sees one arrive to the reduced gradient.
+"""The synchroniser of one optimizer: what is under way of a step, from the first gradient to the last result.
 
-With all-reduce it ends before `backward()` returns (`backward.py`): `p.grad` is the reduced gradient then, and what a
-script does with it before `step()` is done on all ranks alike. A further backward pass before `step()` is reduced by
-itself: what `p.grad` holds is set aside before autograd adds to it, and added to the result.
-
-In the first step the slots only note in which order gradients arrive; that order is proposed, and the plan says which
-bucket each belongs to. From then on a hook counts its bucket down, and the last one copies the bucket's gradients into
-the arena at once and sends one message. Afterwards `p.grad` *is* the place in the arena: gradients that accumulate
-there need no copy at all, and reduced ones never do.
+It owns the state of the step: slots, buckets, what has arrived, what is being copied, what has been counted. What it
+does not know is asked of three strategies, which the algorithm and the options have chosen: *what* is posted, what
+*becomes* of the answer (`strategies.py`), and *when* that happens (`When`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import Any, TypeAlias
 
 import torch
 
 from fusion_rt import wire
-from fusion_rt.client import Operation, Terms
-from fusion_rt.errors import HorovodInternalError, StepGivenUp
-from fusion_rt.quoting import quoted
+from fusion_rt.client import Terms
+from fusion_rt.errors import HorovodInternalError
 from fusion_rt.settings import Settings
-from fusion_rt.torch.core import device
-from fusion_rt.torch.core.compressors import NoneCompressor
 from fusion_rt.torch.core.recording import Steps
-from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
-from fusion_rt.torch.core.tensors import TORCH_DTYPES
-from fusion_rt.torch.node.joining import stand_in
-from fusion_rt.torch.node.reduction import NodeReduction, reduction_in_node
-from fusion_rt.torch.ops.signatures import id_of
-from fusion_rt.torch.sync import backward
-from fusion_rt.torch.sync.buckets import Bucket, DenseBucket, SparseBucket
-from fusion_rt.torch.sync.manner import Manner
-from fusion_rt.torch.sync.memory import Memory, Place
-from fusion_rt.torch.sync.parameters import Trained
-from fusion_rt.torch.sync.selected_buckets import Selections
-from fusion_rt.torch.sync.slots import Named, Slot, in_order
+from fusion_rt.torch.core.runtime import Runtime, before_join, is_initialized, runtime
+from fusion_rt.torch.sync.active_plan import ActivePlan
+from fusion_rt.torch.sync.buckets import Bucket, Carriage
+from fusion_rt.torch.sync.checkpoint import Checkpoint
+from fusion_rt.torch.sync.options import Options, Where
+from fusion_rt.torch.sync.parameters import Named, Trained
+from fusion_rt.torch.sync.selections import Selections
+from fusion_rt.torch.sync.slots import Slot, in_order
 from fusion_rt.trace_format import Flush
 
-_TOO_MANY = (
+TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
 )
-_KNOWN_TO = "_known_to_fusion_rt"  # of an exception: the exchanges that have seen to it; it is not to be kept alive
-_MOST = 500  # characters of an exception that other ranks are told
-_ZEROED_EARLY = (
-    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
-    "This is prohibited as it can cause a race condition."
-)
+Closure: TypeAlias = Callable[[], Any]
+_POLL = 1e-3  # seconds
 
 _serial = itertools.count()
-_all: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
+_all: weakref.WeakSet[Synchroniser] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -83,84 +66,214 @@ class OptimizerStatistics:
     last_waited_seconds: float
 
 
-class GradientExchange:
-    """Reduces the gradients of one set of parameters, step after step.
+class When:
+    """A strategy: when an optimizer's synchroniser exchanges, and what `step()` and its like do therefore.
 
     Args:
-        manner: how.
-        passes: backward passes that make up a gradient.
-        trained: asked before a step; what is to be reduced.
+        sync: the synchroniser, which asks this one.
 
     Attributes:
-        idle: no gradient has arrived since the last reduction.
-        passes_left: backward passes until gradients are complete.
-        pass_number: of the backward pass that runs, and completes gradients; 0: none does.
-        eager: buckets are sent as soon as they are complete, and what is left of them at the end of the backward pass.
-        backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
-        reduced: how often gradients have been reduced since the last step.
-        arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
-        copying: buckets whose gradients are on their way from a device to the arena.
-        node: what combines its gradients in this node, if anything but the daemon does.
-        serial: in the order in which exchanges were made.
-        lost: name of a parameter that another optimizer has taken over; empty if there is none.
-        memory: what daemons remember of its gradients.
-        selections: what of that is with this worker instead.
-        steps: the steps that it is part of, as they are recorded.
+        eager: buckets are sent as soon as they are complete.
+        own_gradients: `p.grad` is this rank's own until `step()`, so that a `GradScaler` has to call that in any case.
+        may_be_late: updates can be applied one step late.
+        keeps_context: what a script's compressor noted of a gradient is needed after the step.
+        local: ranks have parameters of their own.
+        delays: updates are applied later than `step()`, which `finish` puts an end to.
+        passes: backward passes that make up a gradient.
+        samples: how many samples the next gradients come from, for algorithms that weigh them.
+        serial: the synchroniser's.
     """
 
-    memory_type: ClassVar[type[Memory]] = Memory
-    """Of its `memory`."""
-    may_be_late: ClassVar[bool] = False
-    """Whether updates can be applied one step late."""
+    eager = own_gradients = may_be_late = keeps_context = local = delays = False
 
-    def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
-        self.compressor = manner.compressor
-        self.sparse_as_dense = manner.sparse_as_dense
-        self.passes = self.passes_left = passes
-        self.pass_number = self._passes = self.reduced = 0
-        self.backward: Callable[[], backward.BackwardPass | None] = backward.no_pass
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        self.sync = sync
+        self.passes = passes
+        self.samples = 1
+        self.serial = sync.serial
+
+    # --- what autograd says; see `slots.GradientHooks` ----------------------------------------------------------------
+
+    def arriving(self, slot: Slot, gradients: Any) -> None:
+        """Autograd is about to add to `p.grad`."""
+
+    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Autograd has added to `p.grad`."""
+        raise NotImplementedError
+
+    def lose(self, slot: Slot) -> None:
+        """The parameter belongs to another optimizer from now on."""
+        self.sync.lost = slot.name
+
+    # --- what the script calls ----------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Takes a step. See `Wrapped.step`."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Sees to it that gradients are reduced, where that is done before `step()`."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """A context in which `step()` does not synchronise, where it would."""
+        return contextlib.nullcontext()
+
+    def zeroed(self) -> None:
+        """The script forgets its gradients."""
+
+    def discard(self) -> None:
+        """Forgets what has arrived since the last exchange, and what is under way."""
+
+    def finish(self) -> None:
+        """Applies updates that wait for the next forward pass. Raises `HorovodInternalError`."""
+
+    def finish_or_drop(self) -> None:
+        """Applies what waits, or warns that its reduction failed."""
+
+    def drain(self) -> None:
+        """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
+
+    def agree(self) -> None:
+        """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
+
+    def settled(self) -> None:
+        """Parameters are what all ranks have agreed upon."""
+
+    def note_weights(self) -> None:
+        """Parameters were set back to what they were."""
+
+    def reseed(self) -> None:
+        """Goes on from the parameters as they are. To be called on all ranks."""
+
+    def set_passes(self, passes: int) -> None:
+        """Backward passes that make up a gradient, from the next step on."""
+        self.passes = passes
+
+    # --- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any] | None:
+        """What belongs into checkpoints besides the script's optimizer, the same on all ranks; None if nothing does."""
+        return None
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Goes on from an `own_state`, and the parameters that belong to it."""
+
+    def homes_are_loaded(self) -> None:
+        """Homes have a checkpoint's parameters, as the model has, or is about to."""
+
+    # --- what the synchroniser says -----------------------------------------------------------------------------------
+
+    def begins(self) -> None:
+        """A step begins."""
+
+    def reduction(self) -> wire.Reduction:
+        """What is to be proposed."""
+        return self.sync.options.reduction
+
+    def tuned(self, tuning: wire.Tuning | None) -> None:
+        """A plan is about to be made that is tuned so."""
+
+    def check_sparse(self, slot: Slot) -> None:
+        """Raises `ValueError` if a sparse gradient cannot be exchanged so."""
+
+    def planned(self) -> None:
+        """There is a new plan."""
+
+    def terms(self, slots: Sequence[Slot]) -> Terms:
+        """What is said of a bucket of these slots."""
+        return Terms(self.sync.checkpoint.rescale(slots))
+
+    def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
+        """How urgent buckets are, in the order of their arrival. `step()` waits for all of them: alike, and behind
+        operations that a script waits for by themselves."""
+        return [1] * len(buckets)
+
+    def submitting(self) -> None:
+        """What has not been sent of this step is about to be."""
+
+    def sending(self, bucket: Bucket) -> None:
+        """A bucket is about to be sent."""
+
+    def holds_back(self, bucket: Bucket) -> bool:
+        """Whether a bucket that is full waits for the end of the backward pass all the same."""
+        return False
+
+    def await_flights(self) -> None:
+        """Waits until nothing of earlier steps is being reduced."""
+
+    def ended(self) -> None:
+        """A step has ended, well or not."""
+
+    def plan_given_up(self, anew: bool) -> None:
+        """The plan is about to be given up. `anew`: with the membership."""
+
+    def watched(self) -> None:
+        """Parameters are about to be others."""
+
+    def released(self) -> None:
+        """The optimizer is gone."""
+
+
+class Synchroniser:
+    """Exchanges the gradients, or values, of one optimizer's parameters, step after step.
+
+    Args:
+        options: how.
+        trained: asked before a step; what is to be exchanged.
+        when: makes the strategy that says when.
+
+    Attributes:
+        idle: no gradient has arrived since the last exchange.
+        arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
+        copying: buckets whose gradients are on their way from a device to the arena.
+        lost: name of a parameter that another optimizer has taken over; empty if there is none.
+        plan: the active plan.
+        checkpoint: what daemons remember.
+        selections: what of that is with this worker instead.
+        steps: the steps that it is part of, as they are recorded.
+        replanning: replaces the plan by others, if anything does.
+        released: the optimizer is gone.
+        serial: in the order in which synchronisers were made.
+    """
+
+    def __init__(self, options: Options, trained: Trained, when: Callable[[Synchroniser], When]) -> None:
+        here, settings = runtime(), Settings.from_env()
+        self.options, self.trained = options, trained
         self.idle = True
+        self.released = False
         self.arrivals: list[Slot] = []
         self.copying: deque[Bucket] = deque()
         self.lost = ""
-        self.node: NodeReduction | None = None
-        self._manner = manner
-        self._trained = trained
-        self.memory = self.memory_type(self, manner, trained)
-        self._runtime = runtime()
-        self.steps = Steps(self._runtime.trace)
-        self._group = self._name()
-        self._kept: list[Slot] = []  # to whose next result earlier ones are added
-        self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
-        self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
-        self._buckets: list[Bucket] | None = None
-        self._closing: Bucket | None = None  # sent when a backward pass has ended, and so succeeds if all ranks' have
-        self._proposed: Operation | None = None
-        self._plan = 0
-        self._segment: int | None = None
-        self._steps = self._plans = self._nbytes = 0
-        self._waited = self._last_waited = 0.0
-        self._agreed: wire.Plan | None = None
-        self.eager = manner.eager
-        self._replanning = None if manner.replanning is None else manner.replanning()
-        settings = Settings.from_env()
-        self._prioritises = settings.priority
-        self.selections = Selections(manner.compressor, settings.gpu_selection == "auto")
+        self.selections = Selections(options.compressor, settings.gpu_selection == "auto")
+        self.checkpoint = Checkpoint(self, options, trained)
+        self.plan = ActivePlan(options, trained, self.checkpoint, self.selections)
+        self.steps = Steps(here.trace)
+        self.replanning = None if options.replanning is None else options.replanning()
         self.serial = next(_serial)
+        self._prioritises = settings.priority
+        self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
+        self._ids: list[int] = []
+        self._steps = 0
+        self._waited = self._last_waited = 0.0
+        self.when = when(self)
+        self._carriage = Carriage(options.posted, options.applied, options.compressor, self.when.terms)
         _all.add(self)
-        self._watch(trained.named())
-
-    def group_of(self, slot: Slot) -> int:
-        """Index of the parameter group that a slot's parameter is in."""
-        return self._trained.group_of(slot.parameter)
+        self.watch()
 
     @property
     def slots(self) -> Iterable[Slot]:
-        """Of all parameters that are reduced."""
+        """Slots of all parameters that are exchanged."""
         return self._slots.values()
 
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and no other synchroniser's."""
+        return self.plan.group
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
     def begin(self) -> None:
-        """The first gradient of a step, or its reduction if there was none: makes sure that the plan is the right one.
+        """The first gradient of a step, or its exchange if there was none: makes sure that the plan is the right one.
 
         Raises:
             ValueError: a parameter belongs to another optimizer now.
@@ -168,512 +281,295 @@ class GradientExchange:
         if self.lost:
             raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
                              "was made; a parameter can be reduced by one of them only")  # fmt: skip
-        here = runtime()
-        if self._runtime is not here or list(map(id, self._trained.tensors())) != list(self._slots):
-            self._give_up_plan(here)
-            self._watch(self._trained.named())
-        elif self._replanning is not None and self._replanning.due(here):
-            self._give_up_plan(here)
-        self.memory.begin()
-        if self.node is not None and self._buckets is not None:
-            self.node.begin()
-        self._move_selections(here)
+        here, plan = runtime(), self.plan
+        if plan.here is not here or self.has_changed():
+            self.give_up_plan(here)
+            self.watch()
+        elif self.replanning is not None and self.replanning.due(here):
+            self.give_up_plan(here)
+        self.checkpoint.begin()
+        if plan.node is not None and plan.made:
+            plan.node.begin()
+        if self.selections.buckets:
+            self._move_selections()
         self.idle = False
         self.steps.first_gradient()
-
-    # --- a backward pass ----------------------------------------------------------------------------------------------
-
-    def backward_begins(self) -> None:
-        """The first gradient of a backward pass has come.
-
-        Raises:
-            AssertionError: there were too many before `step()`.
-            HorovodInternalError: the job has failed.
-            ValueError: as `begin`.
-        """
-        if self._pass_failed:
-            self.pass_has_failed()
-        if self.passes_left <= 0:
-            raise AssertionError(_TOO_MANY)
-        if self.idle:
-            self.begin()
-        backward.enter(self)
-        if self.passes_left <= 1:
-            self._passes += 1
-            self.pass_number = self._passes
-
-    def backward_ends(self) -> bool:
-        """The backward pass is over. Returns whether gradients are to be reduced now."""
-        self.passes_left -= 1
-        self.pass_number = 0
-        if self.passes_left <= 0 and self._manner.in_backward:
-            return True
-        self.backward = backward.no_pass
-        return False
-
-    def backward_returns(self) -> None:
-        """All gradients of the backward pass have been sent, if they are to be: waits for them. Raises as
-        `synchronize`."""
-        self.synchronize()
-
-    @property
-    def _pass_failed(self) -> bool:
-        return self.backward is not backward.no_pass and self.backward() is None
-
-    def reopen(self, slot: Slot) -> None:
-        """Autograd is about to add to a gradient that has been reduced, which is set aside.
-
-        Raises:
-            AssertionError, RuntimeError: it is being reduced.
-            HorovodInternalError: the job has failed.
-        """
-        if self._pass_failed:
-            self.pass_has_failed()
-        if slot.parameter.grad is None:
-            slot.closed = False
-        elif self.passes_left <= 0:
-            raise AssertionError(_TOO_MANY)
-        elif slot.bucket is None or not slot.bucket.sent:
-            self._keep(slot)
-        else:
-            raise RuntimeError(
-                f"parameter {slot.name!r} gets its gradient in several parts in one backward pass, of which the first "
-                "is being reduced already, as it happens with torch.utils.checkpoint(use_reentrant=True) where a "
-                "module is used more than once; use use_reentrant=False"
-            )
-
-    def arrived_again(self, slot: Slot) -> None:
-        """A part of a gradient has come after another one in the same backward pass: the next parts are waited for."""
-        self._in_parts.add(slot.name)
-        bucket = slot.bucket
-        if bucket is not None and not bucket.patient:
-            bucket.patient = True
-            bucket.missing += 1
-
-    def zeroed(self) -> None:
-        """The script forgets its gradients.
-
-        Raises:
-            AssertionError: they are being reduced.
-            HorovodInternalError: the job has failed.
-        """
-        failed = self._manner.in_backward and (self._pass_failed or self._pass_was_raised())
-        if failed:
-            self.pass_has_failed()
-        elif not self.idle:
-            if any(bucket.sent for bucket in self._buckets or []):
-                raise AssertionError(_ZEROED_EARLY)
-            else:
-                self._end_step()
-        for slot in self.slots:
-            slot.closed = False
-        self.reduced = 0
-
-    def pass_has_failed(self) -> None:
-        """A backward pass has raised, and the script goes on. If gradients were to be reduced at its end, this rank
-        gives the step up for all ranks; else the pass has been made, and nobody has to know.
-
-        Raises:
-            HorovodInternalError: the job has failed.
-        """
-        if (error := sys.exc_info()[1]) is not None:
-            error.__dict__.setdefault(_KNOWN_TO, set()).add(self.serial)
-        if self.idle:
-            self.begin()
-        if not self._manner.in_backward:
-            for bucket in self._buckets or []:
-                if not bucket.sent:
-                    bucket.rewind()
-        elif self.passes_left > 1:
-            self.passes_left -= 1
-            self.backward, self.pass_number = backward.no_pass, 0
-        else:
-            self._give_up()
-
-    def _pass_was_raised(self) -> bool:
-        """Whether the script is handling what a backward pass of this exchange raised before any gradient came."""
-        error = sys.exc_info()[1]
-        if not self.idle or error is None or isinstance(error, HorovodInternalError):
-            return False
-        if self.serial in error.__dict__.get(_KNOWN_TO, ()):
-            return False
-        return any(id(parameter) in self._slots for parameter in backward.leaves_of_failed(error))
-
-    def _give_up(self) -> str:
-        """Lets this step fail on all ranks: what was sent is over when this returns. Returns why."""
-        error = sys.exc_info()[1]
-        what = "an exception" if error is None else quoted(f"{type(error).__name__}: {error}")[:_MOST]
-        why = f"its backward pass raised {what}"
-        try:
-            if self._buckets is None:
-                self._make_plan()
-            while self.copying:
-                self.copying.popleft().post(wait=True)
-            for bucket in self._buckets or []:
-                if not bucket.sent:
-                    bucket.give_up(why)
-            self._await_sent()
-            for slot in self.slots:
-                if slot.closed:
-                    slot.parameter.grad, slot.closed = None, False
-        finally:
-            self._end_step()
-        return why
-
-    def _await_sent(self) -> None:
-        """Waits until nothing that was sent is being reduced, whatever comes of it."""
-        for bucket in self._buckets or []:
-            if bucket.sent:
-                with contextlib.suppress(HorovodInternalError):
-                    bucket.abandon()
-
-    def _keep(self, slot: Slot) -> None:
-        slot.keep()
-        self._kept.append(slot)
-
-    # --- a step -------------------------------------------------------------------------------------------------------
+        self.when.begins()
 
     def advance(self, bucket: Bucket) -> None:
         """Sends the bucket if it is complete, and what was on its way from a device."""
         if not bucket.missing:
             bucket.fill()
-            if self.eager:
+            if self.when.eager:
                 for full in self._full(bucket):
-                    if full is not self._closing:
+                    if not self.when.holds_back(full):
                         full.flush = Flush.FULL
                         self._send(full)
         while self.copying and self.copying[0].post(wait=False):
             self.copying.popleft()
 
-    def synchronize(self) -> None:
-        """Reduces what has not been sent yet and waits until every `p.grad` is the reduced gradient.
+    def submit(self, values: bool = True) -> None:
+        """Sends what has not been sent of this step, by a new plan if there is none.
 
-        Raises:
-            HorovodInternalError: a reduction failed, on all ranks, or this rank's backward pass has.
-        """
-        began = time.perf_counter()
-        self.check_pass()
-        if self.idle:
-            self.begin()
-        try:
-            buckets = self.submit()
-            for bucket in buckets:
-                bucket.receive()
-            with torch.no_grad():
-                for slot in self._kept:
-                    slot.add_kept()
-            self._steps += 1
-            self.reduced += 1
-        except HorovodInternalError:
-            self._await_sent()
-            raise
-        finally:
-            self._end_step()
-        self._last_waited = time.perf_counter() - began
-        self._waited += self._last_waited
-        if self._replanning is not None:
-            self._replanning.stepped(self._waited, all_here=True)
-
-    def check_pass(self) -> None:
-        """A step is to be taken. Raises `StepGivenUp` if the last backward pass has failed, on all ranks."""
-        if self._pass_failed and self._manner.in_backward:
-            raise StepGivenUp(f"this rank {StepGivenUp.SAYS}: {self._give_up()}; all ranks have to skip this batch")
-
-    def submit(self) -> list[Bucket]:
-        """Sends what has not been sent of this step, by a new plan if there is none. Returns all buckets.
+        Args:
+            values: this rank has any; else it only says so.
 
         Raises:
             HorovodInternalError: the job has failed.
             ValueError: a gradient cannot be reduced as was asked for.
         """
         try:
-            if self._buckets is None:
-                self._make_plan()
-            buckets = self._buckets or []
-            for bucket in buckets:
-                if not bucket.sent:
+            self.when.submitting()
+            if not self.plan.made:
+                self.make_plan()
+            for bucket in self.plan.buckets:
+                if bucket.sent:
+                    continue
+                if values:
                     self._send(bucket)
-            while self.copying:
-                self.copying.popleft().post(wait=True)
+                else:
+                    bucket.announce()
+                    bucket.sent = True
+            self.post()
         except BaseException:
-            self._end_step()
+            self.end_step()
             raise
-        return buckets
 
-    def discard(self) -> None:
-        """Forgets the gradients that have arrived since the last reduction."""
-        self.reduced = 0
-        if self.idle:
-            return
-        with contextlib.suppress(HorovodInternalError):  # whatever becomes of them: nobody is interested any more
-            if self._pass_failed and self._manner.in_backward:
-                self._give_up()
-            while self.copying:
-                self.copying.popleft().post(wait=True)
-        self._await_sent()
-        self._end_step()
+    def receive(self, share: float = 1.0) -> None:
+        """Waits for all that was sent, and puts results where they belong: the step has ended.
 
-    def set_passes(self, passes: int) -> None:
-        """Backward passes that make up a gradient, from the next step on."""
-        self.passes = passes
-        if self.idle:
-            self._rewind()
+        Args:
+            share: what results are multiplied by.
 
-    def release(self) -> None:
-        """The optimizer is gone. Called by a finalizer, and so at any moment: nothing is sent here."""
-        for slot in self.slots:
-            slot.forget()
-        self._slots.clear()
-        if self._segment is not None:
-            self._runtime.retired.append(self._segment)
-            self._segment = None
-        if self.node is not None:
-            self.node.close()
-            self.node = None
+        Raises:
+            HorovodInternalError: an exchange failed, on all ranks.
+        """
+        try:
+            for bucket in self.plan.buckets:
+                bucket.receive(share)
+            self._steps += 1
+        except HorovodInternalError:
+            self.await_sent()
+            raise
+
+    def post(self) -> None:
+        """Submits what is on its way from a device."""
+        while self.copying:
+            self.copying.popleft().post(wait=True)
+
+    def await_sent(self) -> None:
+        """Waits until nothing that was sent is being exchanged, whatever comes of it."""
+        for bucket in self.plan.buckets:
+            if bucket.sent:
+                with contextlib.suppress(HorovodInternalError):
+                    bucket.abandon()
+
+    def end_step(self) -> None:
+        """A step has ended, well or not; the next one begins."""
+        for bucket in self.plan.buckets:
+            bucket.rewind()
+        self.copying.clear()
+        self.arrivals.clear()
+        self.when.ended()
+        if self.options.compressor is not None:
+            for slot in self.slots:
+                slot.compressed = None
+                if not self.when.keeps_context:
+                    slot.context = None
+        self.idle = True
+
+    def stepped(self) -> None:
+        """A step counts, whose results are not waited for here."""
+        self._steps += 1
+
+    def note_waited(self, began: float, again: bool = False) -> None:
+        """The script has waited since a time of `time.perf_counter`; `again`: not for the first time in this step."""
+        elapsed = time.perf_counter() - began
+        self._last_waited = elapsed + (self._last_waited if again else 0.0)
+        self._waited += elapsed
+
+    def note_step(self, all_here: bool) -> None:
+        """Tells what tunes plans of a step. `all_here`: its gradients have come."""
+        if self.replanning is not None:
+            self.replanning.stepped(self._waited, all_here)
 
     def statistics(self) -> OptimizerStatistics:
         """What it has cost so far."""
-        buckets = len(self._buckets or [])
-        return OptimizerStatistics(self._steps, self._plans, buckets, self._nbytes, self._waited, self._last_waited)
-
-    def is_of(self, here: Runtime) -> bool:
-        """Whether it has a plan in this membership."""
-        return self._runtime is here and self._buckets is not None
-
-    def finish(self) -> None:
-        """Applies what waits for the next forward pass; nothing does."""
-
-    def end_standing_in(self) -> None:
-        """What was sent without gradients of this rank has been reduced, and is nothing to it."""
-        self._end_step()
-
-    def enter(self, here: Runtime) -> None:
-        """Belongs to another membership from now on."""
-        if here is not self._runtime:
-            self._give_up_plan(here)
-
-    def place(self) -> Place | None:
-        """Where its memory is; None if it remembers nothing, or this worker is no member of a job.
-
-        Raises:
-            ValueError: gradients are under way.
-        """
-        if not self.memory.remembers or not self._slots or not is_initialized():
-            return None
-        if any(bucket.sent for bucket in self._buckets or []):
-            raise ValueError("gradients of this optimizer are being exchanged; save or load its state between step() "
-                             "and the next backward()")  # fmt: skip
-        here = runtime()
-        self.enter(here)
-        return self._place(here)
-
-    def _place(self, here: Runtime) -> Place:
-        return Place(here, self._manner.process_set, self._group, self._agreed)
-
-    def _process_set(self, here: Runtime) -> int:
-        return id_of(here, self._manner.process_set, "allreduce")
+        plan = self.plan
+        return OptimizerStatistics(
+            self._steps, plan.count, len(plan.buckets), plan.nbytes, self._waited, self._last_waited
+        )
 
     def _send(self, bucket: Bucket) -> None:
-        if self._replanning is not None:
-            self._replanning.sent()
-        if self._manner.in_backward:
-            for slot in bucket.slots:
-                if slot.closed:
-                    self._keep(slot)
-                slot.closed = True
+        if self.replanning is not None:
+            self.replanning.sent()
+        self.when.sending(bucket)
         bucket.send()
         if not bucket.post(wait=False):
             self.copying.append(bucket)
 
     def _full(self, bucket: Bucket) -> Iterable[Bucket]:
         """What can be sent now that this bucket is full. What is combined in the node goes in the plan's order."""
-        if self.node is None or not self.node.reduces or not isinstance(bucket, DenseBucket):
+        if bucket.rows is not None or not self.plan.in_node():
             return (bucket,)
-        return list(itertools.takewhile(lambda one: not one.missing, (one for one in self.dense if not one.sent)))
+        unsent = (one for one in self.plan.buckets if one.rows is None and not one.sent)
+        return list(itertools.takewhile(lambda one: not one.missing, unsent))
 
-    @property
-    def dense(self) -> list[DenseBucket]:
-        """The plan's buckets; none while there is no plan."""
-        return [bucket for bucket in self._buckets or [] if isinstance(bucket, DenseBucket)]
+    # --- parameters, and the plan -------------------------------------------------------------------------------------
 
-    def _end_step(self) -> None:
-        for bucket in self._buckets or []:
-            bucket.rewind()
-        self.copying.clear()
-        self.arrivals.clear()
-        for slot in self._kept:
-            slot.kept = None
-        self._kept.clear()
-        self._rewind()
-        self.backward, self.pass_number = backward.no_pass, 0
-        self.idle = True
+    def has_changed(self) -> bool:
+        """Whether other parameters are trained than before."""
+        return list(map(id, self.trained.tensors())) != self._ids
 
-    def _rewind(self) -> None:
-        self.passes_left = self.passes
-        if self.compressor is not NoneCompressor:
-            for slot in self.slots:
-                slot.compressed = slot.context = None
-
-    # --- the plan -----------------------------------------------------------------------------------------------------
-
-    def _name(self) -> str:
-        """Of this exchange's plans, the same on all its ranks."""
-        return self._runtime.next_group(self._manner.process_set.process_set_id)
-
-    def _watch(self, parameters: Sequence[Named]) -> None:
-        """Has a slot for each of these parameters, in their order, and for no other."""
+    def watch(self) -> None:
+        """Has a slot for each parameter that is trained, in their order, and for no other."""
+        if self._slots:
+            self.when.watched()
         known, self._slots = self._slots, {}
-        for named in parameters:
+        for named in self.trained.named():
             slot = known.pop(id(named.parameter), None)
-            self._slots[id(named.parameter)] = slot or self._manner.slot(self, named)
+            self._slots[id(named.parameter)] = slot or self._slot(named)
+        self._ids = list(self._slots)
         for slot in known.values():
             slot.forget()
 
-    def _give_up_plan(self, here: Runtime) -> None:
-        for slot in self.slots:
-            slot.bucket = slot.view = None
-        self._buckets = self._closing = self._proposed = None
-        if here is self._runtime:
-            self.selections.lay_down(self._place(here))
-        self.selections.forget()
-        if here is not self._runtime:
-            if self.node is not None:
-                self.node.close()
-                self.node = None
-            self._runtime, self._segment, self._plan, self._agreed = here, None, 0, None
-            self._group = self._name()
-            self.steps.trace = here.trace
-            self.reduced = 0
-        if self._segment is not None:
-            here.client.arena.drop_segment(self._segment)
-            self._segment = None
+    def _slot(self, named: Named) -> Slot:
+        slot = Slot(self.when, named)
+        slot.direct = self._carriage.is_direct(slot)
+        return slot
 
     def propose(self) -> None:
         """Asks for a plan if there is none, and does not wait for it."""
-        if self._buckets is not None or self._proposed is not None:
-            return
-        here, client = self._runtime, self._runtime.client
-        order = self._in_order()
-        if not order:
-            self._buckets = []
-            return
-        process_set = self._process_set(here)
-        specs = tuple(slot.spec() for slot in order.values())
-        # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
-        # joined, took no part in some of their proposals.
-        proposal = wire.Proposal(self._group, process_set, self._plan, self._manner.reduction, specs)
-        if self._replanning is not None:
-            proposal = self._replanning.proposal(here, proposal, self.may_be_late and self._manner.eager)
-        self._proposed = client.propose(proposal)
+        if not self.plan.made:
+            may_be_late = self.when.may_be_late
+            self.plan.propose(self._in_order(), self.when.reduction(), self.replanning, may_be_late)
 
     def is_planned(self) -> bool:
         """Whether `submit` would not wait for a plan."""
-        return self._proposed is None or self._runtime.client.poll(self._proposed)
+        return not self.plan.is_proposed_in_vain()
+
+    def make_plan(self) -> None:
+        """Waits for a plan, and makes its buckets. Raises `HorovodInternalError`."""
+        self.propose()
+        plan = self.plan.await_agreement()
+        if plan is None:
+            return
+        if self.replanning is not None:
+            self.replanning.planned(plan)
+            self.checkpoint.use(plan.reduction.codec)
+            self.when.tuned(plan.tuning)
+        order = self._in_order()
+        for tensor in plan.sparse:
+            self.when.check_sparse(order[tensor.name])
+        self.plan.make(plan, order, self._carriage)
+        self.prioritise()
+        self._move_selections()
+        self.when.planned()
+
+    def give_up_plan(self, here: Runtime) -> None:
+        """There is no plan any more. `here`: the membership that the next one will belong to."""
+        anew = here is not self.plan.here
+        self.when.plan_given_up(anew)
+        for slot in self.slots:
+            slot.bucket = slot.view = None
+        self.plan.give_up(here)
+        if anew:
+            self.steps.trace = here.trace
+
+    def enter(self, here: Runtime) -> None:
+        """Belongs to another membership from now on."""
+        if here is not self.plan.here:
+            self.give_up_plan(here)
+
+    def is_of(self, here: Runtime) -> bool:
+        """Whether it has a plan in this membership."""
+        return self.plan.here is here and self.plan.made
+
+    def where(self) -> Where | None:
+        """Where daemons remember what is its; None if nothing is remembered, or this worker is no member of a job.
+
+        Raises:
+            ValueError: gradients are under way.
+        """
+        self.when.finish()
+        if not self.checkpoint.remembers or not self._slots or not is_initialized():
+            return None
+        if any(bucket.sent for bucket in self.plan.buckets):
+            raise ValueError("gradients of this optimizer are being exchanged; save or load its state between step() "
+                             "and the next backward()")  # fmt: skip
+        self.enter(runtime())
+        return self.plan.where()
+
+    def prioritise(self) -> None:
+        """Tells the buckets in which order their results are needed."""
+        if self._prioritises:
+            dense = [bucket for bucket in self.plan.buckets if bucket.rows is None]
+            for bucket, urgency in zip(dense, self.when.urgencies(dense), strict=True):
+                bucket.urgency = urgency
+
+    def release(self) -> None:
+        """The optimizer is gone. Called by a finalizer, and so at any moment: nothing is sent here."""
+        self.released = True
+        self.when.released()
+        for slot in self.slots:
+            slot.forget()
+        self._slots.clear()
+        self.plan.release()
 
     def _in_order(self) -> dict[str, Slot]:
         return {slot.name: slot for slot in in_order([*self.arrivals, *self.slots])}
 
-    def _make_plan(self) -> None:
-        self.propose()
-        if self._proposed is None:
-            return
-        here, client, order = self._runtime, self._runtime.client, self._in_order()
-        proposed, self._proposed = self._proposed, None
-        plan = client.wait(proposed).plan
-        assert plan is not None
-        if self._replanning is not None:
-            self._replanning.planned(plan)
-            self.memory.use(plan.reduction.codec)
-            self._tuned(plan.tuning)
-        self._agreed = plan
-        self.memory.planned(self._place(here), plan, order)
-        self.node = reduction_in_node(here, plan, [order[t.name] for b in plan.buckets for t in b.tensors], self.node)
-        nbytes = self.selections.choose(self._place(here), plan, order, self.node)
-        self._buckets = [self._sparse_bucket(order[tensor.name], tensor.sparse) for tensor in plan.sparse]
-        with here.allocating:
-            here.collect()
-            self._segment, segment = client.plan_segment(plan, nbytes)
-        self._plan, self._nbytes = plan.id, 0
-        self._plans += 1
-        for bucket in plan.buckets:
-            dtype = TORCH_DTYPES[bucket.dtype]
-            flat = torch.frombuffer(segment.view, dtype=dtype, count=bucket.numel, offset=bucket.offset)
-            self._nbytes += flat.nbytes
-            slots = [order[tensor.name] for tensor in bucket.tensors]
-            name = f"{self._group}, bucket {bucket.index}"
-            kind = self.selections.open(bucket, segment, slots)
-            dense = kind(here, plan.id, bucket.index, name, slots, partial(self._terms, slots))
-            dense.nbytes, dense.flat = flat.nbytes, flat
-            for slot, tensor in zip(slots, bucket.tensors, strict=True):
-                place = flat[tensor.start : tensor.start + tensor.numel]
-                slot.place(dense, place)
-                if (due := self.memory.pay(tensor.name)) is not None:
-                    owed = torch.from_numpy(due) / self._manner.reduction.prescale
-                    dense.owed.append((place, owed.to(dtype)))
-            self._buckets.append(dense)
-        self._closing = self._buckets[-1] if self._buckets and self._manner.in_backward else None
-        for made in self._buckets:
-            made.patient = any(slot.name in self._in_parts for slot in made.slots)
-        if not all(slot.direct for slot in self.slots):
-            device.layer.pin(segment)
-        for dense in self.dense:
-            dense.node = self.node
-        self._prioritise()
-        self._move_selections(here)
-
-    def _move_selections(self, here: Runtime) -> None:
+    def _move_selections(self) -> None:
         """Has this worker select in this step, or its daemon, if others of its node contribute to it too."""
-        mine = self._buckets is not None and (self.node is None or self.node.reduces)
+        mine = self.plan.made and (self.plan.node is None or self.plan.node.reduces)
         if self.selections.buckets and self.selections.here != mine:
-            self.await_flights()
-            self.selections.move(self._place(here), mine)
-
-    def await_flights(self) -> None:
-        """Waits until nothing of earlier steps is being reduced; nothing is."""
-
-    def _tuned(self, tuning: wire.Tuning | None) -> None:
-        """The plan that has been made is tuned, or not: does what of it is for workers to do."""
-
-    def _prioritise(self) -> None:
-        """Tells the buckets in which order their results are needed."""
-        if not self._prioritises:
-            return
-        dense = [bucket for bucket in self._buckets or [] if isinstance(bucket, DenseBucket)]
-        for bucket, urgency in zip(dense, self._urgencies(dense), strict=True):
-            bucket.urgency = urgency
-
-    def _urgencies(self, buckets: Sequence[DenseBucket]) -> Sequence[int]:
-        """Of buckets in the order of their arrival. `step()` waits for all of them: alike, and behind operations that a
-        script waits for by themselves."""
-        return [1] * len(buckets)
-
-    def _terms(self, slots: Sequence[Slot]) -> Terms:
-        """What is sent with a bucket."""
-        return Terms(self.memory.rescale(slots), passes=self.reduced + 1 if self._manner.in_backward else 0)
-
-    def _sparse_bucket(self, slot: Slot, sparse: int) -> SparseBucket:
-        op = self._manner.reduction.op
-        if op not in ("average", "sum"):
-            raise ValueError(f"the gradient of {slot.name!r} is sparse, and sparse gradients have no {op}; use Average "
-                             "or Sum, or sparse_as_dense=True")  # fmt: skip
-        bucket = SparseBucket(slot, sparse, f"{self._group}.{slot.name}", op, self._manner.process_set)
-        slot.bucket = bucket
-        return bucket
+            self.when.await_flights()
+            self.selections.move(self.plan.where(), mine)
 
 
-def stand_in_before_join(here: Runtime) -> None:
-    """This worker is about to join: takes part, without gradients of its own, in the steps that other ranks of its node
-    have begun and cannot take without it (`node.ledger`).
-
-    Raises:
-        HorovodInternalError: one of them failed, on all ranks.
-    """
-    stand_in([exchange for exchange in sorted(_all, key=lambda exchange: exchange.serial) if exchange.is_of(here)])
+def everyone() -> list[Synchroniser]:
+    """Synchronisers of all optimizers, in the order of their making, which is the same on all ranks."""
+    return sorted((sync for sync in _all if not sync.released), key=lambda sync: sync.serial)
 
 
 def enter_all(here: Runtime) -> None:
     """Lets all optimizers belong to another membership. Their plans are named by the order of their making, in which
     they have to be told: a worker that is new makes its own in that order."""
-    for exchange in sorted(_all, key=lambda exchange: exchange.serial):
-        if list(exchange.slots):
-            exchange.enter(here)
+    for sync in everyone():
+        if list(sync.slots):
+            sync.enter(here)
+
+
+def stand_in(here: Runtime) -> None:
+    """This worker is about to join: takes part, with what changes no result, in the steps that other ranks of its node
+    have begun and cannot take without it (`node.ledger`); in all at once, since others may take them in any order.
+
+    Raises:
+        HorovodInternalError: one of them failed, on all ranks.
+    """
+    standing = []
+    for sync in everyone():
+        if not sync.is_of(here) or sync.plan.node is None:
+            continue
+        sync.when.finish()
+        if sync.plan.node.withdraw():
+            standing.append(sync)
+            for bucket in sync.plan.buckets:
+                if bucket.rows is None and not bucket.sent:
+                    bucket.send_nothing()
+                    sync.copying.append(bucket)
+    while any(sync.copying for sync in standing):
+        for sync in standing:
+            while sync.copying and sync.copying[0].post(wait=False):
+                sync.copying.popleft()
+            if sync.plan.node is not None:
+                sync.plan.node.watch()
+        time.sleep(_POLL)
+    for sync in standing:
+        for bucket in sync.plan.buckets:
+            if bucket.rows is None:
+                bucket.abandon()
+        sync.end_step()
+
+
+before_join.append(stand_in)

@@ -156,7 +156,7 @@ def trained_by(tunings: Sequence[wire.Tuning], steps: int, **options: Any) -> tu
     """A model whose plans have these tunings, one after the other, and its optimizer."""
     model = make_model()
     optimizer = distributed(model, **options)
-    optimizer._exchange._replanning = Replanning(lambda where: Script(tunings))
+    optimizer._sync.replanning = Replanning(lambda where: Script(tunings))
     train(model, optimizer, range(steps))
     if hasattr(optimizer, "synchronize_parameters"):
         optimizer.synchronize_parameters()

@@ -71,7 +71,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def in_node(optimizer: Any) -> bool:
     """Whether the last step's gradients were combined in the node."""
-    node = optimizer._exchange.node
+    node = optimizer._sync.plan.node
     return node is not None and bool(node.reduces)
 
 
@@ -220,7 +220,7 @@ def test_gradients_that_are_thrown_away() -> None:
     for step in range(4):
         train(model, optimizer, [step])
         loss_of(model, my_batch(7)).backward()
-        optimizer._exchange.discard()
+        optimizer._sync.when.discard()
     assert in_node(optimizer)
     train_reference(reference, sgd(reference.parameters()), range(4))
     assert_same(model, reference)
@@ -231,13 +231,13 @@ def test_a_new_plan_uses_the_connection_of_the_one_before() -> None:
     model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
     train(model, optimizer, range(3))
-    group = optimizer._exchange.node._group
+    group = optimizer._sync.plan.node._group
     model[0].requires_grad_(False)
     optimizer.zero_grad()
     train(model, optimizer, range(3))
     assert optimizer.statistics().plans == 2
     assert in_node(optimizer)
-    assert optimizer._exchange.node._group is group
+    assert optimizer._sync.plan.node._group is group
     assert_equal_on_all_ranks(model)
 
 
@@ -320,7 +320,7 @@ def test_what_it_is_not_for() -> None:
             model = make_model()
             optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
             train(model, optimizer, range(2))
-        assert optimizer._exchange.node is None, (way, options)
+        assert optimizer._sync.plan.node is None, (way, options)
         messages = [str(w.message) for w in caught if "FUSION_NODE_REDUCTION is" in str(w.message)]
         assert len(messages) >= told, (way, options)
         assert all("by the daemon all the same" in text for text in messages)

@@ -192,7 +192,7 @@ def test_a_new_plan_takes_the_residuals_over() -> None:
     after = residual_of(optimizer)
     assert before.any()
     assert torch.linalg.vector_norm(after) > 0.5 * torch.linalg.vector_norm(before)
-    group = optimizer._exchange._group
+    group = optimizer._sync.name
     assert hvd.compression_stats()[group]["asked"] > statistics[group]["asked"]
     assert {int(v) for k, v in optimizer.state_dict()["fusion_rt"]["state"].items() if k.endswith(":step")} == {4}
 
@@ -227,7 +227,7 @@ def test_statistics(text: str) -> None:
     model, optimizer = make(text)
     train(model, optimizer, range(3))
     stats = hvd.compression_stats()
-    group = stats[optimizer._exchange._group]
+    group = stats[optimizer._sync.name]
     assert 0 < group["bytes_packed"] < group["bytes_dense"]
     assert group["saved"] == pytest.approx(1 - group["bytes_packed"] / group["bytes_dense"])
     assert group["seconds"] > 0
@@ -241,7 +241,7 @@ def buckets_of(optimizer: Any) -> list[int]:
     """Elements that are selected from, for each bucket."""
     return [
         sum(slot.parameter.numel() for slot in bucket.slots if "bias" not in slot.name)
-        for bucket in optimizer._exchange._buckets
+        for bucket in optimizer._sync.plan.buckets
     ]
 
 

@@ -18,8 +18,7 @@ from fusion_rt.codecs.worker_selection import HEADER
 from fusion_rt.kernels import reference
 from fusion_rt.kernels.selection import Range
 from fusion_rt.torch.core import basics, device
-from fusion_rt.torch.sync.gpu_selection import Selector
-from fusion_rt.torch.sync.selected_buckets import SelectedBucket
+from fusion_rt.torch.core.sides import Selector
 from tests.harness import Job, on_ranks
 
 CODEC = "topk(density=0.05, minimum=100)"
@@ -154,7 +153,7 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range, decay: float = 0
 
 
 def selecting(optimizer: Any) -> list[bool]:
-    return [isinstance(bucket, SelectedBucket) for bucket in optimizer._exchange._buckets]
+    return [bucket.selection is not None for bucket in optimizer._sync.plan.buckets]
 
 
 def has_the_residual() -> bool:
@@ -174,13 +173,13 @@ def test_training_is_the_same_bit_by_bit_whoever_selects(text: str) -> None:
     model, optimizer = make(text)
     expected = train(model, optimizer, range(25))
     assert not any(selecting(optimizer))
-    waiting, carried = residuals(optimizer), optimizer._exchange.memory.carry()
+    waiting, carried = residuals(optimizer), optimizer._sync.checkpoint.carry()
     for really in (True, hvd.cross_rank() == 0, hvd.cross_rank() == 1):
         with on_a_gpu(really):
             model, optimizer = make(text)
             assert train(model, optimizer, range(25)) == expected
             assert selecting(optimizer) == [really and has_the_residual()] * len(selecting(optimizer))
-            found, carries = residuals(optimizer), optimizer._exchange.memory.carry()
+            found, carries = residuals(optimizer), optimizer._sync.checkpoint.carry()
         if not has_the_residual():
             continue
         for kept, expected_there in ((carries.residuals, carried.residuals), (carries.velocities, carried.velocities)):
@@ -289,7 +288,7 @@ def test_only_what_is_selected_goes_into_the_arena() -> None:
     with on_a_gpu():
         model, optimizer = make()
         train(model, optimizer, range(2))
-        buckets = optimizer._exchange._buckets
+        buckets = optimizer._sync.plan.buckets
         seen: list[torch.Tensor] = []
         client = basics.runtime().client
         ready = client.ready
@@ -306,7 +305,7 @@ def test_only_what_is_selected_goes_into_the_arena() -> None:
             del client.ready
         assert len(seen) == len(buckets)
         assert all(any(torch.equal(place, was) for was in before) for place in seen)
-        stats = hvd.compression_stats()[optimizer._exchange._group]
+        stats = hvd.compression_stats()[optimizer._sync.name]
         assert stats["selected"] == stats["asked"] > 0
 
 
@@ -389,7 +388,7 @@ def test_a_selection_that_is_none_fails_on_all_ranks_with_its_place() -> None:
     with on_a_gpu():
         model, optimizer = make()
         train(model, optimizer, range(2))
-        selection = optimizer._exchange.selections.buckets.get(0)
+        selection = optimizer._sync.selections.buckets.get(0)
 
         def harm() -> None:
             type(selection).wait(selection)

@@ -31,7 +31,7 @@ def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def buckets_of(optimizer: Any) -> list[set[str]]:
-    return [{slot.name for slot in bucket.slots} for bucket in optimizer._exchange._buckets]
+    return [{slot.name for slot in bucket.slots} for bucket in optimizer._sync.plan.buckets]
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

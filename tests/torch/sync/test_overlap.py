@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 
 import fusion_rt.torch as hvd
-from fusion_rt.torch.core import basics
-from fusion_rt.torch.sync.overlap import watching
-from fusion_rt.torch.sync.parameters import takes_part
+from fusion_rt.torch.core import basics, watching
+from fusion_rt.torch.core.process_sets import takes_part
 from tests.harness import Job, on_ranks
 from tests.torch.core.test_device import fake_gpu, gpu
 from tests.torch.training import (
@@ -48,7 +47,7 @@ def distributed(model: torch.nn.Module, overlap: str, make: MakeOptimizer = sgd,
 
 
 def waits(optimizer: Any) -> bool:
-    found: bool = optimizer._exchange.waits
+    found: bool = bool(optimizer._sync.when._flights)
     return found
 
 
@@ -793,7 +792,7 @@ def test_buckets_that_the_next_forward_pass_needs_first_are_the_most_urgent() ->
             model(torch.ones(2, 16)).sum().backward()
             optimizer.step()
         hvd.synchronize_parameters()
-        return model, sorted(optimizer._exchange._buckets, key=lambda bucket: bucket.urgency)
+        return model, sorted(optimizer._sync.plan.buckets, key=lambda bucket: bucket.urgency)
 
     model, buckets = buckets_of("forward")
     layer_of = {id(p): index for index, layer in enumerate(model.layers) for p in layer.parameters()}

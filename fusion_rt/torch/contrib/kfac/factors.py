@@ -17,9 +17,8 @@ import torch
 
 from fusion_rt.torch import ops
 from fusion_rt.torch.contrib.kfac.layers import Layer
-from fusion_rt.torch.core.process_sets import ProcessSet
+from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
-from fusion_rt.torch.sync.parameters import takes_part
 
 BUCKET_NBYTES = 4 << 20
 

@@ -16,9 +16,8 @@ from fusion_rt.torch import ops
 from fusion_rt.torch.contrib.kfac.assignment import assign, decomposition_cost
 from fusion_rt.torch.contrib.kfac.factors import FactorExchange, LayerState
 from fusion_rt.torch.contrib.kfac.layers import find_layers
-from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import runtime
-from fusion_rt.torch.sync.parameters import takes_part
 
 Number: TypeAlias = float | Callable[[], float]
 

@@ -1,7 +1,6 @@
 """Updates that are applied later than `step()`: when the next forward pass needs them, or one step late.
 
-`optimizer.py` is the distributed optimizer that does so, `exchange.py` and `flights.py` are about what it has under
-way, `updates.py` about the steps of the script's optimizer, `uses.py` about which module needs which parameter, and
-`watching.py` has the hooks by which modules say that they are about to use, save or load their parameters.
-docs/overlap.md says what a script sees.
+`later.py` is the strategy that does so, `flights.py` about what it has under way, `guards.py` about what is in `p.grad`
+meanwhile, `updates.py` about the steps of the script's optimizer, and `uses.py` about which module needs which
+parameter. docs/overlap.md says what a script sees.
 """

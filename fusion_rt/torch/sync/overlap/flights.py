@@ -13,7 +13,7 @@ import torch
 from fusion_rt.client import Operation
 from fusion_rt.errors import HorovodInternalError
 from fusion_rt.torch.core import device
-from fusion_rt.torch.sync.buckets import DenseBucket
+from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.slots import memory_order
 
 
@@ -32,7 +32,7 @@ class Flight:
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
-        bucket: DenseBucket | None = None,
+        bucket: Bucket | None = None,
         operation: Operation | None = None,
         gradients: Sequence[torch.Tensor | None] = (),
     ) -> None:
@@ -93,7 +93,7 @@ class Flight:
         self.bucket = self.operation = None
         self.gradients = [gradient if gradient is None else gradient.clone() for gradient in self.gradients]
 
-    def _landed(self, bucket: DenseBucket, operation: Operation) -> list[torch.Tensor | None]:
+    def _landed(self, bucket: Bucket, operation: Operation) -> list[torch.Tensor | None]:
         """The gradients, which `land` leaves with the parameters, in memory of their own."""
         kept = [slot.parameter.grad for slot in bucket.slots]
         try:

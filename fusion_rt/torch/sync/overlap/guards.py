@@ -5,12 +5,12 @@ Whoever touches it (`clip_grad_norm_`, a `GradScaler`, a log of norms) waits for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from fusion_rt.torch.sync.overlap.exchange import OverlapExchange, OverlapSlot
+from fusion_rt.torch.sync.slots import Slot
 
 
 class GradientUnderWay(torch.Tensor):
@@ -18,23 +18,23 @@ class GradientUnderWay(torch.Tensor):
 
     Attributes:
         slot: of the gradient.
-        exchange: which reduces it.
+        wait: waits for it, if it is under way.
     """
 
-    slot: OverlapSlot
-    exchange: OverlapExchange
+    slot: Slot
+    wait: Callable[[], None]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*_awaited(args), **_awaited(kwargs or {}))
 
 
-def make_guard(slot: OverlapSlot, exchange: OverlapExchange) -> GradientUnderWay:
+def make_guard(slot: Slot, wait: Callable[[], None]) -> GradientUnderWay:
     """A guard for a slot's gradient: of one element in memory, which is NaN."""
     parameter = slot.parameter
     element = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
     guard: Any = element.expand(parameter.shape).as_subclass(GradientUnderWay)
-    guard.slot, guard.exchange = slot, exchange
+    guard.slot, guard.wait = slot, wait
     return guard  # type: ignore[no-any-return]
 
 
@@ -50,8 +50,7 @@ def _awaited(value: Any) -> Any:
 
 
 def _gradient(guard: GradientUnderWay) -> torch.Tensor:
-    if guard.exchange.complete():
-        guard.exchange.synchronize()
+    guard.wait()
     gradient = guard.slot.parameter.grad
     if gradient is None or isinstance(gradient, GradientUnderWay):
         raise RuntimeError(f"the gradient of {guard.slot.name!r} was asked for before step(), which has it now; with "

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fusion_rt.torch.sync.overlap import watching
+from fusion_rt.torch.core import watching
 
 
 class Uses:

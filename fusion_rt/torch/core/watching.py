@@ -14,6 +14,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from fusion_rt.torch.core.runtime import before_leaving
+
 
 class Watcher(Protocol):
     """Somebody who wants to know."""
@@ -90,7 +92,7 @@ def finish_before_leaving() -> None:
 
 
 def _chosen(optimizers: Iterable[Any]) -> list[Watcher]:
-    wanted = {optimizer._exchange.serial for optimizer in optimizers}
+    wanted = {optimizer._sync.serial for optimizer in optimizers}
     return [watcher for serial, watcher in sorted(_watchers.items()) if not wanted or serial in wanted]
 
 
@@ -110,3 +112,6 @@ def _before_saving(module: torch.nn.Module, prefix: str, keep_vars: bool) -> Non
 def _before_loading(module: torch.nn.Module, *arguments: Any) -> None:
     for watcher in tuple(_watchers.values()):
         watcher.before_loading(module)
+
+
+before_leaving.append(finish_before_leaving)

@@ -1,4 +1,4 @@
-"""Buckets whose gradients are selected from where they are, on a GPU: which ones, and their way to the daemon.
+"""Selection from gradients where they are, on a GPU: from which buckets, and the way of what is selected to the daemon.
 
 A node's daemon selects from the sum of its workers' gradients. Where one worker has this sum, because it is alone or
 the node's gradients are combined on its GPU (`node`), it can select itself, and has the residual then. What the daemon
@@ -10,106 +10,79 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.arena import Segment
-from fusion_rt.client import Operation, Terms
+from fusion_rt.client import Terms
 from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.worker_selection import ALIGNMENT, Shape, Tray
 from fusion_rt.torch.core import device
-from fusion_rt.torch.core.compressors import NoneCompressor
-from fusion_rt.torch.sync.buckets import DenseBucket
+from fusion_rt.torch.node.reduction import NodeReduction
+from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.gpu_selection import BucketSelection
+from fusion_rt.torch.sync.options import Where
 from fusion_rt.torch.sync.slots import Slot, shaped
 
-if TYPE_CHECKING:
-    from fusion_rt.torch.node.reduction import NodeReduction
-    from fusion_rt.torch.sync.memory import Place
 
-
-class SelectedBucket(DenseBucket):
-    """Of which the worker sends what it has selected itself; results come as those of any other bucket.
+class BucketSelector:
+    """Selects from one bucket's gradients where they are; results come as those of any other bucket.
 
     Args:
-        args: as for `DenseBucket`.
-        all_of_plan: say whether this worker selects in this step.
-        selection: its residual, and what selects from it.
+        selections: say whether this worker selects in this step.
+        memory: its residual, and what selects from it.
         starts: the first element of each of its parameters.
         prescale: gradients are multiplied by it.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        all_of_plan: Selections,
-        selection: BucketSelection,
-        starts: Sequence[int],
-        prescale: float,
-    ) -> None:
-        super().__init__(*args)
-        self._all, self._selection = all_of_plan, selection
+    def __init__(self, selections: Selections, memory: BucketSelection, starts: Sequence[int], prescale: float) -> None:
+        self._selections, self._memory = selections, memory
         self._starts, self._prescale = starts, prescale
         self._gradient: torch.Tensor | None = None  # all of them, on the device
         self._places: list[torch.Tensor] = []
         self._now: Terms | None = None  # what is said of what has been selected
 
-    def _send(self) -> None:
-        if not self._all.here or self.node is not None:
-            super()._send()
-            return
-        _ = self._here.client.ready  # asked for first of all, because a forked child has none
-        with torch.no_grad():
-            gradient = self._filled()
-            while self.owed:
-                place, owed = self.owed.pop()
-                assert self.flat is not None
-                start = (place.data_ptr() - self.flat.data_ptr()) // place.element_size()
-                gradient[start : start + len(owed)] += owed.to(gradient.device)
-            if self._prescale != 1.0:
-                gradient.mul_(self._prescale)
-            self._copying = self._follow(gradient)
+    @property
+    def here(self) -> bool:
+        """Whether this worker selects in this step."""
+        return self._selections.here
 
-    def _filled(self) -> torch.Tensor:
-        """This step's gradients as one, on their device."""
+    def start(self, bucket: Bucket) -> device.Copying:
+        """Queues a step with all of the bucket's gradients."""
         if self._gradient is None:
-            assert self.flat is not None
-            gradient = self._gradient = device.layer.empty([len(self.flat)], self.slots[0].parameter.detach()).zero_()
+            assert bucket.flat is not None
+            parameters = [slot.parameter for slot in bucket.slots]
+            self._gradient = device.layer.empty([len(bucket.flat)], parameters[0].detach()).zero_()
             self._places = [
-                shaped(gradient[start : start + slot.parameter.numel()], slot.parameter)
-                for slot, start in zip(self.slots, self._starts, strict=True)
+                shaped(self._gradient[start : start + parameter.numel()], parameter)
+                for parameter, start in zip(parameters, self._starts, strict=True)
             ]
-        self._stage(self._places)
-        return self._gradient
+        bucket.stage(self._places)
+        bucket.add_owed(self._gradient)
+        bucket.owed.clear()
+        if self._prescale != 1.0:
+            self._gradient.mul_(self._prescale)
+        return self.follow(self._gradient, bucket.carriage.terms(bucket.slots))
 
-    def _follow(self, values: torch.Tensor) -> device.Copying:
-        if not self._all.here:
-            return super()._follow(values)
-        self._now = self._terms()._replace(tray=self._selection.offset)
+    def follow(self, values: torch.Tensor, terms: Terms) -> device.Copying:
+        """Queues a step with these values (1-D), which have been scaled."""
+        self._now = terms._replace(tray=self._memory.offset)
         with torch.no_grad():
-            self._selection.start(values, self._now.rescale)
-        return self._selection
+            self._memory.start(values, self._now.rescale)
+        return self._memory
 
-    def _said(self) -> Terms:
+    def terms(self) -> Terms | None:
+        """What is to be said of what has been selected, once; None if nothing has been."""
         now, self._now = self._now, None
-        return super()._said() if now is None else now._replace(urgency=self.urgency, share=self._share)
+        return now
 
-    def land(self, operation: Operation) -> None:
-        super().land(operation)
-        self._selection.correct()
-
-    def await_end(self, operation: Operation) -> None:
-        super().await_end(operation)
-        self._selection.correct()
-
-    def abandon(self) -> None:
-        if self._operation is not None:
-            self.await_end(self._operation)
+    def correct(self) -> None:
+        """The step is over."""
+        self._memory.correct()
 
 
 @dataclass(frozen=True)
@@ -126,7 +99,7 @@ class Selections:
     """Those of one exchange's plan.
 
     Args:
-        compressor: of the exchange; a script's own leaves nothing to select from.
+        compressor: a script's own, which leaves nothing to select from; or None.
         allowed: whether it is wanted at all.
 
     Attributes:
@@ -136,14 +109,14 @@ class Selections:
     """
 
     def __init__(self, compressor: Any, allowed: bool) -> None:
-        self._allowed = allowed and compressor is NoneCompressor
+        self._allowed = allowed and compressor is None
         self._chosen: dict[int, _Chosen] = {}
         self._plan: wire.Plan | None = None
         self._nodes = 1
         self.buckets: dict[int, BucketSelection] = {}
         self.here = self.led = False
 
-    def choose(self, place: Place, plan: wire.Plan, slots: Mapping[str, Slot], node: NodeReduction | None) -> int:
+    def choose(self, place: Where, plan: wire.Plan, slots: Mapping[str, Slot], node: NodeReduction | None) -> int:
         """Decides which buckets of a new plan are selected from by this worker. Returns the bytes of its segment.
 
         Args:
@@ -156,7 +129,7 @@ class Selections:
         self._nodes = len(nodes)
         if (
             not (self._allowed and codec.selects_in_workers)
-            or not isinstance(algorithms.parse(reduction.algorithm), algorithms.AllReduce)
+            or not algorithms.parse(reduction.algorithm).sums_gradients
             or reduction.op not in ("sum", "average")
             or self._nodes == 1
             or (node is None and len(nodes[place.here.client.welcome.node]) > 1)
@@ -183,33 +156,29 @@ class Selections:
                 nbytes = offset + shape.nbytes
         return nbytes
 
-    def open(self, bucket: wire.Bucket, segment: Segment, slots: Sequence[Slot]) -> Any:
-        """What makes a bucket of the plan, from the arguments of `DenseBucket`: it, or `SelectedBucket`."""
+    def selector(self, bucket: wire.Bucket, segment: Segment, slots: Sequence[Slot]) -> BucketSelector | None:
+        """What selects from a bucket of the plan; None if the daemon does."""
         chosen = self._chosen.get(bucket.index)
         if chosen is None:
-            return DenseBucket
+            return None
         assert self._plan is not None
         codec = cast(Selecting, codecs.parse(self._plan.reduction.codec))
-        memory = np.frombuffer(segment.view, np.uint8)[chosen.offset :]
-        selection = self.buckets[bucket.index] = BucketSelection(
-            chosen.side, codec, chosen.layout, Tray(chosen.shape, memory), chosen.offset, self._nodes,
-            slots[0].parameter.device,
-        )  # fmt: skip
-        return partial(
-            SelectedBucket, all_of_plan=self, selection=selection, starts=[tensor.start for tensor in bucket.tensors],
-            prescale=self._plan.reduction.prescale,
-        )  # fmt: skip
+        tray = Tray(chosen.shape, np.frombuffer(segment.view, np.uint8)[chosen.offset :])
+        memory = self.buckets[bucket.index] = BucketSelection(
+            chosen.side, codec, chosen.layout, tray, chosen.offset, self._nodes, slots[0].parameter.device
+        )
+        return BucketSelector(self, memory, [tensor.start for tensor in bucket.tensors], self._plan.reduction.prescale)
 
     # --- residuals, here or in the daemon -----------------------------------------------------------------------------
 
-    def move(self, place: Place, here: bool) -> None:
+    def move(self, place: Where, here: bool) -> None:
         """Has the residuals here, or in the daemon. Raises as `Client.save_state`."""
         if here:
             self._pick_up(place)
         else:
             self.lay_down(place)
 
-    def _pick_up(self, place: Place) -> None:
+    def _pick_up(self, place: Where) -> None:
         if self.here or not self.buckets:
             return
         state = place.here.client.save_state(place.process_set, place.group)
@@ -219,13 +188,13 @@ class Selections:
         self._load(place, state)
         self.here = True
 
-    def lay_down(self, place: Place) -> None:
+    def lay_down(self, place: Where) -> None:
         """Gives the residuals to the daemon. Raises as `Client.save_state`."""
         if self.here:
             self._load(place, self.saved(place))
             self.here = False
 
-    def saved(self, place: Place) -> dict[str, Any]:
+    def saved(self, place: Where) -> dict[str, Any]:
         """What `Client.save_state` says, with what is here. Raises as that."""
         state = place.here.client.save_state(place.process_set, place.group)
         if self.here:
@@ -239,7 +208,7 @@ class Selections:
         self._plan, self._chosen, self.buckets = None, {}, {}
         self.here = self.led = False
 
-    def _load(self, place: Place, state: Mapping[str, Any]) -> None:
+    def _load(self, place: Where, state: Mapping[str, Any]) -> None:
         with place.here.allocating:
             place.here.client.load_state(place.process_set, place.group, state)
 

@@ -1,6 +1,6 @@
 """Gradients that are under way when `step()` has returned, and their application.
 
-`launch` takes the place of `synchronize`: it sends what has not been sent, and lets each bucket's reduction go on as a
+`step()` does not wait: it sends what has not been sent, and lets each bucket's reduction go on as a
 `Flight`. Until a flight has *landed*, which waits for the reduction and applies the update, nothing else may be written
 to its bucket's place in the arena, and its parameters have no gradient (`p.grad` is None), so that neither `zero_grad`
 nor the next backward pass can touch it.
@@ -23,70 +23,51 @@ from typing import Any
 
 import torch
 
-from fusion_rt import wire
+from fusion_rt import algorithms, wire
 from fusion_rt.errors import HorovodInternalError, StepGivenUp
-from fusion_rt.torch.core.compressors import NoneCompressor
-from fusion_rt.torch.core.runtime import Runtime
+from fusion_rt.settings import Settings
+from fusion_rt.torch.core import watching
 from fusion_rt.torch.sync import backward
-from fusion_rt.torch.sync.buckets import Bucket, DenseBucket
-from fusion_rt.torch.sync.manner import Manner
-from fusion_rt.torch.sync.memory import Place
-from fusion_rt.torch.sync.overlap import watching
+from fusion_rt.torch.sync.buckets import Bucket
+from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.overlap.flights import Flight
 from fusion_rt.torch.sync.overlap.guards import make_guard
 from fusion_rt.torch.sync.overlap.updates import Update
 from fusion_rt.torch.sync.overlap.uses import Uses
-from fusion_rt.torch.sync.parameters import Trained
-from fusion_rt.torch.sync.slots import Named, Slot
-from fusion_rt.torch.sync.synchroniser import GradientExchange
+from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.synchroniser import Closure, Synchroniser
 from fusion_rt.trace_format import Kind
 
-
-class OverlapSlot(Slot):
-    """A parameter whose gradient may arrive before its last update has been applied.
-
-    Attributes:
-        guard: is in `p.grad` between `backward()` and `step()`.
-    """
-
-    __slots__ = ("guard",)
-
-    def __init__(self, exchange: GradientExchange, named: Named) -> None:
-        super().__init__(exchange, named)
-        assert isinstance(exchange, OverlapExchange)
-        self.guard = make_guard(self, exchange)
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        assert isinstance(self._exchange, OverlapExchange)
-        self._exchange.check_use(self)
-        super().arrived(parameter)
+WAYS = ("none", "forward", "stale")
 
 
-class OverlapExchange(GradientExchange):
-    """Reduces gradients while the script goes on.
+class Later(InBackward):
+    """Reduces gradients while the script goes on, and applies them later than `step()`.
 
     Args:
-        manner: how. If it is not eager, updates are applied one step late.
+        sync: the synchroniser.
         passes: backward passes that make up a gradient.
-        trained: asked before a step; what is to be reduced.
+        late: updates are applied one step late; else when the next forward pass needs them.
 
     Attributes:
         stepped: a step has been asked for, and, as far as is known, nothing has been computed for the next one.
     """
 
-    may_be_late = True
+    keeps_context = True  # needed when a flight lands
+    delays = True
 
-    def __init__(self, manner: Manner, passes: int, trained: Trained) -> None:
+    def __init__(self, sync: Synchroniser, passes: int, late: bool) -> None:
+        super().__init__(sync, passes)
         self.stepped = False
-        self._late = not manner.eager
+        self.eager = self.may_be_late = not late
+        self._asked_late = self._late = late
         self._uses = Uses()
         self._update: Update | None = None  # that waits
         self._flights: dict[int, Flight] = {}  # by id of each of their parameters
         self._last: Flight | None = None  # the plan's last, which fails if a rank has given the step up
         self._applying = False
-        self._guarded: list[tuple[OverlapSlot, torch.Tensor | None]] = []  # with this rank's gradients
+        self._guarded: list[tuple[Slot, torch.Tensor | None]] = []  # with this rank's gradients
         self._lock = threading.RLock()  # forward passes may run on several threads
-        super().__init__(manner, passes, trained)
         watching.watch(self)
 
     @property
@@ -94,35 +75,50 @@ class OverlapExchange(GradientExchange):
         """Whether an update has not been applied."""
         return bool(self._flights)
 
-    def begin(self) -> None:
+    def begins(self) -> None:
         self.stepped = False
-        super().begin()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def launch(self, optimizer: Any) -> None:
-        """Sends what has not been sent of this step, and has the optimizer's step taken when that has been reduced.
+    def step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Asks for the script's optimizer's step, and returns; it is taken as docs/overlap.md says. Afterwards `p.grad`
+        is None, as after `zero_grad`.
 
         Raises:
-            HorovodInternalError: an earlier reduction failed, on all ranks.
-            ValueError: a gradient is sparse.
+            HorovodInternalError: the reduction of an earlier step failed, on all ranks.
+            ValueError: there is a closure, which would have to see the parameters at once; or a gradient is sparse.
         """
+        if closure is not None:
+            raise ValueError("step(closure) evaluates the model while the step is being taken, so that nothing can "
+                             "overlap; use overlap='none' for this optimizer")  # fmt: skip
+        steps = self.sync.steps
+        steps.begin()
+        optimizer._note_step()
+        if self._skipping or (self.reduced and self.sync.idle):
+            self._hold(optimizer)
+        else:
+            self._launch(optimizer)
+        self.reduced = 0
+        steps.end()
+        return None
+
+    def _launch(self, optimizer: Any) -> None:
+        """Sends what has not been sent of this step, and has the optimizer's step taken when that has been reduced."""
+        sync = self.sync
         self.check_pass()
         self.finish()
         began = time.perf_counter()
-        if self.idle:
-            self.begin()
+        if sync.idle:
+            sync.begin()
         try:
-            buckets = [bucket for bucket in self.submit() if isinstance(bucket, DenseBucket)]
-            flights = [Flight([s.parameter for s in b.slots], b, b.hand_over()) for b in buckets]
-            self._steps += 1
+            sync.submit()
+            flights = [Flight([s.parameter for s in b.slots], b, b.hand_over()) for b in sync.plan.buckets]
+            sync.stepped()
         finally:
-            self._end_step()
+            sync.end_step()
         self.stepped = True
-        self._last_waited = time.perf_counter() - began
-        self._waited += self._last_waited
-        if self._replanning is not None:
-            self._replanning.stepped(self._waited, all_here=False)
+        sync.note_waited(began)
+        sync.note_step(all_here=False)
         update = Update(optimizer)
         taken = {id(parameter) for flight in flights for parameter in flight.parameters}
         self._last = flights[-1] if flights else None
@@ -131,8 +127,8 @@ class OverlapExchange(GradientExchange):
             flights.append(Flight(rest, gradients=[parameter.grad for parameter in rest]))
         self._wait_for(flights, update)
 
-    def hold(self, optimizer: Any) -> None:
-        """Has the optimizer's step taken with the gradients that there are. Raises as `launch`."""
+    def _hold(self, optimizer: Any) -> None:
+        """Has the optimizer's step taken with the gradients that there are."""
         self.finish()
         self.stepped = True
         update = Update(optimizer)
@@ -154,8 +150,8 @@ class OverlapExchange(GradientExchange):
             flight.mark()
         watching.watch(self)
         if self._uses.recording:
-            self._uses.conclude([slot.parameter for slot in self.slots])
-            self._prioritise()
+            self._uses.conclude([slot.parameter for slot in self.sync.slots])
+            self.sync.prioritise()
         if not self._late:
             for key in self._uses.unseen & self._flights.keys():
                 self._land_of(key)
@@ -196,13 +192,12 @@ class OverlapExchange(GradientExchange):
             began = time.perf_counter()
             for one in flights:
                 one.receive()
-            elapsed = time.perf_counter() - began
-            self._last_waited += elapsed
-            self._waited += elapsed
+            self.sync.note_waited(began, again=True)
             self._check_untouched(update, flights)
-            self.steps.trace.record(Kind.APPLY_BEGIN, "", 0, self.steps.number)
+            steps = self.sync.steps
+            steps.trace.record(Kind.APPLY_BEGIN, "", 0, steps.number)
             self._apply(update, flights)
-            self.steps.trace.record(Kind.APPLY_END, "", 0, self.steps.number)
+            steps.trace.record(Kind.APPLY_END, "", 0, steps.number)
         except BaseException:
             self._drop()
             raise
@@ -330,10 +325,13 @@ class OverlapExchange(GradientExchange):
         if any(id(parameter) in self._flights for parameter in module.parameters()):
             self.finish()
 
-    def check_use(self, slot: Slot) -> None:
-        """The slot's gradient has arrived. If its last update has not been applied, it is that of an older value."""
-        if self._late or id(slot.parameter) not in self._flights:
-            return
+    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+        if self._flights and not self._late and id(slot.parameter) in self._flights:
+            self._used_too_early(slot)
+        super().arrived(slot, parameter)
+
+    def _used_too_early(self, slot: Slot) -> None:
+        """The slot's gradient has arrived, and its last update has not been applied: it is that of an older value."""
         warnings.warn(
             f"parameter {slot.name!r} was used before its last update had been applied, because the forward pass of no "
             "module that has it has run; call optimizer.synchronize() before such a use. From now on step() waits for "
@@ -343,25 +341,30 @@ class OverlapExchange(GradientExchange):
         self._uses.unseen.add(id(slot.parameter))
         self._land_of(id(slot.parameter))
 
-    # --- what the exchange does otherwise ----------------------------------------------------------------------------
+    # --- a backward pass, and what the script does with gradients -----------------------------------------------------
 
     def synchronize(self) -> None:
+        """After a backward pass: reduces the gradients and waits for it, so that they can be looked at and changed; to
+        be used with `skip_synchronize`. Between `step()` and the next forward pass: applies the update, as
+        `synchronize_parameters` does anywhere. Raises `HorovodInternalError`."""
+        if self.sync.idle and self.stepped:
+            self.finish()
+        else:
+            super().synchronize()
+
+    def _reduce(self) -> None:
         self.finish()
-        super().synchronize()
+        super()._reduce()
 
-    def complete(self) -> bool:
-        """Whether the gradients of a step have been computed, and are under way."""
-        return not (self.idle or self._applying) and self.passes_left <= 0
-
-    def backward_begins(self) -> None:
+    def _backward_begins(self) -> None:
         if self.reduced or (self.passes_left <= 0 and not self._pass_failed):
             self._refuse_pass()
-        super().backward_begins()
+        super()._backward_begins()
 
-    def reopen(self, slot: Slot) -> None:
+    def _reopen(self, slot: Slot) -> None:
         if not self._pass_failed and (self.reduced or self.passes_left <= 0):
             self._refuse_pass()
-        super().reopen(slot)
+        super()._reopen(slot)
 
     def _refuse_pass(self) -> None:
         way = "stale" if self._late else "forward"
@@ -373,17 +376,21 @@ class OverlapExchange(GradientExchange):
 
     def backward_returns(self) -> None:
         """Puts guards where gradients are, instead of waiting for them."""
+        if self.eager:
+            self.sync.submit()
         self.backward = backward.no_pass
-        for slot in self.slots:
-            assert isinstance(slot, OverlapSlot)
+        for slot in self.sync.slots:
+            if slot.guard is None:
+                slot.guard = make_guard(slot, self._await_gradients)
             self._guarded.append((slot, slot.parameter.grad))
             slot.parameter.grad, slot.closed = slot.guard, True
 
-    def submit(self) -> list[Bucket]:
-        self._unguard()
-        return super().submit()
+    def _await_gradients(self) -> None:
+        """Somebody touches a gradient. If those of a step have been computed, and are under way, waits for them."""
+        if not (self.sync.idle or self._applying) and self.passes_left <= 0:
+            self._reduce()
 
-    def _unguard(self) -> None:
+    def submitting(self) -> None:
         """Puts this rank's gradients back where guards are."""
         while self._guarded:
             slot, gradient = self._guarded.pop()
@@ -396,62 +403,77 @@ class OverlapExchange(GradientExchange):
                     "overlap, call optimizer.synchronize() after backward() first"
                 )
 
-    def _end_step(self) -> None:
+    # --- what the synchroniser says -----------------------------------------------------------------------------------
+
+    def ended(self) -> None:
         guarded, self._guarded = self._guarded, []
         for slot, gradient in guarded:
             if slot.parameter.grad is slot.guard:
                 slot.parameter.grad = gradient
-        super()._end_step()
+        super().ended()
 
-    def release(self) -> None:
+    def released(self) -> None:
         watching.unwatch(self)
         self._uses.release()
-        super().release()
 
-    def _send(self, bucket: Bucket) -> None:
+    def sending(self, bucket: Bucket) -> None:
         self._land_of(id(bucket.slots[0].parameter))  # if no forward pass has asked for it: its place is needed now
-        super()._send(bucket)
+        super().sending(bucket)
 
-    def _urgencies(self, buckets: Sequence[DenseBucket]) -> Sequence[int]:
+    def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
         """By the order in which the next forward pass needs them; `step()` waits for what nobody was seen to use. Until
         that is known, those of the first layers are those whose gradients arrive last."""
         if self._late:
-            return super()._urgencies(buckets)
+            return super().urgencies(buckets)
         needed_at = self._uses.needed_at
         first = [min(needed_at.get(id(slot.parameter), -1) for slot in bucket.slots) for bucket in buckets]
         order = sorted(range(len(buckets)), key=lambda index: (first[index], -index))
         return [1 + order.index(index) for index in range(len(buckets))]
 
-    def _rewind(self) -> None:
-        contexts = [slot.context for slot in self.slots]
-        super()._rewind()
-        if self.compressor is not NoneCompressor:
-            for slot, context in zip(self.slots, contexts, strict=True):
-                slot.context = context  # needed when it lands
+    def watched(self) -> None:
+        self._uses.restart()
+        watching.watch(self)
 
-    def place(self) -> Place | None:
-        self.finish()
-        return super().place()
-
-    def _watch(self, parameters: Sequence[Named]) -> None:
-        if self._slots:
-            self._uses.restart()
-            watching.watch(self)
-        super()._watch(parameters)
-
-    def _tuned(self, tuning: wire.Tuning | None) -> None:
+    def tuned(self, tuning: wire.Tuning | None) -> None:
         late = None if tuning is None else tuning.late
-        self._late = not self._manner.eager if late is None else late
+        self._late = self._asked_late if late is None else late
         self.eager = not self._late
 
-    def _give_up_plan(self, here: Runtime) -> None:
-        with self._lock:
-            for flight in dict.fromkeys(self._flights.values()):
-                flight.leave_arena()
-        super()._give_up_plan(here)
-
-    def _sparse_bucket(self, slot: Slot, sparse: int) -> Any:
+    def check_sparse(self, slot: Slot) -> None:
         raise ValueError(
             f"the gradient of {slot.name!r} is sparse, and overlap cannot apply sparse gradients later; use "
             "sparse_as_dense=True, or overlap='none' for this optimizer"
         )
+
+    def plan_given_up(self, anew: bool) -> None:
+        with self._lock:
+            for flight in dict.fromkeys(self._flights.values()):
+                flight.leave_arena()
+        super().plan_given_up(anew)
+
+
+def chosen_overlap(
+    asked: str | None, optimizer: torch.optim.Optimizer, spec: algorithms.Algorithm, adasum: bool
+) -> str:
+    """Which of `WAYS` an optimizer is to have; None: what FUSION_OVERLAP says.
+
+    Raises:
+        ValueError: there is no such way, or it makes no sense with the rest.
+    """
+    way = Settings.from_env().overlap if asked is None else asked
+    if way not in WAYS:
+        raise ValueError(f"overlap={way!r} is not one of {', '.join(WAYS)}")
+    if way == "none":
+        return way
+    source = f"overlap={way!r}" + (" (of FUSION_OVERLAP)" if asked is None else "")
+    if not spec.sums_gradients:
+        raise ValueError(
+            f"{source} cannot be used with the algorithm {spec}, whose updates come from elsewhere, and when they are "
+            "there; overlap is for allreduce"
+        )
+    if adasum:
+        raise ValueError(f"{source} cannot be used with op=Adasum, which combines steps that have been taken already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"{source} cannot be used with L-BFGS, which evaluates the model while it takes a step; "
+                         "use overlap='none'")  # fmt: skip
+    return way

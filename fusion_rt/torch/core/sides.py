@@ -1,0 +1,53 @@
+"""What selects from gradients on their device: interfaces, for `kernels.cuda` and for tests without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from fusion_rt.codecs.base import Array
+from fusion_rt.kernels.selection import Range
+
+
+class Selector(Protocol):
+    """Selects from some ranges of a bucket, step by step, as `kernels.cuda.side.SideSelector` does."""
+
+    def start(self, gradient: torch.Tensor, k: int) -> None:
+        """Queues a step: adds the gradient to the residual where the sum is finite, takes the k largest out, and copies
+        them to the host, with whether all of it could be added."""
+
+    def ready(self) -> bool:
+        """Whether that is done."""
+
+    def finish(self) -> object:
+        """Waits for it."""
+
+
+class Side(Protocol):
+    """A device that selects beside training."""
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """While it lasts, what is done with tensors is queued where selections are."""
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """What is queued there from now on comes after what has been queued for training, and uses this tensor."""
+
+    def zeros(self, n: int) -> torch.Tensor:
+        """A new tensor of float32, filled there."""
+
+    def selector(
+        self,
+        memory: tuple[torch.Tensor, torch.Tensor | None],
+        ranges: Sequence[Range],
+        out: Array,
+        momentum: float,
+        nesterov: bool,
+    ) -> Selector:
+        """Makes what selects from ranges of a residual, with or without a velocity.
+
+        Args:
+            out: int32, pinned: the words of `codecs.worker_selection` for a group.
+        """

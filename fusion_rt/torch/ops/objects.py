@@ -1,0 +1,71 @@
+"""Python objects, from one rank to all or from all to all.
+
+Objects travel pickled, between the workers of one job and nobody else: the daemon, and whoever could reach it over a
+network, never unpickles anything.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from cloudpickle import dumps as _dumps  # type: ignore[import-untyped]  # also takes lambdas, and classes of __main__
+
+from fusion_rt.torch import ops
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.runtime import runtime
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The object of rank `root_rank`.
+
+    Args:
+        obj: anything that can be pickled; what other ranks than the root pass is ignored.
+        root_rank: whose object is broadcast.
+        name: pairs the ranks' operations.
+        process_set: the ranks that take part.
+
+    Returns:
+        On the root the object itself, elsewhere a copy.
+
+    Raises:
+        ValueError: there is no such root.
+        HorovodInternalError: it failed, on all ranks.
+    """
+    is_root = runtime().rank == root_rank
+    data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8) if is_root else None
+    length = torch.tensor([0 if data is None else data.numel()])
+    ops.broadcast_(length, root_rank, f"{name}.length" if name else None, process_set)
+    if data is None:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    ops.broadcast_(data, root_rank, f"{name}.data" if name else None, process_set)
+    return obj if is_root else pickle.loads(data.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """The objects of all ranks, in the order of ranks.
+
+    Args:
+        obj: anything that can be pickled.
+        name: pairs the ranks' operations.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: it failed, on all ranks.
+    """
+    data = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
+    length = ops.allgather_async(torch.tensor([data.numel()]), f"{name}.length" if name else None, process_set)
+    gathered = ops.allgather(data, f"{name}.data" if name else None, process_set)
+    parts = torch.split(gathered, ops.synchronize(length).tolist())
+    return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+
+def broadcast_all(pairs: Iterable[tuple[str | None, torch.Tensor]], root_rank: int, process_set: ProcessSet) -> None:
+    """Replaces tensors, with their names, by those of one rank."""
+    handles = [ops.broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in pairs]
+    for handle in handles:
+        ops.synchronize(handle)

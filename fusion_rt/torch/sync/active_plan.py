@@ -1,0 +1,190 @@
+"""The active plan of an optimizer in this worker: its proposal, and buckets and arena that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.client import Operation
+from fusion_rt.torch.autotune.replanning import Replanning
+from fusion_rt.torch.core import device
+from fusion_rt.torch.core.runtime import Runtime, runtime
+from fusion_rt.torch.core.tensors import TORCH_DTYPES, dtype_name
+from fusion_rt.torch.node.reduction import NodeReduction, reduction_in_node
+from fusion_rt.torch.ops.signatures import id_of
+from fusion_rt.torch.sync.buckets import Bucket, Carriage, SparseGradient
+from fusion_rt.torch.sync.checkpoint import Checkpoint
+from fusion_rt.torch.sync.options import Options, Where
+from fusion_rt.torch.sync.parameters import Trained
+from fusion_rt.torch.sync.selections import Selections
+from fusion_rt.torch.sync.slots import Slot, memory_order
+
+
+class ActivePlan:
+    """The plan of one optimizer, or none yet.
+
+    Args:
+        options: how the optimizer's parameters are exchanged.
+        trained: asked for the groups of parameters.
+        checkpoint: what daemons remember.
+        selections: what of that is with this worker.
+
+    Attributes:
+        here: the membership that it belongs to.
+        group: name of the plans of this optimizer, the same on all ranks.
+        made: there is one.
+        agreed: it, as ranks have agreed upon it; also after it has been given up, until there is another one.
+        buckets: of the plan; empty while there is none.
+        node: what combines gradients in this node, if anything but the daemon does.
+        count: how often there was a new plan.
+        nbytes: bytes that a step exchanges, without sparse gradients.
+    """
+
+    def __init__(self, options: Options, trained: Trained, checkpoint: Checkpoint, selections: Selections) -> None:
+        self._options, self._trained = options, trained
+        self._checkpoint, self._selections = checkpoint, selections
+        self.here = runtime()
+        self.group = self._name()
+        self.made = False
+        self.agreed: wire.Plan | None = None
+        self.buckets: list[Bucket] = []
+        self.node: NodeReduction | None = None
+        self.count = self.nbytes = 0
+        self._id = 0
+        self._proposed: Operation | None = None
+        self._segment: int | None = None
+
+    def where(self) -> Where:
+        """Where daemons have what belongs to it."""
+        return Where(self.here, self._options.process_set, self.group, self.agreed)
+
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that take part."""
+        return self.here.rank == self.here.client.process_sets[self.where().process_set].ranks[0]
+
+    def in_node(self) -> bool:
+        """Whether the ranks of this node combine this step's gradients."""
+        return self.node is not None and self.node.reduces
+
+    def propose(
+        self, order: Mapping[str, Slot], reduction: wire.Reduction, replanning: Replanning | None, may_be_late: bool
+    ) -> None:
+        """Asks for a plan if there is none, and does not wait for it.
+
+        Args:
+            order: slots by name, in the order in which they are wanted.
+            reduction: how contributions are combined.
+            replanning: what tunes plans, if anything does.
+            may_be_late: updates can be applied one step late.
+        """
+        if self.made or self._proposed is not None:
+            return
+        if not order:
+            self.made = True
+            return
+        process_set = id_of(self.here, self._options.process_set, "allreduce")
+        # Numbered by the plan that the new one replaces, which all ranks agree about even if one of them, which had
+        # joined, took no part in some of their proposals.
+        specs = tuple(map(self._spec, order.values()))
+        proposal = wire.Proposal(self.group, process_set, self._id, reduction, specs)
+        if replanning is not None:
+            proposal = replanning.proposal(self.here, proposal, may_be_late)
+        self._proposed = self.here.client.propose(proposal)
+
+    def is_proposed_in_vain(self) -> bool:
+        """Whether one has been asked for, and is not there yet."""
+        return self._proposed is not None and not self.here.client.poll(self._proposed)
+
+    def await_agreement(self) -> wire.Plan | None:
+        """Waits for the plan that was asked for; None if none was."""
+        if self._proposed is None:
+            return None
+        proposed, self._proposed = self._proposed, None
+        self.agreed = self.here.client.wait(proposed).plan
+        return self.agreed
+
+    def make(self, plan: wire.Plan, order: Mapping[str, Slot], carriage: Carriage) -> None:
+        """Makes buckets as ranks have agreed, in a new segment of the arena."""
+        here, where = self.here, self.where()
+        self._checkpoint.planned(where, plan, order)
+        parameters = [order[tensor.name].parameter for bucket in plan.buckets for tensor in bucket.tensors]
+        self.node = reduction_in_node(here, plan, parameters, self.node)
+        nbytes = self._selections.choose(where, plan, order, self.node)
+        self.buckets = [self._rows(order[tensor.name], tensor.sparse, carriage) for tensor in plan.sparse]
+        with here.allocating:
+            here.collect()
+            self._segment, segment = here.client.plan_segment(plan, nbytes)
+        self._id, self.made = plan.id, True
+        self.count += 1
+        self.nbytes = 0
+        for planned in plan.buckets:
+            dtype = TORCH_DTYPES[planned.dtype]
+            flat = torch.frombuffer(segment.view, dtype=dtype, count=planned.numel, offset=planned.offset)
+            slots = [order[tensor.name] for tensor in planned.tensors]
+            name = f"{self.group}, bucket {planned.index}"
+            bucket = Bucket(here, (name, plan.id, planned.index), slots, carriage, flat)
+            bucket.node, bucket.selection = self.node, self._selections.selector(planned, segment, slots)
+            for slot, tensor in zip(slots, planned.tensors, strict=True):
+                place = flat[tensor.start : tensor.start + tensor.numel]
+                slot.place(bucket, place, carriage.is_direct(slot))
+                if (due := self._checkpoint.pay(tensor.name)) is not None:
+                    owed = torch.from_numpy(due) / self._options.reduction.prescale
+                    bucket.owed.append((place, owed.to(dtype)))
+            self.buckets.append(bucket)
+            self.nbytes += bucket.nbytes
+        if not all(carriage.is_direct(slot) for slot in order.values()):
+            device.layer.pin(segment)
+
+    def give_up(self, here: Runtime) -> None:
+        """There is no plan any more. `here`: the membership that the next one will belong to."""
+        self.made, self.buckets, self._proposed = False, [], None
+        if here is self.here:
+            self._selections.lay_down(self.where())
+        self._selections.forget()
+        if here is not self.here:
+            self.close()
+            self.here, self._segment, self._id, self.agreed = here, None, 0, None
+            self.group = self._name()
+        if self._segment is not None:
+            here.client.arena.drop_segment(self._segment)
+            self._segment = None
+
+    def release(self) -> None:
+        """Nobody needs it any more. Called by a finalizer, and so at any moment: nothing is sent here."""
+        if self._segment is not None:
+            self.here.retired.append(self._segment)
+            self._segment = None
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection to other ranks of the node."""
+        if self.node is not None:
+            self.node.close()
+            self.node = None
+
+    def _name(self) -> str:
+        return self.here.next_group(self._options.process_set.process_set_id)
+
+    def _spec(self, slot: Slot) -> wire.TensorSpec:
+        """What is proposed of a slot."""
+        options = self._options
+        value = options.posted.value(slot)
+        sparse = value.sparse_dim() if value is not None and value.is_sparse and not options.sparse_as_dense else 0
+        if options.compressor is None:
+            tensor = slot.parameter.permute(memory_order(slot.parameter))
+        else:
+            dense = value.to_dense() if value is not None and value.is_sparse else value
+            tensor = slot.compress(options.compressor, dense)
+        group = 0 if options.algorithm.sums_gradients else self._trained.group_of(slot.parameter)
+        return wire.TensorSpec(slot.name, dtype_name(tensor.dtype), tuple(tensor.shape), slot.together, sparse, group)
+
+    def _rows(self, slot: Slot, sparse: int, carriage: Carriage) -> Bucket:
+        op = self._options.reduction.op
+        if op not in ("average", "sum"):
+            raise ValueError(f"the gradient of {slot.name!r} is sparse, and sparse gradients have no {op}; use Average "
+                             "or Sum, or sparse_as_dense=True")  # fmt: skip
+        rows = SparseGradient(sparse, f"{self.group}.{slot.name}", op, self._options.process_set)
+        slot.bucket = Bucket(self.here, (rows.name, 0, 0), [slot], carriage, rows=rows)
+        return slot.bucket  # type: ignore[no-any-return]

@@ -1,0 +1,394 @@
+"""Exchanges at `step()`: gradients go to homes, which take the steps; or ranks take local steps, and exchange
+parameters, or by how much they have moved.
+
+Until `step()`, `p.grad` is what it is in one process, so that it can be accumulated, unscaled and clipped as there. A
+`GradScaler` has `step()` called in any case, as with torch's fused optimizers (`_step_supports_amp_scaling`), so that a
+step in which this rank's gradients overflowed still counts for whoever counts steps.
+
+With an algorithm that overlaps, what was posted after one step is answered after the next: by then the worker has
+moved, so it gets a change, which is added. All others wait for the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+
+from fusion_rt import wire
+from fusion_rt.client import Terms
+from fusion_rt.errors import HorovodInternalError
+from fusion_rt.torch import ops
+from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.sync import backward
+from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
+from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When
+from fusion_rt.torch.sync.weights import Weights, not_finite
+from fusion_rt.trace_format import Kind
+
+_GRADIENT = int(Kind.GRADIENT)
+
+
+class AtStep(When):
+    """Exchanges when the script calls `step()`, or every so many times."""
+
+    own_gradients = True
+
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        super().__init__(sync, passes)
+        self._algorithm = sync.options.algorithm
+        self._at_home = self._algorithm.steps_at_home
+        self.local = not self._at_home
+        self._weights = Weights()  # as the last step left them; noted where something else depends on them
+        self._under_way = False  # something has been posted and not been collected
+        self._taken = 0  # steps that the script has called for, also those that a `GradScaler` skips
+        self._exchanged = False  # the last one ended with an exchange that all ranks waited for
+        self._said = Terms()  # with each bucket
+        self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as homes have them
+        self._contributors: int | None = None  # the handle of the sum of ones of all ranks that post
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """A gradient is only recorded: `step()` sees to it, as the script has left it by then."""
+        steps = self.sync.steps
+        steps.first_gradient()
+        steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
+
+    def step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Takes a step of the script's optimizer, here or at the homes, with the gradients as the script has left them;
+        and exchanges parameters, if it is time to.
+
+        Where homes take it, a rank of which a gradient is not finite contributes nothing, and takes the parameters;
+        that is warned of, unless a `GradScaler` knows it. Where ranks take it, one that a `GradScaler` found to have
+        such gradients takes none.
+
+        Raises:
+            HorovodInternalError: an exchange failed.
+            ValueError: the script has set a parameter, or an argument of the optimizer that homes have, since the last
+                step, where that cannot be taken over.
+        """
+        sync, algorithm = self.sync, self._algorithm
+        sync.steps.begin()
+        self._follow()
+        self._check_weights()
+        if self._at_home:
+            loss, values = self._prepared(optimizer, closure)
+        else:
+            self._anchor()
+            values = True
+            loss = None if optimizer._overflowed() else optimizer._step(closure)
+            self._collect()
+        self._taken += 1
+        exchanges = algorithm.exchanges_after(self._taken)
+        self._exchanged = exchanges and not algorithm.overlaps
+        if exchanges:
+            self._post(values)
+            if not algorithm.overlaps:
+                self._collect()
+        self.note_weights()
+        sync.steps.end()
+        return loss
+
+    def _prepared(self, optimizer: Any, closure: Closure | None) -> tuple[Any, bool]:
+        """The closure's loss, and whether there are gradients for the homes."""
+        self._check_arguments()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        overflowed = optimizer._overflowed()
+        if not overflowed and (name := not_finite(self.sync.slots)):
+            overflowed = True
+            warnings.warn(
+                f"the gradient of {name!r} is not finite on this rank, which therefore contributes nothing to this "
+                f"step of {self._algorithm}",
+                stacklevel=4,
+            )
+        optimizer._note_step()
+        return loss, not overflowed
+
+    def _anchor(self, anew: bool = False) -> None:
+        self.sync.options.posted.anchor(self.sync.slots, anew)
+
+    def _follow(self) -> None:
+        """Has slots for the parameters that are trained now, before the step that changes them is taken. Where that are
+        others than before it is an operation on all ranks."""
+        sync = self.sync
+        if not sync.has_changed():
+            return
+        if sync.is_of(runtime()):
+            self._collect()
+            sync.checkpoint.move()
+        sync.give_up_plan(runtime())
+        sync.watch()
+
+    def _post(self, values: bool) -> None:
+        """Posts this rank's values; or, without any, a contribution that only counts.
+
+        Raises:
+            HorovodInternalError: it failed.
+        """
+        began, sync = time.perf_counter(), self.sync
+        sync.begin()
+        sync.idle = True  # nothing of a step is done before its `step()`
+        if not sync.plan.made:
+            sync.make_plan()
+        rates = tuple(sync.trained.group_rates()) if self._at_home else ()
+        self._said = Terms(rates=rates, samples=self.samples if values else 0)
+        sync.submit(values)
+        if self._leaves_out_joined and sync.plan.buckets:
+            name, whose = f"{sync.name}.contributors", sync.options.process_set
+            self._contributors = ops.allreduce_async(torch.ones(1), name=name, op=ops.Sum, process_set=whose)
+        self._under_way = True
+        sync.note_waited(began)
+
+    def _collect(self) -> None:
+        """Waits for the answers to what is under way, and has parameters take them.
+
+        Raises:
+            HorovodInternalError: it failed.
+        """
+        if not self._under_way:
+            return
+        began = time.perf_counter()
+        self._under_way = False
+        try:
+            self.sync.receive(self._share_of_mean())
+        finally:
+            self.sync.end_step()
+        self.sync.note_waited(began, again=True)
+
+    @property
+    def _leaves_out_joined(self) -> bool:
+        """Whether a mean is taken of all ranks, of which some may have joined, and post zeros."""
+        return not (self._algorithm.at_shards or self._algorithm.overlaps)
+
+    def _share_of_mean(self) -> float:
+        """By what a mean is multiplied to be that over those ranks which have contributed, and not joined."""
+        if self._contributors is None:
+            return 1.0
+        handle, self._contributors = self._contributors, None
+        return (self.sync.options.process_set.size() or 1) / float(ops.synchronize(handle))
+
+    # --- parameters that the script sets ------------------------------------------------------------------------------
+
+    def note_weights(self) -> None:
+        if self._algorithm.remembers_weights and self.sync.is_of(runtime()):
+            self._weights.note(self.sync.slots)
+
+    def _check_weights(self, may_take_over: bool = True) -> None:
+        """Goes on from parameters that the script has set since the last step, where all ranks had the same before, and
+        so have set them alike; else raises `ValueError`."""
+        if not self.sync.is_of(runtime()) or not (name := self._weights.changed()):
+            return
+        if may_take_over and self._exchanged and self.sync.options.applied.outer:
+            self._anchor(anew=True)
+            return
+        raise ValueError(
+            f"the parameter {name!r} was set since the last step, and {self._algorithm} would go on from what it was "
+            "before; if all ranks have set the same (or after hvd.broadcast_parameters), call optimizer.reseed() "
+            "on all of them before the next step"
+        )
+
+    def _check_arguments(self) -> None:
+        """Raises `ValueError` if the script has changed what the homes know since there has been a plan."""
+        optimizer = self.sync.trained.optimizer()
+        if self.sync.is_of(runtime()) and arguments_of(optimizer)[: len(self._arguments)] != self._arguments:
+            raise ValueError(
+                f"an argument of the optimizer other than its learning rate has changed, and with {self._algorithm} "
+                "the shards have what it was when the buckets were planned; leave it (as with cycle_momentum=False of "
+                "schedulers), or take an algorithm whose ranks take their own steps"
+            )
+
+    # --- what the script calls ----------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        if self._at_home or self._under_way:
+            self._check_weights(may_take_over=False)
+        if self._under_way:
+            self._collect()
+            self.note_weights()
+
+    def agree(self) -> None:
+        if self._algorithm.at_shards:
+            self._exchange(Terms(kind="ask"), take=True)
+
+    def settled(self) -> None:
+        self._anchor(anew=True)
+        self.note_weights()
+
+    def discard(self) -> None:
+        if not self._under_way:
+            return
+        self._under_way = False
+        with contextlib.suppress(HorovodInternalError):  # whatever becomes of it: nobody is interested any more
+            self._share_of_mean()
+        self.sync.await_sent()
+        self.sync.end_step()
+
+    def reseed(self) -> None:
+        """Has the homes go on with the parameters of the first rank; what is under way is forgotten."""
+        if not self.sync.is_of(runtime()):  # else they are what it begins with
+            return
+        self.discard()
+        if self._algorithm.at_shards:
+            ops.barrier(self.sync.options.process_set)  # nobody posts any more
+            self._give_parameters("reseed")
+            ops.barrier(self.sync.options.process_set)
+        self.settled()
+
+    # --- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any] | None:
+        """The number of steps and the outer optimizer, if there is one; where ranks take local steps."""
+        if self._at_home:
+            return None
+        self.drain()
+        own: dict[str, Any] = {"taken": self._taken}
+        if self.sync.options.applied.outer:
+            outer = {
+                slot.name: (slot.start.clone(), _velocity(slot).clone())
+                for slot in self.sync.slots
+                if slot.start is not None
+            }
+            own |= {"outer": outer} if outer else {}
+        return own
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        self._taken, self._exchanged = int(own["taken"]), False
+        self._weights.forget()
+        for slot in self.sync.slots:
+            if slot.name in own.get("outer", {}):
+                start, velocity = own["outer"][slot.name]
+                slot.start = start.to(slot.parameter, copy=True)
+                _velocity(slot).copy_(velocity)
+
+    def homes_are_loaded(self) -> None:
+        self._weights.forget()
+
+    # --- what the synchroniser says -----------------------------------------------------------------------------------
+
+    def reduction(self) -> wire.Reduction:
+        reduction = self.sync.options.reduction
+        if not self._at_home:
+            return reduction
+        optimizer = self.sync.trained.optimizer()
+        self._arguments = arguments_of(optimizer)
+        return msgspec.structs.replace(reduction, optimizer=optimizer_spec(optimizer))
+
+    def planned(self) -> None:
+        if self._algorithm.at_shards:
+            self._give_parameters("seed")  # the others have the same, as scripts see to
+
+    def terms(self, slots: Sequence[Slot]) -> Terms:
+        # A residual of gradients is rescaled when the rate changes; one of parameters or their changes is not.
+        if self._at_home and self._said.kind == "post":
+            return self._said._replace(rescale=self.sync.checkpoint.rescale(slots))
+        return self._said
+
+    def plan_given_up(self, anew: bool) -> None:
+        self._under_way, self._contributors = False, None
+        self._weights.forget()
+
+    def _give_parameters(self, kind: wire.PostKind) -> None:
+        """Gives the homes this rank's parameters, if it is the first."""
+        if self.sync.plan.is_first():
+            for slot in self.sync.slots:
+                assert slot.view is not None
+                slot.view.copy_(slot.parameter.detach())
+            self._exchange(Terms(kind=kind), take=False)
+
+    def _exchange(self, terms: Terms, take: bool) -> None:
+        """Says something about each bucket that is no contribution, and waits for the answers. All that was posted has
+        to have been answered."""
+        self._said = terms
+        buckets = self.sync.plan.buckets
+        for bucket in buckets:
+            bucket.announce()
+        for bucket in buckets:
+            if take:
+                bucket.receive()
+            else:
+                bucket.abandon()
+            bucket.rewind()
+
+
+class AdasumAtStep(AtStep):
+    """Combines steps that ranks have taken by themselves, with `op=Adasum`: what all of them have moved is combined.
+
+    Horovod does so parameter by parameter within the backward pass, and has the parameters half-changed while it runs;
+    here they change in `step`, all at once, which also suits an optimizer that looks at several of them. All ranks have
+    to take every step: it is not to be used with a `GradScaler`, which skips it where gradients overflow, and here that
+    is decided by each rank's own.
+
+    Attributes:
+        backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
+    """
+
+    own_gradients = False
+
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        super().__init__(sync, passes)
+        self.local = False
+        self.passes_left = passes
+        self.backward: Callable[[], backward.BackwardPass | None] = backward.no_pass
+
+    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+        super().arrived(slot, parameter)
+        if self.backward() is None:
+            if self.passes_left <= 0:
+                raise AssertionError(TOO_MANY)
+            backward.enter(self)
+        if slot.bucket is None:
+            self.sync.arrivals.append(slot)
+
+    def backward_ends(self) -> bool:
+        """The backward pass is over; nothing is to be reduced."""
+        self.passes_left -= 1
+        self.backward = backward.no_pass
+        return False
+
+    def backward_returns(self) -> None:
+        """Nothing has been reduced."""
+
+    def pass_is_gone(self) -> None:
+        """The backward pass has ended, well or not."""
+
+    def set_passes(self, passes: int) -> None:
+        self.passes = self.passes_left = passes
+
+    def skip_synchronize(self) -> NoReturn:
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+
+    def zeroed(self) -> None:
+        self.ended()
+
+    def ended(self) -> None:
+        self.passes_left = self.passes
+        self.backward = backward.no_pass
+
+    def own_state(self) -> None:
+        return None
+
+    def terms(self, slots: Sequence[Slot]) -> Terms:
+        return When.terms(self, slots)
+
+    @property
+    def _leaves_out_joined(self) -> bool:
+        return False
+
+    def _anchor(self, anew: bool = False) -> None:
+        super()._anchor(anew=True)
+
+
+def _velocity(slot: Slot) -> torch.Tensor:
+    if slot.velocity is None:
+        slot.velocity = torch.zeros_like(slot.parameter)
+    return slot.velocity

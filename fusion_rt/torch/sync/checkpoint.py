@@ -1,0 +1,301 @@
+"""What daemons remember of one optimizer, on the side of the worker: saved, given back, and carried from one membership
+epoch to the next.
+
+That is what codecs have not sent, and what homes have of shards. From here daemons learn that learning rates have
+changed, so that residuals are rescaled (as in BytePS: what a residual holds will be applied with the new rate). What
+this worker itself owes to the others because its node's daemon cannot have it (`carried`) goes along with its next
+gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from fusion_rt import codecs, wire
+from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.torch import ops
+from fusion_rt.torch.ops.objects import allgather_object
+from fusion_rt.torch.sync import carried
+from fusion_rt.torch.sync.carried import Carried
+from fusion_rt.torch.sync.options import Options, Where
+from fusion_rt.torch.sync.parameters import Trained
+from fusion_rt.torch.sync.selections import Selections
+from fusion_rt.torch.sync.slots import Slot, memory_order
+
+KEY = "fusion_rt"
+"""Of a distributed optimizer's `state_dict`; torch's own optimizers ignore it."""
+
+
+class Source(Protocol):
+    """Whoever knows where daemons have it."""
+
+    selections: Selections
+
+    @property
+    def slots(self) -> Iterable[Slot]:
+        """Slots of all parameters that are exchanged."""
+
+    def where(self) -> Where | None:
+        """Where it is; None if nothing is remembered, or this worker is no member of a job. Raises `ValueError` if
+        gradients are under way."""
+
+
+class Checkpoint:
+    """What daemons remember of one optimizer.
+
+    Args:
+        source: asked where it is.
+        options: how the optimizer's parameters are exchanged.
+        trained: the parameters, and their learning rates.
+    """
+
+    def __init__(self, source: Source, options: Options, trained: Trained) -> None:
+        self._source = source
+        self._trained = trained
+        self._codec = options.reduction.codec
+        self._homes = not options.algorithm.sums_gradients
+        self._at_shards = options.algorithm.at_shards
+        self._is_global = options.process_set.process_set_id == GLOBAL_SET
+        self._owed: carried.Arrays = {}  # gradients to be sent with this worker's next ones, flat, by name
+        self._arriving: tuple[Carried, Carried, bool] | None = None  # from another epoch or plan, until there is a plan
+        self._seen: Sequence[float] | None = None  # the learning rate of each group
+        self._rates: dict[str, float] = {}  # the last one above zero, by parameter
+        self._factors: dict[str, float] = {}  # of residuals, not told yet
+        self.remembers = self._homes or codecs.parse(self._codec).stateful
+
+    def use(self, codec: str) -> None:
+        """Gradients are compressed by this codec from now on; what another one remembered is for daemons to keep."""
+        if codec == self._codec:
+            return
+        before, self._codec = self.remembers, codec
+        self.remembers = self._homes or codecs.parse(codec).stateful
+        if self.remembers:
+            self._resume(self._rates if before else {})
+            self.begin()
+
+    # --- learning rates -----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins: notes by what residuals are to be multiplied."""
+        if not self.remembers or (seen := self._trained.group_rates()) == self._seen:
+            return
+        self._seen = seen
+        for name, rate in self._trained.rates().items():
+            if not 0 < rate < math.inf:
+                continue
+            factor = self._factors.get(name, 1.0) * self._rates.get(name, rate) / rate
+            self._rates[name] = rate
+            if 0 < factor < math.inf:
+                self._factors[name] = factor
+
+    def rescale(self, slots: Sequence[Slot]) -> tuple[float, ...]:
+        """By what the residuals of these slots are to be multiplied; empty when nothing has changed. Told once."""
+        if not self._factors:
+            return ()
+        factors = tuple(self._factors.pop(slot.name, 1.0) for slot in slots)
+        return factors if any(factor != 1.0 for factor in factors) else ()
+
+    def _resume(self, rates: Mapping[str, float]) -> None:
+        """Residuals were meant for these rates; the next step compares."""
+        self._seen, self._rates, self._factors = None, dict(rates), {}
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+
+    def pay(self, name: str) -> carried.Array | None:
+        """What is owed of a parameter, flat, and is to be sent now; None if nothing is."""
+        return self._owed.pop(name, None)
+
+    def move(self) -> None:
+        """Has homes, and what their workers have not sent, go on in the next plan, of other buckets. An operation on
+        all ranks, when nothing is under way."""
+        if not self._at_shards:
+            return
+        where = self._source.where()
+        assert where is not None
+        ops.barrier(process_set=where.ranks)  # nobody posts to these homes any more
+        mine = self.carry() or Carried()
+        homes = carried.united(allgather_object(mine.homes, process_set=where.ranks))
+        kept = Carried(homes=homes, rates=dict(self._rates))
+        self._arriving = kept, replace(mine, homes={}), where.is_first_of_node
+
+    def planned(self, where: Where, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
+        """There is a new plan of these slots, of which nothing has been sent: gives homes and senders what was carried,
+        before anything comes to them, and before the homes' seed."""
+        if self._arriving is None:
+            return
+        common, mine, loads = self._arriving
+        here, state = where.here, dict[str, Any]()
+        self._resume(common.rates)
+        sizes = self.sizes()
+        owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
+        values = {name: _flat(slot.parameter) for name, slot in slots.items()} if loads else {}
+        ranks = len(here.client.process_sets[plan.process_set].ranks)
+        for bucket, home in zip(plan.buckets, plan.homes, strict=True):
+            if home != here.client.welcome.node:
+                state |= carried.sender_state(bucket, here.rank, owed, mine.velocities)
+                owed = {name: value for name, value in owed.items() if name not in {t.name for t in bucket.tensors}}
+            elif loads:
+                state |= carried.home_state(bucket, ranks, common.homes, values)
+        self._owed = owed
+        if state:
+            with here.allocating:
+                here.client.load_state(plan.process_set, where.group, state)
+        self._arriving = None
+        ops.barrier(process_set=where.ranks)
+
+    # --- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def codec_state(self) -> dict[str, Any] | None:
+        """What a checkpoint of this node has to have: tensors, numbers and texts; None if there is nothing.
+
+        Raises:
+            ValueError: gradients are under way.
+            HorovodInternalError: gradients of other ranks of this node are.
+        """
+        where = self._source.where()
+        if where is None:
+            return None
+        state = self._source.selections.saved(where)
+        return {
+            "codec": self._codec,
+            "node": where.here.client.welcome.node,
+            "rates": dict(self._rates),
+            "state": {key: torch.from_numpy(value) for key, value in state.items()},
+        }
+
+    def load_codec_state(self, saved: Mapping[str, Any]) -> None:
+        """Gives that back; does nothing without such a codec. Another node's residuals are left out, with a warning.
+
+        Raises:
+            ValueError: it is nothing that `codec_state` returned, or of other parameters; or as for `codec_state`.
+            HorovodInternalError: the daemon cannot use it.
+        """
+        where = self._source.where()
+        if where is None:
+            return
+        here, selections = where.here, self._source.selections
+        selections.lay_down(where)
+        try:
+            node, rates = int(saved["node"]), {str(name): float(rate) for name, rate in saved["rates"].items()}
+            state = {str(key): value.detach().cpu().contiguous().numpy() for key, value in saved["state"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"what is saved under {KEY!r} is no state of a distributed optimizer: {error!r}") from None
+        self._check(state)
+        own = here.client.welcome.node
+        if node != own and here.local_rank == 0 and own == (0 if node else 1):
+            warnings.warn(
+                f"this checkpoint has what the codec {saved.get('codec')} had not sent on node {node}; on the other "
+                f"nodes that is lost, and they start with none. To keep it, save optimizer.state_dict() on one rank of "
+                f"each node (where hvd.local_rank() == 0) to a file of its own, and load on each node its own",
+                stacklevel=4,
+            )
+        if not selections.led:
+            with here.allocating:
+                here.client.load_state(where.process_set, where.group, state, common=node != own)
+        self._resume(rates)
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        sizes = self.sizes()
+        for key, value in state.items():
+            if key.startswith(("home:", "sender:")):
+                continue  # of an algorithm; the daemon knows what it can use
+            kind, slash, name = key.partition(":")[2].partition("/")
+            if slash and name not in sizes:
+                raise ValueError(
+                    f"the checkpoint has compression state of a parameter {name!r}, which this optimizer does not "
+                    f"train; load it with the model, and the names of parameters, that it was written with"
+                )
+            if slash and kind == "residual" and value.size != sizes[name]:
+                raise ValueError(
+                    f"the parameter {name!r} has {sizes[name]} elements, and {value.size} in the checkpoint's "
+                    f"compression state"
+                )
+
+    def common_codec_state(self) -> dict[str, Any]:
+        """What the codec remembers alike on all nodes, such as the number of steps."""
+        where = self._source.where()
+        return {} if where is None else where.here.client.save_state(where.process_set, where.group, common=True)
+
+    def load_common_codec_state(self, state: dict[str, Any]) -> None:
+        """Lets this node go on where another one is. Residuals stay if it is there already; else there are none."""
+        where = self._source.where()
+        if where is not None and not self._source.selections.led:
+            self._source.selections.lay_down(where)
+            with where.here.allocating:
+                where.here.client.load_state(where.process_set, where.group, state, common=True)
+
+    # --- from one membership epoch to the next ------------------------------------------------------------------------
+
+    @property
+    def carries(self) -> bool:
+        """Whether there is anything to be carried to another membership epoch; the same on all ranks."""
+        return self.remembers and bool(list(self._source.slots)) and self._is_global
+
+    def sizes(self) -> dict[str, int]:
+        """Elements of each tensor, by name."""
+        return self._trained.sizes()
+
+    def carry(self) -> Carried | None:
+        """What this node remembers; None on all but one of its ranks, and where there is nothing.
+
+        Raises:
+            ValueError: gradients are under way.
+            HorovodInternalError: gradients of other ranks of this node are.
+        """
+        where = self._source.where()
+        if where is None or not self.carries:
+            return None
+        waiting = self._still_carried()
+        if waiting is None and where.is_first_of_node:
+            waiting = carried.collect(self._source.selections.saved(where), where.plan, self._rates)
+        if waiting is None and not self._owed:
+            return None
+        waiting = waiting or Carried(rates=dict(self._rates))
+        return replace(waiting, residuals=carried.add(waiting.residuals, self._owed))
+
+    def settle(self, common: Carried, mine: Carried, loads: bool) -> None:
+        """Goes on, in a new membership epoch, from what was carried. To be called on all ranks.
+
+        Args:
+            common: what is the same on all of them: `common`, `buckets`, `homes` and `rates` count.
+            mine: residuals and velocities that are this worker's to send.
+            loads: this worker of its node gives the daemon what is to be loaded; alone on its node if it is.
+
+        Raises:
+            HorovodInternalError: the daemon cannot use it.
+        """
+        if self._at_shards:  # waits for a plan, which says where the homes are
+            self._arriving = common, mine, loads
+            return
+        where = self._source.where()
+        if where is None:
+            return
+        self._resume(common.rates)
+        sizes = self.sizes()
+        if loads and len(where.nodes()) > 1 and common.buckets:
+            self._source.selections.lay_down(where)
+            state = carried.codec_state(common, mine.residuals, mine.velocities, sizes)
+            with where.here.allocating:
+                where.here.client.load_state(where.process_set, where.group, state)
+        else:
+            self._owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
+
+    def _still_carried(self) -> Carried | None:
+        """What has been carried here and waits for a plan."""
+        if self._arriving is None:
+            return None
+        common, mine, loads = self._arriving
+        return replace(mine, homes=common.homes, rates=common.rates) if loads else mine
+
+
+def _flat(parameter: torch.Tensor) -> carried.Array:
+    """The parameter's values as they lie in a bucket."""
+    value = parameter.detach()
+    flat = value.permute(memory_order(value)).contiguous().view(-1).cpu()
+    return (flat if flat.dtype in (torch.float32, torch.float64) else flat.float()).numpy()

@@ -1,0 +1,361 @@
+"""Gradients that are reduced in the backward pass: when `backward()` returns, `p.grad` is the reduced gradient.
+
+What a script does with it before `step()` is done on all ranks alike then. A further backward pass before `step()` is
+reduced by itself: what `p.grad` holds is set aside before autograd adds to it, and added to the result. Nothing is left
+to be reduced by `synchronize()` and `step()`, which Horovod's scripts call, except on a rank that has computed no
+gradient since the last step: there they take part in the reduction of the others with zeros.
+
+In the first step hooks only note in which order gradients arrive; that order is proposed, and the plan says which
+bucket each belongs to. From then on a hook counts its bucket down, and the last one copies the bucket's gradients into
+the arena at once and sends one message. Afterwards `p.grad` *is* the place in the arena: gradients that accumulate
+there need no copy at all, and reduced ones never do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion_rt.client import Terms
+from fusion_rt.errors import HorovodInternalError, StepGivenUp
+from fusion_rt.quoting import quoted
+from fusion_rt.torch import ops
+from fusion_rt.torch.core.compressors import Compression
+from fusion_rt.torch.core.process_sets import takes_part
+from fusion_rt.torch.sync import backward
+from fusion_rt.torch.sync.buckets import Bucket
+from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When
+from fusion_rt.trace_format import Kind
+
+_GRADIENT = int(Kind.GRADIENT)
+_KNOWN_TO = "_known_to_fusion_rt"  # of an exception: the synchronisers that have seen to it; it is not to be kept alive
+_MOST = 500  # characters of an exception that other ranks are told
+_ZEROED_EARLY = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+
+
+class InBackward(When):
+    """Reduces gradients while the backward pass computes them.
+
+    Attributes:
+        passes_left: backward passes until gradients are complete.
+        pass_number: of the backward pass that runs, and completes gradients; 0: none does.
+        backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
+        reduced: how often gradients have been reduced since the last step.
+    """
+
+    eager = True
+
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        super().__init__(sync, passes)
+        self.passes_left = passes
+        self.pass_number = self.reduced = self._passes = 0
+        self.backward: Callable[[], backward.BackwardPass | None] = backward.no_pass
+        self._kept: list[Slot] = []  # to whose next result earlier ones are added
+        self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
+        self._closing: Bucket | None = None  # sent when a backward pass has ended, and so succeeds if all ranks' have
+        self._skipping = False  # inside skip_synchronize()
+
+    # --- a backward pass ----------------------------------------------------------------------------------------------
+
+    def arriving(self, slot: Slot, gradients: Any) -> None:
+        if slot.closed:
+            self._reopen(slot)
+
+    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+        number = self.pass_number
+        if number == slot.seen or not number:
+            if self.backward() is None:
+                self._backward_begins()
+            number = self.pass_number
+            if self.passes_left > 1:
+                return
+            if number == slot.seen:
+                self._arrived_again(slot)
+                return
+        slot.seen = number
+        sync = self.sync
+        steps = sync.steps
+        steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
+        bucket = slot.bucket
+        if bucket is None:
+            sync.arrivals.append(slot)
+            return
+        bucket.missing -= 1
+        if not bucket.missing or sync.copying:
+            sync.advance(bucket)
+
+    def _backward_begins(self) -> None:
+        """The first gradient of a backward pass has come.
+
+        Raises:
+            AssertionError: there were too many before `step()`.
+            HorovodInternalError: the job has failed.
+            ValueError: as `Synchroniser.begin`.
+        """
+        if self._pass_failed:
+            self._pass_has_failed()
+        if self.passes_left <= 0:
+            raise AssertionError(TOO_MANY)
+        if self.sync.idle:
+            self.sync.begin()
+        backward.enter(self)
+        if self.passes_left <= 1:
+            self._passes += 1
+            self.pass_number = self._passes
+
+    def backward_ends(self) -> bool:
+        """The backward pass is over. Returns whether gradients are to be reduced now."""
+        self.passes_left -= 1
+        self.pass_number = 0
+        if self.passes_left <= 0:
+            return True
+        self.backward = backward.no_pass
+        return False
+
+    def pass_is_gone(self) -> None:
+        """The backward pass has ended, well or not."""
+        self.pass_number = 0
+
+    def backward_returns(self) -> None:
+        """Reduces the gradients of the backward pass. Raises as `synchronize`."""
+        self._reduce()
+
+    def _reopen(self, slot: Slot) -> None:
+        """Autograd is about to add to a gradient that has been reduced, which is set aside.
+
+        Raises:
+            AssertionError, RuntimeError: it is being reduced.
+            HorovodInternalError: the job has failed.
+        """
+        if self._pass_failed:
+            self._pass_has_failed()
+        if slot.parameter.grad is None:
+            slot.closed = False
+        elif self.passes_left <= 0:
+            raise AssertionError(TOO_MANY)
+        elif slot.bucket is None or not slot.bucket.sent:
+            self._keep(slot)
+        else:
+            raise RuntimeError(
+                f"parameter {slot.name!r} gets its gradient in several parts in one backward pass, of which the first "
+                "is being reduced already, as it happens with torch.utils.checkpoint(use_reentrant=True) where a "
+                "module is used more than once; use use_reentrant=False"
+            )
+
+    def _arrived_again(self, slot: Slot) -> None:
+        """A part of a gradient has come after another one in the same backward pass: the next parts are waited for."""
+        self._in_parts.add(slot.name)
+        bucket = slot.bucket
+        if bucket is not None and not bucket.patient:
+            bucket.patient = True
+            bucket.missing += 1
+
+    def _keep(self, slot: Slot) -> None:
+        slot.keep()
+        self._kept.append(slot)
+
+    # --- a backward pass that fails -----------------------------------------------------------------------------------
+
+    @property
+    def _pass_failed(self) -> bool:
+        return self.backward is not backward.no_pass and self.backward() is None
+
+    def _pass_has_failed(self) -> None:
+        """A backward pass has raised, and the script goes on. If gradients were to be reduced at its end, this rank
+        gives the step up for all ranks; else the pass has been made, and nobody has to know.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+        """
+        if (error := sys.exc_info()[1]) is not None:
+            error.__dict__.setdefault(_KNOWN_TO, set()).add(self.serial)
+        if self.sync.idle:
+            self.sync.begin()
+        if self.passes_left > 1:
+            self.passes_left -= 1
+            self.backward, self.pass_number = backward.no_pass, 0
+        else:
+            self._give_up()
+
+    def _pass_was_raised(self) -> bool:
+        """Whether the script is handling what a backward pass of these parameters raised before any gradient came."""
+        error = sys.exc_info()[1]
+        if error is None or not self.sync.idle or isinstance(error, HorovodInternalError):
+            return False
+        if self.serial in error.__dict__.get(_KNOWN_TO, ()):
+            return False
+        leaves = {id(parameter) for parameter in backward.leaves_of_failed(error)}
+        return any(id(slot.parameter) in leaves for slot in self.sync.slots)
+
+    def _give_up(self) -> str:
+        """Lets this step fail on all ranks: what was sent is over when this returns. Returns why."""
+        error, sync = sys.exc_info()[1], self.sync
+        what = "an exception" if error is None else quoted(f"{type(error).__name__}: {error}")[:_MOST]
+        why = f"its backward pass raised {what}"
+        try:
+            if not sync.plan.made:
+                sync.make_plan()
+            sync.post()
+            for bucket in sync.plan.buckets:
+                if not bucket.sent:
+                    bucket.give_up(why)
+            sync.await_sent()
+            for slot in sync.slots:
+                if slot.closed:
+                    slot.parameter.grad, slot.closed = None, False
+        finally:
+            sync.end_step()
+        return why
+
+    def check_pass(self) -> None:
+        """A step is to be taken. Raises `StepGivenUp` if the last backward pass has failed, on all ranks."""
+        if self._pass_failed:
+            raise StepGivenUp(f"this rank {StepGivenUp.SAYS}: {self._give_up()}; all ranks have to skip this batch")
+
+    # --- what the script calls ----------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Takes the script's optimizer's step, after `synchronize()`, unless that is skipped.
+
+        With a closure, the loss that it returns is reduced as gradients are: an optimizer that decides by the loss
+        (L-BFGS) has to decide the same on all ranks.
+        """
+        sync = self.sync
+        sync.steps.begin()
+        if not self._skipping:
+            if closure is not None:
+                closure = partial(self._reduced_closure, optimizer, closure)
+            if closure is None or not sync.idle:
+                self.synchronize()
+        result = optimizer._step(closure)
+        self.reduced = 0
+        sync.steps.end()
+        return result
+
+    def synchronize(self) -> None:
+        if not self.reduced or not self.sync.idle:
+            self._reduce()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        self._skipping = True
+        try:
+            yield
+        finally:
+            self._skipping = False
+
+    def zeroed(self) -> None:
+        """The script forgets its gradients.
+
+        Raises:
+            AssertionError: they are being reduced.
+            HorovodInternalError: the job has failed.
+        """
+        sync = self.sync
+        if self._pass_failed or self._pass_was_raised():
+            self._pass_has_failed()
+        elif not sync.idle:
+            if any(bucket.sent for bucket in sync.plan.buckets):
+                raise AssertionError(_ZEROED_EARLY)
+            sync.end_step()
+        for slot in sync.slots:
+            slot.closed = False
+        self.reduced = 0
+
+    def discard(self) -> None:
+        self.reduced = 0
+        if self.sync.idle:
+            return
+        with contextlib.suppress(HorovodInternalError):  # whatever becomes of them: nobody is interested any more
+            if self._pass_failed:
+                self._give_up()
+            self.sync.post()
+        self.sync.await_sent()
+        self.sync.end_step()
+
+    def set_passes(self, passes: int) -> None:
+        self.passes = passes
+        if self.sync.idle:
+            self.passes_left = passes
+
+    def _reduce(self) -> None:
+        """Reduces what has not been sent yet and waits until every `p.grad` is the reduced gradient.
+
+        Raises:
+            HorovodInternalError: a reduction failed, on all ranks, or this rank's backward pass has.
+        """
+        began, sync = time.perf_counter(), self.sync
+        self.check_pass()
+        if sync.idle:
+            sync.begin()
+        sync.submit()
+        try:
+            sync.receive()
+            if self._kept:
+                with torch.no_grad():
+                    for slot in self._kept:
+                        slot.add_kept()
+            self.reduced += 1
+        finally:
+            sync.end_step()
+        sync.note_waited(began)
+        sync.note_step(all_here=True)
+
+    def _reduced_closure(self, optimizer: Any, closure: Closure) -> Any:
+        self.reduced = 0
+        loss = closure()
+        self.synchronize()
+        return self._reduced_loss(optimizer, loss) if takes_part(optimizer.process_set) else loss
+
+    def _reduced_loss(self, optimizer: Any, loss: Any) -> Any:
+        if isinstance(loss, torch.Tensor):
+            factor = optimizer.gradient_predivide_factor
+            return ops.allreduce(
+                loss.detach(), None, None, Compression.none, optimizer.op, 1.0 / factor, factor, optimizer.process_set
+            )
+        if isinstance(loss, float):
+            return float(self._reduced_loss(optimizer, torch.tensor(loss, dtype=torch.float64)))
+        return loss
+
+    # --- what the synchroniser says -----------------------------------------------------------------------------------
+
+    def terms(self, slots: Sequence[Slot]) -> Terms:
+        return Terms(self.sync.checkpoint.rescale(slots), passes=self.reduced + 1)
+
+    def planned(self) -> None:
+        buckets = self.sync.plan.buckets
+        self._closing = buckets[-1] if buckets else None
+        for bucket in buckets:
+            bucket.patient = any(slot.name in self._in_parts for slot in bucket.slots)
+
+    def holds_back(self, bucket: Bucket) -> bool:
+        return bucket is self._closing
+
+    def sending(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if slot.closed:
+                self._keep(slot)
+            slot.closed = True
+
+    def ended(self) -> None:
+        for slot in self._kept:
+            slot.kept = None
+        self._kept.clear()
+        self.passes_left = self.passes
+        self.backward, self.pass_number = backward.no_pass, 0
+
+    def plan_given_up(self, anew: bool) -> None:
+        self._closing = None
+        if anew:
+            self.reduced = 0

@@ -1,0 +1,75 @@
+"""How an optimizer's gradients or parameters are exchanged, as it was asked for; and where daemons keep their part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusion_rt import algorithms, wire
+from fusion_rt.torch.autotune.replanning import Replanning
+from fusion_rt.torch.core.process_sets import ProcessSet
+from fusion_rt.torch.core.runtime import Runtime
+from fusion_rt.torch.ops.signatures import id_of
+from fusion_rt.torch.sync.strategies import Applied, Gradients, Posted, ToOptimizer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What does not change about an optimizer's exchanges.
+
+    Attributes:
+        reduction: how the ranks' contributions are combined.
+        process_set: the ranks that take part.
+        posted, applied: what is posted, and what becomes of the answer.
+        compressor: a script's own, applied to each gradient before and after; None if there is none.
+        sparse_as_dense: sparse gradients are reduced as dense ones.
+        replanning: makes what replaces plans by others; None: they are for ever.
+    """
+
+    reduction: wire.Reduction
+    process_set: ProcessSet
+    posted: Posted = field(default_factory=Gradients)
+    applied: Applied = field(default_factory=ToOptimizer)
+    compressor: Any = None
+    sparse_as_dense: bool = False
+    replanning: Callable[[], Replanning] | None = None
+
+    @property
+    def algorithm(self) -> algorithms.Algorithm:
+        """How the ranks' work becomes one model."""
+        return algorithms.parse(self.reduction.algorithm)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where daemons have what they remember of an optimizer.
+
+    Attributes:
+        here: this worker's membership.
+        ranks: the process set that takes part.
+        group: name of the plans.
+        plan: the active one; None if there is none.
+    """
+
+    here: Runtime
+    ranks: ProcessSet
+    group: str
+    plan: wire.Plan | None
+
+    @property
+    def process_set(self) -> int:
+        """Id of the process set. Raises as `id_of`."""
+        return id_of(self.here, self.ranks, "allreduce")
+
+    def nodes(self) -> dict[int, list[int]]:
+        """The ranks that take part, by node."""
+        found: dict[int, list[int]] = {}
+        for rank in self.here.client.process_sets[self.process_set].ranks:
+            found.setdefault(self.here.client.topology.node_of(rank), []).append(rank)
+        return found
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this worker is the first of those on its node."""
+        return self.here.rank == self.nodes()[self.here.client.welcome.node][0]

@@ -1,0 +1,242 @@
+"""How a distributed optimizer is made of the script's.
+
+It is an instance of a class made for it, which derives from the script's, so that `isinstance`, LR schedulers and
+`state_dict` see what they know. It shares the original's state and parameter groups. What it does about other ranks is
+its synchroniser's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fusion_rt.torch.core.process_sets import ProcessSet
+from fusion_rt.torch.sync.checkpoint import KEY
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Trained
+from fusion_rt.torch.sync.synchroniser import OptimizerStatistics, Synchroniser, When
+from fusion_rt.trace_format import Kind
+
+_OWN = "fusion_rt_local"
+"""Of a `state_dict`: the steps taken, and an outer optimizer, where ranks take local steps."""
+_APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """What is put in front of the script's optimizer class. Instances come from `wrap` only.
+
+    Attributes:
+        op, gradient_predivide_factor, sparse_as_dense, process_set: as they were given.
+        backward_passes_per_step: backward passes whose gradients are accumulated before they are reduced.
+        samples: how many samples this rank's next gradients come from, for algorithms that weigh them.
+    """
+
+    op: Any = None
+    gradient_predivide_factor = 1.0
+    sparse_as_dense = False
+    process_set: ProcessSet
+    _script_class: type[torch.optim.Optimizer]
+    _script_optimizer: torch.optim.Optimizer
+    _sync: Synchroniser
+    _parameter_names: dict[torch.Tensor, str]
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes a step: the script's optimizer's, or what the algorithm has instead, together with the other ranks.
+
+        Raises:
+            HorovodInternalError: an exchange failed, on all ranks.
+            ValueError: what the script has done since the last step cannot be followed; the sentence says why.
+        """
+        return self._sync.when.step(self, closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
+
+    def synchronize(self) -> None:
+        """Sees to it that every `p.grad` is reduced, which it is after `backward()`: that leaves backward passes that
+        `backward_passes_per_step` still waits for, and ranks without one, whose gradients count as zeros. Does nothing
+        where gradients are this rank's own until `step()`, and may be clipped at any time before.
+
+        Raises:
+            HorovodInternalError: a reduction failed, on all ranks.
+        """
+        self._sync.when.synchronize()
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Inside this context `step` does not call `synchronize`, as scripts for Horovod have it::
+
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        """
+        return self._sync.when.skip_synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the script's optimizer's. If the last `backward()` has failed, no rank takes this step: on the others,
+        `backward()` raises `HorovodInternalError`, which names this rank and its exception.
+
+        Raises:
+            AssertionError: gradients are being reduced.
+            HorovodInternalError: the job has failed.
+        """
+        self._sync.when.zeroed()
+        super().zero_grad(set_to_none)
+
+    def reseed(self) -> None:
+        """Goes on from the parameters as they are now, which have to be the same on all ranks: after the script has set
+        them between steps (`load_state_dict`, pruning), and `hvd.broadcast_parameters`. To be called on all ranks.
+
+        The optimizer's state stays. With an algorithm that needs no telling this only forgets what is under way.
+
+        Raises:
+            HorovodInternalError: it failed.
+        """
+        self._sync.when.reseed()
+
+    def drain(self) -> None:
+        """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
+        self._sync.when.drain()
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        return self._sync.when.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Backward passes whose gradients are accumulated before they are reduced, from the next step on."""
+        self._sync.when.set_passes(checked_passes(passes))
+
+    @property
+    def samples(self) -> int:
+        return self._sync.when.samples
+
+    @samples.setter
+    def samples(self, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"gradients come from at least one sample, not {count}")
+        self._sync.when.samples = count
+
+    def statistics(self) -> OptimizerStatistics:
+        """What the communication of this optimizer has cost so far."""
+        return self._sync.statistics()
+
+    # --- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the script's optimizer's. With a codec that remembers what it has not sent, this node's memory is under
+        "fusion_rt", so that a checkpoint of each node (of one of its ranks) has to be kept. Where ranks take local
+        steps, their number is there too; what is under way is waited for and taken, so save the model after this."""
+        own = self.own_state()
+        state = self.plain_state_dict()
+        remembered = self._sync.checkpoint.codec_state()
+        state |= {} if remembered is None else {KEY: remembered}
+        return state if own is None else {**state, _OWN: own}
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """The `state_dict` of the script's optimizer, after updates that wait."""
+        self._sync.when.finish()
+        return super().state_dict()
+
+    def own_state(self) -> dict[str, Any] | None:
+        """The number of local steps and the outer optimizer, the same on all ranks; None where there are none."""
+        return self._sync.when.own_state()
+
+    def load_own_state(self, own: dict[str, Any] | None) -> None:
+        """Goes on from an `own_state`, and the parameters that belong to it."""
+        if own is not None:
+            self._sync.when.load_own_state(own)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the script's optimizer's; gradients that have arrived since the last step are forgotten."""
+        when = self._sync.when
+        when.finish_or_drop()
+        when.discard()
+        super().load_state_dict({key: value for key, value in state_dict.items() if key not in (KEY, _OWN)})
+        if KEY in state_dict:
+            self._sync.checkpoint.load_codec_state(state_dict[KEY])
+            when.homes_are_loaded()
+        self.load_own_state(state_dict.get(_OWN))
+
+    def __reduce__(self) -> Any:
+        """What is pickled or copied is the script's optimizer, with its state: a connection cannot be, and the copy's
+        parameters are others. Wrap it again."""
+        self._sync.when.finish()
+        return _new, (self._script_class,), self.__getstate__()
+
+    # --- for the synchroniser -----------------------------------------------------------------------------------------
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The script's optimizer's step."""
+        self._note_step()
+        steps = self._sync.steps
+        steps.trace.record(_APPLY_BEGIN, "", 0, steps.number)
+        result = super().step(closure) if closure is not None else super().step()
+        steps.trace.record(_APPLY_END, "", 0, steps.number)
+        return result
+
+    def _note_step(self) -> None:
+        """A scheduler made for the original asks this of it, and would warn that it was never stepped."""
+        self._script_optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _overflowed(self) -> bool:
+        """Whether a `GradScaler`, which calls `step()`, found that gradients are not finite. If it has left it to the
+        optimizer to unscale them, that is done."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()
+            for group in self.__dict__["param_groups"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(inverse.to(parameter.grad.device))
+        if found is not None:
+            self.grad_scale = self.found_inf = None  # the script's optimizer has nothing to do with them
+        return bool(found)
+
+
+def wrap(
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.Tensor, str],
+    together: dict[torch.Tensor, int],
+    options: Options,
+    when: Callable[[Synchroniser], When],
+) -> Any:
+    """The optimizer, made distributed.
+
+    Args:
+        optimizer: the script's.
+        names: of its parameters.
+        together: numbers of the groups of those that are reduced together.
+        options: how its parameters are exchanged.
+        when: makes the strategy that says when.
+    """
+    script_class = type(optimizer)
+    space = {"__module__": "fusion_rt.torch.optimizer", "_script_class": script_class}
+    made = type(script_class.__name__, (Wrapped, script_class), space)
+    wrapped: Any = object.__new__(made)
+    # Not by __init__, whose arguments only the script knows; the state, which may have been loaded, is taken over, too.
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.__dict__.pop("step", None)  # an LR scheduler puts a wrapper there, bound to the original
+    wrapped._script_optimizer, wrapped._parameter_names = optimizer, names
+    sync = wrapped._sync = Synchroniser(options, Trained(weakref.ref(wrapped), together, options.process_set), when)
+    if sync.when.own_gradients:
+        wrapped._step_supports_amp_scaling = True
+    if sync.when.delays:
+        wrapped.synchronize_parameters = sync.when.finish
+    weakref.finalize(wrapped, sync.release).atexit = False
+    return wrapped
+
+
+def checked_passes(passes: int) -> int:
+    """Raises `ValueError` unless it is a positive number."""
+    if passes <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    return passes
+
+
+def _new(script_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    return script_class.__new__(script_class)
