@@ -64,10 +64,6 @@ class ActivePlan:
         """Whether this rank is the first of those that take part."""
         return self.here.rank == self.here.client.process_sets[self.where().process_set].ranks[0]
 
-    def in_node(self) -> bool:
-        """Whether the ranks of this node combine this step's gradients."""
-        return self.node is not None and self.node.reduces
-
     def propose(
         self, order: Mapping[str, Slot], reduction: wire.Reduction, replanning: Replanning | None, may_be_late: bool
     ) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -28,7 +28,7 @@ from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When
+from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When, no_pass
 from fusion_rt.torch.sync.weights import Weights, not_finite
 from fusion_rt.trace_format import Kind
 
@@ -327,9 +327,6 @@ class AdasumAtStep(AtStep):
     here they change in `step`, all at once, which also suits an optimizer that looks at several of them. All ranks have
     to take every step: it is not to be used with a `GradScaler`, which skips it where gradients overflow, and here that
     is decided by each rank's own.
-
-    Attributes:
-        backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
     """
 
     own_gradients = False
@@ -337,8 +334,6 @@ class AdasumAtStep(AtStep):
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
         self.local = False
-        self.passes_left = passes
-        self.backward: Callable[[], backward.BackwardPass | None] = backward.no_pass
 
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
         super().arrived(slot, parameter)
@@ -348,18 +343,6 @@ class AdasumAtStep(AtStep):
             backward.enter(self)
         if slot.bucket is None:
             self.sync.arrivals.append(slot)
-
-    def backward_ends(self) -> bool:
-        """The backward pass is over; nothing is to be reduced."""
-        self.passes_left -= 1
-        self.backward = backward.no_pass
-        return False
-
-    def backward_returns(self) -> None:
-        """Nothing has been reduced."""
-
-    def pass_is_gone(self) -> None:
-        """The backward pass has ended, well or not."""
 
     def set_passes(self, passes: int) -> None:
         self.passes = self.passes_left = passes
@@ -372,7 +355,7 @@ class AdasumAtStep(AtStep):
 
     def ended(self) -> None:
         self.passes_left = self.passes
-        self.backward = backward.no_pass
+        self.backward = no_pass
 
     def own_state(self) -> None:
         return None

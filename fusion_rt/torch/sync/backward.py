@@ -13,58 +13,14 @@ import functools
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fusion_rt.errors import HorovodInternalError
+from fusion_rt.torch.sync.synchroniser import When
 
 _POLL = 1e-3  # seconds
-
-
-class Sender(Protocol):
-    """Sends gradients."""
-
-    def propose(self) -> None:
-        """Asks for a plan if there is none, and does not wait for it."""
-
-    def is_planned(self) -> bool:
-        """Whether `submit` would not wait for a plan."""
-
-    def submit(self) -> None:
-        """Sends what has not been sent."""
-
-
-class Participant(Protocol):
-    """Whoever gets gradients from a backward pass.
-
-    Attributes:
-        backward: set to a reference to the pass that runs.
-    """
-
-    backward: Callable[[], BackwardPass | None]
-
-    @property
-    def serial(self) -> int:
-        """In the order in which participants were made, the same on all ranks."""
-
-    @property
-    def eager(self) -> bool:
-        """Whether gradients are sent as soon as they can be."""
-
-    @property
-    def sync(self) -> Sender:
-        """What sends them."""
-
-    def backward_ends(self) -> bool:
-        """The pass is over. Returns whether gradients are to be reduced now."""
-
-    def backward_returns(self) -> None:
-        """Reduces them. Raises `HorovodInternalError`."""
-
-    def pass_is_gone(self) -> None:
-        """The pass has ended, well or not."""
 
 
 class BackwardPass:
@@ -75,7 +31,7 @@ class BackwardPass:
     """
 
     def __init__(self) -> None:
-        self.participants: list[Participant] = []
+        self.participants: list[When] = []
 
     def __call__(self) -> None:
         """Autograd has run the whole graph. Raises what participants raise, out of `backward()`."""
@@ -96,14 +52,14 @@ class BackwardPass:
         elif due:
             _return_together(sorted(due, key=lambda participant: participant.serial))
 
-    def add(self, participant: Participant) -> None:
+    def add(self, participant: When) -> None:
         """Lets somebody take part."""
         if participant not in self.participants:
             self.participants.append(participant)
         participant.backward = weakref.ref(self, functools.partial(_forget, weakref.ref(participant)))
 
 
-def _return_together(due: list[Participant]) -> None:
+def _return_together(due: list[When]) -> None:
     """All are sent before the first is waited for: ranks may have met them in different orders, and not all of them."""
     eager = [participant for participant in due if participant.eager]
     for participant in eager:
@@ -128,7 +84,7 @@ def _return_together(due: list[Participant]) -> None:
 _passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()  # by graph task
 
 
-def enter(participant: Participant) -> None:
+def enter(participant: When) -> None:
     """Lets somebody take part in the backward pass that calls this from a hook."""
     _running().add(participant)
 
@@ -148,10 +104,6 @@ def leaves_of_failed(error: BaseException) -> list[torch.Tensor]:
     return [node.variable for node in seen if hasattr(node, "variable")]
 
 
-def no_pass() -> None:
-    """In place of a reference to a pass, where none is running."""
-
-
 def _running() -> BackwardPass:
     task = torch._C._current_graph_task_id()
     found = _passes.get(task)
@@ -161,7 +113,7 @@ def _running() -> BackwardPass:
     return found
 
 
-def _forget(reference: weakref.ref[Participant], _: Any) -> None:
+def _forget(reference: weakref.ref[When], _: Any) -> None:
     participant = reference()
     if participant is not None:
         participant.pass_is_gone()

@@ -7,9 +7,9 @@ call of `_foreach_copy_` instead of a `copy_` from Python for each tensor, and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.node.reduction import Combining, NodeReduction
+from fusion_rt.torch.sync.selections import BucketSelector
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.strategies import Applied, Posted
 from fusion_rt.trace_format import Flush, Kind
@@ -49,26 +50,6 @@ class Carriage:
     def is_direct(self, slot: Slot) -> bool:
         """Whether a slot's `p.grad` may be its place in the arena."""
         return self.applied.to_gradients and self.compressor is None and device.layer.is_host(slot.parameter)
-
-
-class SelectsOnDevice(Protocol):
-    """Selects on a device from a bucket's gradients, so that only what is selected is copied to the host."""
-
-    @property
-    def here(self) -> bool:
-        """Whether it does so in this step; else the daemon does."""
-
-    def start(self, bucket: Bucket) -> device.Copying:
-        """Queues a step with all of the bucket's gradients."""
-
-    def follow(self, values: torch.Tensor, terms: Terms) -> device.Copying:
-        """Queues a step with these values (1-D)."""
-
-    def terms(self) -> Terms | None:
-        """What is to be said of what has been selected, once; None if nothing has been."""
-
-    def correct(self) -> None:
-        """The step is over."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +123,7 @@ class Bucket:
         self.urgency = 0
         self.nbytes = 0 if flat is None else flat.nbytes
         self.node: NodeReduction | None = None
-        self.selection: SelectsOnDevice | None = None
+        self.selection: BucketSelector | None = None
         self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._here = here
         self._identity = identity
@@ -169,46 +150,47 @@ class Bucket:
 
     def send(self) -> None:
         """Starts to submit this step's part; a parameter without value contributes zeros."""
-        _ = self._here.client.ready  # asked for first of all, because a forked child has none
+        _ = self._here.client.ready  # asked for first, because a forked child has none
         if self.rows is not None:
             self._rows_of_all = self.rows.start(self.slots[0])
         elif self.node is not None and self.node.reduces:
             self._send_in_node(self.node, gradients=True)
         elif self.selection is not None and self.selection.here:
-            with torch.no_grad():
-                self._share, self._copying = wire.OWN, self.selection.start(self)
+            self._select(self.selection)
         else:
-            self._share = wire.OWN
             self._fill_arena()
         self.sent = True
 
     def _fill_arena(self) -> None:
-        host: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        remote: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._share = wire.OWN
+        views: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        remote: list[tuple[torch.Tensor, torch.Tensor]] = []
         for slot in self.slots:
             view = slot.view
-            assert view is not None
             if slot.direct and (value := slot.parameter.grad) is not None and not value.is_sparse:
                 if value is not view:  # as `outgoing` does; but a call for each of so many would take twice as long
                     slot.sparse = 0
                     slot.parameter.grad = view
-                    host[0].append(view)
-                    host[1].append(value)
+                    views.append(view)  # type: ignore[arg-type]
+                    values.append(value)
                 continue
             value = self.outgoing(slot)
-            if value is view:
-                continue
+            assert view is not None
             if value is None:
                 view.zero_()
+            elif value is view:
                 continue
-            places, values = host if slot.direct or device.layer.is_host(value) else remote
-            places.append(view)
-            values.append(value)
-        with _without_graph():
-            if host[0]:
-                self._copy(*host)
-            if remote[0]:
-                self._copying = device.layer.copy(*remote)
+            elif slot.direct or device.layer.is_host(value):
+                views.append(view)
+                values.append(value)
+            else:
+                remote.append((view, value))
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # `no_grad` takes 20 us with cold caches
+            if views:
+                self._copy(views, values)
+            if remote:
+                self._copying = device.layer.copy(*zip(*remote, strict=True))
                 return
         self.submit()
 
@@ -277,16 +259,24 @@ class Bucket:
         self._send_in_node(self.node, gradients=False)
         self.sent = True
 
+    def _select(self, selection: BucketSelector) -> None:
+        assert self.flat is not None
+        self._share = wire.OWN
+        with torch.no_grad():
+            self._stage(selection.places(self.flat, [slot.parameter for slot in self.slots]))
+            self._copying = selection.start(self._add_owed, self.carriage.terms(self.slots))
+        self.owed.clear()
+
     def _send_in_node(self, node: NodeReduction, gradients: bool) -> None:
         assert self.flat is not None
         views = [slot.view for slot in self.slots]
         staging = node.staging(self._identity[2], self.flat, views, self.slots[0].parameter)  # type: ignore[arg-type]
         with torch.no_grad():
             if gradients:
-                self.stage(staging.places)
+                self._stage(staging.places)
             else:
                 node.fill_with_nothing(staging)
-            self.add_owed(staging.values)
+            self._add_owed(staging.values)
             self._copying = self._combining = node.reduce(staging, self._follow)
         self._share = wire.OF_NODE if node.is_leader else wire.ELSEWHERE
 
@@ -297,7 +287,7 @@ class Bucket:
             return self.selection.follow(values, self.carriage.terms(self.slots))
         return device.layer.copy([self.flat], [values.to(self.flat.dtype)])
 
-    def stage(self, places: Sequence[torch.Tensor]) -> None:
+    def _stage(self, places: Sequence[torch.Tensor]) -> None:
         """Copies this rank's gradients to places on their device; zeros where there is none."""
         filled, values = [], []
         for slot, place in zip(self.slots, places, strict=True):
@@ -310,7 +300,7 @@ class Bucket:
         if filled:
             self._copy(filled, values)
 
-    def add_owed(self, values: torch.Tensor) -> None:
+    def _add_owed(self, values: torch.Tensor) -> None:
         """Adds what is owed to the bucket's values elsewhere than in the arena (1-D)."""
         assert self.flat is not None
         for place, value in self.owed:
@@ -336,8 +326,8 @@ class Bucket:
         """
         if self._rows_of_all is not None:
             self.slots[0].parameter.grad = self._rows_of_all()
-        else:
-            self.land(self.hand_over(), share)
+        elif self._operation is not None:
+            self.land(self._operation, share)
 
     def hand_over(self) -> Operation:
         """The exchange that is under way, which the caller has to `land` before the bucket is sent again."""
@@ -348,11 +338,11 @@ class Bucket:
         """As `receive`, for an operation that was handed over."""
         self.await_end(operation)
         _, clock, plan = operation.about
-        self._here.trace.record(_APPLY_BEGIN, self._label, 0, clock, plan)
-        slots = [slot for slot in self.slots if slot.sparse or not slot.direct]
-        if slots:
+        record = self._here.trace.record
+        record(_APPLY_BEGIN, self._label, 0, clock, plan)
+        if slots := [slot for slot in self.slots if slot.sparse or not slot.direct]:
             self._take(slots, share, operation.sizes == (1,))
-        self._here.trace.record(_APPLY_END, self._label, 0, clock, plan)
+        record(_APPLY_END, self._label, 0, clock, plan)
 
     def _take(self, slots: Sequence[Slot], share: float, added: bool) -> None:
         landings = [self._landing(slot) for slot in slots]
@@ -398,8 +388,3 @@ class Bucket:
             self._rows_of_all()
         elif self._operation is not None and not (self._operation.done and self.selection is None):
             self.await_end(self._operation)
-
-
-def _without_graph() -> AbstractContextManager[Any]:
-    """A context without autograd, which a backward pass is already: `torch.no_grad` takes 20 us with cold caches."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

@@ -83,7 +83,7 @@ class Checkpoint:
 
     def begin(self) -> None:
         """A step begins: notes by what residuals are to be multiplied."""
-        if not self.remembers or (seen := self._trained.group_rates()) == self._seen:
+        if (seen := self._trained.group_rates()) == self._seen:
             return
         self._seen = seen
         for name, rate in self._trained.rates().items():

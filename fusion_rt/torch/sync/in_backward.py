@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When
+from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When, no_pass
 from fusion_rt.trace_format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -48,9 +48,7 @@ class InBackward(When):
     """Reduces gradients while the backward pass computes them.
 
     Attributes:
-        passes_left: backward passes until gradients are complete.
         pass_number: of the backward pass that runs, and completes gradients; 0: none does.
-        backward: a reference to the backward pass that runs, or has failed; else `backward.no_pass`.
         reduced: how often gradients have been reduced since the last step.
     """
 
@@ -58,9 +56,7 @@ class InBackward(When):
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
-        self.passes_left = passes
         self.pass_number = self.reduced = self._passes = 0
-        self.backward: Callable[[], backward.BackwardPass | None] = backward.no_pass
         self._kept: list[Slot] = []  # to whose next result earlier ones are added
         self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
         self._closing: Bucket | None = None  # sent when a backward pass has ended, and so succeeds if all ranks' have
@@ -115,20 +111,16 @@ class InBackward(When):
             self.pass_number = self._passes
 
     def backward_ends(self) -> bool:
-        """The backward pass is over. Returns whether gradients are to be reduced now."""
-        self.passes_left -= 1
         self.pass_number = 0
-        if self.passes_left <= 0:
-            return True
-        self.backward = backward.no_pass
-        return False
+        if self.passes_left > 1:
+            return super().backward_ends()
+        self.passes_left -= 1
+        return True
 
     def pass_is_gone(self) -> None:
-        """The backward pass has ended, well or not."""
         self.pass_number = 0
 
     def backward_returns(self) -> None:
-        """Reduces the gradients of the backward pass. Raises as `synchronize`."""
         self._reduce()
 
     def _reopen(self, slot: Slot) -> None:
@@ -169,7 +161,7 @@ class InBackward(When):
 
     @property
     def _pass_failed(self) -> bool:
-        return self.backward is not backward.no_pass and self.backward() is None
+        return self.backward is not no_pass and self.backward() is None
 
     def _pass_has_failed(self) -> None:
         """A backward pass has raised, and the script goes on. If gradients were to be reduced at its end, this rank
@@ -184,7 +176,7 @@ class InBackward(When):
             self.sync.begin()
         if self.passes_left > 1:
             self.passes_left -= 1
-            self.backward, self.pass_number = backward.no_pass, 0
+            self.backward, self.pass_number = no_pass, 0
         else:
             self._give_up()
 
@@ -331,7 +323,8 @@ class InBackward(When):
     # --- what the synchroniser says -----------------------------------------------------------------------------------
 
     def terms(self, slots: Sequence[Slot]) -> Terms:
-        return Terms(self.sync.checkpoint.rescale(slots), passes=self.reduced + 1)
+        checkpoint = self.sync.checkpoint
+        return Terms(checkpoint.rescale(slots) if checkpoint.remembers else (), passes=self.reduced + 1)
 
     def planned(self) -> None:
         buckets = self.sync.plan.buckets
@@ -353,7 +346,7 @@ class InBackward(When):
             slot.kept = None
         self._kept.clear()
         self.passes_left = self.passes
-        self.backward, self.pass_number = backward.no_pass, 0
+        self.backward, self.pass_number = no_pass, 0
 
     def plan_given_up(self, anew: bool) -> None:
         self._closing = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -84,19 +84,17 @@ class Trained:
         reference: to the optimizer, which must not be kept alive.
         together: numbers of the groups of those that are reduced together.
         process_set: the ranks that reduce them.
+
+    Attributes:
+        optimizer: returns the optimizer.
     """
 
     def __init__(self, reference: weakref.ref[Any], together: dict[torch.Tensor, int], process_set: ProcessSet) -> None:
-        self._reference = reference
+        self.optimizer: Callable[[], Any] = (
+            reference  # which does not return None: with it go the hooks, from which alone this is asked
+        )
         self._together = together
         self._process_set = process_set
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The parameters."""
-        if not takes_part(self._process_set):
-            return []
-        groups = self.optimizer().__dict__["param_groups"]  # not by `_places`, which takes twice as long, in each step
-        return [p for group in groups for p in group["params"] if p.requires_grad and p.numel()]
 
     def named(self) -> list[Named]:
         """The same, with what else has to be known about them."""
@@ -132,10 +130,6 @@ class Trained:
             for j, parameter in enumerate(group["params"])
             if parameter.requires_grad and parameter.numel()
         ]
-
-    def optimizer(self) -> Any:
-        """The optimizer."""
-        return self._reference()  # not None: with it go the hooks, from which alone this is asked
 
 
 def _default_name(group: int, index: int) -> str:

@@ -8,7 +8,7 @@ are *laid down* in the daemon, and *picked up* before the next step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,7 +23,6 @@ from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.worker_selection import ALIGNMENT, Shape, Tray
 from fusion_rt.torch.core import device
 from fusion_rt.torch.node.reduction import NodeReduction
-from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.gpu_selection import BucketSelection
 from fusion_rt.torch.sync.options import Where
 from fusion_rt.torch.sync.slots import Slot, shaped
@@ -51,22 +50,28 @@ class BucketSelector:
         """Whether this worker selects in this step."""
         return self._selections.here
 
-    def start(self, bucket: Bucket) -> device.Copying:
-        """Queues a step with all of the bucket's gradients."""
+    def places(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where gradients are to be put on their device.
+
+        Args:
+            flat: the bucket's place in the arena (1-D).
+            parameters: of the bucket.
+        """
         if self._gradient is None:
-            assert bucket.flat is not None
-            parameters = [slot.parameter for slot in bucket.slots]
-            self._gradient = device.layer.empty([len(bucket.flat)], parameters[0].detach()).zero_()
+            self._gradient = device.layer.empty([len(flat)], parameters[0].detach()).zero_()
             self._places = [
                 shaped(self._gradient[start : start + parameter.numel()], parameter)
                 for parameter, start in zip(parameters, self._starts, strict=True)
             ]
-        bucket.stage(self._places)
-        bucket.add_owed(self._gradient)
-        bucket.owed.clear()
+        return self._places
+
+    def start(self, add_owed: Callable[[torch.Tensor], None], terms: Terms) -> device.Copying:
+        """Queues a step with what has been put there, and what is owed."""
+        assert self._gradient is not None
+        add_owed(self._gradient)
         if self._prescale != 1.0:
             self._gradient.mul_(self._prescale)
-        return self.follow(self._gradient, bucket.carriage.terms(bucket.slots))
+        return self.follow(self._gradient, terms)
 
     def follow(self, values: torch.Tensor, terms: Terms) -> device.Copying:
         """Queues a step with these values (1-D), which have been scaled."""

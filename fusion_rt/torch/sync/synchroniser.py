@@ -23,6 +23,7 @@ from fusion_rt import wire
 from fusion_rt.client import Terms
 from fusion_rt.errors import HorovodInternalError
 from fusion_rt.settings import Settings
+from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.core.recording import Steps
 from fusion_rt.torch.core.runtime import Runtime, before_join, is_initialized, runtime
 from fusion_rt.torch.sync.active_plan import ActivePlan
@@ -66,6 +67,10 @@ class OptimizerStatistics:
     last_waited_seconds: float
 
 
+def no_pass() -> None:
+    """In place of a reference to a backward pass, where none is running."""
+
+
 class When:
     """A strategy: when an optimizer's synchroniser exchanges, and what `step()` and its like do therefore.
 
@@ -82,13 +87,16 @@ class When:
         passes: backward passes that make up a gradient.
         samples: how many samples the next gradients come from, for algorithms that weigh them.
         serial: the synchroniser's.
+        passes_left: backward passes until gradients are complete, where they are counted.
+        backward: a reference to the backward pass that runs, or has failed; else `no_pass`.
     """
 
     eager = own_gradients = may_be_late = keeps_context = local = delays = False
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         self.sync = sync
-        self.passes = passes
+        self.passes = self.passes_left = passes
+        self.backward: Callable[[], object | None] = no_pass
         self.samples = 1
         self.serial = sync.serial
 
@@ -104,6 +112,18 @@ class When:
     def lose(self, slot: Slot) -> None:
         """The parameter belongs to another optimizer from now on."""
         self.sync.lost = slot.name
+
+    def backward_ends(self) -> bool:
+        """A backward pass that this strategy has entered is over. Returns whether gradients are to be reduced now."""
+        self.passes_left -= 1
+        self.backward = no_pass
+        return False
+
+    def backward_returns(self) -> None:
+        """Reduces gradients, all of which have been computed. Raises `HorovodInternalError`."""
+
+    def pass_is_gone(self) -> None:
+        """A backward pass that this strategy has entered has ended, well or not."""
 
     # --- what the script calls ----------------------------------------------------------------------------------------
 
@@ -181,7 +201,8 @@ class When:
 
     def terms(self, slots: Sequence[Slot]) -> Terms:
         """What is said of a bucket of these slots."""
-        return Terms(self.sync.checkpoint.rescale(slots))
+        checkpoint = self.sync.checkpoint
+        return Terms(checkpoint.rescale(slots) if checkpoint.remembers else ())
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
         """How urgent buckets are, in the order of their arrival. `step()` waits for all of them: alike, and behind
@@ -287,7 +308,8 @@ class Synchroniser:
             self.watch()
         elif self.replanning is not None and self.replanning.due(here):
             self.give_up_plan(here)
-        self.checkpoint.begin()
+        if self.checkpoint.remembers:
+            self.checkpoint.begin()
         if plan.node is not None and plan.made:
             plan.node.begin()
         if self.selections.buckets:
@@ -410,7 +432,8 @@ class Synchroniser:
 
     def _full(self, bucket: Bucket) -> Iterable[Bucket]:
         """What can be sent now that this bucket is full. What is combined in the node goes in the plan's order."""
-        if bucket.rows is not None or not self.plan.in_node():
+        node = self.plan.node
+        if node is None or not node.reduces or bucket.rows is not None:
             return (bucket,)
         unsent = (one for one in self.plan.buckets if one.rows is None and not one.sent)
         return list(itertools.takewhile(lambda one: not one.missing, unsent))
@@ -419,13 +442,16 @@ class Synchroniser:
 
     def has_changed(self) -> bool:
         """Whether other parameters are trained than before."""
-        return list(map(id, self.trained.tensors())) != self._ids
+        groups = self.trained.optimizer().__dict__["param_groups"]
+        now = [id(p) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
+        return now != self._ids and self._takes_part
 
     def watch(self) -> None:
         """Has a slot for each parameter that is trained, in their order, and for no other."""
         if self._slots:
             self.when.watched()
         known, self._slots = self._slots, {}
+        self._takes_part = takes_part(self.options.process_set)
         for named in self.trained.named():
             slot = known.pop(id(named.parameter), None)
             self._slots[id(named.parameter)] = slot or self._slot(named)

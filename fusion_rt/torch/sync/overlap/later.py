@@ -27,7 +27,6 @@ from fusion_rt import algorithms, wire
 from fusion_rt.errors import HorovodInternalError, StepGivenUp
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import watching
-from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.overlap.flights import Flight
@@ -35,7 +34,7 @@ from fusion_rt.torch.sync.overlap.guards import make_guard
 from fusion_rt.torch.sync.overlap.updates import Update
 from fusion_rt.torch.sync.overlap.uses import Uses
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Closure, Synchroniser
+from fusion_rt.torch.sync.synchroniser import Closure, Synchroniser, no_pass
 from fusion_rt.trace_format import Kind
 
 WAYS = ("none", "forward", "stale")
@@ -378,7 +377,7 @@ class Later(InBackward):
         """Puts guards where gradients are, instead of waiting for them."""
         if self.eager:
             self.sync.submit()
-        self.backward = backward.no_pass
+        self.backward = no_pass
         for slot in self.sync.slots:
             if slot.guard is None:
                 slot.guard = make_guard(slot, self._await_gradients)
