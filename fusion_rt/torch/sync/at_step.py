@@ -51,6 +51,7 @@ class AtStep(When):
         self._exchanged = False  # the last one ended with an exchange that all ranks waited for
         self._said = Terms()  # with each bucket
         self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as homes have them
+        self._graph_task = -1  # of the last gradient
         self._contributors: int | None = None  # the handle of the sum of ones of all ranks that post
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -58,7 +59,9 @@ class AtStep(When):
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
         """A gradient is only recorded: `step()` sees to it, as the script has left it by then."""
         steps = self.sync.steps
-        steps.first_gradient()
+        if (task := torch._C._current_graph_task_id()) != self._graph_task:
+            self._graph_task = task
+            steps.first_gradient()
         steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:

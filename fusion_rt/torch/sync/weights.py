@@ -14,25 +14,29 @@ class Weights:
     through `p.data`, which has no version that would tell."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Slot, torch.Tensor]] = []
+        self._slots: list[Slot] = []
+        self._copies: list[torch.Tensor] = []
 
     def note(self, slots: Iterable[Slot]) -> None:
         """Parameters are what they should be."""
-        now = [(slot, slot.parameter.detach()) for slot in slots]
-        known = [slot for slot, _ in self._seen] == [slot for slot, _ in now]
-        if known and all(_alike(value, copy) for (_, value), (_, copy) in zip(now, self._seen, strict=True)):
-            if now:
-                torch._foreach_copy_([copy for _, copy in self._seen], [value for _, value in now])
+        slots = list(slots)
+        values = [slot.parameter.detach() for slot in slots]
+        if slots and slots == self._slots and all(map(_alike, values, self._copies)):
+            torch._foreach_copy_(self._copies, values)
         else:
-            self._seen = [(slot, value.clone()) for slot, value in now]
+            self._slots, self._copies = slots, [value.clone() for value in values]
 
     def forget(self) -> None:
         """Whatever parameters are is right."""
-        self._seen = []
+        self._slots, self._copies = [], []
 
     def changed(self) -> str:
         """The name of a parameter that is not what it was; empty if there is none."""
-        return next((slot.name for slot, copy in self._seen if not _same(slot.parameter.detach(), copy)), "")
+        for slot, copy in zip(self._slots, self._copies, strict=True):
+            value = slot.parameter.detach()
+            if not (_alike(value, copy) and (torch.equal(value, copy) or _same_with_nan(value, copy))):
+                return slot.name
+        return ""
 
 
 def not_finite(slots: Iterable[Slot]) -> str:
@@ -52,7 +56,5 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not _alike(one, other):
-        return False
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+def _same_with_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
