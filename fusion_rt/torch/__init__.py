@@ -19,8 +19,6 @@ from fusion_rt.torch import elastic, mpi_ops
 from fusion_rt.torch.agreement import average_buffers, averaged, consensus, consensus_distance, staleness
 from fusion_rt.torch.core.basics import (
     ccl_built,
-    cross_rank,
-    cross_size,
     cuda_built,
     ddl_built,
     gloo_built,
@@ -28,16 +26,12 @@ from fusion_rt.torch.core.basics import (
     init,
     is_homogeneous,
     is_initialized,
-    local_rank,
-    local_size,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
-    rank,
     rocm_built,
     shutdown,
-    size,
     start_timeline,
     stop_timeline,
 )
@@ -49,6 +43,7 @@ from fusion_rt.torch.core.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from fusion_rt.torch.core.runtime import cross_rank, cross_size, local_rank, local_size, rank, size
 from fusion_rt.torch.core.tensors import empty
 from fusion_rt.torch.core.watching import synchronize_parameters
 from fusion_rt.torch.functions import (

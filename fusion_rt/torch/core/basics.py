@@ -34,8 +34,6 @@ __all__ = [
     "ProcessSet",
     "Runtime",
     "ccl_built",
-    "cross_rank",
-    "cross_size",
     "cuda_built",
     "ddl_built",
     "global_process_set",
@@ -44,17 +42,13 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
-    "local_rank",
-    "local_size",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "rank",
     "rocm_built",
     "runtime",
     "shutdown",
-    "size",
     "start_timeline",
     "stop_timeline",
 ]
@@ -137,36 +131,6 @@ def shutdown() -> None:
     for finish in before_leaving:
         finish()
     step_out()
-
-
-def rank() -> int:
-    """This worker's rank among all. Raises `ValueError` before `init`, as all of these do."""
-    return runtime().rank
-
-
-def size() -> int:
-    """Number of workers."""
-    return runtime().size
-
-
-def local_rank() -> int:
-    """This worker's rank among those of its node."""
-    return runtime().local_rank
-
-
-def local_size() -> int:
-    """Number of workers on this node."""
-    return runtime().local_size
-
-
-def cross_rank() -> int:
-    """Position of this node among those that have a worker of this local rank."""
-    return runtime().cross_rank
-
-
-def cross_size() -> int:
-    """Number of nodes that have a worker of this local rank."""
-    return runtime().cross_size
 
 
 def is_homogeneous() -> bool:

@@ -41,7 +41,7 @@ class _Passes:
     def watch(self) -> None:
         """Waits for the next forward pass."""
         if self._waiting is None and self._trace is not NULL and not _compiles():
-            self._waiting = register_module_forward_pre_hook(_forward_begins)
+            self._waiting = register_module_forward_pre_hook(self.forward_begins)
 
     def unwatch(self) -> None:
         """Waits for none."""
@@ -49,7 +49,7 @@ class _Passes:
         if waiting is not None:
             waiting.remove()
 
-    def forward_begins(self, module: torch.nn.Module) -> None:
+    def forward_begins(self, module: torch.nn.Module, arguments: Any) -> None:
         if self._waiting is None:
             return
         self.unwatch()
@@ -65,17 +65,17 @@ class _Passes:
             self._ending = None
         node = _node_of(output)
         if node is not None:
-            node.register_prehook(_backward_begins)
+            node.register_prehook(self.backward_begins)
         self.watch()
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, gradients: Any = None) -> None:
         """A part of a backward pass runs."""
         if self._backward:
             return
         self._backward = True
         self.unwatch()
         self._trace.record(Kind.BACKWARD_BEGIN, "", 0, self._step)
-        torch.autograd.Variable._execution_engine.queue_callback(_backward_ends)
+        torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
 
     def backward_ends(self) -> None:
         self._backward = False
@@ -123,23 +123,11 @@ def forget(trace: Instrument) -> None:
         _passes.belong_to(NULL, 0)
 
 
-def _forward_begins(module: torch.nn.Module, arguments: Any) -> None:
-    _passes.forward_begins(module)
-
-
 def _forward_ends(module: torch.nn.Module, arguments: Any, output: Any) -> None:
     _passes.forward_ends(output)
 
 
-def _backward_begins(gradients: Any) -> None:
-    _passes.backward_begins()
-
-
-def _backward_ends() -> None:
-    _passes.backward_ends()
-
-
-_forward_begins._torchdynamo_disable = True  # type: ignore[attr-defined]  # should something be compiled meanwhile
+_Passes.forward_begins._torchdynamo_disable = True  # type: ignore[attr-defined]  # should something be compiled meanwhile
 
 
 def _compiles() -> bool:

@@ -175,6 +175,36 @@ def runtime() -> Runtime:
     return _runtime
 
 
+def rank() -> int:
+    """This worker's rank among all. Raises `ValueError` before `init`, as all of these do."""
+    return runtime().rank
+
+
+def size() -> int:
+    """Number of workers."""
+    return runtime().size
+
+
+def local_rank() -> int:
+    """This worker's rank among those of its node."""
+    return runtime().local_rank
+
+
+def local_size() -> int:
+    """Number of workers on this node."""
+    return runtime().local_size
+
+
+def cross_rank() -> int:
+    """Position of this node among those that have a worker of this local rank."""
+    return runtime().cross_rank
+
+
+def cross_size() -> int:
+    """Number of nodes that have a worker of this local rank."""
+    return runtime().cross_size
+
+
 def enter(entered: Runtime) -> None:
     """This worker has joined a job."""
     global _runtime

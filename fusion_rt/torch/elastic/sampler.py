@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.utils.data
 
-from fusion_rt.torch.core.basics import rank, size
+from fusion_rt.torch.core.runtime import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):

@@ -18,7 +18,7 @@ import torch
 
 from fusion_rt import elastic
 from fusion_rt.errors import HostsUpdatedInterrupt
-from fusion_rt.torch.core.basics import rank
+from fusion_rt.torch.core.runtime import rank
 from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler
 from fusion_rt.torch.ops.objects import broadcast_object

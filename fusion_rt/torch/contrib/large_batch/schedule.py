@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from fusion_rt.torch.core import basics
+from fusion_rt.torch.core import runtime
 
 Scaling: TypeAlias = Literal["linear", "sqrt", "none"]
 
@@ -140,8 +140,8 @@ class LinearScaling(torch.optim.lr_scheduler.LRScheduler):
         self.last_epoch += 1
 
     def _current_batch(self) -> int:
-        if basics.is_initialized():  # between leaving and coming back, the last number counts
-            self._ranks = basics.size()
+        if runtime.is_initialized():  # between leaving and coming back, the last number counts
+            self._ranks = runtime.size()
         passes: int = getattr(self.optimizer, "backward_passes_per_step", 1)
         return self.batch_per_rank * self._ranks * passes
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_rt.torch.core import basics
+from fusion_rt.torch.core import runtime
 from fusion_rt.torch.large_batch import LinearScaling
 
 
@@ -22,8 +22,8 @@ class Membership:
 @pytest.fixture
 def job_of(monkeypatch: pytest.MonkeyPatch) -> type[Membership]:
     monkeypatch.setattr(Membership, "size", 4)
-    monkeypatch.setattr(basics, "is_initialized", lambda: Membership.size is not None)
-    monkeypatch.setattr(basics, "size", lambda: Membership.size)
+    monkeypatch.setattr(runtime, "is_initialized", lambda: Membership.size is not None)
+    monkeypatch.setattr(runtime, "size", lambda: Membership.size)
     return Membership
 
 
