@@ -70,12 +70,7 @@ class AtStep(When):
 
         Where homes take it, a rank of which a gradient is not finite contributes nothing, and takes the parameters;
         that is warned of, unless a `GradScaler` knows it. Where ranks take it, one that a `GradScaler` found to have
-        such gradients takes none.
-
-        Raises:
-            HorovodInternalError: an exchange failed.
-            ValueError: the script has set a parameter, or an argument of the optimizer that homes have, since the last
-                step, where that cannot be taken over.
+        such gradients takes none. Raises `ValueError` if the script has set what cannot be taken over.
         """
         sync, algorithm = self.sync, self._algorithm
         sync.steps.begin()
@@ -133,11 +128,7 @@ class AtStep(When):
         sync.watch()
 
     def _post(self, values: bool) -> None:
-        """Posts this rank's values; or, without any, a contribution that only counts.
-
-        Raises:
-            HorovodInternalError: it failed.
-        """
+        """Posts this rank's values; or, without any, a contribution that only counts."""
         began, sync = time.perf_counter(), self.sync
         sync.begin()
         sync.idle = True  # nothing of a step is done before its `step()`
@@ -153,11 +144,7 @@ class AtStep(When):
         sync.note_waited(began)
 
     def _collect(self) -> None:
-        """Waits for the answers to what is under way, and has parameters take them.
-
-        Raises:
-            HorovodInternalError: it failed.
-        """
+        """Waits for the answers to what is under way, and has parameters take them."""
         if not self._under_way:
             return
         began = time.perf_counter()

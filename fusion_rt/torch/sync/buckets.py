@@ -319,11 +319,8 @@ class Bucket:
     # --- and back -----------------------------------------------------------------------------------------------------
 
     def receive(self, share: float = 1.0) -> None:
-        """Waits for this step's results, and puts them where they belong. Raises `HorovodInternalError`.
-
-        Args:
-            share: what they are multiplied by.
-        """
+        """Waits for this step's results, and puts them, multiplied by `share`, where they belong. Raises
+        `HorovodInternalError`."""
         if self._rows_of_all is not None:
             self.slots[0].parameter.grad = self._rows_of_all()
         elif self._operation is not None:

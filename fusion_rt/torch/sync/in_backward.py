@@ -92,13 +92,7 @@ class InBackward(When):
             sync.advance(bucket)
 
     def _backward_begins(self) -> None:
-        """The first gradient of a backward pass has come.
-
-        Raises:
-            AssertionError: there were too many before `step()`.
-            HorovodInternalError: the job has failed.
-            ValueError: as `Synchroniser.begin`.
-        """
+        """The first gradient of a backward pass has come. Raises `AssertionError` if there were too many."""
         if self._pass_failed:
             self._pass_has_failed()
         if self.passes_left <= 0:
@@ -218,11 +212,8 @@ class InBackward(When):
     # --- what the script calls ----------------------------------------------------------------------------------------
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
-        """Takes the script's optimizer's step, after `synchronize()`, unless that is skipped.
-
-        With a closure, the loss that it returns is reduced as gradients are: an optimizer that decides by the loss
-        (L-BFGS) has to decide the same on all ranks.
-        """
+        """Takes the script's optimizer's step, after `synchronize()`, unless that is skipped. The loss of a closure is
+        reduced as gradients are: an optimizer that decides by it (L-BFGS) has to decide the same on all ranks."""
         sync = self.sync
         sync.steps.begin()
         if not self._skipping:
@@ -248,12 +239,7 @@ class InBackward(When):
             self._skipping = False
 
     def zeroed(self) -> None:
-        """The script forgets its gradients.
-
-        Raises:
-            AssertionError: they are being reduced.
-            HorovodInternalError: the job has failed.
-        """
+        """The script forgets its gradients. Raises `AssertionError` while they are being reduced."""
         sync = self.sync
         if self._pass_failed or self._pass_was_raised():
             self._pass_has_failed()
@@ -282,11 +268,7 @@ class InBackward(When):
             self.passes_left = passes
 
     def _reduce(self) -> None:
-        """Reduces what has not been sent yet and waits until every `p.grad` is the reduced gradient.
-
-        Raises:
-            HorovodInternalError: a reduction failed, on all ranks, or this rank's backward pass has.
-        """
+        """Reduces what has not been sent yet, and waits until every `p.grad` is the reduced gradient."""
         began, sync = time.perf_counter(), self.sync
         self.check_pass()
         if sync.idle:

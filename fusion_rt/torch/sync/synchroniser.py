@@ -294,11 +294,8 @@ class Synchroniser:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The first gradient of a step, or its exchange if there was none: makes sure that the plan is the right one.
-
-        Raises:
-            ValueError: a parameter belongs to another optimizer now.
-        """
+        """A step begins, with its first gradient or, without any, its exchange: sees to the plan. Raises `ValueError`
+        if a parameter belongs to another optimizer now."""
         if self.lost:
             raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
                              "was made; a parameter can be reduced by one of them only")  # fmt: skip
@@ -331,15 +328,8 @@ class Synchroniser:
             self.copying.popleft()
 
     def submit(self, values: bool = True) -> None:
-        """Sends what has not been sent of this step, by a new plan if there is none.
-
-        Args:
-            values: this rank has any; else it only says so.
-
-        Raises:
-            HorovodInternalError: the job has failed.
-            ValueError: a gradient cannot be reduced as was asked for.
-        """
+        """Sends what has not been sent of this step, by a new plan if there is none; without `values` only that this
+        rank has none. Raises `HorovodInternalError`; `ValueError` if a gradient cannot be reduced as was asked for."""
         try:
             self.when.submitting()
             if not self.plan.made:
@@ -358,14 +348,8 @@ class Synchroniser:
             raise
 
     def receive(self, share: float = 1.0) -> None:
-        """Waits for all that was sent, and puts results where they belong: the step has ended.
-
-        Args:
-            share: what results are multiplied by.
-
-        Raises:
-            HorovodInternalError: an exchange failed, on all ranks.
-        """
+        """Waits for all that was sent, and puts results, multiplied by `share`, where they belong. Raises
+        `HorovodInternalError` if an exchange failed, on all ranks."""
         try:
             for bucket in self.plan.buckets:
                 bucket.receive(share)
