@@ -20,7 +20,7 @@ from fusion_rt.torch.core.compressors import Compression, codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.signatures import id_of
-from fusion_rt.torch.sync.at_step import AdasumAtStep, AtStep
+from fusion_rt.torch.sync.at_step import AdasumAtStep, AtHomes, LocalSteps
 from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.overlap.later import Later, chosen_overlap
@@ -120,7 +120,7 @@ def DistributedOptimizer(
             "average", codec=chosen, algorithm=str(spec), optimizer=shard, packages=reduction.packages
         )
         options = Options(reduction, process_set, posted(spec), applied(spec), sparse_as_dense=True)
-        make = _chosen(AtStep, backward_passes_per_step)
+        make = _chosen(AtHomes if spec.steps_at_home else LocalSteps, backward_passes_per_step)
     elif op == ops.Adasum and here.size > 1:
         if process_set != global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")

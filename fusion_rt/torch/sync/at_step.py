@@ -36,23 +36,17 @@ _GRADIENT = int(Kind.GRADIENT)
 
 
 class AtStep(When):
-    """Exchanges when the script calls `step()`, or every so many times."""
+    """Exchanges when the script calls `step()`, or every so many times: what both kinds of that have in common."""
 
     own_gradients = True
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
         self._algorithm = sync.options.algorithm
-        self._at_home = self._algorithm.steps_at_home
-        self.local = not self._at_home
         self._weights = Weights()  # as the last step left them; noted where something else depends on them
         self._under_way = False  # something has been posted and not been collected
-        self._taken = 0  # steps that the script has called for, also those that a `GradScaler` skips
-        self._exchanged = False  # the last one ended with an exchange that all ranks waited for
         self._said = Terms()  # with each bucket
-        self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as homes have them
         self._graph_task = -1  # of the last gradient
-        self._contributors: int | None = None  # the handle of the sum of ones of all ranks that post
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -63,57 +57,6 @@ class AtStep(When):
             self._graph_task = task
             steps.first_gradient()
         steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
-
-    def step(self, optimizer: Any, closure: Closure | None) -> Any:
-        """Takes a step of the script's optimizer, here or at the homes, with the gradients as the script has left them;
-        and exchanges parameters, if it is time to.
-
-        Where homes take it, a rank of which a gradient is not finite contributes nothing, and takes the parameters;
-        that is warned of, unless a `GradScaler` knows it. Where ranks take it, one that a `GradScaler` found to have
-        such gradients takes none. Raises `ValueError` if the script has set what cannot be taken over.
-        """
-        sync, algorithm = self.sync, self._algorithm
-        sync.steps.begin()
-        self._follow()
-        self._check_weights()
-        if self._at_home:
-            loss, values = self._prepared(optimizer, closure)
-        else:
-            self._anchor()
-            values = True
-            loss = None if optimizer._overflowed() else optimizer._step(closure)
-            self._collect()
-        self._taken += 1
-        exchanges = algorithm.exchanges_after(self._taken)
-        self._exchanged = exchanges and not algorithm.overlaps
-        if exchanges:
-            self._post(values)
-            if not algorithm.overlaps:
-                self._collect()
-        self.note_weights()
-        sync.steps.end()
-        return loss
-
-    def _prepared(self, optimizer: Any, closure: Closure | None) -> tuple[Any, bool]:
-        """The closure's loss, and whether there are gradients for the homes."""
-        self._check_arguments()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        overflowed = optimizer._overflowed()
-        if not overflowed and (name := not_finite(self.sync.slots)):
-            overflowed = True
-            warnings.warn(
-                f"the gradient of {name!r} is not finite on this rank, which therefore contributes nothing to this "
-                f"step of {self._algorithm}",
-                stacklevel=4,
-            )
-        optimizer._note_step()
-        return loss, not overflowed
-
-    def _anchor(self, anew: bool = False) -> None:
-        self.sync.options.posted.anchor(self.sync.slots, anew)
 
     def _follow(self) -> None:
         """Has slots for the parameters that are trained now, before the step that changes them is taken. Where that are
@@ -134,14 +77,18 @@ class AtStep(When):
         sync.idle = True  # nothing of a step is done before its `step()`
         if not sync.plan.made:
             sync.make_plan()
-        rates = tuple(sync.trained.group_rates()) if self._at_home else ()
-        self._said = Terms(rates=rates, samples=self.samples if values else 0)
+        self._said = self._contribution(values)
         sync.submit(values)
-        if self._leaves_out_joined and sync.plan.buckets:
-            name, whose = f"{sync.name}.contributors", sync.options.process_set
-            self._contributors = ops.allreduce_async(torch.ones(1), name=name, op=ops.Sum, process_set=whose)
         self._under_way = True
         sync.note_waited(began)
+
+    def _contribution(self, values: bool) -> Terms:
+        """What is said of this rank's values."""
+        return Terms(samples=self.samples if values else 0)
+
+    def _share_of_mean(self) -> float:
+        """By what results are multiplied."""
+        return 1.0
 
     def _collect(self) -> None:
         """Waits for the answers to what is under way, and has parameters take them."""
@@ -155,63 +102,28 @@ class AtStep(When):
             self.sync.end_step()
         self.sync.note_waited(began, again=True)
 
-    @property
-    def _leaves_out_joined(self) -> bool:
-        """Whether a mean is taken of all ranks, of which some may have joined, and post zeros."""
-        return not (self._algorithm.at_shards or self._algorithm.overlaps)
-
-    def _share_of_mean(self) -> float:
-        """By what a mean is multiplied to be that over those ranks which have contributed, and not joined."""
-        if self._contributors is None:
-            return 1.0
-        handle, self._contributors = self._contributors, None
-        return (self.sync.options.process_set.size() or 1) / float(ops.synchronize(handle))
-
     # --- parameters that the script sets ------------------------------------------------------------------------------
 
     def note_weights(self) -> None:
         if self._algorithm.remembers_weights and self.sync.is_of(runtime()):
             self._weights.note(self.sync.slots)
 
-    def _check_weights(self, may_take_over: bool = True) -> None:
-        """Goes on from parameters that the script has set since the last step, where all ranks had the same before, and
-        so have set them alike; else raises `ValueError`."""
-        if not self.sync.is_of(runtime()) or not (name := self._weights.changed()):
-            return
-        if may_take_over and self._exchanged and self.sync.options.applied.outer:
-            self._anchor(anew=True)
-            return
-        raise ValueError(
-            f"the parameter {name!r} was set since the last step, and {self._algorithm} would go on from what it was "
-            "before; if all ranks have set the same (or after hvd.broadcast_parameters), call optimizer.reseed() "
-            "on all of them before the next step"
-        )
-
-    def _check_arguments(self) -> None:
-        """Raises `ValueError` if the script has changed what the homes know since there has been a plan."""
-        optimizer = self.sync.trained.optimizer()
-        if self.sync.is_of(runtime()) and arguments_of(optimizer)[: len(self._arguments)] != self._arguments:
+    def _check_weights(self) -> None:
+        """Raises `ValueError` if the script has set a parameter since the last step."""
+        if self.sync.is_of(runtime()) and (name := self._weights.changed()):
             raise ValueError(
-                f"an argument of the optimizer other than its learning rate has changed, and with {self._algorithm} "
-                "the shards have what it was when the buckets were planned; leave it (as with cycle_momentum=False of "
-                "schedulers), or take an algorithm whose ranks take their own steps"
+                f"the parameter {name!r} was set since the last step, and {self._algorithm} would go on from what it "
+                "was before; if all ranks have set the same (or after hvd.broadcast_parameters), call "
+                "optimizer.reseed() on all of them before the next step"
             )
 
     # --- what the script calls ----------------------------------------------------------------------------------------
-
-    def drain(self) -> None:
-        if self._at_home or self._under_way:
-            self._check_weights(may_take_over=False)
-        if self._under_way:
-            self._collect()
-            self.note_weights()
 
     def agree(self) -> None:
         if self._algorithm.at_shards:
             self._exchange(Terms(kind="ask"), take=True)
 
     def settled(self) -> None:
-        self._anchor(anew=True)
         self.note_weights()
 
     def discard(self) -> None:
@@ -234,57 +146,20 @@ class AtStep(When):
             ops.barrier(self.sync.options.process_set)
         self.settled()
 
-    # --- in checkpoints -----------------------------------------------------------------------------------------------
-
-    def own_state(self) -> dict[str, Any] | None:
-        """The number of steps and the outer optimizer, if there is one; where ranks take local steps."""
-        if self._at_home:
-            return None
-        self.drain()
-        own: dict[str, Any] = {"taken": self._taken}
-        if self.sync.options.applied.outer:
-            outer = {
-                slot.name: (slot.start.clone(), _velocity(slot).clone())
-                for slot in self.sync.slots
-                if slot.start is not None
-            }
-            own |= {"outer": outer} if outer else {}
-        return own
-
-    def load_own_state(self, own: Mapping[str, Any]) -> None:
-        self._taken, self._exchanged = int(own["taken"]), False
-        self._weights.forget()
-        for slot in self.sync.slots:
-            if slot.name in own.get("outer", {}):
-                start, velocity = own["outer"][slot.name]
-                slot.start = start.to(slot.parameter, copy=True)
-                _velocity(slot).copy_(velocity)
+    # --- in checkpoints, and what the synchroniser says --------------------------------------------------------------
 
     def homes_are_loaded(self) -> None:
         self._weights.forget()
-
-    # --- what the synchroniser says -----------------------------------------------------------------------------------
-
-    def reduction(self) -> wire.Reduction:
-        reduction = self.sync.options.reduction
-        if not self._at_home:
-            return reduction
-        optimizer = self.sync.trained.optimizer()
-        self._arguments = arguments_of(optimizer)
-        return msgspec.structs.replace(reduction, optimizer=optimizer_spec(optimizer))
 
     def planned(self) -> None:
         if self._algorithm.at_shards:
             self._give_parameters("seed")  # the others have the same, as scripts see to
 
     def terms(self, slots: Sequence[Slot]) -> Terms:
-        # A residual of gradients is rescaled when the rate changes; one of parameters or their changes is not.
-        if self._at_home and self._said.kind == "post":
-            return self._said._replace(rescale=self.sync.checkpoint.rescale(slots))
-        return self._said
+        return self._said  # residuals of parameters, or of their changes, are not rescaled when the rate changes
 
     def plan_given_up(self, anew: bool) -> None:
-        self._under_way, self._contributors = False, None
+        self._under_way = False
         self._weights.forget()
 
     def _give_parameters(self, kind: wire.PostKind) -> None:
@@ -310,7 +185,164 @@ class AtStep(When):
             bucket.rewind()
 
 
-class AdasumAtStep(AtStep):
+class AtHomes(AtStep):
+    """Posts gradients to homes, which take the steps, and takes the parameters that come back. The script's optimizer
+    only says how: its class, its arguments, and its learning rates, which go along with each gradient."""
+
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        super().__init__(sync, passes)
+        self._arguments: list[dict[str, Any]] = []  # of the optimizer's groups, as homes have them
+
+    def step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Posts the gradients as the script has left them, and waits for the parameters. A rank of which a gradient is
+        not finite contributes nothing, and takes the parameters; that is warned of, unless a `GradScaler` knows it.
+        Raises `ValueError` if the script has set a parameter, or an argument that the homes have, since the last step.
+        """
+        sync, loss = self.sync, None
+        sync.steps.begin()
+        self._follow()
+        self._check_weights()
+        self._check_arguments()
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        overflowed = optimizer._overflowed()
+        if not overflowed and (name := not_finite(sync.slots)):
+            overflowed = True
+            warnings.warn(
+                f"the gradient of {name!r} is not finite on this rank, which therefore contributes nothing to this "
+                f"step of {self._algorithm}",
+                stacklevel=3,
+            )
+        self._post(values=not overflowed)
+        self._collect()
+        self.note_weights()
+        optimizer._note_step()
+        sync.steps.end()
+        return loss
+
+    def _check_arguments(self) -> None:
+        """Raises `ValueError` if the script has changed what the homes know since there has been a plan."""
+        optimizer = self.sync.trained.optimizer()
+        if self.sync.is_of(runtime()) and arguments_of(optimizer)[: len(self._arguments)] != self._arguments:
+            raise ValueError(
+                f"an argument of the optimizer other than its learning rate has changed, and with {self._algorithm} "
+                "the shards have what it was when the buckets were planned; leave it (as with cycle_momentum=False of "
+                "schedulers), or take an algorithm whose ranks take their own steps"
+            )
+
+    def _contribution(self, values: bool) -> Terms:
+        return super()._contribution(values)._replace(rates=tuple(self.sync.trained.group_rates()))
+
+    def drain(self) -> None:
+        self._check_weights()  # nothing is under way after a step
+
+    def reduction(self) -> wire.Reduction:
+        optimizer = self.sync.trained.optimizer()
+        self._arguments = arguments_of(optimizer)
+        return msgspec.structs.replace(self.sync.options.reduction, optimizer=optimizer_spec(optimizer))
+
+    def terms(self, slots: Sequence[Slot]) -> Terms:
+        if self._said.kind == "post":
+            return self._said._replace(rescale=self.sync.checkpoint.rescale(slots))
+        return self._said
+
+
+class LocalSteps(AtStep):
+    """Takes local steps, and exchanges parameters every so many times, or by how much they have moved."""
+
+    local = True
+
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        super().__init__(sync, passes)
+        self._taken = 0  # steps that the script has called for, also those that a `GradScaler` skips
+        self._exchanged = False  # the last one ended with an exchange that all ranks waited for
+        self._contributors: int | None = None  # the handle of the sum of ones of all ranks that post
+
+    def step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Takes the script's optimizer's step, unless a `GradScaler` found that this rank's gradients are not finite,
+        and exchanges parameters, if it is time to. Raises `ValueError` if the script has set what cannot be taken over.
+        """
+        sync, algorithm = self.sync, self._algorithm
+        sync.steps.begin()
+        self._follow()
+        if self._exchanged and sync.options.applied.outer and sync.is_of(runtime()) and self._weights.changed():
+            self._anchor(anew=True)  # set where all ranks have the same, and so alike on all of them
+        else:
+            self._check_weights()
+        self._anchor()
+        loss = None if optimizer._overflowed() else optimizer._step(closure)
+        self._collect()
+        self._taken += 1
+        exchanges = algorithm.exchanges_after(self._taken)
+        self._exchanged = exchanges and not algorithm.overlaps
+        if exchanges:
+            self._post(values=True)
+        if self._exchanged:
+            self._collect()
+        self.note_weights()
+        sync.steps.end()
+        return loss
+
+    def _anchor(self, anew: bool = False) -> None:
+        self.sync.options.posted.anchor(self.sync.slots, anew)
+
+    def _post(self, values: bool) -> None:
+        super()._post(values)
+        if self._leaves_out_joined and self.sync.plan.buckets:
+            name, whose = f"{self.sync.name}.contributors", self.sync.options.process_set
+            self._contributors = ops.allreduce_async(torch.ones(1), name=name, op=ops.Sum, process_set=whose)
+
+    @property
+    def _leaves_out_joined(self) -> bool:
+        """Whether a mean is taken of all ranks, of which some may have joined, and post zeros."""
+        return not (self._algorithm.at_shards or self._algorithm.overlaps)
+
+    def _share_of_mean(self) -> float:
+        """By what a mean is multiplied to be that over those ranks which have contributed, and not joined."""
+        if self._contributors is None:
+            return 1.0
+        handle, self._contributors = self._contributors, None
+        return (self.sync.options.process_set.size() or 1) / float(ops.synchronize(handle))
+
+    def drain(self) -> None:
+        if self._under_way:
+            self._check_weights()
+            self._collect()
+            self.note_weights()
+
+    def settled(self) -> None:
+        self._anchor(anew=True)
+        super().settled()
+
+    def own_state(self) -> dict[str, Any] | None:
+        """The number of steps, and the outer optimizer, if there is one."""
+        self.drain()
+        own: dict[str, Any] = {"taken": self._taken}
+        if self.sync.options.applied.outer:
+            outer = {
+                slot.name: (slot.start.clone(), _velocity(slot).clone())
+                for slot in self.sync.slots
+                if slot.start is not None
+            }
+            own |= {"outer": outer} if outer else {}
+        return own
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        self._taken, self._exchanged = int(own["taken"]), False
+        self._weights.forget()
+        for slot in self.sync.slots:
+            if slot.name in own.get("outer", {}):
+                start, velocity = own["outer"][slot.name]
+                slot.start = start.to(slot.parameter, copy=True)
+                _velocity(slot).copy_(velocity)
+
+    def plan_given_up(self, anew: bool) -> None:
+        super().plan_given_up(anew)
+        self._contributors = None
+
+
+class AdasumAtStep(LocalSteps):
     """Combines steps that ranks have taken by themselves, with `op=Adasum`: what all of them have moved is combined.
 
     Horovod does so parameter by parameter within the backward pass, and has the parameters half-changed while it runs;
@@ -319,11 +351,7 @@ class AdasumAtStep(AtStep):
     is decided by each rank's own.
     """
 
-    own_gradients = False
-
-    def __init__(self, sync: Synchroniser, passes: int) -> None:
-        super().__init__(sync, passes)
-        self.local = False
+    own_gradients = local = False
 
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
         super().arrived(slot, parameter)
