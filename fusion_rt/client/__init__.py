@@ -1,7 +1,7 @@
 """A worker's side of the local channel: submits operations to the node's daemon and waits for them. Knows no torch.
 
-`client.py` is what others use; `joining.py`: the way in; `channel.py`: what is sent, what is under way and how it ends;
-`clocks.py`: which operation of a name it is; `operation.py`: an operation, and what is said about it.
+`client.py` has the interface; `joining.py` connects; `channel.py` sends, receives and ends operations; `clocks.py`
+numbers the operations of a name; `operation.py` has the operation and the terms of a planned bucket.
 """
 
 from fusion_rt.client.client import Client

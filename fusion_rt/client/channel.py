@@ -1,10 +1,10 @@
-"""Messages to the daemon, the operations that are under way, and how they end.
+"""The worker's end of the connection to the daemon: messages, operations under way, and their ends.
 
-There is no thread: whoever waits reads the socket, for itself and for every other thread that waits. A message that
+There is no thread: a thread that waits reads the socket, for itself and for every other one that waits. A message that
 completes an operation costs one `recv`, and a worker that computes costs nothing.
 
-The socket has time-outs, so that who waits looks up twice a second: whether the channel has failed meanwhile, and
-whether the daemon is silent for too long. Where nothing comes, it is asked (`wire.Ping`), and what it answers counts.
+The socket has time-outs, so that a thread that waits checks twice a second whether the channel has failed meanwhile,
+and whether the daemon is silent for too long. A silent daemon is asked (`wire.Ping`), and its answer counts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Channel:
         failure: why the job is over for this worker, or None.
         reading: a thread reads the socket.
         patience: seconds without an answer after which the daemon is taken for stuck; 0: never.
-        trace: what is done here is recorded there.
+        trace: records the events of this channel.
     """
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
@@ -63,7 +63,7 @@ class Channel:
             sock.setsockopt(socket.SOL_SOCKET, limit, _TIMEVAL)
 
     def begin(self, name: str) -> Operation:
-        """An operation that its caller is about to ask for.
+        """Registers a new operation, which the caller is about to submit.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -75,7 +75,7 @@ class Channel:
         return operation
 
     def send(self, packet: local.Packet) -> None:
-        """Sends a message; threads may send side by side, since a packet is sent as a whole.
+        """Sends a message; threads may send concurrently, since a packet is sent as a whole.
 
         Raises:
             HorovodInternalError: the daemon is gone, or takes nothing any more.
@@ -92,14 +92,14 @@ class Channel:
                 self._fail_as_silent()
             except (BrokenPipeError, ConnectionError):
                 packet.close()
-                self.read_available()  # the reason may stand in what the daemon sent last
+                self.read_available()  # the daemon's last message may have the reason
                 self.fail(joining.lost(self._rank))
             else:
                 return
             raise HorovodInternalError(self.failure) from None
 
     def poll(self, operation: Operation) -> bool:
-        """Whether the operation has ended; reads what has arrived, without waiting."""
+        """Returns whether the operation has ended; reads what has arrived, without waiting."""
         if not operation.done:
             self.read_available()
         return operation.done
@@ -132,7 +132,7 @@ class Channel:
             self._stop_reading()
 
     def fail(self, message: str) -> None:
-        """The job is over: every operation under way, and every later one, fails with the first reason given."""
+        """Ends the job for this worker: all operations, under way and later, fail with the first reason given."""
         if self.failure is None:
             self.failure = message
         for operation in list(self._operations.values()):
@@ -144,7 +144,7 @@ class Channel:
         self._wake()
 
     def leave(self, message: str) -> None:
-        """Fails with this message, and waits until no other thread reads the socket, which may be used again."""
+        """Fails with this message, and waits until no thread reads the socket, which can be used again then."""
         self.fail(message)
         if self._lock.acquire(timeout=_LOOK):  # not for ever: this may be a signal's handler, and the thread that reads
             self._changed.wait_for(lambda: not self.reading, 2 * _LOOK)
@@ -166,7 +166,7 @@ class Channel:
         while True:
             with self._lock:
                 if self.reading:
-                    self._waiting += 1  # before it asks: whoever completes an operation asks afterwards who waits
+                    self._waiting += 1  # before the check: a thread that completes an operation looks at it afterwards
                     if not operation.done:
                         self._changed.wait()
                     self._waiting -= 1
@@ -188,7 +188,7 @@ class Channel:
             self._changed.notify_all()
 
     def _heard_nothing(self) -> None:
-        """Nothing has come for another while."""
+        """Counts another `_LOOK` seconds of silence: pings the daemon after a third of the patience, fails after it."""
         if not self.patience:
             return
         before, self._silent = self._silent, self._silent + _LOOK
@@ -202,7 +202,7 @@ class Channel:
         self.fail(joining.silent(self._rank, local.peer_credentials(self.socket)[0], self.patience))
 
     def _wake(self) -> None:
-        """Whoever waits looks whether its operation has ended."""
+        """Wakes all threads that wait, to check whether their operations have ended."""
         if self._lock.acquire(timeout=_LOOK):  # not for ever, as in `leave`
             self._changed.notify_all()
             self._lock.release()

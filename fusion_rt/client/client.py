@@ -1,4 +1,4 @@
-"""What a worker asks its daemon for."""
+"""The client: every request of a worker to its daemon."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Client:
         rank: this worker's rank.
         timeout: seconds for every process of the job to come up.
         previous: a client of the same job that has left; its connection is used again.
-        listened: the daemon has listened already, so that there is no waiting for it if it does not.
+        listened: the daemon has listened before, so that it is not waited for if it does not now.
 
     Attributes:
-        channel: the connection, and what is under way.
-        welcome: what the daemon has said first.
+        channel: the connection, and the operations under way.
+        welcome: the daemon's answer to `Hello`.
         process_sets: by id.
 
     Raises:
@@ -76,7 +76,7 @@ class Client:
 
     @property
     def trace(self) -> Instrument:
-        """What is done here is recorded there."""
+        """The instrument that records this client's events."""
         return self.channel.trace
 
     @trace.setter
@@ -85,13 +85,13 @@ class Client:
 
     @property
     def directory(self) -> str:
-        """The daemon's, which is this user's alone and the same for all workers of the node."""
+        """The daemon's directory, which is private to this user and the same for all workers of the node."""
         path: str = self.channel.socket.getpeername()
         return os.path.dirname(path)
 
     @property
     def joins(self) -> int:
-        """All ranks have joined so many times."""
+        """Number of times that all ranks have joined."""
         return self._clocks.joins
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -149,8 +149,17 @@ class Client:
         nbytes: int = 0,
         flush: Flush = Flush.STEP,
     ) -> Operation:
-        """Says that this worker's part of a planned bucket is in the arena; `terms` go with it. `nbytes`: its size, and
-        `flush`: why now; these are only recorded."""
+        """Submits this worker's part of a planned bucket, which is in the arena.
+
+        Args:
+            name: of the bucket, for messages to people.
+            plan, bucket: ids of the plan and of the bucket in it.
+            terms: go with it.
+            nbytes, flush: its size, and why it is submitted now; only recorded.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+        """
         terms = terms or Terms()
         clock = self._clocks.next(-plan, bucket) if terms.kind == "seed" else self._clocks.count(-plan, bucket)
         operation = self.channel.begin(name)
@@ -171,7 +180,7 @@ class Client:
         return operation
 
     def poll(self, operation: Operation) -> bool:
-        """Whether the operation has ended; reads what has arrived, without waiting."""
+        """Returns whether the operation has ended; reads what has arrived, without waiting."""
         return self.channel.poll(operation)
 
     def wait(self, operation: Operation) -> Operation:
@@ -217,16 +226,16 @@ class Client:
         del self.process_sets[process_set]
         self._clocks.remove(process_set)
 
-    # --- what the daemon remembers, and writes ------------------------------------------------------------------------
+    # --- codec state, timeline, statistics ----------------------------------------------------------------------------
 
     def save_state(self, process_set: int, group: str, common: bool = False) -> dict[str, Any]:
-        """What the codecs of a group of tensors remember on this node, by name; arrays that may be written to.
+        """Returns the codec state of a group of tensors on this node, by name; arrays that may be written to.
 
         Args:
-            common: only what is the same on all nodes, which is small.
+            common: only the part that is the same on all nodes, which is small.
 
         Raises:
-            HorovodInternalError: they are at work.
+            HorovodInternalError: the codecs are at work.
         """
         operation = self.channel.begin(group)
         self._send(wire.SaveState(operation.handle, process_set, group, common))
@@ -235,13 +244,13 @@ class Client:
         return named_arrays.read(np.frombuffer(data, np.uint8))
 
     def load_state(self, process_set: int, group: str, state: Mapping[str, Any], common: bool = False) -> None:
-        """Gives that back.
+        """Restores codec state that `save_state` returned.
 
         Args:
-            common: it has no residuals; does nothing where as many steps have been taken.
+            common: the state has no residuals; does nothing where as many steps have been taken.
 
         Raises:
-            HorovodInternalError: it is not of the plan in force, or the codecs are at work.
+            HorovodInternalError: the state is not of the active plan, or the codecs are at work.
         """
         nbytes = named_arrays.nbytes_of(state)
         region = self.allocate(nbytes)
@@ -255,7 +264,7 @@ class Client:
             self.arena.free(region)
 
     def start_timeline(self, path: str, mark_cycles: bool) -> str:
-        """Asks for a timeline in the file at an absolute path. Returns why there is none, or nothing."""
+        """Asks for a timeline in the file at an absolute path. Returns why there is none, or an empty text."""
         operation = self.channel.begin("timeline")
         self._send(wire.StartTimeline(operation.handle, path, mark_cycles))
         return (self.wait(operation).inline or b"").decode()
@@ -267,14 +276,14 @@ class Client:
         self.wait(operation)
 
     def compression(self) -> dict[str, dict[str, float]]:
-        """What compression has saved and cost on this node, by group and in "total"."""
+        """Returns the statistics of compression on this node, by group and in "total"."""
         operation = self.channel.begin("compression")
         self._send(wire.CompressionRequest(operation.handle))
         told: dict[str, dict[str, float]] = json.loads(self.wait(operation).inline or b"{}")
         return told
 
     def staleness(self) -> dict[str, Any]:
-        """How stale the contributions of this node's workers have been, and what its homes have seen."""
+        """Returns statistics of the staleness of this node's workers' contributions, and of those to its homes."""
         operation = self.channel.begin("staleness")
         self._send(wire.StalenessRequest(operation.handle))
         told: dict[str, Any] = json.loads(self.wait(operation).inline or b"{}")
@@ -283,11 +292,11 @@ class Client:
     # --- the arena ----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:
-        """A region of the arena; give it back with `arena.free`."""
+        """Allocates a region of the arena; free it with `arena.free`."""
         return self.arena.allocate(nbytes)
 
     def plan_segment(self, plan: wire.Plan, nbytes: int = 0) -> tuple[int, Segment]:
-        """A new segment of the arena for the plan's buckets, and at least so long."""
+        """Makes a segment of the arena for the plan's buckets, at least `nbytes` long; returns its id and itself."""
         return self.arena.new_segment(max(plan.nbytes, nbytes, 1), plan.id)
 
     def _offer(self, segment_id: int, segment: Segment, plan: int) -> None:
@@ -304,7 +313,7 @@ class Client:
     def leave(self, error: str = "") -> bool:
         """Leaves the job; `error` is this worker's unhandled exception, if that is why it leaves.
 
-        Returns: whether it may come back with a client that has this one as `previous`.
+        Returns: whether it may come back, by a client that has this one as `previous`.
         """
         if self._pid != os.getpid():  # in a forked child: the connection is the parent's to end
             return False
@@ -313,13 +322,13 @@ class Client:
             try:
                 self._send(wire.Bye(error))
             except (HorovodInternalError, OSError):
-                returnable = False  # the daemon is gone already, and so there is nobody to tell
+                returnable = False  # the daemon is gone already
         self.channel.leave("fusion_rt has been shut down on this rank")
         self.arena.close()
         return returnable
 
     def close(self, error: str = "") -> None:
-        """Leaves the job, if it has not yet, for good."""
+        """Leaves the job, if it has not yet, and closes the connection."""
         self.leave(error)
         if self._pid == os.getpid():
             self.channel.close()
@@ -327,7 +336,7 @@ class Client:
             self.channel.socket.close()
 
     def abandon(self) -> None:
-        """In a forked child: closes its copy of the connection, which goes on being the parent's.
+        """Closes a forked child's copy of the connection, which remains the parent's.
 
         Without this the daemon would not notice the parent's death before the child's.
         """

@@ -1,4 +1,4 @@
-"""Which operation of its name one is: by its clock the daemons pair it with those of the other ranks."""
+"""Clocks of operations: the number of an operation among those of its name, by which daemons pair the ranks' ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Clocks:
     """Counts the operations of each name in a process set, and those of each bucket in a plan.
 
     A name is remembered as long as its process set: the clock of its next operation has to be the same on all ranks,
-    and no rank knows which names the others have under way, or are about to use again. It is kept by the count alone,
-    without where the count begins, since small numbers take no memory of their own. How many there may be is limited,
-    since what gives each operation a name of its own would fill the memory.
+    and no rank knows which names the others have under way, or are about to use again. Only the count is kept, without
+    `first`, since small integers take no memory of their own. The number of names is limited, since a script that gives
+    each operation a name of its own would fill the memory.
 
     Args:
-        first: where each count begins.
+        first: the first clock of each name.
 
     Attributes:
-        joins: all ranks have joined so many times.
+        joins: number of times that all ranks have joined.
     """
 
     def __init__(self, first: int) -> None:
@@ -32,7 +32,7 @@ class Clocks:
         self._counts: defaultdict[int, dict[str | int, int]] = defaultdict(dict)
 
     def next(self, owner: int, name: str | int) -> int:
-        """The clock of the next operation of a name in a process set, or of a bucket in a plan (-its id).
+        """Returns the clock of the next operation of a name in a process set, or of a bucket in a plan (-its id).
 
         Raises:
             FusionError: too many names have been used.
@@ -46,18 +46,18 @@ class Clocks:
         return self._first + counts.get(name, 0)
 
     def count(self, owner: int, name: str | int) -> int:
-        """The clock of this operation, which the next one does not have any more."""
+        """Returns the clock of this operation, and counts it: the next one has the next clock."""
         counts = self._counts[owner]
         before = counts.get(name, 0)
         counts[name] = before + 1
         return self._first + before
 
     def joined(self) -> None:
-        """All ranks have joined, and have not taken the same number of steps: from here on they count alike again."""
+        """Starts all counts anew once all ranks have joined, since they have not taken the same number of steps."""
         self.joins += 1
         self._first += _CLOCKS_OF_A_JOIN
         self._counts.clear()
 
     def remove(self, process_set: int) -> None:
-        """A process set has been removed, and no other one will have its id."""
+        """Forgets the names of a process set that was removed; no other one will have its id."""
         self._counts.pop(process_set, None)

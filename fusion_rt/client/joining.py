@@ -1,4 +1,4 @@
-"""The way to the node's daemon: connecting, and waiting for its welcome."""
+"""Connecting to the node's daemon, and waiting for its welcome."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def await_welcome(sock: socket.socket, rank: int, timeout: float, skip_answers: 
         sock: connected to the daemon.
         rank: this worker's.
         timeout: seconds.
-        skip_answers: what the daemon answered a client before this one may still come first.
+        skip_answers: answers to a previous client may still come first.
 
     Raises:
         FusionError: the daemon refuses this worker, is gone, or the job does not come up in time.
@@ -77,14 +77,14 @@ def await_welcome(sock: socket.socket, rank: int, timeout: float, skip_answers: 
 
 
 def silent(rank: int, pid: int, seconds: float) -> str:
-    """What this worker says when the daemon has not answered for so long."""
+    """Returns the error text for a daemon that has not answered for `seconds`."""
     host = socket.gethostname()
     return (f"the daemon of rank {rank}'s node (host {host}, pid {pid}) has not answered for {seconds:g} s: it is "
             "stopped (SIGSTOP, a debugger) or stuck; see its log (`fusiond logs`)")  # fmt: skip
 
 
 def lost(rank: int) -> str:
-    """What this worker says when the connection has ended."""
+    """Returns the error text for a connection that has ended."""
     host = socket.gethostname()
     return (f"the daemon of rank {rank}'s node (host {host}) is gone: it was killed or has crashed; "
             "see its log (`fusiond logs`)")  # fmt: skip

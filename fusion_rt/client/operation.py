@@ -1,4 +1,4 @@
-"""An operation that a worker has asked its daemon for, and what is said about a planned bucket."""
+"""An operation that a worker has submitted, and the terms of its part of a planned bucket."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fusion_rt.arena import Segment
 
 
 class Terms(NamedTuple):
-    """What is said about a worker's part of a planned bucket.
+    """Terms of a worker's part of a planned bucket, which go with `wire.Ready`.
 
     Attributes:
-        rescale: what the residual of each tensor is multiplied by first, if learning rates have changed.
-        rates: learning rate of each parameter group, where a home takes the steps.
+        rescale: factor by which the residual of each tensor is multiplied first, if learning rates have changed.
+        rates: learning rate of each parameter group, where a home applies gradients.
         samples: how many samples it comes from; 0: it has no gradient, and only counts as a contribution.
         urgency: the less, the sooner it is needed.
         kind, tray, share, passes, gives_up: see `wire.Ready`.
@@ -36,10 +36,10 @@ class Operation:
 
     Attributes:
         name: the tensor's name, for messages to people.
-        done: whether it has ended, well or not.
+        done: whether it has ended, with a result or an error.
         error: why it failed, or None.
         inline: the result, when it is small.
-        output: private copy-on-write mapping of the result, when the daemon made one (allgather, alltoall).
+        output: private copy-on-write mapping of the result, when the daemon has sent one (allgather, alltoall).
         sizes: rows received from each rank (allgather, alltoall), or the answer of an operation without data.
         plan: the answer to a proposal.
         release: called when it ends.

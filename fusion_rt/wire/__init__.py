@@ -4,11 +4,11 @@ Two channels use them. The *local channel* joins a worker to its node's daemon (
 the *mesh* joins daemons (ZeroMQ, a message in the first frame, a payload in the second). Messages are msgspec structs
 in MessagePack, encoded as tagged arrays: decoding is validation, and nothing received is ever unpickled.
 
-Every decoder here refuses what is longer than its limit before it looks at it, and raises `WireError` for everything
+Every decoder refuses input that is longer than its limit before it looks at it, and raises `WireError` for everything
 that is not a well-formed message; no other exception leaves it.
 
-`basics`, `operations` and `plans` are what messages speak of; `local`, `peers`, `coordinator`, `views`, `inquiries`,
-`figures`, `rings` and `data` the messages themselves; `coding` how they become bytes. All of it is used as `wire.NAME`.
+`basics`, `operations` and `plans` define the types of fields; `local`, `peers`, `coordinator`, `views`, `inquiries`,
+`figures`, `rings` and `data` the messages; `coding` encodes and decodes them. All of it is used as `wire.NAME`.
 """
 
 from fusion_rt.wire.basics import (

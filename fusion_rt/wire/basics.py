@@ -1,4 +1,4 @@
-"""Limits, and the types of fields."""
+"""Limits of messages, and the types of their fields."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_INLINE = 8 * 1024  # bytes of a tensor that travels inside a local message i
 MAX_NAME = 1024
 MAX_RANKS = 65536
 MAX_DIMS = 64
-MAX_GROUPS = 64  # parameter groups of an optimizer that a home has
+MAX_GROUPS = 64  # parameter groups of an optimizer that runs at a home
 MAX_TEXT = 256 * 1024  # characters
 MAX_LINE = 512  # characters of a line about where a worker is
-MAX_FRAMES = 32  # calls of a stack that are told
+MAX_FRAMES = 32  # calls of a stack
 MAX_LOCATED = 16  # workers of a node
 MAX_WAITING = 256  # operations of a node
 MAX_PATH = 4096  # characters
-CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: what comes late from the one before is told by its clock
+CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: a late message of the one before is known by its clock
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]

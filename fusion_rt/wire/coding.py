@@ -1,4 +1,4 @@
-"""To bytes and back: what may come on each channel, and what is refused."""
+"""Encoding and decoding of messages: each channel's decoder accepts that channel's messages only."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _Message = TypeVar("_Message")
 
 
 def decode_worker_message(data: bytes | memoryview) -> WorkerMessage:
-    """What a worker, or a tool such as `fusiond status`, sent to the daemon.
+    """Decodes a message to the daemon from a worker, or from a tool such as `fusiond status`.
 
     Raises:
         WireError: the bytes are longer than MAX_MESSAGE or not such a message.
@@ -69,12 +69,12 @@ def decode_worker_message(data: bytes | memoryview) -> WorkerMessage:
 
 
 def decode_daemon_message(data: bytes | memoryview) -> DaemonMessage:
-    """What the daemon sent to a worker. Raises `WireError` as `decode_worker_message` does."""
+    """Decodes a message from the daemon to a worker. Raises `WireError` as `decode_worker_message` does."""
     return _decode(_daemon_decoder, data)
 
 
 def decode_peer_message(data: bytes | memoryview) -> PeerMessage:
-    """What another daemon sent. Raises `WireError` as `decode_worker_message` does."""
+    """Decodes a message from another daemon. Raises `WireError` as `decode_worker_message` does."""
     return _decode(_peer_decoder, data)
 
 

@@ -1,4 +1,4 @@
-"""The mesh: to and from the coordinator, about operations and plans."""
+"""Messages of the mesh to and from the coordinator, about operations and plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion_rt.wire.plans import Plan, Proposal
 
 
 class Request(msgspec.Struct, tag="request", array_like=True):
-    """To the coordinator: all local workers submitted this operation; their signatures and splits by rank."""
+    """To the coordinator: all local workers have submitted this operation, with these signatures and splits by rank."""
 
     key: OpKey
     signatures: dict[Rank, Signature]
@@ -24,8 +24,8 @@ class Verdict(msgspec.Struct, tag="verdict", array_like=True):
 
     Attributes:
         rows: first dimension of every rank's tensor by position in the process set; for a join, the last rank to join.
-        splits: of every rank, likewise. Both are empty for an operation that was approved before.
-        signature: for a node all of whose ranks have joined: what the others run.
+        splits: every rank's, likewise. Both are empty for an operation that was approved before.
+        signature: of the operation that the others run, for a node all of whose ranks have joined.
     """
 
     key: OpKey
@@ -35,7 +35,7 @@ class Verdict(msgspec.Struct, tag="verdict", array_like=True):
 
 
 class PlanRequest(msgspec.Struct, tag="plan_request", array_like=True):
-    """To the coordinator: what one rank proposes."""
+    """To the coordinator: one rank's proposal of a plan."""
 
     rank: Rank
     proposal: Proposal

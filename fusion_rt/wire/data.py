@@ -1,4 +1,4 @@
-"""The mesh: what stands before data (chunks of operations, pieces of parcels), and what goes with it."""
+"""Messages of the mesh that announce data (chunks of operations, pieces of parcels), and those that go with it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ PieceKind: TypeAlias = PostKind | Literal["answer", "refused", "mix", "mean", "p
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
-    """To a node whose ranks have all joined: the sender has begun an operation, in which every node passes on data.
-    `signature`: of one outside a plan, which that node may not remember."""
+    """To a node whose ranks have all joined: the sender has begun an operation, in which every node forwards data.
+
+    `signature`: for an operation outside a plan, whose signature that node may not remember.
+    """
 
     key: OpKey
     digest: int

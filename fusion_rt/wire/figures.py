@@ -1,4 +1,4 @@
-"""What a node's daemon tells of what it does right now: to other daemons, which tell `fusiond top` and its kin."""
+"""Messages of the mesh with a node's live figures, as shown by `fusiond top`, the dashboard and the metrics."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import msgspec
 
 from fusion_rt.wire.basics import MAX_RANKS, Count, Line, Rank
 
-MAX_LOCAL = 1024  # workers of a node that are told of
+MAX_LOCAL = 1024  # workers of a node with figures
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Versions: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class RankFigures(msgspec.Struct, array_like=True):
-    """A worker's.
+    """Counters of one worker.
 
     Attributes:
         steps: how often it was ready in the first bucket of a plan.
         parts: how often it was ready in any bucket.
-        late_seconds: how much later its parts came than the first sign of their buckets, all together.
+        late_seconds: how much later its parts came than the first sign of their buckets, summed over all parts.
     """
 
     rank: Rank
@@ -29,7 +29,12 @@ class RankFigures(msgspec.Struct, array_like=True):
 
 
 class LinkFigures(msgspec.Struct, array_like=True):
-    """Of the connections to another node; `waiting_bytes`: sent there and not acknowledged; `lost`: it is given up."""
+    """Counters of the connections to another node.
+
+    Attributes:
+        waiting_bytes: sent there and not acknowledged.
+        lost: the node was declared dead.
+    """
 
     node: Rank
     sent_bytes: Count
@@ -40,19 +45,21 @@ class LinkFigures(msgspec.Struct, array_like=True):
 
 
 class FiguresRequest(msgspec.Struct, tag="figures?", array_like=True):
-    """What does your node do? Answered with `Figures`."""
+    """Asks for the receiver's `Figures`."""
 
     serial: Count
 
 
 class Figures(msgspec.Struct, tag="figures", array_like=True):
-    """What the sender's node does; counters count from the start of its daemon, or of its membership epoch.
+    """Live figures of the sender's node; counters start at 0 with its daemon, or with its membership epoch.
 
     Attributes:
-        state: `starting`, `running` or `failed`; failure: why.
+        state: `starting`, `running` or `failed`.
+        failure: why it failed, or empty.
         uptime_seconds, cpu_seconds, memory_bytes: of the daemon.
-        operations, bytes: completed here, and their bytes in the workers' memory; under_way: not completed.
-        dense_bytes, packed_bytes: what would have been sent without compression, and what was.
+        operations, bytes: operations completed here, and their bytes in the workers' memory.
+        under_way: operations that are not completed.
+        dense_bytes, packed_bytes: bytes that would have been sent without compression, and that were sent.
         staleness_count, staleness_mean: of contributions of its workers to homes, in versions.
     """
 

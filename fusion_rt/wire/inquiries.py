@@ -28,13 +28,12 @@ class Stack(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Whereabouts(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker is.
+    """The state of a worker's process, and the stack of its main thread.
 
     Attributes:
-        pid: 0 if there is none.
-        state: of its process, in words.
+        pid: 0 if there is no process.
+        state: of the process, in words.
         why_not: why there is no stack; empty when there is one.
-        stack: of its main thread.
     """
 
     rank: Rank
@@ -50,7 +49,7 @@ class Traffic(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         sent, received: chunks.
         unsent: chunks that wait for the peer's credit.
-        silent: seconds since a chunk came from there, or since the operation began here.
+        silent: seconds since a chunk came from the peer, or since the operation began here.
     """
 
     node: Rank
@@ -61,13 +60,13 @@ class Traffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
-    """Something under way on a node.
+    """An operation, a proposal of a plan, or a contribution to a home that is under way on a node.
 
     Attributes:
         kind: an operation (also a planned bucket's), a proposal of a plan, or a contribution to a bucket's home.
-        key: which; of a proposal, its group and clock; of a home, the plan and the bucket, and the clock is the rank of
-            the home plus 1.
-        what: for people.
+        key: its key; of a proposal, its group and clock; of a home, the plan and the bucket, and the clock is the rank
+            of the home plus 1.
+        what: its description, for people.
         seconds: since it began here, or last made progress.
         submitted: local ranks that have submitted it, and wait.
         awaits: ranks, of any node, without which it cannot be done; of a home, those that it lacks.

@@ -1,4 +1,4 @@
-"""The local channel: between a worker, or a tool, and its node's daemon."""
+"""Messages of the local channel, between a worker, or a tool, and its node's daemon."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fusion_rt.wire.rings import MAX_RING_PIECE
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
-    """First message of a worker. A memfd may be attached, into which it writes its stack (`stacks.py`).
+    """The first message of a worker. A memfd may be attached, into which the worker writes its stack (`stacks.py`).
 
     Attributes:
-        stack_signal: the signal on which it does so; 0: it does not.
+        stack_signal: the signal on which it writes its stack; 0: it does not.
     """
 
     version: int
@@ -30,7 +30,10 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 
 
 class AddSegment(msgspec.Struct, tag="segment", array_like=True):
-    """Offers a sealed memfd (attached) as a segment of the worker's arena; `plan` when it holds a plan's buckets."""
+    """Offers a sealed memfd (attached) as a segment of the worker's arena.
+
+    `plan`: id of the plan whose buckets it holds, or 0.
+    """
 
     segment: Count
     nbytes: Count
@@ -44,7 +47,7 @@ class DropSegment(msgspec.Struct, tag="drop", array_like=True):
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
-    """One operation on one tensor, which lies in the arena (`place`) or in the message (`inline`).
+    """Submits one operation on one tensor, which is in the arena (`place`) or in the message (`inline`).
 
     `splits`: for alltoall, rows for each rank of the process set.
     """
@@ -73,20 +76,20 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     """This worker's part of a planned bucket is in the arena: the only message a bucket costs in a step.
 
     Attributes:
-        rescale: what the residual of each of its tensors is multiplied by first, when learning rates have changed.
+        rescale: factor by which the residual of each of its tensors is multiplied first, when learning rates have
+            changed.
         rates: learning rate of each parameter group, for a home that applies gradients.
         samples: how many samples it comes from; 0: it is a contribution without a gradient, which only counts as one.
-        kind: a contribution (`post`), or what the bucket's home begins with (`seed`), or goes on with from now on
-            (`reseed`), or a question what it has (`ask`).
+        kind: a contribution (`post`), the first value of the bucket's home (`seed`), a value that replaces the home's
+            (`reseed`), or a request for the home's value (`ask`).
         urgency: the less, the sooner this worker needs it; 0: as soon as an operation that it waits for.
         tray: what it has selected itself lies from this byte of the plan's segment on (`codecs.worker_selection`); 0:
             its gradient lies in its place as usual.
         share: whose contributions are in the arena: `OWN`; `OF_NODE`, those of all ranks of its node, combined and with
             the prescale applied; `ELSEWHERE`, nobody's, since this worker's are in what another rank of its node
             submits. The result is written into each worker's arena whatever its share.
-        passes: how many backward passes of a step it is the last of, which has to be the same on all ranks; 0: it is
-            not said.
-        gives_up: why this worker has no part of this step, which fails on all ranks; empty: it has one.
+        passes: number of backward passes of the step of which it is the last, the same on all ranks; 0: unknown.
+        gives_up: why this worker has no part of this step, which then fails on all ranks; empty: it has one.
     """
 
     handle: Count
@@ -105,9 +108,9 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class SaveState(msgspec.Struct, tag="save", array_like=True):
-    """Asks for what the codecs of a group's plan remember on this node; the result is `named_arrays`.
+    """Asks for the codec state of a group's plan on this node; the result is `named_arrays`.
 
-    `common`: only for what is the same on all nodes, without residuals.
+    `common`: only the part that is the same on all nodes, without residuals.
     """
 
     handle: Count
@@ -117,9 +120,9 @@ class SaveState(msgspec.Struct, tag="save", array_like=True):
 
 
 class LoadState(msgspec.Struct, tag="load", array_like=True):
-    """Gives that back (`nbytes` bytes in the arena), for the plan in force, or else for the next one of the group.
+    """Restores codec state (`nbytes` bytes in the arena) for the group's active plan, or else for its next one.
 
-    `common`: it has no residuals, which start at zero; nothing happens where as many steps have been taken already.
+    `common`: the state has no residuals, which start at zero; ignored where as many steps have been taken already.
     """
 
     handle: Count
@@ -143,8 +146,11 @@ class StalenessRequest(msgspec.Struct, tag="staleness", array_like=True):
 
 
 class StartTimeline(msgspec.Struct, tag="timeline", array_like=True):
-    """Asks for a timeline in the file `path` (absolute), on the daemon's host; the result says why there is none, or
-    nothing. From ranks other than 0, does nothing unless each rank has one."""
+    """Asks for a timeline in the file `path` (absolute), on the daemon's host.
+
+    The result is a sentence that says why there is none, or empty. Ignored from ranks other than 0, unless each rank
+    has a timeline.
+    """
 
     handle: Count
     path: Annotated[str, msgspec.Meta(max_length=MAX_PATH)]
@@ -181,16 +187,16 @@ class StopRequest(msgspec.Struct, tag="stop", array_like=True):
 
 
 class HangRequest(msgspec.Struct, tag="hang", array_like=True):
-    """Asks what waits for whom in the job, and where these are; answered with `Status`. From tools, as `StatusRequest`.
+    """Asks who waits for whom in the job, and where these ranks are. From tools, as `StatusRequest`.
 
-    `everyone`: also where all other ranks are.
+    Answered with `Status`. `everyone`: also where all other ranks are.
     """
 
     everyone: bool = False
 
 
 class JobRequest(msgspec.Struct, tag="job", array_like=True):
-    """Asks what all nodes of the job do right now; answered with `Status`. From tools, as `StatusRequest`."""
+    """Asks for the live figures of all nodes of the job; answered with `Status`. From tools, as `StatusRequest`."""
 
 
 class JobRingsRequest(msgspec.Struct, tag="job_rings", array_like=True):
@@ -198,7 +204,7 @@ class JobRingsRequest(msgspec.Struct, tag="job_rings", array_like=True):
 
 
 class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
-    """Asks for so many bytes of one of these rings, from `offset` on; answered with `Status`. From tools."""
+    """Asks for `nbytes` bytes of a node's ring, from `offset` on; answered with `Status`. From tools."""
 
     node: Rank
     name: Line
@@ -217,9 +223,13 @@ WorkerMessage: TypeAlias = (
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """Every process of the job is up; answers `Hello`. `epoch`: how often all of them have left and come back.
-    `latency` (s) and `seconds_per_byte`: of the worst link between nodes; 0 where there is none. `patience`: seconds
-    without an answer after which a worker that waits takes the daemon for stuck; 0: never."""
+    """Answers `Hello`: every process of the job is up.
+
+    Attributes:
+        epoch: how often all of them have left and come back.
+        latency (s), seconds_per_byte: of the worst link between nodes; 0 where there is none.
+        patience: seconds without an answer after which a worker that waits takes the daemon for stuck; 0: never.
+    """
 
     topology: Topology
     node: Count
@@ -252,7 +262,7 @@ class Done(msgspec.Struct, tag="done", array_like=True):
 
 
 class Planned(msgspec.Struct, tag="planned", array_like=True):
-    """The plan that a proposal led to."""
+    """Answers `Propose`: the plan that the proposal led to."""
 
     handle: Count
     plan: Plan

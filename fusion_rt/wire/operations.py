@@ -1,4 +1,4 @@
-"""What an operation is: its signature, the key of one run of it, and where its tensor lies."""
+"""The signature of an operation, the key of one run of it, and the place of its tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion_rt.wire.basics import Count, Kind, Name, Op, Rank, Shape
 
 
 class Signature(msgspec.Struct, frozen=True, array_like=True):
-    """What ranks have to agree on before an operation runs, apart from its name.
+    """The properties of an operation, apart from its name, on which ranks have to agree before it runs.
 
     Attributes:
         kind: the collective; `join` and those that add and remove a process set are barriers with an effect.
@@ -49,7 +49,7 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
 
 @lru_cache(maxsize=4096)
 def digest(signature: Signature) -> int:
-    """64 bits that stand for a signature in data messages, so that a mismatch cannot be reduced unnoticed."""
+    """Hashes a signature to 63 bits that identify it in data messages, so that no mismatch is reduced unnoticed."""
     packed = msgspec.msgpack.encode(signature.common())
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "big") >> 1
 
@@ -77,13 +77,13 @@ class OpKey(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def mark(key: OpKey) -> int:
-    """47 bits that stand for one run of an operation, the same on all nodes; never 0."""
+    """Hashes the key of one run of an operation to 47 bits, the same on all nodes; never 0."""
     packed = msgspec.msgpack.encode(key)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=6).digest(), "big") >> 1 | 1
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where in a worker's arena a tensor lies: segment id and offset in bytes."""
+    """The place of a tensor in a worker's arena: segment id and offset in bytes."""
 
     segment: Count
     offset: Count

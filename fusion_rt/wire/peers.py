@@ -1,4 +1,4 @@
-"""The mesh: connections, and who is there."""
+"""Messages of the mesh about connections and membership."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class PeerHello(msgspec.Struct, tag="peer_hello", array_like=True):
-    """First message to a peer. `tokens`: routing ids under which the peer may open payload connections to us."""
+    """The first message to a peer. `tokens`: routing ids for the payload connections that it opens to the sender."""
 
     version: int
     job: Name
@@ -22,12 +22,12 @@ class PeerHello(msgspec.Struct, tag="peer_hello", array_like=True):
 
 
 class Heartbeat(msgspec.Struct, tag="hb", array_like=True):
-    """The sender's event loop turns. It is answered at once by another one, so that clocks can be compared.
+    """Shows that the sender's event loop runs. It is answered at once by another one, so that clocks can be compared.
 
     Attributes:
         sent: when it left, by the sender's clock (ns).
-        echoed: of an answer: `sent` of what it answers; 0: it is to be answered.
-        came: of an answer: when that came, by the sender's clock (ns).
+        echoed: in an answer, `sent` of the heartbeat that it answers; 0: it is to be answered.
+        came: in an answer, when that heartbeat arrived, by the sender's clock (ns).
     """
 
     sent: Nanoseconds = 0
@@ -36,17 +36,17 @@ class Heartbeat(msgspec.Struct, tag="hb", array_like=True):
 
 
 class Ack(msgspec.Struct, tag="ack", array_like=True):
-    """Nothing else was there to carry the acknowledgements that stand before every control message."""
+    """An empty message that carries the acknowledgements which precede every control message."""
 
 
 class Reopen(msgspec.Struct, tag="reopen", array_like=True):
-    """The sender's payload connection of this number to you is broken, and it asks for a new token."""
+    """Asks for a new token, because the sender's payload connection of this number to the receiver is broken."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Reopened(msgspec.Struct, tag="reopened", array_like=True):
-    """Answers `Reopen`: a new token, and how many messages have come on that connection so far."""
+    """Answers `Reopen` with a new token, and the number of messages received on that connection so far."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
     token: Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -54,11 +54,11 @@ class Reopened(msgspec.Struct, tag="reopened", array_like=True):
 
 
 class Leaving(msgspec.Struct, tag="leaving", array_like=True):
-    """The sender's daemon ends: its connections will not come back."""
+    """Says that the sender's daemon ends, and that its connections will not come back."""
 
 
 class GivenUp(msgspec.Struct, tag="given_up", array_like=True):
-    """The last word to a peer that the sender has given up, and why: nothing that it sends is taken any more."""
+    """The last message to a peer that the sender has declared dead, and why: nothing from it is accepted any more."""
 
     why: Text
 
@@ -70,28 +70,33 @@ class Probe(msgspec.Struct, tag="probe", array_like=True):
 
 
 class Echo(msgspec.Struct, tag="echo", array_like=True):
+    """Answers `Probe`."""
+
     serial: Count
 
 
 class Up(msgspec.Struct, tag="up", array_like=True):
-    """To the coordinator: this node's workers have said hello, in this membership epoch, and its connections stand."""
+    """To the coordinator: this node's workers have said hello in this membership epoch, and it is connected to all."""
 
     epoch: Count = 0
 
 
 class NewEpoch(msgspec.Struct, tag="epoch", array_like=True):
-    """All workers of the sender's node have left and come back: what it sends from here on is about this epoch."""
+    """Begins a membership epoch on the sender's node, whose workers have all left and come back.
+
+    Everything that the node sends after this message belongs to this epoch.
+    """
 
     epoch: Count
 
 
 class Start(msgspec.Struct, tag="start", array_like=True):
-    """From the coordinator: every node is up; the measured cost model that all nodes use from now on.
+    """From the coordinator: every node is up, and all use this measured cost model from now on.
 
     Attributes:
         latency: seconds that a message without payload takes one way.
         seconds_per_byte: further seconds for each byte of payload.
-        route_latency, route_seconds_per_byte: of the model by which ways between nodes are chosen.
+        route_latency, route_seconds_per_byte: of the rounded model by which collectives are chosen.
     """
 
     latency: float
@@ -107,16 +112,16 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 
 class Departed(msgspec.Struct, tag="departed", array_like=True):
-    """Ranks have shut down in good order; operations that still need them fail."""
+    """Says that ranks have shut down in good order; operations that still need them fail."""
 
     ranks: tuple[Rank, ...]
 
 
 class Joined(msgspec.Struct, tag="joined", array_like=True):
-    """A rank has joined: until all have, it contributes nothing to all-reduces and takes part in nothing else.
+    """Says that a rank has joined: until all have, it contributes zeros to all-reduces and takes part in nothing else.
 
     Attributes:
-        before: how many times all ranks had joined before. What comes when they have done so again comes too late.
+        before: how many times all ranks had joined before; ignored where that number is another one by now.
     """
 
     rank: Rank
@@ -124,14 +129,13 @@ class Joined(msgspec.Struct, tag="joined", array_like=True):
 
 
 class Occupied(msgspec.Struct, tag="occupied", array_like=True):
-    """A rank waits in other operations than those at a plan's shards, which do not wait for it meanwhile; or not any
-    more.
+    """Tells a plan's shards that a rank waits in other operations, so that they do not wait for it; or no longer does.
 
     Attributes:
-        plan: whose shards are told.
+        plan: the plan whose shards are told.
         rank: of the worker.
         clock: one more than that of its last contribution.
-        operations: marks (`wire.mark`) of operations that it waits in, not all if these are many; none: it is free.
+        operations: marks (`wire.mark`) of operations that it waits in, the first ones only; empty: it is free.
     """
 
     plan: Count

@@ -1,4 +1,4 @@
-"""What a plan is, and what it is made of."""
+"""Plans, their buckets and tensors, and the proposals that they are made from."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
-    """An optimizer of `torch.optim`, for a home that takes the steps.
+    """An optimizer of `torch.optim`, for a home that applies gradients.
 
     Attributes:
         name: of its class.
@@ -81,19 +81,20 @@ class Reduction(msgspec.Struct, frozen=True):
 
 
 class Tuning(msgspec.Struct, frozen=True):
-    """How the buckets of one plan are made and travel, where that is not as the daemons' settings say: what they say
-    holds wherever it is None. Of an all-reduce only.
+    """Overrides of the daemons' settings for the buckets of one plan, which has to be an all-reduce.
+
+    A field that is None leaves the setting as it is.
 
     Attributes:
         threshold: bytes of the largest bucket.
-        chunk_bytes, window_bytes: largest payload of a message, at most that of the settings, and what may be under way
-            to a peer for one bucket.
-        threads: of a daemon that reduce a bucket.
-        exchange: which all-reduce of dense values it is between nodes.
-        codec: in place of the reduction's; empty: that one.
+        chunk_bytes, window_bytes: largest payload of a message, at most that of the settings, and bytes that may be
+            under way to a peer for one bucket.
+        threads: number of a daemon's threads that reduce a bucket.
+        exchange: the all-reduce of dense values between nodes.
+        codec: replaces the reduction's; empty: it does not.
         late: workers apply updates one step late, if they can do so at all; None: as they were asked.
-        steps: after which all ranks propose again; 0: never.
-        why: it was chosen, for people.
+        steps: number of steps after which all ranks propose again; 0: never.
+        why: the reason for the choice, for people.
     """
 
     threshold: Count | None = None
@@ -110,8 +111,10 @@ class Tuning(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """The agreed, ordered list of buckets of one group of tensors; `id` grows with every plan of a job.
 
-    `sparse`: tensors that are sparse on some rank, and so are in no bucket on any. `homes`: the node of each bucket's
-    home, if buckets have one home each. `reduction`: with the codec of `tuning`, if that has one.
+    Attributes:
+        reduction: with the codec of `tuning`, if that has one.
+        sparse: tensors that are sparse on some rank, and so are in no bucket on any.
+        homes: the node of each bucket's home, if buckets have one home each.
     """
 
     id: Annotated[int, msgspec.Meta(ge=1)]
@@ -126,10 +129,12 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What one rank asks to have planned: tensors in the order in which their gradients arrived there.
+    """One rank's request for a plan.
 
-    `tuning`: what it wants, which counts on the lowest rank that proposes. `anew`: all ranks propose, and so a plan
-    that others have made without this one will not do.
+    Attributes:
+        tensors: in the order in which their gradients arrived on this rank.
+        tuning: counts on the lowest rank that proposes.
+        anew: all ranks propose, so that a plan which others have made without this rank will not do.
     """
 
     group: Name

@@ -1,4 +1,4 @@
-"""How the rings of a node are fetched from its daemon, piece by piece: what `fusion-trace collect` needs."""
+"""Messages of the mesh that fetch the rings of a node from its daemon, piece by piece, for `fusion-trace collect`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class RingFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RingsRequest(msgspec.Struct, tag="rings?", array_like=True):
-    """Which rings of this job has your node? Answered with `Rings`."""
+    """Asks which rings of this job the receiver's node has. Answered with `Rings`."""
 
     serial: Count
 
 
 class Rings(msgspec.Struct, tag="rings", array_like=True):
-    """Those of the sender's daemon and workers."""
+    """Answers `RingsRequest`: the rings of the sender's daemon and workers."""
 
     serial: Count
     files: Annotated[tuple[RingFile, ...], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class RingPieceRequest(msgspec.Struct, tag="ring?", array_like=True):
-    """So many bytes of one of them, from `offset` on. Answered with `RingPiece`."""
+    """Asks for `nbytes` bytes of a ring, from `offset` on. Answered with `RingPiece`."""
 
     serial: Count
     name: Line
@@ -41,7 +41,7 @@ class RingPieceRequest(msgspec.Struct, tag="ring?", array_like=True):
 
 
 class RingPiece(msgspec.Struct, tag="ring", array_like=True):
-    """These bytes, or as many as there are; none, and `why_not`, if they cannot be read."""
+    """Answers `RingPieceRequest`: the bytes, or as many as there are; none, and `why_not`, if they cannot be read."""
 
     serial: Count
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_RING_PIECE)]

@@ -1,4 +1,4 @@
-"""The mesh: which nodes go on, agreed upon, and what a new coordinator is told."""
+"""Messages of the mesh by which nodes agree on a view of the job, and hand over to a new coordinator."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fusion_rt.wire.plans import Plan, Proposal
 
 
 class Loss(msgspec.Struct, frozen=True, array_like=True):
-    """A node that is lost, or one of its workers.
+    """The failure of a node, or of one of its workers.
 
     Attributes:
         rank: the worker; -1: the whole node.
-        why: a sentence that names it.
+        why: a sentence that names the node or the worker.
     """
 
     node: Rank
@@ -26,8 +26,10 @@ class Loss(msgspec.Struct, frozen=True, array_like=True):
 
 
 class View(msgspec.Struct, frozen=True, array_like=True):
-    """Which nodes go on with the job: the `number`th agreement about it, and all that has been lost so far, in order.
-    The lowest of the nodes that have workers left coordinates."""
+    """The nodes that go on with the job, by the `number`th agreement.
+
+    `lost`: all failures so far, in order. The lowest of the nodes that have workers left is the coordinator.
+    """
 
     number: Count
     nodes: tuple[Rank, ...]
@@ -35,7 +37,7 @@ class View(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Suspected(msgspec.Struct, tag="suspected", array_like=True):
-    """To the node that decides: this seems to be lost, as seen from node `by`; the sender's view has this number."""
+    """To the node that decides: reports failures, as seen from node `by`. `number`: of the sender's view."""
 
     number: Count
     by: Rank
@@ -43,8 +45,10 @@ class Suspected(msgspec.Struct, tag="suspected", array_like=True):
 
 
 class Canvass(msgspec.Struct, tag="canvass", array_like=True):
-    """The sender wants to decide the view of this number: phase 1 of a Paxos whose acceptors are the nodes of the view
-    before. `ballot` grows from attempt to attempt, and no two nodes have the same."""
+    """Phase 1 of a Paxos that decides the view of this number; the acceptors are the nodes of the view before.
+
+    `ballot` grows from attempt to attempt, and no two nodes have the same.
+    """
 
     number: Count
     ballot: Count
@@ -54,8 +58,8 @@ class Support(msgspec.Struct, tag="support", array_like=True):
     """Answers `Canvass`: the sender accepts nothing of a lower ballot any more.
 
     Attributes:
-        accepted: what it has accepted so far, and in which ballot; None and 0 if nothing.
-        losses: what it has noticed itself.
+        accepted_ballot, accepted: the view that it has accepted so far, and in which ballot; 0 and None if none.
+        losses: failures that it has noticed itself.
     """
 
     number: Count
@@ -66,7 +70,7 @@ class Support(msgspec.Struct, tag="support", array_like=True):
 
 
 class ViewProposal(msgspec.Struct, tag="view_proposal", array_like=True):
-    """Phase 2: the nodes are to accept this view."""
+    """Phase 2 of the Paxos: asks the nodes to accept this view."""
 
     ballot: Count
     view: View
@@ -80,20 +84,23 @@ class ViewAccepted(msgspec.Struct, tag="view_accepted", array_like=True):
 
 
 class ViewRefused(msgspec.Struct, tag="view_refused", array_like=True):
-    """Answers `Canvass` and `ViewProposal`: the sender has answered a higher `ballot`."""
+    """Answers `Canvass` or `ViewProposal`: the sender has answered a higher `ballot`."""
 
     number: Count
     ballot: Count
 
 
 class NewView(msgspec.Struct, tag="new_view", array_like=True):
-    """A view has been decided. Whoever begins it tells all others: what the sender says from here on is of it."""
+    """Begins a view that has been decided; each node sends this to all others when it begins the view.
+
+    Everything that the node sends after this message belongs to this view.
+    """
 
     view: View
 
 
 class MadePlan(msgspec.Struct, frozen=True, array_like=True):
-    """A plan in force: the clock at which it was proposed, and what local ranks proposed."""
+    """An active plan: the clock at which it was proposed, and the proposals of local ranks."""
 
     clock: Count
     plan: Plan
@@ -101,15 +108,15 @@ class MadePlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handover(msgspec.Struct, tag="handover", array_like=True):
-    """To the coordinator of a new view: what the sender's node knows, and what it waits for.
+    """To the coordinator of a new view: the sender's control state, and the requests that it waits for.
 
     Attributes:
-        epoch, number: the membership epoch, and the view.
-        next_set, sets: the id of the next process set, and the ranks of those that there are.
+        epoch, number: the membership epoch, and the number of the view.
+        next_set, sets: the id of the next process set, and the ranks of the present ones, by id.
         approved: signatures that all ranks have agreed on.
-        verdicts: the latest that said more than that.
-        failed: why the latest operations failed, and the latest proposals.
-        last_plan, plans: the highest id of a plan, and the plans in force.
+        verdicts: the latest ones with rows, splits or a signature.
+        failed: why the latest operations and proposals failed.
+        last_plan, plans: the highest id of a plan, and the active plans.
         requests, mismatches, proposals: those without an answer.
     """
 
@@ -128,8 +135,10 @@ class Handover(msgspec.Struct, tag="handover", array_like=True):
 
 
 class Settled(msgspec.Struct, tag="settled", array_like=True):
-    """From the coordinator of a new view, once all nodes have handed over: it decides from here on. Process sets that
-    are not in `sets` are no longer there, and the next one gets the id `next_set`."""
+    """From the coordinator of a new view, once all nodes have handed over: it decides from now on.
+
+    Process sets that are not in `sets` have been removed, and the next one gets the id `next_set`.
+    """
 
     epoch: Count
     number: Count
