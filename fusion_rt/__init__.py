@@ -1,8 +1,8 @@
 """fusion_rt: a tensor-fusion runtime for training PyTorch models on ordinary machines.
 
-The package a training script imports. `fusion_rt.torch` holds the Horovod-compatible API; the flat modules here are
-what the worker, the launcher (`fusion_rt.runner`) and the daemon (`fusiond`) share, and import neither of them nor
-torch. `fusion_rt.run` starts a job from a program.
+Training scripts import this package. `fusion_rt.torch` holds the Horovod-compatible API; the flat modules here are
+shared by the worker, the launcher (`fusion_rt.runner`) and the daemon (`fusiond`), and import none of these, nor torch.
+`fusion_rt.run` starts a job from a program.
 """
 
 from typing import TYPE_CHECKING

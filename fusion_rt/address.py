@@ -1,10 +1,10 @@
-"""Which of a host's addresses its daemon listens on.
+"""Choice of the address on which a host's daemon listens.
 
 In a job of `fusionrun`, in this order: 127.0.0.1 when all is on one machine; the first interface of
 `--network-interface` that the host has; the address that the host's own name in `-H` resolves to, if it is this host's;
-the source address of the default route; the only address the host has. In a job of another launcher the address from
-which this host reaches the place where the nodes meet stands in for the name. A loopback address is used only when it
-is asked for: other hosts cannot reach it.
+the source address of the default route; the only address the host has. In a job of another launcher, the address from
+which this host reaches the place where the nodes meet replaces that of the name. A loopback address is used only when
+it is asked for: other hosts cannot reach it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # documentation addresses, never ours
 
 
 def listen_address(host: str, interfaces: tuple[str, ...], loopback: bool) -> str:
-    """The IP address for the daemon of this machine, which the job calls `host`.
+    """Returns the IP address for the daemon of this machine, which the job calls `host`.
 
     Raises:
         FusionError: no interface of that name has an address, or none of the machine's addresses can be chosen.
@@ -32,8 +32,12 @@ def listen_address(host: str, interfaces: tuple[str, ...], loopback: bool) -> st
 
 
 def address_towards(meeting: Iterable[str], interfaces: tuple[str, ...]) -> str:
-    """The IP address for the daemon of this machine in a job whose nodes meet at one of these hosts (names or IP
-    addresses, the likeliest first); on loopback if that is what they name, since all nodes are on this machine then.
+    """Returns the IP address for the daemon of this machine in a job whose nodes meet at one of these hosts.
+
+    Args:
+        meeting: names or IP addresses, the likeliest first. If they are loopback addresses, so is the result, since all
+            nodes are on this machine then.
+        interfaces: of `--network-interface`; empty: any.
 
     Raises:
         FusionError: no interface of that name has an address, or none of the machine's addresses can be chosen.
@@ -48,7 +52,7 @@ def address_towards(meeting: Iterable[str], interfaces: tuple[str, ...]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is given as this machine itself, and not by a name that happens to mean that here."""
+    """Returns whether a host is a loopback address or `localhost`; other names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -56,7 +60,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _sources(host: str) -> list[str]:
-    """The addresses of this machine from which it would speak to each address of a host."""
+    """Returns the source addresses that this machine would use for each address of a host."""
     try:
         resolved = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -101,7 +105,7 @@ def _of_default_route() -> str:
 
 
 def _only_one() -> str:
-    """The address of the only interface that is not loopback; its IPv4 address when it has several."""
+    """Returns the address of the only interface that is not loopback; its IPv4 address when it has several."""
     others = [
         addresses
         for addresses in _addresses().values()
@@ -115,7 +119,7 @@ def _only_one() -> str:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Addresses of each interface, IPv4 first; IPv6 link-local ones are left out."""
+    """Returns the addresses of each interface, IPv4 first; IPv6 link-local ones are left out."""
     import psutil  # takes a while, and a job of one host need not wait for it
 
     found = {}

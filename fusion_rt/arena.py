@@ -23,7 +23,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ALIGNMENT = 64  # bytes; a cache line, so that no two regions share one
 _SLAB = 4 * 1024 * 1024  # bytes of a segment that holds many small regions
 _HUGE_PAGE = 2 * 1024 * 1024  # bytes; larger regions have a segment of their own
-_PATIENCE = 100  # small regions asked for in a row, after which large ones are out of use
+_PATIENCE = 100  # small regions allocated in a row, after which large ones count as unused
 
 
 class Segment:
@@ -33,7 +33,7 @@ class Segment:
         nbytes: its length.
         view: writable view of all of it.
         address: address at which it is mapped in this process.
-        on_close: called before it is unmapped, by whoever has made its pages known to a device.
+        on_close: called before it is unmapped; set by code that has registered its pages with a device.
     """
 
     def __init__(self, fd: int, nbytes: int, *, private: bool = False) -> None:
@@ -49,7 +49,7 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """A new segment of `nbytes` zero bytes, all of it allocated.
+        """Makes a segment of `nbytes` zero bytes, all of it allocated.
 
         Raises:
             ArenaError: there is not enough memory (or room in the memory control group, or descriptors).
@@ -73,7 +73,7 @@ class Segment:
 
     @classmethod
     def open(cls, fd: int, nbytes: int, *, private: bool = False) -> Segment:
-        """Maps a segment that another process created; takes the descriptor over, also on failure.
+        """Maps a segment that another process created; takes ownership of the descriptor, also on failure.
 
         Args:
             fd: the descriptor received.
@@ -103,7 +103,7 @@ class Segment:
             raise
 
     def close_fd(self) -> None:
-        """Closes the descriptor; the mapping stays. Done by whoever has passed it on."""
+        """Closes the descriptor, once it has been passed on; the mapping stays."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -138,9 +138,9 @@ class Arena:
 
     Args:
         offer: called with (segment id, segment, plan id or 0) when a segment is made; passes it to the daemon.
-        drop: called with a segment id when a segment is given up.
-        spare_nbytes: how many bytes of large segments to keep that are out of use: that were not wanted when the latest
-            large region was, or have not been for long.
+        drop: called with a segment id when a segment is dropped.
+        spare_nbytes: bytes of unused large segments to keep. A segment is unused if it was free when the latest large
+            region was allocated, or if none has been allocated for long.
     """
 
     def __init__(
@@ -160,7 +160,9 @@ class Arena:
         self._slab_tail: tuple[int, int] | None = None  # segment id and offset of the unused end of the last slab
 
     def new_segment(self, nbytes: int, plan: int = 0) -> tuple[int, Segment]:
-        """A segment of its own; `plan` is the id of the plan whose buckets it is for, or 0.
+        """Makes a segment and offers it to the daemon; `plan` is the id of the plan whose buckets it is for, or 0.
+
+        Returns: its id, and the segment.
 
         Raises:
             ArenaError: no memory.
@@ -172,7 +174,7 @@ class Arena:
         return segment_id, segment
 
     def allocate(self, nbytes: int) -> Region:
-        """A region of at least `nbytes` bytes, aligned to a cache line, with undefined contents.
+        """Allocates a region of at least `nbytes` bytes, aligned to a cache line, with undefined contents.
 
         Raises:
             ArenaError: no memory.
@@ -182,7 +184,7 @@ class Arena:
         ready = self._free.get(size)
         found = ready.pop() if ready else None
         self._since_large = 0 if size > _HUGE_PAGE else self._since_large + 1
-        if self._since_large in (0, _PATIENCE):  # only now: what an operation takes again is not spare
+        if self._since_large in (0, _PATIENCE):  # only now: a region that an operation takes again is not spare
             self._trim()
         return found or self._make(size)
 
@@ -198,20 +200,20 @@ class Arena:
         return Region(segment_id, offset, size, segment.view[offset : offset + size], segment.address + offset)
 
     def free(self, region: Region) -> None:
-        """Gives a region back. Safe in a finalizer and from any thread."""
+        """Returns a region to the arena. Safe in a finalizer and from any thread."""
         self._returned.append(region)
 
     def drop_segment(self, segment_id: int) -> None:
-        """Gives a segment up, here and at the daemon."""
+        """Unmaps a segment, here and at the daemon."""
         self._segments.pop(segment_id).close()
         self._drop(segment_id)
 
     def segment(self, segment_id: int) -> Segment:
-        """One of its segments."""
+        """Returns a segment by its id."""
         return self._segments[segment_id]
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Segment id and offset of memory that lies in the arena as a whole, else None."""
+        """Returns segment id and offset of memory that is wholly inside the arena, else None."""
         for segment_id, segment in self._segments.items():
             offset = address - segment.address
             if 0 <= offset <= segment.nbytes - nbytes:
@@ -219,7 +221,7 @@ class Arena:
         return None
 
     def statistics(self) -> dict[str, int]:
-        """`segments` and their `nbytes`, and `spare_nbytes` in regions that wait for use."""
+        """Returns the number of `segments`, their `nbytes`, and `spare_nbytes` in free regions."""
         return {
             "segments": len(self._segments),
             "nbytes": sum(segment.nbytes for segment in self._segments.values()),
@@ -227,7 +229,7 @@ class Arena:
         }
 
     def close(self) -> None:
-        """Forgets everything, without telling the daemon (which is being left)."""
+        """Unmaps all segments, without telling the daemon (this worker leaves it)."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
@@ -242,7 +244,7 @@ class Arena:
                 self._free.setdefault(region.nbytes, []).append(region)
 
     def _trim(self) -> None:
-        """Gives up unused large segments beyond the limit, the largest first."""
+        """Drops unused large segments beyond the limit, the largest first."""
         large = [size for size in self._free if size > _HUGE_PAGE and self._free[size]]
         spare = sum(size * len(self._free[size]) for size in large)
         for size in sorted(large, reverse=True):
@@ -252,7 +254,7 @@ class Arena:
 
 
 def _size_class(nbytes: int) -> int:
-    """The allocated size for a request: eight classes to each power of two, so at most an eighth is wasted."""
+    """Returns the allocated size for a request: eight classes to each power of two, so at most an eighth is wasted."""
     size = max(nbytes, ALIGNMENT)
     step = max(ALIGNMENT, 1 << (size.bit_length() - 4))
     return -(-size // step) * step

@@ -23,12 +23,12 @@ _USAGE = "usage: python -m fusion_rt.as_horovod (SCRIPT | -m MODULE | -c CODE) [
 
 
 def python_path() -> str:
-    """The directory that has to come first in PYTHONPATH for `import horovod` to mean this project."""
+    """Returns the directory that has to come first in PYTHONPATH for `import horovod` to mean this project."""
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 
 
 def interpreter_options(original: list[str], arguments: int) -> list[str]:
-    """The options before `-m fusion_rt.as_horovod` in a command line of the interpreter.
+    """Returns the options before `-m fusion_rt.as_horovod` in a command line of the interpreter.
 
     Args:
         original: all its words, as in `sys.orig_argv`.
@@ -36,12 +36,12 @@ def interpreter_options(original: list[str], arguments: int) -> list[str]:
     """
     *options, module = original[1 : len(original) - arguments]
     joined = options.pop() if module == __spec__.name else module[: -len(__spec__.name)]  # `-m name`, or `-mname`
-    letters = joined[:-1]  # `-um` stands for `-u -m`
+    letters = joined[:-1]  # `-um` is short for `-u -m`
     return [*options, letters] if letters != "-" else options
 
 
 def main() -> NoReturn:
-    """Runs what the arguments of this process say, in its place."""
+    """Replaces this process by an interpreter that runs the script, module or code of its arguments."""
     command = sys.argv[1:]
     if not command or command[0] in ("-h", "--help"):
         sys.exit(_USAGE)

@@ -1,9 +1,9 @@
-"""How a daemon comes up and how the others find it: its configuration, its endpoint and its files.
+"""The start of a daemon: its configuration, its endpoint and its files.
 
-Whoever starts a daemon (`fusionrun`'s agent on each host, or the first worker of a job without a launcher) writes one
+The starter of a daemon (`fusionrun`'s agent on each host, or the first worker of a job without a launcher) writes one
 line of JSON to its standard input, a `DaemonConfig`, and reads one line from its standard output, an `Endpoint` (or a
 `StartError`). In a job of several nodes it then writes a second line, the `PeerTable` with every node's endpoint. The
-daemon goes on to write a line, a `Phase`, whenever the start of the job has come further. No secret ever stands on a
+daemon goes on to write a line, a `Phase`, whenever the start of the job has come further. No secret is ever on a
 command line or in a file: each daemon makes its own CURVE key pair, and only public keys travel, over the launcher's
 own channel.
 
@@ -30,12 +30,12 @@ MAX_LINE = 16 * 1024 * 1024  # bytes of one line of JSON
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"  # ZeroMQ RFC 32
 Job: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 RANKS_DIRECTORY = "ranks"
-"""In a daemon's directory: of the files by which its workers find each other."""
+"""Subdirectory of a daemon's directory, with the files by which its workers find each other."""
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
 
 
 class DaemonConfig(msgspec.Struct, frozen=True):
-    """What a daemon has to know before it can listen; everything else is in its settings (environment).
+    """The configuration that a daemon needs before it can listen; the rest is in its settings (environment).
 
     Attributes:
         job: id of the job, part of the path of the daemon's directory.
@@ -61,7 +61,10 @@ class DaemonConfig(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, tag="endpoint"):
-    """Where a daemon listens for its peers. `public_key`: CURVE key in Z85. Ports are 0 in a job of one node."""
+    """The address and ports on which a daemon listens for its peers; ports are 0 in a job of one node.
+
+    `public_key`: CURVE key in Z85.
+    """
 
     node: int
     pid: int
@@ -77,16 +80,17 @@ class Endpoint(msgspec.Struct, frozen=True, tag="endpoint"):
 
 
 class StartError(msgspec.Struct, frozen=True, tag="error"):
-    """Why a daemon did not come up: a sentence."""
+    """Reports that a daemon did not come up; `error`: a sentence that says why."""
 
     error: str
 
 
 class Phase(msgspec.Struct, frozen=True, tag="phase"):
-    """How far the start has come on this node: its workers have `joined`; it is `connected` to the other daemons; the
-    links are measured and all ranks have been told that the job has `started`; one operation is done (`first_done`).
+    """A phase that the start has reached on this node.
 
-    A node without workers says `joined` at once, and `first_done` when the job has started: there is none to wait for.
+    `joined`: its workers have; `connected`: to the other daemons; `started`: the links are measured and all ranks have
+    been told that the job runs; `first_done`: one operation is done. A node without workers says `joined` at once, and
+    `first_done` when the job has started.
     """
 
     phase: Literal["joined", "connected", "started", "first_done"]
@@ -102,12 +106,12 @@ _T = TypeVar("_T")
 
 
 def encode_line(message: msgspec.Struct) -> bytes:
-    """One line of JSON, newline included."""
+    """Encodes a message as one line of JSON, newline included."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def decode_line(line: bytes, kind: type[_T]) -> _T:
-    """The message in a line of JSON.
+    """Decodes the message in a line of JSON.
 
     Raises:
         WireError: the line is too long, or not a message of that kind.
@@ -121,19 +125,19 @@ def decode_line(line: bytes, kind: type[_T]) -> _T:
 
 
 def _is_key(text: str) -> bool:
-    """Whether a text stands for 32 bytes: each five characters for a number of 32 bits."""
+    """Returns whether a text is Z85 for 32 bytes: 40 characters, of which each five encode a number of 32 bits."""
     digits = [_Z85.find(character) for character in text]
     numbers = [sum(digit * 85 ** (4 - i) for i, digit in enumerate(digits[at : at + 5])) for at in range(0, 40, 5)]
     return len(digits) == 40 and min(digits) >= 0 and max(numbers) < 2**32
 
 
 def job_directory(runtime_root: str, job: str, node: int) -> str:
-    """The directory of one daemon's files (socket, lock, log)."""
+    """Returns the directory of one daemon's files (socket, lock, log)."""
     return os.path.join(runtime_root, f"{job}.{node}")
 
 
 def socket_path(runtime_root: str, job: str, node: int) -> str:
-    """Path of the daemon's local socket.
+    """Returns the path of the daemon's local socket.
 
     Raises:
         FusionError: the path is longer than a Unix socket's may be.
@@ -146,8 +150,9 @@ def socket_path(runtime_root: str, job: str, node: int) -> str:
 
 
 def make_private_directory(path: str, variable: str = "FUSION_RUNTIME_DIR") -> None:
-    """Makes a directory that only this user can enter, with its parents, or checks that it is one. `variable`: says
-    where it is.
+    """Makes a directory that only this user can enter, with its parents, or checks that it is one.
+
+    `variable`: the environment variable that names the directory, for errors.
 
     Raises:
         FusionError: it belongs to another user, others may enter it, or it is a link.
@@ -159,7 +164,9 @@ def make_private_directory(path: str, variable: str = "FUSION_RUNTIME_DIR") -> N
 
 
 def check_private_directory(path: str, variable: str = "FUSION_RUNTIME_DIR") -> None:
-    """Checks that only this user can enter a directory. `variable`: says where it is.
+    """Checks that only this user can enter a directory.
+
+    `variable`: the environment variable that names the directory, for errors.
 
     Raises:
         FusionError: it belongs to another user, others may enter it, or it is a link.

@@ -1,7 +1,7 @@
-"""What a collective costs, and so which one to use: the alpha-beta model (Thakur et al., 2005, section 3).
+"""Cost of a collective by the alpha-beta model (Thakur et al., 2005, section 3), from which exchanges are chosen.
 
 A message of n bytes takes `latency + n * seconds_per_byte`. The coordinator measures both for every link when the job
-starts and gives everybody the worst of each, so that all nodes choose alike; workers predict with it, too.
+starts and gives all nodes the worst of each, so that they choose alike; workers predict with it, too.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ class CostModel:
     seconds_per_byte: float = 1e-9
 
     def rounded(self, latency: float = 0.0, rate: int = 0) -> CostModel:
-        """A model by which ways between nodes are chosen: the order in which numbers are added up depends on it, and so
-        the last bits of sums, which should not differ from job to job because links were measured a little faster.
+        """Returns the model by which exchanges between nodes are chosen, rounded to powers of two.
+
+        The order in which numbers are added up depends on it, and so the last bits of sums, which should not differ
+        from job to job because links were measured a little faster.
 
         Args:
-            latency: s, instead of this one's, rounded to a power of two microseconds; 0: that one.
-            rate: B/s, instead of this one's, rounded to a power of two; 0: that one.
+            latency: seconds; 0: this one's, rounded to a power of two microseconds.
+            rate: B/s; 0: this one's, rounded to a power of two.
         """
         latency = latency or 2.0 ** round(math.log2(1e6 * max(self.latency, 1e-6))) / 1e6
         return CostModel(latency, 1 / rate if rate else 2.0 ** round(math.log2(self.seconds_per_byte)))
 
     def chunk_bytes(self, largest: int) -> int:
-        """Payload of a chunk on such links: what they carry in `_CHUNK_SECONDS`, but at most `largest` bytes.
+        """Returns the payload of a chunk (bytes): what links carry in `_CHUNK_SECONDS`, but at most `largest`.
 
         A chunk costs every node some Python, so fast links want large ones; but the last one passes through all nodes
         alone, so slow links want small ones. Measured: docs/design.md, "The data path".
@@ -42,14 +44,16 @@ class CostModel:
         return min(largest, max(wanted, 4 * _CHUNK_STEP))
 
     def link_credit(self, largest: int) -> int:
-        """Bytes that are given to a connection on such links before some of them have been acknowledged: what they
-        carry in `_CREDIT_SECONDS`, for which the peer's event loop may be busy otherwise, and in a round trip, with a
-        quarter more because messages are acknowledged as a whole; but at most `largest`."""
+        """Returns the bytes that a connection may have sent and not acknowledged, at most `largest`.
+
+        That is what a link carries in `_CREDIT_SECONDS`, for which the peer's event loop may be busy otherwise, and in
+        a round trip, with a quarter more because messages are acknowledged as a whole.
+        """
         return min(largest, self._busy_bytes + int(1.25 * 2 * self.latency / self.seconds_per_byte))
 
     def acknowledged_bytes(self) -> int:
-        """Bytes that a node receives on such links before it acknowledges them: what they carry in a third of
-        `_CREDIT_SECONDS`, so that nobody waits for acknowledgements that come in time."""
+        """Returns the bytes that a node receives before it acknowledges them: what links carry in a third of
+        `_CREDIT_SECONDS`, so that acknowledgements come before the sender has to wait for them."""
         return self._busy_bytes // 3
 
     @property
@@ -57,22 +61,23 @@ class CostModel:
         return max(int(_CREDIT_SECONDS / self.seconds_per_byte), 4 * _CHUNK_STEP)
 
     def ring(self, nbytes: int, nodes: int) -> float:
-        """Seconds of a ring all-reduce: 2 (N - 1) steps that move 2 n (N - 1) / N bytes."""
+        """Returns the seconds of a ring all-reduce: 2 (N - 1) steps that move 2 n (N - 1) / N bytes."""
         steps = 2 * (nodes - 1)
         return steps * self.latency + steps / nodes * nbytes * self.seconds_per_byte
 
     def doubling(self, nbytes: int, nodes: int) -> float:
-        """Seconds of recursive doubling: log2 N rounds of n bytes, and two more to fold when N is no power of two."""
+        """Returns the seconds of recursive doubling: log2 N rounds of n bytes, and two more if N is no power of two."""
         power = nodes.bit_length() - 1
         rounds = power + (2 if nodes != 1 << power else 0)
         return rounds * (self.latency + nbytes * self.seconds_per_byte)
 
     def prefers_gathering(self, nbytes: int, nodes: int) -> bool:
-        """Whether each node sends all others `nbytes` sooner than all sum up through the owners of ranges: one message
-        after the other of n (N - 1) bytes, or two that move 2 n (N - 1) / N."""
+        """Returns whether gathering, in which each node sends `nbytes` to all others, is no slower than summing through
+        the owners of ranges: one step that moves n (N - 1) bytes, or two that move 2 n (N - 1) / N."""
         gathered = self.latency + (nodes - 1) * nbytes * self.seconds_per_byte
         return gathered <= 2 * self.latency + 2 * (nodes - 1) / nodes * nbytes * self.seconds_per_byte
 
     def prefers_doubling(self, nbytes: int, nodes: int, chunk_bytes: int) -> bool:
-        """Whether recursive doubling is the faster one; it moves an array as one chunk, so that bounds it."""
+        """Returns whether recursive doubling is no slower than a ring; it moves an array as one chunk, at most
+        `chunk_bytes` long."""
         return nbytes <= chunk_bytes and self.doubling(nbytes, nodes) <= self.ring(nbytes, nodes)

@@ -1,4 +1,4 @@
-"""The element types a bucket may have: what they are called on the wire and how numpy stores them.
+"""The element types of buckets: their names on the wire, and how numpy stores them.
 
 float16 and bfloat16 are stored as uint16 and bool as uint8, so that one array type fits every transport: numpy has no
 bfloat16, and the buffer protocol has neither.
@@ -41,7 +41,7 @@ class DType:
 
     @classmethod
     def named(cls, name: str) -> DType:
-        """The element type called `name`. Raises `DTypeError` when there is none."""
+        """Returns the element type called `name`. Raises `DTypeError` when there is none."""
         try:
             return DTYPES[name]
         except KeyError:

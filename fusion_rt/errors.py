@@ -1,8 +1,8 @@
-"""The exceptions people see, in one place so that a worker, the launcher and the daemon raise the same ones."""
+"""The exceptions that users see; workers, the launcher and the daemon share them."""
 
 
 class FusionError(Exception):
-    """Base of every error this project raises on purpose; its text is a sentence meant for a person."""
+    """Base of all errors that this project raises on purpose; the text is a sentence for people."""
 
 
 class SettingError(FusionError, ValueError):
@@ -14,7 +14,7 @@ class WireError(FusionError):
 
 
 class ArenaError(FusionError, MemoryError):
-    """Shared memory could not be had, or what another process offered as an arena is not a sealed memfd."""
+    """Shared memory cannot be allocated, or a descriptor that another process offers is not a sealed memfd."""
 
 
 class HorovodInternalError(FusionError, RuntimeError):
@@ -27,11 +27,11 @@ class HorovodInternalError(FusionError, RuntimeError):
 class StepGivenUp(HorovodInternalError):
     """No rank may take a step, because a rank's backward pass has failed; the text names the rank and its exception."""
 
-    SAYS = "gave this step up"  # by which it is known
+    SAYS = "gave this step up"  # in the text of each such failure
 
 
 def failure_of(text: str) -> HorovodInternalError:
-    """The exception for an operation that has failed on all ranks, and why."""
+    """Returns the exception for an operation that has failed on all ranks with this text."""
     return StepGivenUp(text) if StepGivenUp.SAYS in text else HorovodInternalError(text)
 
 

@@ -1,8 +1,8 @@
-"""A small HTTP/1.0 server on one thread, which strangers can neither keep busy nor fill.
+"""A small HTTP/1.0 server on one thread, with limits on the time, bytes and connections that clients can take.
 
 Python's own servers serve one client at a time or have a thread for each, and limit the time of each read but not that
-of a request. Here one thread looks at all connections. Each has one request, a deadline for it and its answer together,
-and limits in bytes; where there are too many connections, the oldest one gives way (`Pending`).
+of a request. Here one thread serves all connections. Each has one request, a deadline for it and its answer together,
+and limits in bytes; where there are too many connections, the oldest one is closed (`Pending`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("fusion_rt")
 
 
 class Request(NamedTuple):
-    """What a client asks for. `headers`: by name in small letters."""
+    """A request of a client. `headers`: by name in small letters."""
 
     method: str
     target: str
@@ -40,8 +40,13 @@ class Request(NamedTuple):
 
 
 def split_message(data: bytes, most: int) -> tuple[str, dict[str, str], bytes] | None:
-    """The first line of a request or an answer, its headers by their names in small letters, and its body of at most
-    `most` bytes; None while it is not complete.
+    """Splits a request or an answer into its first line, headers and body; None while it is not complete.
+
+    Args:
+        data: the bytes received so far.
+        most: limit of the body, in bytes.
+
+    Returns: the first line, the headers by their names in small letters, and the body.
 
     Raises:
         WireError: it is longer than allowed.
@@ -61,7 +66,7 @@ def split_message(data: bytes, most: int) -> tuple[str, dict[str, str], bytes] |
 
 
 def response(status: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-    """An answer. `status`: its code and text, such as `404 Not Found`."""
+    """Encodes an answer. `status`: its code and text, such as `404 Not Found`."""
     fields = {"Content-Length": str(len(body)), **(headers or {})}
     lines = [f"HTTP/1.0 {status}", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
     return "\r\n".join(lines).encode("latin-1") + body
@@ -69,7 +74,7 @@ def response(status: str, body: bytes = b"", headers: Mapping[str, str] | None =
 
 @dataclass(eq=False)
 class _Connection:
-    """A client. `answer`: what it has still to take; None while its request is not complete."""
+    """A client's connection. `answer`: the rest that is to be sent; None while its request is not complete."""
 
     sock: socket.socket
     deadline: float
@@ -78,18 +83,18 @@ class _Connection:
 
 
 class Server:
-    """Serves until it is closed.
+    """An HTTP server on a thread of its own, which serves until it is closed.
 
     Args:
-        listener: a listening socket, which is taken over.
+        listener: a listening socket, which the server owns from now on.
         answer: makes the whole answer to a request, on the server's thread; empty: the connection is just closed. An
             exception is logged and ends the connection.
-        seconds: which a client has for its request and its answer together.
-        most_body: bytes of a request's body.
+        seconds: time limit of a request and its answer together.
+        most_body: limit of a request's body, in bytes.
         expected: clients that are expected at a time, all of them perhaps from one host.
 
     Attributes:
-        ended: connections that are over.
+        ended: number of connections that have ended.
     """
 
     def __init__(
@@ -119,7 +124,7 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it, whatever clients do; waits no longer than some seconds for an answer that is being made."""
+        """Ends the server, whatever clients do; waits at most `_ENDING` seconds for an answer that is being made."""
         if self._closing:
             return
         self._closing = True
@@ -176,7 +181,7 @@ class Server:
             self._end(one_too_many)
 
     def _go_on(self, connection: _Connection, events: int) -> None:
-        """Reads what has come, or writes what can go."""
+        """Reads or writes as much as the socket allows."""
         if connection not in self._connections:
             return  # it has just given way
         try:

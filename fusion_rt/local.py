@@ -1,4 +1,4 @@
-"""The local channel: typed messages and file descriptors over a Unix SEQPACKET socket, one message a packet.
+"""Transport of the local channel: messages and file descriptors over a Unix SEQPACKET socket, one message a packet.
 
 A packet is at most `wire.MAX_PACKET` bytes. A longer message (the plan of a model with thousands of tensors) travels
 in a sealed memfd of its own, attached to an empty packet, so that no message is ever split and none is too long.
@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """(pid, uid, gid) of the process at the other end, as the kernel recorded them when it connected."""
+    """Returns (pid, uid, gid) of the process at the other end, as the kernel recorded them when it connected."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid
@@ -33,11 +33,11 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
 def connect(sock: socket.socket, path: str) -> int:
     """Connects to a socket of this user; returns the pid of the process that listens there.
 
-    A worker believes its daemon and unpickles what comes through it. So the socket has to be in a directory of this
+    A worker trusts its daemon and unpickles what comes through it. So the socket has to be in a directory of this
     user alone, and the kernel has to confirm that this user, or root, listens.
 
     Raises:
-        FusionError: the directory or whoever listens is not this user's.
+        FusionError: the directory, or the process that listens, is not this user's.
         OSError: nobody listens there.
     """
     check_private_directory(os.path.dirname(path))
@@ -52,7 +52,7 @@ def connect(sock: socket.socket, path: str) -> int:
 class Packet:
     """An encoded message ready to be sent, with the descriptor that goes along, if any.
 
-    The packet owns that descriptor: `close` is called once it is sent or given up.
+    The packet owns that descriptor: call `close` if the packet is not sent.
     """
 
     __slots__ = ("data", "fd")
@@ -70,7 +70,7 @@ class Packet:
             carrier.close()
 
     def send(self, sock: socket.socket) -> None:
-        """Sends and closes. On a non-blocking socket, raises BlockingIOError (and stays open) when it is full."""
+        """Sends the packet and closes it. Raises BlockingIOError, and stays open, if a non-blocking socket is full."""
         if self.fd < 0:
             sock.send(self.data)
             return
@@ -85,7 +85,7 @@ class Packet:
 
 
 def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, int]:
-    """One message and the descriptor attached to it (-1 when there is none); empty bytes at end of file.
+    """Receives one message and the descriptor attached to it (-1 when there is none); empty bytes at end of file.
 
     `flags` are those of recvmsg(2), such as MSG_DONTWAIT.
 
@@ -113,7 +113,7 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, int]:
     if not descriptors:
         return data, -1
     fd = descriptors[0]
-    if not data:  # which reads like an end of file, after which nobody would look for a descriptor
+    if not data:  # the caller would take it for an end of file, and not close the descriptor
         os.close(fd)
         raise WireError("a local packet had a descriptor and no message")
     if data != b"\0":

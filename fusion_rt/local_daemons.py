@@ -1,4 +1,4 @@
-"""The daemons of this user on this host: how tools find them, and ask them."""
+"""Finds the daemons of this user on this host, and sends them the requests of tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN_STACKS = "stacks"  # file in a daemon's directory into which it writes its o
 
 
 class Found(NamedTuple):
-    """A daemon's directory; whether the daemon is alive is another question."""
+    """A daemon's directory; the daemon itself may be dead."""
 
     job: str
     node: int
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
 
 class NoAnswer(FusionError):
-    """A daemon does not answer. `pid`: its process; 0: nobody listens."""
+    """A daemon does not answer. `pid`: its process, or 0 if nobody listens."""
 
     def __init__(self, message: str, pid: int) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class NoAnswer(FusionError):
 
 
 def find(root: str, job: str = "", node: int = -1) -> Iterator[Found]:
-    """Directories below FUSION_RUNTIME_DIR, by job and node; of one job, or one node, if these are given."""
+    """Finds the daemons' directories in `root`, sorted by job and node; of one job, or one node, if these are given."""
     found = []
     for name in os.listdir(root) if os.path.isdir(root) else []:
         its_job, _, number = name.rpartition(".")
@@ -46,7 +46,7 @@ def find(root: str, job: str = "", node: int = -1) -> Iterator[Found]:
 
 
 def ask(found: Found, request: wire.ToolMessage, timeout: float) -> tuple[int, dict[str, Any]]:
-    """Asks a daemon: its pid, and its answer.
+    """Sends a request to a daemon; returns its pid, and its answer.
 
     Raises:
         NoAnswer: it is dead, or does not answer within `timeout` seconds.

@@ -40,7 +40,7 @@ _MAX_SHOWN = 200  # characters of somebody's text in an error
 _BYTES_PER_WEIGHT = 40  # a float64 takes 24 characters at most; the rest is for separators and comments
 _BYTES_EXTRA = 4096
 
-Row = tuple[tuple[int, float], ...]  # what one rank takes: (sender, weight), ascending, its own weight included
+Row = tuple[tuple[int, float], ...]  # weights of one rank: (sender, weight), ascending, its own included
 
 
 class MixingError(FusionError, ValueError):
@@ -52,7 +52,7 @@ class Mixing:
     """Weights W of x_i <- sum_j W[i, j] x_j. They may change from clock to clock, and repeat after `period` clocks.
 
     Attributes:
-        text: what `parse` made it from.
+        text: the text from which `parse` made it.
         ranks: number of ranks n.
         rows: for each clock of the period, the row of each rank.
         note: a sentence for people that the text does not say by itself, such as the sides of a torus; may be empty.
@@ -69,7 +69,7 @@ class Mixing:
         return len(self.rows)
 
     def matrix(self, clock: int) -> NDArray[np.float64]:
-        """W at this clock, (ranks, ranks), read-only; row i is what rank i takes."""
+        """Returns W at this clock, float64 of shape (ranks, ranks), read-only; row i: the weights that rank i takes."""
         weights = np.zeros((self.ranks, self.ranks))
         for rank, row in enumerate(self.rows[clock % self.period]):
             for sender, weight in row:
@@ -78,45 +78,45 @@ class Mixing:
         return weights
 
     def incoming(self, rank: int, clock: int) -> Row:
-        """(sender j, W[rank, j]) of every other rank that `rank` takes from, ascending."""
+        """Returns (sender j, W[rank, j]) of every other rank that `rank` takes from, ascending."""
         return tuple(entry for entry in self.rows[clock % self.period][self._checked(rank)] if entry[0] != rank)
 
     def outgoing(self, rank: int, clock: int) -> Row:
-        """(receiver i, W[i, rank]) of every other rank that takes from `rank`, ascending."""
+        """Returns (receiver i, W[i, rank]) of every other rank that takes from `rank`, ascending."""
         return tuple(entry for entry in self._columns[clock % self.period][self._checked(rank)] if entry[0] != rank)
 
     def own(self, rank: int, clock: int) -> float:
-        """W[rank, rank]."""
+        """Returns W[rank, rank], the weight of the rank's own value."""
         return dict(self.rows[clock % self.period][self._checked(rank)]).get(rank, 0.0)
 
     @property
     def row_stochastic(self) -> bool:
-        """Every rank takes weights whose sum is 1: ranks that agree stay as they are."""
+        """True if every row of W sums to 1, so that ranks that agree stay as they are."""
         return all(_sums_to_one(self.matrix(clock), axis=1) for clock in range(self.period))
 
     @property
     def column_stochastic(self) -> bool:
-        """Every rank gives weights whose sum is 1: the sum over all ranks stays as it is."""
+        """True if every column of W sums to 1, so that the sum over all ranks stays as it is."""
         return all(_sums_to_one(self.matrix(clock), axis=0) for clock in range(self.period))
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Both: ranks come to agree on the mean."""
+        """True if rows and columns sum to 1, so that ranks come to agree on the mean."""
         return self.row_stochastic and self.column_stochastic
 
     @property
     def symmetric(self) -> bool:
-        """At every clock each rank gives to another what it takes from it."""
+        """True if W is symmetric at every clock."""
         matrices = (self.matrix(clock) for clock in range(self.period))
         return all(bool(np.allclose(w, w.T, rtol=0, atol=TOLERANCE)) for w in matrices)
 
     @property
     def bipartite(self) -> bool:
-        """Every edge, at any clock, joins an even and an odd rank."""
+        """True if every edge, at any clock, joins an even and an odd rank."""
         return all((rank - other) % 2 for rank, others in enumerate(self._neighbours) for other in others)
 
     def partners(self, rank: int) -> tuple[int, ...]:
-        """Ranks of the other parity that `rank` takes from, or gives to, at any clock, ascending.
+        """Returns the ranks of the other parity that `rank` takes from, or gives to, at any clock, ascending.
 
         Between these AD-PSGD may average: an odd rank asks, an even one answers, so that nobody waits in a circle
         (arXiv 1710.06952).
@@ -124,7 +124,7 @@ class Mixing:
         return tuple(sorted(other for other in self._neighbours[self._checked(rank)] if (rank - other) % 2))
 
     def spectral_gap(self) -> float:
-        """1 - rho, where rho is the factor by which a step brings ranks closer to each other; from 0 (never) to 1.
+        """Returns 1 - rho, where rho is the factor by which a step brings ranks closer to each other; from 0 to 1.
 
         For one matrix, rho is its second largest absolute eigenvalue. For a period of p matrices, all doubly
         stochastic, it is s^(1/p), with s the largest singular value of (their product - 11^T/n), which is the largest
@@ -145,14 +145,14 @@ class Mixing:
             for clock in range(self.period):
                 product = self.matrix(clock) @ product
             left = float(np.linalg.norm(product - 1 / self.ranks, 2))
-            if left < 1e-12:  # rounding, of which a root would make something
+            if left < 1e-12:  # a rounding error, which a root would make large
                 left = 0.0
             left **= 1 / self.period
         return min(max(1 - left, 0.0), 1.0)
 
     @cached_property
     def _columns(self) -> tuple[tuple[Row, ...], ...]:
-        """For each clock and rank, (receiver, weight), ascending."""
+        """The columns of W: for each clock and rank, (receiver, weight), ascending."""
         found = []
         for rows in self.rows:
             columns: list[list[tuple[int, float]]] = [[] for _ in range(self.ranks)]
@@ -180,11 +180,11 @@ class Mixing:
 
 
 def parse(text: str, ranks: int) -> Mixing:
-    """The graph that is written as `text` (see above), for this number of ranks.
+    """Parses the text of a graph (see above), for this number of ranks.
 
     Raises:
-        MixingError: there is no such graph (then the error has the nearest name), or it is not possible with so many
-            ranks, or the file has no matrix of weights that brings all ranks to agree.
+        MixingError: there is no such graph (then the error has the nearest name), or it is not possible with this
+            number of ranks, or the file has no matrix of weights that brings all ranks to agree.
     """
     text = text.strip()
     if not 1 <= ranks <= MAX_RANKS:
@@ -201,7 +201,7 @@ def parse(text: str, ranks: int) -> Mixing:
 
 
 def check_dpsgd(mixing: Mixing) -> None:
-    """D-PSGD needs a doubly stochastic W, or ranks agree on something else than the mean (arXiv 1705.09056).
+    """Checks that W is doubly stochastic, without which ranks of D-PSGD do not agree on the mean (arXiv 1705.09056).
 
     Raises:
         MixingError: a row or a column does not sum to 1.
@@ -211,7 +211,7 @@ def check_dpsgd(mixing: Mixing) -> None:
 
 
 def check_push_sum(mixing: Mixing) -> None:
-    """Push-sum needs a column-stochastic W, or the sum of x and of its weights is not kept (arXiv 1811.10792).
+    """Checks that W is column-stochastic, so that push-sum keeps the sum of x and of its weights (arXiv 1811.10792).
 
     Raises:
         MixingError: a column does not sum to 1.
@@ -220,8 +220,7 @@ def check_push_sum(mixing: Mixing) -> None:
 
 
 def check_pairwise(mixing: Mixing) -> None:
-    """AD-PSGD averages pairs of an odd and an even rank: these pairs alone have to connect all ranks. One rank, which
-    has nobody to average with, passes.
+    """Checks that pairs of an odd and an even rank, which AD-PSGD averages, connect all ranks; a single rank passes.
 
     Raises:
         MixingError: a rank has no neighbour of the other parity, or not all ranks are connected by such neighbours.
@@ -259,7 +258,7 @@ def _sums_to_one(weights: NDArray[np.float64], axis: int) -> bool:
 
 
 def _equal(ranks: int, senders: Callable[[int], Iterable[int]]) -> tuple[Row, ...]:
-    """Rows where a rank takes the same weight from itself and from each of its senders (numbers modulo ranks)."""
+    """Returns rows in which a rank takes the same weight from itself and each of its senders (numbers modulo ranks)."""
     rows = []
     for rank in range(ranks):
         taken = sorted({rank, *(sender % ranks for sender in senders(rank))})
@@ -268,7 +267,7 @@ def _equal(ranks: int, senders: Callable[[int], Iterable[int]]) -> tuple[Row, ..
 
 
 def _metropolis(neighbours: Sequence[Sequence[int]]) -> tuple[Row, ...]:
-    """Symmetric, doubly stochastic rows for any undirected graph: 1 / (1 + the larger degree of the two)."""
+    """Returns symmetric, doubly stochastic rows for any undirected graph: 1 / (1 + the larger degree of the two)."""
     rows = []
     for rank, others in enumerate(neighbours):
         row = {other: 1 / (1 + max(len(others), len(neighbours[other]))) for other in others}
@@ -293,7 +292,7 @@ def _torus(ranks: int) -> _Built:
         )
 
     def at(y: int, x: int) -> int:
-        """The rank at a place of the grid; every second row runs backwards."""
+        """Returns the rank at a place of the grid; every second row runs backwards."""
         y, x = y % height, x % width
         return y * width + (width - 1 - x if y % 2 else x)
 
@@ -304,7 +303,7 @@ def _torus(ranks: int) -> _Built:
 
 
 def _hops(ranks: int) -> list[int]:
-    """1, 2, 4, ... below the number of ranks."""
+    """Returns the powers of two (1, 2, 4, ...) below the number of ranks."""
     return [1 << k for k in range((ranks - 1).bit_length())]
 
 
@@ -357,9 +356,9 @@ GRAPHS: dict[str, Callable[[int], _Built]] = {
 
 
 def _read(path: str, ranks: int) -> tuple[Row, ...]:
-    """The matrix in a file, made exact where its sums are 1 to six decimals.
+    """Reads the matrix in a file, made exact where its sums are 1 to six decimals.
 
-    Rows that sum to 1 are what D-PSGD needs, columns that do are what push-sum needs; one of the two is demanded here.
+    D-PSGD needs rows that sum to 1, push-sum needs such columns; a matrix has to have one of the two.
     """
     weights = np.array(_numbers(path, _content(path, ranks), ranks))
     for rank in range(ranks):
@@ -436,7 +435,7 @@ def _check_written_sums(path: str, weights: NDArray[np.float64]) -> None:
 
 
 def _exact(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scales rows, columns, or both in turn (Sinkhorn and Knopp), whichever sum to 1 as far as six decimals say.
+    """Scales rows, columns, or both in turn (Sinkhorn and Knopp), whichever sum to 1 to six decimals.
 
     A symmetric matrix stays symmetric.
     """
@@ -450,7 +449,7 @@ def _exact(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _check_connected(path: str, rows: tuple[Row, ...]) -> None:
-    """Something comes from every rank to every other, and not in time with the others only: W is primitive."""
+    """Checks that W is primitive: values get from every rank to every other, and not only at multiples of a period."""
     senders = [[sender for sender, _ in row] for row in rows]
     receivers: list[list[int]] = [[] for _ in rows]
     for receiver, others in enumerate(senders):
@@ -479,7 +478,7 @@ def _check_connected(path: str, rows: tuple[Row, ...]) -> None:
 
 
 def _distances(edges: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Ranks that rank 0 reaches along the edges, and in how many steps at least."""
+    """Returns the ranks that rank 0 reaches along the edges, with their distances in steps."""
     distance = {0: 0}
     queue = [0]
     for rank in queue:

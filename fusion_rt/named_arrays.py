@@ -1,4 +1,4 @@
-"""Arrays with names as bytes, between a worker and its daemon: a header that is checked, and the arrays as they are."""
+"""Encodes arrays with names as bytes, between a worker and its daemon: a checked header, and the arrays as they are."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ _decoder = msgspec.msgpack.Decoder(list[_Entry])
 
 
 def nbytes_of(arrays: Mapping[str, npt.NDArray[np.generic]]) -> int:
-    """How many bytes `write` needs."""
+    """Returns the number of bytes that `write` needs."""
     return _LENGTH_BYTES + _padded(len(_header(arrays))) + sum(_padded(array.nbytes) for array in arrays.values())
 
 
 def write(arrays: Mapping[str, npt.NDArray[np.generic]], out: npt.NDArray[np.uint8]) -> None:
-    """Writes arrays to `out`, which has `nbytes_of` elements.
+    """Writes arrays to `out`.
 
     Args:
         arrays: of float32, float64, int32, int64 or uint8; any shape.
+        out: uint8, of `nbytes_of(arrays)` elements.
+
+    Raises:
+        ValueError: an array is of another dtype.
     """
     header = _header(arrays)
     out[:_LENGTH_BYTES] = np.frombuffer(len(header).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
@@ -48,10 +52,10 @@ def write(arrays: Mapping[str, npt.NDArray[np.generic]], out: npt.NDArray[np.uin
 
 
 def read(data: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[np.generic]]:
-    """The arrays in what `write` wrote, as views of it.
+    """Reads the arrays that `write` wrote, as views of `data`.
 
     Raises:
-        WireError: these bytes are nothing of that kind. Nothing was allocated for what they claim to have.
+        WireError: the bytes are not such a state. Nothing is allocated by the sizes that they claim.
     """
     length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     if len(data) < _LENGTH_BYTES or length > min(len(data) - _LENGTH_BYTES, wire.MAX_MESSAGE):

@@ -1,4 +1,4 @@
-"""Which connections have to go when strangers open too many. No I/O."""
+"""Chooses the connection to close when strangers open too many. No I/O."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ K = TypeVar("K")
 class Pending(Generic[K]):
     """Connections that have not shown yet that they belong to the job.
 
-    Whoever belongs to it shows that within a moment. So when there are too many the oldest one is closed, of the host
-    that has most of them, and strangers only get in each other's way.
+    Members of the job show that within a moment. So when there are too many connections, the oldest one is closed, of
+    the host that has most of them, and strangers only displace each other.
 
     Args:
         most: connections at a time, in all.
@@ -28,7 +28,7 @@ class Pending(Generic[K]):
         return len(self._host_of)
 
     def add(self, connection: K, host: str) -> K | None:
-        """Counts a new connection. Returns the one that has to be closed for it and is not counted any more."""
+        """Counts a new connection. Returns the one that has to be closed for it, which is not counted any more."""
         self.remove(connection)
         self._host_of[connection] = host
         self._hosts.setdefault(host, {})[connection] = None
@@ -41,7 +41,7 @@ class Pending(Generic[K]):
         return oldest
 
     def remove(self, connection: K) -> None:
-        """The connection has shown whose it is, or has ended."""
+        """Stops counting a connection, which has shown that it belongs to the job, or has ended."""
         host = self._host_of.pop(connection, None)
         if host is not None:
             del self._hosts[host][connection]

@@ -14,11 +14,11 @@ _SHORTEST_SECRET = 16
 
 
 def open_private(path: str, directory: int | None = None) -> int:
-    """Opens an empty file for writing and returns its descriptor. A file that is made has mode 0600.
+    """Opens an empty file for writing and returns its descriptor. A new file has mode 0600.
 
-    A file that is there already is used if it belongs to this user and has no other name, and keeps its mode; so is a
-    device of root's, such as /dev/null. Nothing is written through a link: whoever can write to the directory could
-    have made one to another file of this user.
+    An existing file is truncated, and keeps its mode, if it belongs to this user and has no other name; a device of
+    root's, such as /dev/null, is used, too. Links are not followed: anybody who can write to the directory could have
+    made one to another file of this user.
 
     Args:
         path: of the file.
@@ -56,7 +56,7 @@ def open_private_directory(path: str) -> int:
     """Makes a directory that only this user can enter, with its parents, or opens one that belongs to this user.
 
     Returns:
-        Its descriptor, by which files are made in it whoever renames what leads to it.
+        Its descriptor, through which files are made in it even if the path is renamed.
 
     Raises:
         OSError: it cannot be made, is a link, or belongs to another user.
@@ -73,7 +73,7 @@ def open_private_directory(path: str) -> int:
 
 
 def read_secret(path: str, variable: str) -> bytes:
-    """Reads a secret from a file that only this user can read; white space around it does not count.
+    """Reads a secret from a file that only this user can read, without white space around it.
 
     Args:
         path: of the file; `~` is the home directory.

@@ -1,4 +1,4 @@
-"""`fusion_rt.run`: a function, called on every rank of a new job, whose results come back as a list.
+"""`fusion_rt.run` calls a function on every rank of a new job, and returns the results as a list.
 
 The launcher is a process of its own (`fusion_rt.runner.command.function_launcher`), because it handles signals and ends
 children in ways that a notebook or a test suite would not bear in its own process. It is told what `fusionrun` is told,
@@ -31,12 +31,12 @@ _FAILED = (
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What the launcher is told in one line of its standard input, before the function.
+    """The request to the launcher, one line on its standard input, before the function.
 
     Attributes:
         arguments: those of `fusionrun`, with the workers' command.
         directory: working directory of the job.
-        nbytes: of the function.
+        nbytes: length of the pickled function.
     """
 
     arguments: tuple[str, ...]
@@ -45,13 +45,13 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the launcher says in one line, before the results.
+    """The answer of the launcher, one line before the results.
 
     Attributes:
         sizes: bytes of each rank's pickled result, in the order of ranks.
         refused: why the job cannot be started as it was asked for, or empty.
         failed: why it failed, or empty.
-        is_workers: whether it was a worker that failed.
+        is_workers: a worker has failed.
     """
 
     sizes: tuple[int, ...] = ()
@@ -149,8 +149,8 @@ def run(
 
 
 def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Where modules are to be looked for, and the function with its arguments: pickled by itself, because unpickling
-    may need those modules."""
+    """Pickles `sys.path`, and the function with its arguments, which are pickled by themselves because unpickling them
+    may need modules that are found by that path."""
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
@@ -161,7 +161,7 @@ def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _launch(arguments: Sequence[str], function: bytes) -> tuple[Answer, list[bytes]]:
-    """Runs the launcher to its end."""
+    """Runs the launcher to its end; returns its answer, and the pickled results by rank."""
     request = Request(tuple(arguments), os.fsencode(os.getcwd()), len(function))
     answers, theirs = os.pipe()
     sys.stdout.flush()
@@ -173,7 +173,7 @@ def _launch(arguments: Sequence[str], function: bytes) -> tuple[Answer, list[byt
                 bufsize=0,  # nothing is left to be flushed when it is closed
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs],
-                cwd="/",  # files of the working directory might shadow Python's modules
+                cwd="/",  # files of the working directory could shadow Python's modules
                 env=_environment(),
                 start_new_session=True,  # so that Ctrl-C reaches it once, from here
             )
@@ -200,7 +200,7 @@ def _send(stdin: IO[bytes], data: bytes) -> None:
 
 
 def _receive(stream: IO[bytes]) -> tuple[Answer | None, list[bytes]]:
-    """The answer, if the launcher lived to give it whole, and the pickled results."""
+    """Reads the answer, None if the launcher ended before it was complete, and the pickled results."""
     line = stream.readline()
     if not line:
         return None, []
@@ -210,7 +210,7 @@ def _receive(stream: IO[bytes]) -> tuple[Answer | None, list[bytes]]:
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Has the launcher end the job, and waits until it has; a Ctrl-C meanwhile tells it to hurry."""
+    """Has the launcher end the job, and waits until it has; each Ctrl-C meanwhile repeats the signal."""
     while True:
         try:
             process.send_signal(signal.SIGTERM)  # not SIGINT, which may be ignored here and so there
@@ -221,7 +221,7 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, with the relative entries of PYTHONPATH made absolute."""
+    """Returns this process's environment, with the relative entries of PYTHONPATH made absolute."""
     environ = dict(os.environ)
     if paths := environ.get("PYTHONPATH"):
         environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths.split(os.pathsep) if path)

@@ -1,7 +1,7 @@
-"""Reads what `faulthandler` writes, and puts into words where workers are.
+"""Parses the stacks that `faulthandler` writes, and describes where workers are, for people.
 
-A stack has the most recent call first, as `faulthandler` writes it. Calls inside of fusion_rt are of no interest to
-whoever looks for what hangs: only the one that the script has made is kept.
+A stack has the most recent call first, as `faulthandler` writes it. Calls inside of fusion_rt do not help to find out
+what hangs: only the one that the script has made is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATES = {
 
 
 def parse(text: str, directory: str = "") -> wire.Stack:
-    """The stack in what `faulthandler` wrote; of several, the last one.
+    """Parses the stack that `faulthandler` wrote; of several, the last one.
 
     Args:
         directory: where paths that are not absolute begin.
@@ -49,18 +49,18 @@ def parse(text: str, directory: str = "") -> wire.Stack:
 
 
 def is_whole(text: str) -> bool:
-    """Tells whether what `faulthandler` wrote goes as far as the module that was run, where nearly all stacks end."""
+    """Returns whether a stack of `faulthandler` ends with the module that was run, as nearly all complete ones do."""
     return text.endswith(" in <module>\n")
 
 
 def with_sources(stack: wire.Stack) -> wire.Stack:
-    """The same with the lines of the files, where they can be read. It blocks where a file system does."""
+    """Returns the stack with the lines of the source files, where they can be read. Blocks where a file system does."""
     frames = (wire.Frame(f.file, f.line, f.function, source_line(f.file, f.line), f.inner) for f in stack.frames)
     return wire.Stack(tuple(frames), stack.more)
 
 
 def source_line(path: str, number: int) -> str:
-    """A line of a file of moderate size, without its margins; empty if it cannot be read."""
+    """Returns a line of a file of at most `_LARGEST_SOURCE` bytes, stripped; empty if it cannot be read."""
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_SOURCE or number < 1:
@@ -72,7 +72,7 @@ def source_line(path: str, number: int) -> str:
 
 
 def process_state(pid: int) -> str:
-    """The letter of a process's state in /proc; empty if there is no such process."""
+    """Returns the letter of a process's state in /proc; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -81,12 +81,12 @@ def process_state(pid: int) -> str:
 
 
 def state_in_words(letter: str) -> str:
-    """`sleeping (S)`."""
+    """Formats the state of a process: `sleeping (S)`."""
     return f"{STATES.get(letter, 'in an unknown state')} ({letter})" if letter else "gone"
 
 
 def describe(found: wire.Whereabouts, host: str) -> list[str]:
-    """Where a worker is, in lines for people: the stack of its main thread."""
+    """Describes where a worker is, in lines for people: the stack of its main thread."""
     process = f"pid {found.pid}, {found.state}" if found.pid else found.state
     head = f"rank {found.rank} (host {host}, {process})"
     if found.why_not:
@@ -95,7 +95,7 @@ def describe(found: wire.Whereabouts, host: str) -> list[str]:
 
 
 def describe_stack(stack: wire.Stack) -> Iterator[str]:
-    """A line for each call."""
+    """Yields a line for each call of a stack."""
     if not stack.frames:
         yield "    it has no Python stack"
     for frame in stack.frames:
@@ -105,7 +105,7 @@ def describe_stack(stack: wire.Stack) -> Iterator[str]:
 
 
 def describe_frame(frame: wire.Frame) -> str:
-    """`/home/me/train.py:12 in slow: time.sleep(300)`."""
+    """Formats a call: `/home/me/train.py:12 in slow: time.sleep(300)`."""
     source = f": {frame.source}" if frame.source else ""
     inner = f" (and {frame.inner} calls inside of fusion_rt)" if frame.inner else ""
     return f"{frame.file}:{frame.line} in {frame.function}{source}{inner}"

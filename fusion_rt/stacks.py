@@ -1,14 +1,14 @@
-"""A worker's Python stack, which its node's daemon can see without any help of what the worker is doing.
+"""The worker's Python stack for its node's daemon, written on a signal whatever the worker is doing.
 
 `faulthandler` writes the stack of the main thread into a sealed memfd whenever STACK_SIGNAL comes: from the signal
 handler, in C, and so also while some extension holds the GIL, or the main thread waits in a system call. The memfd goes
-to the daemon with the worker's `Hello`; whoever has it shares its file offset, so that is how much has been written.
+to the daemon with the worker's `Hello`; both share its file offset, which is how much has been written.
 
 Rejected: the stacks of all threads. The handler reads those while their threads run, begin and end: a process with a
 busy thread beside ended with a segmentation fault after six signals. (The system hands a signal for the process to the
 main thread, unless that one blocks it, or has another one to handle first.)
 
-The registration is the process's and stays: to undo it would leave a moment in which the signal kills.
+The registration stays as long as the process: undoing it would leave a moment in which the signal kills.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class Offer(NamedTuple):
-    """Offer to the daemon: the memfd (the caller's own; -1: there is none), and the signal."""
+    """The memfd for the daemon (owned by the caller; -1: there is none), and the signal."""
 
     fd: int
     signal: int
@@ -37,7 +37,7 @@ _memfd = -1  # of this process
 
 
 def offer() -> Offer:
-    """This process's offer; there is none where the signal is the script's own already.
+    """Returns this process's offer, without a memfd where the script handles the signal itself.
 
     Raises:
         OSError: there is no memory, or no descriptor, for it.
@@ -53,7 +53,7 @@ def offer() -> Offer:
 
 
 def is_handled(pid: int, number: int) -> bool:
-    """Tells whether a process catches or ignores a signal.
+    """Returns whether a process catches or ignores a signal.
 
     Raises:
         OSError: there is no such process.
@@ -71,7 +71,7 @@ def _new_memfd() -> int:
 
 
 def _after_fork() -> None:
-    """The memfd is the parent's, and nobody asks for a child's stacks."""
+    """Undoes the registration in a forked child: the memfd is the parent's, and nobody asks for a child's stacks."""
     global _memfd, _lock
     _lock = threading.Lock()  # another thread may have held it
     if _memfd >= 0:

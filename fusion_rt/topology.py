@@ -1,4 +1,4 @@
-"""Who is where: nodes, their hosts and the ranks of their workers, and sets of ranks.
+"""The topology of a job (nodes, their hosts and the ranks of their workers), and sets of ranks.
 
 A `Topology` is one membership epoch's fixed assignment. Ranks fill nodes in order in jobs that `fusionrun` starts,
 but nothing here relies on it; nodes may have different numbers of workers, or none: such a node only keeps parameter
@@ -39,7 +39,7 @@ class Topology(msgspec.Struct, frozen=True):
         return sum(len(node) for node in self.ranks)
 
     def node_of(self, rank: int) -> int:
-        """Index of the node on which `rank` runs.
+        """Returns the index of the node on which `rank` runs.
 
         Raises:
             FusionError: there is no such rank.
@@ -56,17 +56,17 @@ class Topology(msgspec.Struct, frozen=True):
         return len(self.ranks[self.node_of(rank)])
 
     def cross_rank(self, rank: int) -> int:
-        """Position of the rank's node among the nodes that have a worker of the same local_rank."""
+        """Returns the position of the rank's node among the nodes that have a worker of the same local_rank."""
         local_rank, node = self.local_rank(rank), self.node_of(rank)
         return sum(1 for ranks in self.ranks[:node] if len(ranks) > local_rank)
 
     def cross_size(self, rank: int) -> int:
-        """Number of nodes that have a worker of the rank's local_rank."""
+        """Returns the number of nodes that have a worker of the rank's local_rank."""
         local_rank = self.local_rank(rank)
         return sum(1 for ranks in self.ranks if len(ranks) > local_rank)
 
     def describe(self, ranks: Iterable[int]) -> str:
-        """Ranks with their hosts, for error messages: `ranks 0-2 (host a), rank 3 (host b)`."""
+        """Formats ranks with their hosts, for error messages: `ranks 0-2 (host a), rank 3 (host b)`."""
         wanted = set(ranks)
         parts = []
         for host, node_ranks in zip(self.hosts, self.ranks, strict=True):
@@ -76,17 +76,17 @@ class Topology(msgspec.Struct, frozen=True):
         return ", ".join(parts)
 
     def describe_node(self, node: int) -> str:
-        """A node by its workers, for error messages: `ranks 0-1 (host a)`, or `host c (no workers)`."""
+        """Formats a node by its workers, for error messages: `ranks 0-1 (host a)`, or `host c (no workers)`."""
         return self.describe(self.ranks[node]) or f"host {self.hosts[node]} (no workers)"
 
     def homes(self, shard_hosts: str) -> tuple[int, ...]:
-        """Indices, ascending, of the nodes that may be homes of parameter shards.
+        """Returns the indices, ascending, of the nodes that may be homes of parameter shards.
 
         Args:
             shard_hosts: names of their hosts, separated by commas; "": every node that has workers.
 
         Raises:
-            SettingError: a name is not that of a host of this job, or stands there twice.
+            SettingError: a name is not that of a host of this job, or is given twice.
         """
         if not shard_hosts.strip():
             return tuple(node for node, ranks in enumerate(self.ranks) if ranks)
@@ -109,16 +109,16 @@ class ProcessSet(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
     def nodes(self, topology: Topology) -> tuple[int, ...]:
-        """Indices of the nodes that have a member, ascending."""
+        """Returns the indices of the nodes that have a member, ascending."""
         return tuple(n for n, ranks in enumerate(topology.ranks) if any(r in self.ranks for r in ranks))
 
     def local(self, topology: Topology, node: int) -> tuple[int, ...]:
-        """Members on one node, in order of local_rank."""
+        """Returns the members on one node, in order of local_rank."""
         return tuple(rank for rank in topology.ranks[node] if rank in self.ranks)
 
 
 def _spans(numbers: list[int]) -> str:
-    """`0-2,5` for [0, 1, 2, 5]."""
+    """Formats sorted numbers as spans: `0-2,5` for [0, 1, 2, 5]."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:

@@ -1,12 +1,11 @@
-"""The recorder: what happens in a worker or a daemon, written into a ring in a file that is mapped into memory.
+"""The recorder: events of a worker or a daemon, written into a ring in a file that is mapped into memory.
 
-An event costs a few hundred nanoseconds and no system call. What was recorded is in the page cache at once, and so it
-is there for whoever reads the file later, also when this process is killed in the middle of it. `trace_format` says how
-the file looks.
+An event costs a few hundred nanoseconds and no system call. Records are in the page cache at once, and so they can be
+read later even if this process is killed in the middle of it. `trace_format` defines the format of the file.
 
-Parts of the code get an `Instrument` and record; whether that ends in a file is decided once, by `open_recorder`. They
-have to call `instrument.record(...)` and not to keep `record`, which is replaced when a recorder is closed, and in
-forked children, whose events are not this process's.
+Other modules get an `Instrument` and record; `open_recorder` decides once whether there is a file. They have to call
+`instrument.record(...)` and not to keep `record`, which is replaced when a recorder is closed, and in forked children,
+whose events are not this process's.
 
 A full disk must not kill this process, and touching a page of a mapped file that has no block raises SIGBUS. So the
 file is made sparse and blocks are reserved (`posix_fallocate`) piece by piece, as the ring grows to its size; when no
@@ -55,7 +54,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 class Record(Protocol):
-    """Records an event; never raises, and never waits for anybody."""
+    """A function that records an event; it never raises, and never waits."""
 
     def __call__(
         self,
@@ -70,7 +69,7 @@ class Record(Protocol):
 
 
 class Instrument(Protocol):
-    """What events are told to. The arguments of `record` are those of `trace_format.RECORD`."""
+    """The interface that records events. The arguments of `record` are those of `trace_format.RECORD`."""
 
     @property
     def record(self) -> Record: ...
@@ -79,7 +78,7 @@ class Instrument(Protocol):
         """The number of a name, by which a record can refer to it."""
 
     def close(self) -> None:
-        """Nothing more is recorded."""
+        """Stops recording."""
 
 
 def _nothing(
@@ -105,7 +104,7 @@ NULL = NullRecorder()
 
 
 class Owner(NamedTuple):
-    """Whose ring it is: `number` is a worker's rank, or a daemon's node."""
+    """The owner of a ring. `number`: a worker's rank, or a daemon's node."""
 
     job: str
     role: Role
@@ -115,18 +114,18 @@ class Owner(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """Of its ring."""
+        """The name of its ring's file."""
         return trace_files.ring_name("rank" if self.role is Role.WORKER else "node", self.number)
 
 
 class Recorder:
-    """A ring in a new file, which takes the place of one that is there already.
+    """A ring in a new file, which replaces one that is there already.
 
     Args:
-        path: of the file; its directory is there.
-        owner: whose it is.
+        path: of the file; its directory has to exist.
+        owner: the process whose events are recorded.
         nbytes: of the file, at most.
-        clock: nanoseconds; those of CLOCK_MONOTONIC, unless it is for a test.
+        clock: returns nanoseconds; those of CLOCK_MONOTONIC, unless it is for a test.
 
     Attributes:
         path: of the file.
@@ -188,7 +187,7 @@ class Recorder:
         return mmap.mmap(self._fd, 0)
 
     def close(self) -> None:
-        """Nothing more is recorded; the file stays."""
+        """Stops recording, and closes the file, which stays."""
         self.stop()
         if self._map.closed:
             return
@@ -198,11 +197,11 @@ class Recorder:
             os.close(self._fd)
 
     def stop(self) -> None:
-        """Nothing more is recorded from now on."""
+        """Stops recording."""
         self.record = _nothing
 
     def _writer(self, now: Callable[[], int]) -> Record:
-        """A closure and not a method, since looking up each attribute would cost as much as packing a number."""
+        """Returns `record` as a closure, since looking up each attribute would cost as much as packing a number."""
         data, written, capacity, room = self._map, self._written, self._capacity, self._room
         numbers, intern = self._numbers.get, self._intern
         pack, size, begin = RECORD.pack_into, RECORD.size, HEADER_NBYTES + NAMES_NBYTES
@@ -228,19 +227,19 @@ class Recorder:
                 at = begin + index % capacity * size
                 try:
                     pack(data, at, now(), value, clock, number, plan, extra, kind, peer)
-                except struct.error:  # a number that has no place there: as much of it as has
+                except struct.error:  # a number does not fit into its field
                     pack(data, at, *_fitting(now(), value, clock, number, plan, extra, kind, peer))
                 written[0] = index + 1
-            except (TypeError, ValueError):  # there is nothing to write to any more, and this thread was about to
+            except (TypeError, ValueError):  # the recorder was closed while this thread was in here
                 if not data.closed:
                     raise
 
         return record
 
-    # --- what seldom happens ------------------------------------------------------------------------------------------
+    # --- rare events: growth, new names -------------------------------------------------------------------------------
 
     def _grow(self, index: int) -> tuple[int, int]:
-        """How many records there is room for, and how many the ring has; for the record `index`."""
+        """Reserves room for the record `index`. Returns the number of records with room, and that of the ring."""
         with self._lock:
             if index >= self._room and self._room < self._capacity:
                 self._try_to_reserve()
@@ -265,7 +264,7 @@ class Recorder:
         self._room_of_names += _PIECE_OF_NAMES
 
     def _intern(self, name: str) -> int:
-        """The number of a name that has none yet."""
+        """Returns the number of a name, which is added if it has none yet."""
         with self._lock:
             number = self._numbers.get(name)
             if number is not None:
@@ -295,7 +294,7 @@ class Recorder:
         return True
 
     def _write_header(self) -> None:
-        """All of it at first; later only how many records the ring has."""
+        """Writes the whole header at first; later only the number of records of the ring."""
         if bytes(self._map[:8]) == MAGIC:
             struct.pack_into("<Q", self._map, 16, self._capacity)
             return
@@ -310,7 +309,7 @@ class Recorder:
 
 
 def open_recorder(settings: Settings, owner: Owner, tell: Callable[[str], None]) -> Instrument:
-    """The recorder that the settings ask for. `tell` is called with a sentence when there cannot be one."""
+    """Opens the recorder that the settings ask for; calls `tell` with a sentence if that fails."""
     if not settings.trace:
         return NULL
     root = settings.trace_root()
@@ -331,14 +330,14 @@ def open_recorder(settings: Settings, owner: Owner, tell: Callable[[str], None])
 def _fitting(
     now: int, value: int, clock: int, number: int, plan: int, extra: int, kind: int, peer: int
 ) -> tuple[int, ...]:
-    """Numbers that a record has room for: `clock` and `plan` modulo their size, the others cut off."""
+    """Fits numbers into the fields of a record: `clock` and `plan` modulo their size, the others clipped."""
     value = max(-(1 << 63), min(int(value), (1 << 63) - 1))
     cut = [max(0, min(int(n), most)) for n, most in ((extra, _U32), (kind, _U16), (peer, _U16))]
     return (now & _U64, value, int(clock) & _U64, number, int(plan) & _U32, *cut)
 
 
 def _after_fork() -> None:
-    """In a forked child: what it does is not what the owner of the ring does."""
+    """Stops recording in a forked child, whose events are not those of the ring's owner."""
     for recorder in list(_recorders):
         recorder.stop()
 

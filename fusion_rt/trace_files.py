@@ -1,8 +1,8 @@
-"""Where rings of recorded events lie, and which of them may be removed.
+"""The files of rings of recorded events: their names, and the removal of old ones.
 
-A job's rings on a host are in one directory of that name, `rank-3.ring` of a worker and `node-0.ring` of a daemon; each
-membership epoch of an elastic job is a job of its own. A ring is locked (`flock`) as long as its writer lives, so the
-kernel says which jobs run. Of the others the latest few are kept.
+A job's rings on a host are in one directory with the job's name, `rank-3.ring` of a worker and `node-0.ring` of a
+daemon; each membership epoch of an elastic job is a job of its own. A ring is locked (`flock`) as long as its writer
+lives, so the kernel knows which jobs run. Of the others the latest few are kept.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ _RING = re.compile(r"(?:rank|node)-[0-9]{1,9}\.ring(?:\.[0-9]{1,9}\.new)?")
 
 
 def directory_of(root: str, job: str) -> str:
-    """The directory of a job's rings."""
+    """Returns the directory of a job's rings."""
     return os.path.join(root, job)
 
 
 def ring_name(kind: str, number: int) -> str:
-    """Of a file: `kind` is rank or node."""
+    """Returns the name of a ring's file. `kind`: rank or node."""
     return f"{kind}-{number}.ring"
 
 
 def begin_job(root: str, job: str, keep: int) -> list[str]:
-    """Makes room for a job that is about to begin on this host: removes what an earlier one of that name has left, and
-    of the other jobs that do not run any more all but the latest.
+    """Makes room for a job that is about to begin on this host.
+
+    Removes the rings of an earlier job of that name, and of the other jobs that do not run any more all but the latest.
 
     Args:
-        root: where the jobs' directories are.
+        root: the directory of the jobs' directories.
         keep: how many jobs there may be, with this one.
 
     Returns: the paths of the directories that are gone.
@@ -48,7 +49,7 @@ def remove_dead(root: str) -> list[str]:
 
 
 def _by_age(root: str) -> list[str]:
-    """Directories of jobs, the latest first."""
+    """Returns the directories of jobs, the latest first."""
     try:
         paths = [os.path.join(root, name) for name in os.listdir(root) if _JOB.fullmatch(name)]
     except FileNotFoundError:
@@ -97,7 +98,7 @@ def _is_in_use(ring: str) -> bool:
 
 
 def _has_rings_only(path: str) -> bool:
-    """Whether it is certain that nobody else keeps anything there: the directory may be of a person's choice."""
+    """Returns whether a directory has rings and nothing else: the user may have chosen one with other files in it."""
     names = os.listdir(path)
     return bool(names) and all(_RING.fullmatch(name) for name in names)
 

@@ -1,4 +1,4 @@
-"""What a trace records, and how it lies in a file: read by every tool, written by `fusion_rt.trace`.
+"""The format of a trace: its events, and their layout in a file, which `fusion_rt.trace` writes and all tools read.
 
 Every worker and every daemon has one file, a *ring*, that it maps into memory. Records have a fixed size; once the
 ring is full, the oldest are overwritten, so that a file never grows, and how many were lost is known from the header.
@@ -41,15 +41,15 @@ WRITERS = 16  # threads of a process that may be writing a record at the same ti
 
 
 class Role(enum.IntEnum):
-    """Whose ring it is."""
+    """The kind of process that owns a ring."""
 
     WORKER = 1
     DAEMON = 2
 
 
 class Kind(enum.IntEnum):
-    """What happened. `name` is a bucket (`bucket 3`) or a tensor outside a plan, if nothing else is said; then `clock`
-    and `plan` are those of the operation, alike in workers and daemons of all nodes.
+    """The kind of an event. `name` is a bucket (`bucket 3`) or a tensor outside a plan, if nothing else is said; then
+    `clock` and `plan` are those of the operation, alike in workers and daemons of all nodes.
 
     Of a worker:
 
@@ -144,7 +144,7 @@ class Kind(enum.IntEnum):
 
 
 class Flush(enum.IntEnum):
-    """Why a bucket or tensor was handed over when it was."""
+    """The reason for which a bucket or tensor was handed over when it was."""
 
     FULL = 1
     """Its last gradient had come."""

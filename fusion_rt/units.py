@@ -1,6 +1,6 @@
-"""How sizes, durations and other values of settings are written, read and shown.
+"""Units of settings: sizes, durations and other values are parsed, written and shown here.
 
-Sizes and durations accept suffixes everywhere (`64MiB`, `1ms`). What a bare number counts depends on where it stands,
+Sizes and durations accept suffixes everywhere (`64MiB`, `1ms`). The unit of a bare number depends on where it is given,
 as in Horovod: bytes in `HOROVOD_FUSION_THRESHOLD`, MiB after `--fusion-threshold-mb`; so each function takes `bare`.
 """
 
@@ -27,10 +27,11 @@ class Unit:
     """A kind of value. Sizes are held in bytes, durations in seconds.
 
     Attributes:
-        name: what stands for a value in the help, such as `SECONDS`; empty when there is nothing to write (a switch).
-        parse: the value in a text, and what a bare number counts, in bytes or seconds. Raises `SettingError`.
-        write: the text that means a value to whoever takes a bare number for that many bytes or seconds.
-        show: a value for people.
+        name: placeholder of a value in the help, such as `SECONDS`; empty when there is nothing to write (a switch).
+        parse: parses a text; its second argument is the unit of a bare number, in bytes or seconds. Raises
+            `SettingError`.
+        write: formats a value for a reader whose bare numbers have that unit.
+        show: formats a value for people.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Unit:
 
 
 def parse_size(text: str, bare: float = 1) -> int:
-    """Bytes in a size such as `67108864`, `64MiB` or `0.5 GB`; a number without a suffix counts `bare` bytes.
+    """Parses a size such as `67108864`, `64MiB` or `0.5 GB`, in bytes; the unit of a bare number is `bare` bytes.
 
     Raises:
         SettingError: the text is not a size.
@@ -49,7 +50,7 @@ def parse_size(text: str, bare: float = 1) -> int:
 
 
 def parse_seconds(text: str, bare: float = 1.0) -> float:
-    """Seconds in a duration such as `30`, `1ms` or `2min`; a number without a suffix counts `bare` seconds.
+    """Parses a duration such as `30`, `1ms` or `2min`, in seconds; the unit of a bare number is `bare` seconds.
 
     Raises:
         SettingError: the text is not a duration.
@@ -97,7 +98,7 @@ def _parse_number(text: str, bare: float) -> float:
 
 
 def _write_number(value: float, bare: float) -> str:
-    """Without a suffix, since whoever else reads Horovod's variables knows none."""
+    """Formats a number without a suffix, since other readers of Horovod's variables know none."""
     return f"{value / bare:.15g}"
 
 
