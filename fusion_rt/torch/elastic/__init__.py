@@ -47,20 +47,20 @@ Result = TypeVar("Result")
 def run(
     func: Callable[Concatenate[StateT, Params], Result],
 ) -> Callable[Concatenate[StateT, Params], Result]:
-    """Makes a function of a training function that brings its state to all ranks first, and calls it again when needed.
+    """Wraps a training function: its state is synced to all ranks first, and it is called again after interruptions.
 
-    What is called takes the state as its first argument. The state is synced, and the function called. Then:
+    The function takes the state as its first argument. The state is synced, and the function called. Then:
 
     - it returns: so does the call, with its result;
     - it raises `HostsUpdatedInterrupt`: this worker goes on to the next membership epoch, reset callbacks run, the
       state is synced as it is, and the function is called. The sync is left out (`skip_sync`) if hosts were only lost;
     - it raises `HorovodInternalError`: the same, after the state was restored to its last commit (or sync).
 
-    In an elastic job the launcher decides whether there is a next epoch, and who is in it; a worker that is not ends
-    here, with `SystemExit`. Where membership is fixed, "the next epoch" is that this worker leaves the job and joins it
-    again after an error, and nothing otherwise. That can succeed only if every rank of the job does the same. Where one
-    is gone, or its daemon is, the job cannot go on, and the error is raised. It is raised too when it comes back before
-    anything was committed: it would come back for ever.
+    In an elastic job the launcher decides whether there is a next epoch, and which workers are in it; a worker that is
+    not ends here, with `SystemExit`. Where membership is fixed, "the next epoch" means that this worker leaves the job
+    and joins it again after an error, and nothing otherwise. That can succeed only if every rank of the job does the
+    same. Where one is gone, or its daemon is, the job cannot go on, and the error is raised. It is also raised if it
+    comes back before anything was committed: it would come back for ever.
 
     Operations on all ranks (`allreduce`, ...) belong inside the function: a new worker begins with it, while the others
     are in the middle of it.
@@ -86,7 +86,10 @@ def run(
 def run_fn(
     func: Callable[Concatenate[StateT, Params], Result], reset: Callable[[], None]
 ) -> Callable[Concatenate[StateT, Params], Result]:
-    """As `run`, with another way to leave the job and join it again: `reset`, which raises FusionError if it cannot."""
+    """Wraps a training function as `run` does for fixed membership, with `reset` to leave the job and join it again.
+
+    `reset` raises `FusionError` if it cannot.
+    """
 
     @functools.wraps(func)
     def wrapper(state: StateT, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:

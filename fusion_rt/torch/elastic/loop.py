@@ -1,5 +1,4 @@
-"""What `elastic.run` does in a job that has a launcher which starts, moves and ends workers: from one membership epoch
-to the next."""
+"""The loop of `elastic.run` over membership epochs, in a job whose launcher starts, moves and ends workers."""
 
 from __future__ import annotations
 
@@ -18,8 +17,9 @@ from fusion_rt.torch.sync.synchroniser import enter_all
 
 
 def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection, *args: Any, **kwargs: Any) -> Any:
-    """Calls the training function, in each membership epoch anew, until it returns. What it raises besides
-    `HorovodInternalError` and `HostsUpdatedInterrupt` is raised here.
+    """Calls the training function, anew in each membership epoch, until it returns; returns its result.
+
+    Exceptions of the function other than `HorovodInternalError` and `HostsUpdatedInterrupt` are not caught.
 
     Raises:
         SystemExit: there is no place for this worker any more.
@@ -60,8 +60,10 @@ def _move(agent: elastic.AgentConnection, why: str) -> None:
 
 
 def _agree(skip_sync: bool, has_values: bool) -> tuple[bool, int]:
-    """Whether no rank needs a sync: none has just come, or lost an epoch meanwhile. And from which rank a sync is: from
-    the first that has values which were synced before. The launcher lets workers that have been there before have the
-    lowest ranks; but they may not have come as far as to get anything then."""
+    """Agrees on whether all ranks skip the sync, and on the rank that a sync is from.
+
+    The latter is the first rank that has values which were synced before. The launcher gives workers of earlier epochs
+    the lowest ranks, but these may have been interrupted before their first sync.
+    """
     told = ops.allgather(torch.tensor([[skip_sync, has_values]], dtype=torch.uint8), name="elastic.sync").tolist()
     return all(skips for skips, _ in told), next((rank for rank, (_, has) in enumerate(told) if has), 0)

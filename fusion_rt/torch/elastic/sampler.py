@@ -1,4 +1,4 @@
-"""A sampler that knows what of an epoch is done, so the rest can be dealt anew: after an error, or to other ranks."""
+"""A sampler that records how much of an epoch is done, so that the rest can be dealt anew after a change of ranks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from fusion_rt.torch.core.runtime import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Deals the samples of a dataset to the ranks, as `DistributedSampler` does, and again what is left of an epoch.
+    """Deals the samples of a dataset to the ranks, as `DistributedSampler` does, and again the rest of an epoch.
 
     All ranks have the same order of samples in an epoch. Those that are done are its first `processed_num`; of the rest
-    each rank gets every `size`-th, starting at its own. So that is right as long as all ranks record alike: after each
-    step, say. To be used so:
+    each rank gets every `size`-th, starting at its own. All ranks have to record alike for that: after each step, say.
+    Usage:
 
     1. Put it into the `TorchState`, which keeps what is recorded and brings it to all ranks.
     2. Call `record_batch` when a batch is done, before the state is committed.
-    3. Call `set_epoch` at the end of each epoch, not at its beginning: what is done of an epoch is forgotten then.
+    3. Call `set_epoch` at the end of each epoch, not at its beginning: it forgets what is done.
 
     Args:
-        dataset: what has a length, the same on all ranks and in all epochs.
+        dataset: has a length, the same on all ranks and in all epochs.
         shuffle: whether each epoch has an order of its own.
-        seed: what that order depends on besides the epoch; the same on all ranks.
+        seed: of that order, together with the epoch; the same on all ranks.
 
     Attributes:
         epoch: number of the epoch.
         processed_num: samples of this epoch that are done, on all ranks together.
-        num_replicas, rank: among whom the rest was dealt, and who of them this is.
+        num_replicas, rank: number of ranks among which the rest was dealt, and this one.
         remaining_indices: indices of the rest of the epoch, of all ranks.
         indices: of them, those of this rank; some are repeated so that all ranks get as many.
-        num_samples: their number.
-        total_size: that of all ranks together.
+        num_samples: number of this rank's indices.
+        total_size: number of all ranks' indices.
 
     Raises:
         ValueError: before `hvd.init()`.
@@ -50,7 +50,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to an epoch of which nothing is done."""
+        """Begins an epoch, of which nothing is done."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -59,17 +59,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """Notes that all ranks have done a batch.
 
         Args:
-            batch_idx: Horovod's; not needed.
-            batch_size: samples of it on one rank.
+            batch_idx: accepted for Horovod's sake, and ignored.
+            batch_size: number of samples of the batch on one rank.
         """
         self._record(batch_size)
 
     def record_indices(self, indices: Sized) -> None:
-        """Notes that all ranks have done as many samples as these are. As in earlier versions of Horovod."""
+        """Notes that each rank has done `len(indices)` samples. As in earlier versions of Horovod."""
         self._record(len(indices))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of one of this rank's batches since the last reset. As in earlier versions of Horovod."""
+        """Returns the samples of one of this rank's batches since the last reset. As in earlier versions of Horovod."""
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     @property
@@ -78,17 +78,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return set(self._order()[: self.processed_num])
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes: `epoch` and `processed_num`."""
+        """Returns the state for `load_state_dict`: `epoch` and `processed_num`."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to where another sampler was, and deals the rest among the ranks that there are now."""
+        """Restores a sampler's state, and deals the rest of its epoch among the present ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Deals what is left of the epoch among the ranks that there are now."""
+        """Deals the rest of the epoch among the present ranks."""
         self.num_replicas = size()
         self.rank = rank()
         self.remaining_indices = self._order()[self.processed_num :]
@@ -105,11 +105,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.num_samples
 
     def _record(self, number: int) -> None:
-        """Counts what each rank has done; samples that were repeated at the end of the epoch do not count."""
+        """Counts `number` samples on each rank; samples that were repeated at the end of the epoch do not count."""
         self.processed_num = min(self.processed_num + number * self.num_replicas, len(self.dataset))
 
     def _order(self) -> list[int]:
-        """All samples in the order of this epoch, the same on all ranks."""
+        """Returns all samples in the order of this epoch, the same on all ranks."""
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)

@@ -1,9 +1,8 @@
-"""What a training function works on and goes back to: saved with `commit`, brought back with `restore`, the same on all
-ranks after `sync`.
+"""The state of a training function: saved by `commit`, brought back by `restore`, the same on all ranks after `sync`.
 
-A `TorchState` treats what it is given by its kind (`_handler_of`): models and optimizers are broadcast by their
-tensors, anything else that has a `state_dict` (samplers, LR schedulers, gradient scalers) by that, and the rest as it
-is. What belongs to distributed optimizers, and is not in their `state_dict` on all ranks, is in `distributed.py`.
+A `TorchState` treats each value by its kind (`_handler_of`): models and optimizers are broadcast by their tensors,
+anything else that has a `state_dict` (samplers, LR schedulers, gradient scalers) by that, and the rest as it is. State
+of distributed optimizers that is not in their `state_dict` on all ranks is handled in `distributed.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fusion_rt.torch.sync.wrapped import Wrapped
 
 
 class HostUpdateResult(enum.IntFlag):
-    """What has become of the hosts since they were last looked at."""
+    """The changes of a job's hosts since the last check."""
 
     no_update = 0
     removed = 1
@@ -36,17 +35,17 @@ class HostUpdateResult(enum.IntFlag):
 
     @classmethod
     def of(cls, added: bool, removed: bool) -> HostUpdateResult:
-        """What these make together."""
+        """Combines the two kinds of changes."""
         return (cls.added if added else cls.no_update) | (cls.removed if removed else cls.no_update)
 
 
 class State:
-    """What is the same on all ranks; derive from it, or use `ObjectState` or `TorchState`.
+    """State that is the same on all ranks; derive from it, or use `ObjectState` or `TorchState`.
 
     Args:
-        bcast_object: gives all ranks rank 0's object, or that of the rank which is its second argument, as
-            `hvd.broadcast_object` does.
-        get_rank: Horovod's; not needed.
+        bcast_object: broadcasts rank 0's object, or that of the rank in its second argument, as `hvd.broadcast_object`
+            does.
+        get_rank: accepted for Horovod's sake, and ignored.
 
     Attributes:
         commits: how often `commit` was called.
@@ -62,27 +61,27 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Has these called after each reset, in their order: to scale the learning rate to the number of ranks, say."""
+        """Registers functions to call after each reset, in their order: to scale the learning rate, for example."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Called by `elastic.run` when it has been interrupted, before it syncs."""
+        """Resets the state; `elastic.run` calls it when it has been interrupted, before it syncs."""
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Notes that the hosts have changed; any thread may call it. What the launcher says is noted without it.
+        """Notes that the hosts have changed; any thread may call it. Changes that the launcher knows need no call.
 
         Args:
-            timestamp: when, in seconds; one that is not later than the last is known already.
+            timestamp: of the change, in seconds; ignored if it is not later than the last one.
             update_res: a `HostUpdateResult`.
         """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Saves, and looks whether the hosts have changed. Copies everything, so not in each step of a short one.
+        """Saves the state, and checks whether the hosts have changed. Copies everything: too slow for each short step.
 
         Raises:
             HostsUpdatedInterrupt: they have, on all ranks.
@@ -93,7 +92,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Looks whether rank 0 has been told that the hosts have changed. An operation on all ranks.
+        """Checks whether rank 0 has heard that the hosts have changed. An operation on all ranks.
 
         Raises:
             HostsUpdatedInterrupt: it has; on all ranks.
@@ -117,11 +116,11 @@ class State:
             raise HostsUpdatedInterrupt(result == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keeps the present values in memory."""
+        """Saves the present values in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to the values that were saved last."""
+        """Restores the values that were saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -129,15 +128,21 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Called after a reset, before values are synced."""
+        """Prepares values for other ranks, after a reset and before they are synced; does nothing by default."""
 
     def _hand_over(self) -> None:
-        """Called by `elastic.run` before all ranks leave a membership epoch in good order. An operation on all ranks.
-        Raises `HorovodInternalError`."""
+        """Hands state over before all ranks leave a membership epoch in good order. An operation on all ranks.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
 
     def _resume(self) -> None:
-        """Called by `elastic.run` in place of `sync` where every rank has the values already. An operation on all
-        ranks. Raises `HorovodInternalError`."""
+        """Begins a membership epoch without `sync`, where every rank has the values already. An operation on all ranks.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
 
 
 class ObjectState(State):
@@ -178,13 +183,13 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """A training process: models, optimizers, samplers, and anything else, each an attribute of the state::
+    """State of a training process: models, optimizers, samplers, and anything else, each an attribute::
 
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
     Args:
         model, optimizer: the model and its optimizer; more of both may be among `kwargs`.
-        kwargs: names and values. What has a `state_dict` is saved by it, and copied; the rest is as in `ObjectState`.
+        kwargs: names and values. Those with a `state_dict` are saved by it, as copies; others as in `ObjectState`.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
@@ -274,7 +279,7 @@ class _OptimizerHandler(_Handler):
 
 
 def _handler_of(value: Any) -> _Handler | DistributedHandler | None:
-    """What saves and syncs a value; None for one that is treated as a plain object."""
+    """Returns the handler that saves and syncs a value; None for one that is treated as a plain object."""
     if isinstance(value, Wrapped):
         return DistributedHandler(value)
     if isinstance(value, torch.nn.Module):

@@ -9,8 +9,8 @@ Names pair the operations of different ranks. A named operation may be under way
 in the order in which each rank submits them. Ranks that do not agree about shape, dtype, op or root all get a
 `HorovodInternalError` that says who submitted what.
 
-A call that no other rank can make good (a scalar to gather, splits that do not add up, a process set that this rank is
-not in) raises `ValueError` on this rank before anything is submitted.
+A call that is wrong by itself (a scalar to gather, splits that do not add up, a process set that this rank is not in)
+raises `ValueError` on this rank before anything is submitted.
 """
 
 from fusion_rt.torch.ops.alltoall import alltoall, alltoall_async

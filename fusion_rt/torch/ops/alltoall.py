@@ -60,7 +60,7 @@ def alltoall_async(
 
 
 class _Dealt:
-    """An all-to-all under way; `like`: on whose device the received splits are wanted."""
+    """An all-to-all under way; `like`: a tensor on the device for the received splits, or None: the host."""
 
     def __init__(self, rows: Rows | Complex, like: torch.Tensor | None) -> None:
         self._rows = rows
@@ -117,7 +117,7 @@ def _checked(splits: Splits, rows: int, members: int) -> tuple[int, ...]:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Its gradient goes back the way that the rows came."""
+    """An all-to-all whose gradient goes back the way that the rows came."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Broadcast: every rank gets the tensor of one. And what all ranks do without tensors: a barrier, and joining."""
+"""Broadcast (every rank gets the tensor of one), and the operations without tensors: barrier and join."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The tensor of rank `root_rank`, as a new tensor. Differentiable.
+    """Broadcasts the tensor of rank `root_rank`, as a new tensor. Differentiable.
 
     Args:
         tensor: this rank's; on ranks other than the root only its shape and dtype count.
-        root_rank: whose tensor is broadcast (its rank among all ranks of the job).
+        root_rank: the rank whose tensor is broadcast, among all ranks of the job.
         name: pairs the ranks' operations.
         process_set: the ranks that take part.
+
+    Returns:
+        The tensor of the root.
 
     Raises:
         ValueError: before `init`, there is no such root in the process set, or this rank is not in it.
@@ -50,7 +53,7 @@ def broadcast_async(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """As `broadcast`, with the result in the tensor's place; returns the tensor."""
+    """Does a `broadcast` with the result in the tensor's place; returns the tensor."""
     here = runtime()
     return _cast(here, tensor, root_rank, name, process_set, in_place=True).result(here)
 
@@ -68,7 +71,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     Raises:
         ValueError: before `init`, or this rank is not in the process set.
-        HorovodInternalError: it failed, on all ranks.
+        HorovodInternalError: the barrier failed, on all ranks.
     """
     here = runtime()
     signature = wire.Signature("barrier", process_set=id_of(here, process_set, "barrier"))
@@ -76,17 +79,20 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Says that this rank has no more data, and returns when every rank has: the last one to do so.
+    """Says that this rank has no more data, and waits until every rank has called it.
 
-    Until then this rank counts as one that contributes zeros to the others' all-reduces, and is left out of means of
-    parameters. Nothing else is possible meanwhile: a broadcast, say, fails on all ranks.
+    Until then this rank contributes zeros to the others' all-reduces, and is left out of means of parameters. Nothing
+    else is possible meanwhile: a broadcast, say, fails on all ranks.
 
     Args:
-        device: Horovod's; not needed.
+        device: accepted for Horovod's sake, and ignored.
+
+    Returns:
+        The last rank that joined.
 
     Raises:
         ValueError: before `init`.
-        HorovodInternalError: it failed, on all ranks.
+        HorovodInternalError: the join failed, on all ranks.
     """
     here = runtime()
     for stand_in in before_join:
@@ -113,7 +119,7 @@ def _cast(
 
 
 class _Broadcast(torch.autograd.Function):
-    """Its gradient is, as Horovod defines it, the average on the root and zero elsewhere."""
+    """A broadcast whose gradient is, as Horovod defines it, the average on the root and zero elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:

@@ -32,7 +32,7 @@ def fuse(
     make: Callable[[str | None, list[torch.Tensor]], Part],
     in_place: bool = False,
 ) -> Group[Part]:
-    """One operation for all tensors of a dtype.
+    """Starts one operation for all tensors of each dtype.
 
     Args:
         kind, op: of the operation.
@@ -41,7 +41,7 @@ def fuse(
         in_place: whether results replace the tensors.
 
     Raises:
-        ValueError: there are no tensors, or such as cannot be communicated so; nothing has been submitted then.
+        ValueError: there are no tensors, or some that this operation cannot take; nothing has been submitted then.
     """
     if not tensors:
         raise ValueError("a grouped operation needs at least one tensor")
@@ -68,7 +68,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Size, ...]:
 
 
 class FusedReduction:
-    """Tensors that are all-reduced as one."""
+    """An all-reduce of several tensors as one."""
 
     __slots__ = ("_in_place", "_memory", "_starts", "_tensors", "operation")
 
@@ -99,7 +99,7 @@ class FusedReduction:
         return (self.operation,)
 
     def result(self, here: Runtime) -> Sequence[torch.Tensor]:
-        """Waits; returns the results, the tensors themselves or new ones."""
+        """Waits, and returns the results: the tensors themselves if in place, else new ones."""
         operation = here.client.wait(self.operation)
         reduced = self._over(self._memory.view if self._memory.place is not None else received(operation))
         if self._in_place:
@@ -112,10 +112,10 @@ class FusedReduction:
 
 
 class FusedGather:
-    """Tensors that are gathered as one. What each rank sends begins with its tensors' numbers of rows.
+    """An all-gather of several tensors as one; the data of each rank begins with its tensors' numbers of rows.
 
     Attributes:
-        rows: once there is a result: for each tensor, how many rows each member of the process set has of it.
+        rows: for each tensor, the number of rows of each member of the process set; empty before there is a result.
     """
 
     __slots__ = ("_memory", "_tensors", "operation", "rows")
@@ -158,16 +158,16 @@ class FusedGather:
 
 
 def shares(rows: int, members: int) -> list[tuple[int, int]]:
-    """First row and number of rows that each member gets of `rows`: the first ones get one more where they must."""
+    """Deals `rows` rows out to members: first row and number of rows of each; the first members get the remainder."""
     each, more = divmod(rows, members)
     counts = [each + (member < more) for member in range(members)]
     return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
 
 
 class FusedScatter:
-    """Tensors that are reduced and scattered as one: first what the first member gets of each of them, and so on.
+    """A reduce-scatter of several tensors as one: the first member's rows of each tensor, then the second's, and so on.
 
-    The members' parts have to be equally long for that, so that shorter ones are filled up.
+    The members' parts have to be equally long for that, so that shorter ones are padded with zeros.
     """
 
     __slots__ = ("_memory", "_position", "_shares", "_tensors", "operation")

@@ -19,7 +19,7 @@ from fusion_rt.torch.ops.transfers import Complex, Rows
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """All ranks' tensors, concatenated along the first dimension in the order of ranks. Differentiable.
+    """Gathers all ranks' tensors, concatenated along the first dimension in the order of ranks. Differentiable.
 
     Args:
         tensor: this rank's, of at least one dimension; ranks may differ in the first one.
@@ -45,9 +45,9 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
-    """`allgather` of several tensors, which may differ in shape and dtype, in one operation for all of a dtype.
+    """Does an `allgather` of several tensors, which may differ in shape and dtype, in one operation for each dtype.
 
-    `name` is a common base. Differentiable.
+    `name` is a common base. Differentiable. Raises as `allgather` does.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return tuple(_GroupedAllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ def grouped_allgather_async(
 
 
 def gather(here: Runtime, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Rows | Complex:
-    """Starts gathering; its operation's `sizes` are the rows that came from each rank."""
+    """Starts an all-gather; its operation's `sizes` are the rows that came from each rank."""
     real = as_real(tensor, "allgather")
     signature = signature_of("allgather", real.dtype, real.shape, process_set=id_of(here, process_set, "allgather"))
     rows = Rows(here, tensor_name("allgather", name), signature, real)
@@ -86,7 +86,7 @@ def _gather_group(
 
 
 def _own_rows(rows: Sequence[int], process_set: ProcessSet) -> tuple[int, int]:
-    """Where this rank's rows begin, and how many they are."""
+    """Returns the first of this rank's rows, and their number."""
     position = process_set.rank()
     assert position is not None
     return sum(rows[:position]), rows[position]

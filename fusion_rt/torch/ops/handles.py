@@ -1,4 +1,4 @@
-"""Operations under way, and the handles by which a script knows them."""
+"""Operations under way, and the handles that scripts get for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Pending(Protocol):
 
     @property
     def operations(self) -> Sequence[Operation]:
-        """What has been submitted."""
+        """The operations that have been submitted."""
 
     def result(self, here: Runtime) -> Any:
-        """Waits, and returns what the script gets. Raises `HorovodInternalError` if it failed."""
+        """Waits, and returns the result for the script. Raises `HorovodInternalError` if the operation failed."""
 
 
 Part = TypeVar("Part", bound=Pending)
@@ -30,10 +30,9 @@ class Group(Generic[Part]):
     """Operations on parts of one list of tensors, which complete together.
 
     Args:
-        tensors: the list; `in_place`: results replace them.
-
-    Attributes:
-        parts: operations whose results are sequences of tensors, each with the places of those in the list.
+        parts: operations whose results are sequences of tensors, each with the indices of these in the list.
+        tensors: the list.
+        in_place: results replace the tensors.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Group(Generic[Part]):
         return [operation for part, _ in self.parts for operation in part.operations]
 
     def result(self, here: Runtime) -> tuple[torch.Tensor, ...]:
-        """Waits for all of them before any tensor is changed; returns the results in the order of the list."""
+        """Waits for all operations before any tensor is changed; returns the results in the order of the list."""
         for operation in self.operations:
             here.client.wait(operation)
         placed: dict[int, torch.Tensor] = {}
@@ -57,14 +56,14 @@ class Group(Generic[Part]):
 
 
 def hold(here: Runtime, pending: Pending) -> int:
-    """A handle of an operation."""
+    """Returns a handle for an operation, by which `poll` and `synchronize` find it."""
     handle = pending.operations[-1].handle
     here.pending[handle] = pending
     return handle
 
 
 def poll(handle: int) -> bool:
-    """Whether an asynchronous operation has ended, so that `synchronize` will not wait.
+    """Returns whether an asynchronous operation has ended, so that `synchronize` will not wait.
 
     Raises:
         ValueError: the handle belongs to no operation under way.
@@ -78,8 +77,10 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for an asynchronous operation and returns its result, as the operation that waits does; None for a handle
-    that has been synchronized before.
+    """Waits for an asynchronous operation.
+
+    Returns:
+        The result, as of the operation that waits; None for a handle that has been synchronized before.
 
     Raises:
         HorovodInternalError: the operation failed, on all ranks.

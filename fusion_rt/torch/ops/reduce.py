@@ -27,15 +27,15 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """The elementwise combination of all ranks' tensors, as a new tensor. Differentiable.
+    """Combines all ranks' tensors element by element, into a new tensor. Differentiable.
 
     Args:
         tensor: this rank's; any shape, the same on all ranks, and any dtype that `fusion_rt` carries.
         average: deprecated, use `op`: True for `Average`, False for `Sum`.
         name: pairs the ranks' operations.
         compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(0.01)` and its like, or a class with `compress` and
-            `decompress`. A codec that leaves something out forgets it: what is sent later, by an optimizer, is lost
-            here. Only what is asked for here counts, not `fusionrun --compression`.
+            `decompress`. There is no error feedback: what a lossy codec leaves out is lost here, while a distributed
+            optimizer sends it later. `fusionrun --compression` does not apply.
         op: `Average` (the default; of integers it is that of their sum in 64 bits, truncated toward zero; not for
             bool), `Sum` (wraps around where integers overflow, as torch does), `Min`, `Max`, `Product`, or `Adasum`
             (for floating-point tensors). Complex tensors have `Average` and `Sum`, part by part.
@@ -86,7 +86,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `allreduce`, with the result in the tensor's place; returns the tensor."""
+    """Does an `allreduce` with the result in the tensor's place; returns the tensor."""
     how = How(resolve(op, average), prescale_factor, postscale_factor, process_set)
     here = runtime()
     return _reduce(here, tensor, name, how, in_place=True).result(here)
@@ -117,9 +117,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors, which may differ in shape and dtype, in one operation for all of a dtype.
+    """Does an `allreduce` of several tensors, which may differ in shape and dtype, in one operation for each dtype.
 
-    `name` is a common base. Differentiable.
+    `name` is a common base. Differentiable. Raises as `allreduce` does.
     """
     codec = codec_of(compression)
     if codec is None:
@@ -161,7 +161,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
-    """As `grouped_allreduce`, with the results in the tensors' places; returns the tensors."""
+    """Does a `grouped_allreduce` with the results in the tensors' places; returns the tensors."""
     how = How(resolve(op, average), prescale_factor, postscale_factor, process_set)
     here = runtime()
     return _reduce_group(here, tensors, name, how, in_place=True).result(here)

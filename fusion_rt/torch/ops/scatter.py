@@ -28,7 +28,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's rows of the elementwise combination of all ranks' tensors, as a new tensor. Differentiable.
+    """Combines all ranks' tensors element by element; returns this rank's rows as a new tensor. Differentiable.
 
     Args:
         tensor: this rank's, of at least one dimension, of the same shape on all ranks. The first dimension is dealt out
@@ -79,9 +79,9 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors, which may differ in shape and dtype, in one operation for all of a dtype.
+    """Does a `reducescatter` of several tensors, which may differ in shape and dtype, in one operation for each dtype.
 
-    `name` is a common base. Differentiable.
+    `name` is a common base. Differentiable. Raises as `reducescatter` does.
     """
     codec = codec_of(compression)
     if codec is None:
@@ -112,7 +112,7 @@ def grouped_reducescatter_async(
 
 def _check(op: wire.Op) -> None:
     if op not in (Average, Sum):
-        # What Horovod raises, whose scripts may catch it; it has not been asked of any other rank.
+        # Horovod raises this error, and scripts may catch it; only this rank knows of the call.
         raise HorovodInternalError(f"Reducescatter currently only supports Average and Sum, not {op!r}")
 
 

@@ -1,4 +1,4 @@
-"""What ranks have to agree on: an operation's name and signature, made from arguments that have been checked."""
+"""The name and signature of an operation, on which ranks have to agree, made from checked arguments."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Min: Final = "min"
 Max: Final = "max"
 Product: Final = "product"
 _OPS = (Average, Sum, Adasum, Min, Max, Product)
-_MAX_NAME = wire.MAX_NAME - 64  # characters; the kind of operation is put before, and a part's number behind
+_MAX_NAME = wire.MAX_NAME - 64  # characters; the kind of operation and a part's number are added
 _VERBS = {"allgather": "concatenates", "alltoall": "deals out", "reducescatter": "deals out"}
 
 
 class How(NamedTuple):
-    """How the ranks' tensors are combined.
+    """Options of the combination of the ranks' tensors.
 
     Attributes:
         op: elementwise combination.
         prescale, postscale: factors before and after it.
         process_set: the ranks that take part.
-        codec: what makes them smaller between nodes; element types to which it does not apply travel as they are.
+        codec: compression between nodes; element types to which it does not apply travel as they are.
     """
 
     op: wire.Op
@@ -45,10 +45,12 @@ class How(NamedTuple):
 
 
 def resolve(op: wire.Op | None, average: bool | None = None) -> wire.Op:
-    """The op that is meant by Horovod's two arguments for it; to be called by what the script calls.
+    """Returns the op that Horovod's two arguments for it mean.
+
+    The function that the script calls has to call it directly, for the place of a warning.
 
     Raises:
-        ValueError: they make no sense.
+        ValueError: both are given, or there is no such op.
     """
     if op is None:
         if average is None:
@@ -67,7 +69,11 @@ def resolve(op: wire.Op | None, average: bool | None = None) -> wire.Op:
 
 
 def tensor_name(kind: str, name: str | None) -> str | None:
-    """What pairs the ranks' operations of this name: operations of different kinds are different."""
+    """Returns the name that pairs the ranks' operations, with the kind, since kinds have names of their own.
+
+    Raises:
+        ValueError: the name is too long.
+    """
     if not name:
         return None
     if len(name) > _MAX_NAME:
@@ -76,7 +82,7 @@ def tensor_name(kind: str, name: str | None) -> str | None:
 
 
 def id_of(here: Runtime, process_set: ProcessSet, kind: str) -> int:
-    """The id of the process set in which this rank does an operation.
+    """Returns the id of the process set in which this rank does an operation.
 
     Raises:
         ValueError: this rank is not in it, or it is not registered.
@@ -95,11 +101,12 @@ def id_of(here: Runtime, process_set: ProcessSet, kind: str) -> int:
 
 
 def as_real(tensor: torch.Tensor, kind: wire.Kind, op: wire.Op = Sum) -> torch.Tensor:
-    """The tensor itself; of a complex one the real and imaginary parts, in another dimension at the end. They share its
-    memory, unless it is a conjugate view.
+    """Returns the tensor itself, or of a complex one a view of its real and imaginary parts, in a last dimension of 2.
+
+    The view shares the tensor's memory, unless that is a conjugate view.
 
     Raises:
-        ValueError: complex tensors cannot be communicated so.
+        ValueError: the operation cannot take this complex tensor.
     """
     if not tensor.is_complex():
         return tensor
@@ -127,14 +134,14 @@ def signature_of(
     codec: str = "dense",
     parts: tuple[Sequence[int], ...] = (),
 ) -> wire.Signature:
-    """The signature of an operation, and every check of its arguments that the signature suffices for.
+    """Makes the signature of an operation, and checks the arguments that are in it.
 
     Args:
         shape: of the tensor, a hashable sequence.
         parts: shapes of the tensors that were packed into a flat one.
 
     Raises:
-        ValueError: such tensors cannot be communicated so.
+        ValueError: the operation cannot take such tensors.
     """
     name = dtype_name(dtype)
     if not shape and kind in _VERBS:

@@ -1,4 +1,4 @@
-"""All-reduce of sparse tensors, by gathering what is in them."""
+"""All-reduce of sparse tensors, by gathering their indices and values."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def sparse_allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        Not a handle, but a function: it waits, and returns the new sparse tensor, which is not coalesced.
+        A function, not a handle: it waits, and returns the new sparse tensor, which is not coalesced.
 
     Raises:
         ValueError: before `init`, the tensor is not in coordinate format, another op, or this rank is not in the
             process set.
-        HorovodInternalError: by the function; the operation failed, on all ranks.
+        HorovodInternalError: from the function; the operation failed, on all ranks.
     """
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async takes a sparse tensor in coordinate format, not {tensor.layout}")
@@ -47,7 +47,7 @@ def sparse_allreduce_async(
             members = process_set.size()
             assert members is not None
             gathered_values = gathered_values / members
-        # Checked, since tensors of different sizes would not have been noticed before.
+        # Checked, since nothing else has noticed tensors of different sizes.
         return torch.sparse_coo_tensor(gathered_indices.t(), gathered_values, tensor.shape, check_invariants=True)
 
     return wait

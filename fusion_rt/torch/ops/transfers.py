@@ -1,4 +1,4 @@
-"""One tensor on its way: to a result of its own shape (`Transfer`), or to rows that come from all ranks (`Rows`)."""
+"""Operations under way on one tensor: with a result of its shape (`Transfer`), or of rows of all ranks (`Rows`)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fusion_rt.torch.core.tensors import (
 
 
 class Transfer:
-    """A tensor that is being reduced or broadcast.
+    """An operation that reduces or broadcasts a tensor.
 
     Args:
         name: of the operation; None: unnamed.
-        tensor: what goes in.
+        tensor: the input.
         in_place: whether the result replaces it.
-        send: whether its contents matter to anybody (not for a broadcast's receivers).
+        send: whether its contents are sent (not by a broadcast's receivers).
     """
 
     __slots__ = ("_in_place", "_staging", "_tensor", "operation")
@@ -66,7 +66,11 @@ class Transfer:
         return (self.operation,)
 
     def result(self, here: Runtime) -> torch.Tensor:
-        """Waits; returns the result, the tensor itself or a new one. Raises `HorovodInternalError` if it failed."""
+        """Waits, and returns the result: the tensor itself if in place, else a new one.
+
+        Raises:
+            HorovodInternalError: the operation failed, on all ranks.
+        """
         data = here.client.wait(self.operation).inline
         tensor, staging = self._tensor, self._staging
         if data is not None:
@@ -82,11 +86,11 @@ class Transfer:
 
 
 class Complex:
-    """A complex tensor on its way, as pairs of numbers.
+    """An operation on a complex tensor, as pairs of real numbers.
 
     Args:
-        pairs: these.
-        tensor: what goes in.
+        pairs: the operation on the pairs.
+        tensor: the input.
         in_place: whether the result replaces it.
     """
 
@@ -104,30 +108,30 @@ class Complex:
         return self._pairs.operations
 
     def result(self, here: Runtime) -> torch.Tensor:
-        """Waits, and returns the result. Raises `HorovodInternalError` if it failed."""
+        """Waits, and returns the result. Raises `HorovodInternalError` if the operation failed."""
         return as_given(self._pairs.result(here), self._tensor, self._in_place)
 
 
 def as_given(result: torch.Tensor, tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
-    """The result of an operation on what `as_real` makes of a tensor, as that of one on the tensor."""
+    """Converts the result of an operation on `as_real(tensor)` to that of one on `tensor`."""
     if not tensor.is_complex():
         return result
     made = torch.view_as_complex(result)
     if not in_place:
         return made
-    if tensor.is_conj():  # whose pairs were a copy
+    if tensor.is_conj():  # its pairs were a copy
         with torch.no_grad():
             tensor.copy_(made)
     return tensor
 
 
 class Rows:
-    """A tensor whose rows go to all ranks, or to some each, and which becomes what comes from all of them.
+    """An operation whose result has rows from all ranks: allgather, alltoall or reducescatter.
 
     Args:
         name, tensor: as for `Transfer`.
-        splits: how many rows each rank gets, for an alltoall.
-        rows: how many rows the result has, where the sizes that come with it do not tell.
+        splits: number of rows for each rank, for an alltoall.
+        rows: number of rows of the result, if that is not the sum of the operation's sizes.
     """
 
     __slots__ = ("_rows", "_staging", "_tensor", "operation")
@@ -157,7 +161,7 @@ class Rows:
         return (self.operation,)
 
     def result(self, here: Runtime) -> torch.Tensor:
-        """Waits, and returns the new tensor. Raises `HorovodInternalError` if it failed."""
+        """Waits, and returns the new tensor. Raises `HorovodInternalError` if the operation failed."""
         operation = here.client.wait(self.operation)
         self._staging = None
         tensor = self._tensor
