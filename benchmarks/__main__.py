@@ -7,9 +7,9 @@
     python -m benchmarks allreduce --out /tmp/new --compare benchmarks/results
     python -m benchmarks --no-run --out /tmp/new --compare /tmp/old/allreduce.json
 
-Each suite is a command of its own (`python -m benchmarks.NAME --help`), and writes NAME.json. What a suite keeps
-replaces older results of the same settings in its file. `--quick` shows within seconds that a suite runs; what it
-measures says little, and is kept in build/benchmarks unless --out says where.
+Each suite is a command of its own (`python -m benchmarks.NAME --help`), and writes NAME.json. Its results replace
+older ones of the same settings in its file. `--quick` shows within seconds that a suite runs; its measurements mean
+little, and are kept in build/benchmarks unless --out gives another folder.
 
 With `--compare` the exit status is 1 if anything has become worse beyond noise (see docs/benchmarks.md).
 `python -m benchmarks.report` makes the tables and plots of the documents.
@@ -35,7 +35,7 @@ QUICK = machine.ROOT / "build" / "benchmarks"
 
 
 def show_list() -> None:
-    """All suites."""
+    """Prints a table of all suites."""
     table = Table(["suite", "minutes", "root", "what it measures"], left=1)
     for name, suite in SUITES.items():
         needs = {part.lab for part in suite.full}
@@ -45,7 +45,7 @@ def show_list() -> None:
 
 
 def run(name: str, quick: bool, folder: Path) -> str:
-    """Measures a suite; returns what has come of it, in a few words, beginning with "failed" if it has not worked."""
+    """Measures a suite; returns the outcome in a few words, which begin with "failed" if it has failed."""
     out = folder / f"{name}.json"
     left_out = 0
     for part in SUITES[name].quick if quick else SUITES[name].full:
@@ -74,7 +74,7 @@ def _command(name: str, part: Part, out: Path) -> list[str]:
 
 
 def load(path: Path, names: Sequence[str]) -> dict[str, Results]:
-    """From a file or folder of results, those of these suites; of all, if none is named.
+    """Loads the results of these suites from a file or folder; of all, if none is named.
 
     Raises:
         ResultsError: they are not in order, or there are none.
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = shared.chosen(parser, "suite", options.suites, SUITES)
     folder: Path = options.out or (QUICK if options.quick else results.RESULTS)
     try:
-        # Read first: the new results may replace the old ones.
+        # Loaded first: the new results may replace the old ones.
         old = load(options.compare, names) if options.compare else {}
         status = 0 if options.no_run else measure(names, options.quick, folder)
         if options.compare:

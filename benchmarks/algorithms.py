@@ -1,4 +1,4 @@
-"""What training algorithms do to the loss, everything else being equal: samples, batches, initial parameters.
+"""The loss with each training algorithm, everything else being equal: samples, batches, initial parameters.
 
     python -m benchmarks.algorithms
     python -m benchmarks.algorithms --out results.json --models digits --algorithms bsp,asp --seeds 1 --rates 0.5,1
@@ -6,11 +6,11 @@
 
 The digits' ConvNet and a GPT of 475 thousand parameters learn on four ranks of one host, by SGD. Each rank takes as
 many steps with every algorithm. Synchronous algorithms, and those in which ranks have models of their own, have a
-momentum of 0.9 and the model's learning rate; asynchronous ones that post gradients have no momentum, and the rate that
-stands beside them in `ALGORITHMS`, as a multiple of the synchronous one, chosen by `--rates` on one seed. The test loss
-is that of the common model: after `hvd.consensus()`.
+momentum of 0.9 and the model's learning rate; asynchronous ones that post gradients have no momentum, and the rate in
+`ALGORITHMS`, as a multiple of the synchronous one, chosen by `--rates` on one seed. The test loss is that of the common
+model: after `hvd.consensus()`.
 
-Each run is kept in the file as soon as it has ended; one that is there is not made again.
+Each run is written to the file as soon as it has ended, and is not repeated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.tables import Table
 NAME = "algorithms"
 RANKS = 4
 MODELS = {"digits": (440, 0.12), "char-gpt": (400, 0.15)}  # steps and learning rate
-# Its text, its momentum, and the multiple of the learning rate.
+# Spec, momentum, and multiple of the learning rate.
 ALGORITHMS = {
     "allreduce": ("allreduce", 0.9, 1.0),
     "bsp": ("bsp", 0.9, 1.0),
@@ -59,7 +59,7 @@ RESULTS = results.RESULTS / "algorithms.json"
 
 
 def train(model: str, name: str, seed: int, steps: int, factor: float) -> Result:
-    """What each rank runs; the same result on all."""
+    """Trains on each rank; returns the same result on all."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -92,7 +92,7 @@ def train(model: str, name: str, seed: int, steps: int, factor: float) -> Result
 
 
 def worker(out: Path, model: str, made: Iterable[tuple[str, float]], seed: int, steps: int) -> None:
-    """Makes runs one after the other; rank 0 writes them down."""
+    """Makes runs one after the other; rank 0 writes their results."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -110,7 +110,7 @@ def worker(out: Path, model: str, made: Iterable[tuple[str, float]], seed: int, 
 
 
 def run(out: Path, model: str, made: Iterable[tuple[str, float]], seed: int, steps: int) -> None:
-    """One job with the runs that the file does not have yet.
+    """Starts one job with the runs that the file does not have yet.
 
     Raises:
         subprocess.CalledProcessError: the job failed; why is on standard error.
@@ -138,7 +138,7 @@ Groups = dict[tuple[str, int], dict[tuple[str, float], list[Result]]]
 
 
 def groups(found: Iterable[Result]) -> Groups:
-    """The runs, by model and number of steps, and by algorithm and rate, in the order of `ALGORITHMS`."""
+    """Groups runs by model and number of steps, and by algorithm and rate, in the order of `ALGORITHMS`."""
     made: Groups = defaultdict(lambda: defaultdict(list))
     for result in found:
         made[result["model"], result["steps"]][result["algorithm"], result["factor"]].append(result)
@@ -149,7 +149,7 @@ def groups(found: Iterable[Result]) -> Groups:
 
 
 def show(found: Iterable[Result], console: Console) -> None:
-    """A table for each model: means over seeds, and the loss relative to the all-reduce's."""
+    """Prints a table for each model: means over seeds, and the loss relative to the all-reduce's."""
     for (model, steps), made in groups(found).items():
         columns = ["algorithm", "rate", "momentum", "seeds", "test loss", "/ allreduce", "spread", "right"]
         table = Table(columns, title=f"{model}, {RANKS} ranks, {steps} steps each")
@@ -165,7 +165,7 @@ def show(found: Iterable[Result], console: Console) -> None:
 
 
 def mean(found: list[Result], key: str) -> float:
-    """Over runs; NaN if there are none."""
+    """Returns the mean of a number over runs; NaN if there are none."""
     return statistics.fmean(each[key] for each in found) if found else math.nan
 
 

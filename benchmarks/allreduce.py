@@ -6,10 +6,10 @@
     python -m benchmarks.allreduce --hosts 1,2,4 --ranks 2,4 --out benchmarks/results/allreduce.json
 
 Every rank is one process that has all runtimes up at the same time; turns of one alternate with turns of the others, so
-that whatever else the machine does meets all of them. A sample is the median time of an operation in a turn, on the
-slowest rank. Two contenders are fusion_rt's: *arena* reduces a tensor that lies in the arena, as a gradient does in
-training (and as `fusion_rt.torch.empty` gives it); *copy* reduces an ordinary tensor, which is copied into the arena
-and back. Printed are medians, and the median of the turns' ratios with the interval that it lies in.
+that other load of the machine affects all of them. A sample is the median time of an operation in a turn, on the
+slowest rank. Two contenders are fusion_rt's: *arena* reduces a tensor in the arena, as a gradient is in training (and
+as `fusion_rt.torch.empty` makes it); *copy* reduces an ordinary tensor, which is copied into the arena and back.
+Printed are medians, and the median of the turns' ratios with its interval.
 
 With `--hosts N` ranks run in network namespaces (root needed), joined by links of `--rate`, and share them evenly;
 without `--ranks` there is one on each. *Limit* is then the time that the ring's bytes need on that link, in full
@@ -42,7 +42,7 @@ _ROOM = 8  # bytes of memory that are needed for each that is reduced, on each r
 
 
 def worker(sizes: list[int], rounds: int, with_horovod: bool) -> None:
-    """What each rank runs; rank 0 tells the samples (s) by size and runtime."""
+    """Measures on each rank; rank 0 prints the samples (s) by size and runtime."""
     import torch
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def _turn(call: Callable[[], Any], count: int) -> Callable[[], float]:
 
 
 def _repeats(call: Callable[[], Any], dist: Any, torch: Any) -> int:
-    """Warms up, and says how many operations fit into a turn's budget, the same on all ranks."""
+    """Warms up, and returns how many operations fit into a turn's budget, the same on all ranks."""
     for _ in range(2):
         call()
     begin = time.perf_counter()
@@ -100,7 +100,7 @@ def _repeats(call: Callable[[], Any], dist: Any, torch: Any) -> int:
 
 
 def settings(ranks: str | None, hosts: str, rate: str | None, encryption: str) -> list[Setting]:
-    """One for each number of hosts and of ranks that can be on them."""
+    """Returns a setting for each number of hosts and each number of ranks that can be on them."""
     found: list[Setting] = []
     for count in shared.numbers(hosts):
         for all_ranks in shared.numbers(ranks) if ranks else [2 if count == 1 else count]:
@@ -127,7 +127,7 @@ def measure(setting: Setting, sizes: list[int], rounds: int, with_horovod: bool 
 
 
 def limit(setting: Setting, nbytes: int) -> float | None:
-    """Seconds that a ring's bytes need on the links; None where they have no limit, or ranks share hosts."""
+    """Returns the seconds that a ring's bytes need on the links; None if these have no limit, or ranks share hosts."""
     from benchmarks.netlab.iproute import bits_per_second
 
     hosts, rate = int(setting["hosts"]), str(setting.get("rate", "unshaped"))
@@ -137,7 +137,7 @@ def limit(setting: Setting, nbytes: int) -> float | None:
 
 
 def title(setting: Setting) -> str:
-    """A setting in words."""
+    """Describes a setting in words."""
     if setting["hosts"] == 1:
         return f"{setting['ranks']} ranks on one host"
     each = "" if setting["ranks"] == setting["hosts"] else f" with {setting['ranks']} ranks"
@@ -146,7 +146,7 @@ def title(setting: Setting) -> str:
 
 
 def show(record: Record) -> None:
-    """One table: milliseconds, and how many times faster than gloo."""
+    """Prints a table: milliseconds, and how many times faster than gloo."""
     names = list(record.measures[0].samples)
     limited = limit(record.setting, 1) is not None
     ours = [name for name in names if name != GLOO]
@@ -162,7 +162,7 @@ def show(record: Record) -> None:
 
 
 def fitting(sizes: list[int], ranks: int) -> list[int]:
-    """The sizes for which this machine has memory; says what is left out."""
+    """Returns the sizes for which this machine has memory, and prints those that are left out."""
     import psutil
 
     room = psutil.virtual_memory().available / (_ROOM * ranks)

@@ -1,4 +1,4 @@
-"""What the command lines of all benchmarks have in common."""
+"""Common parts of the command lines of all benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Of `python -m benchmarks.NAME`, which explains itself with its module's docstring."""
+    """Makes the parser of `python -m benchmarks.NAME`; `description`: the module's docstring."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -17,30 +17,30 @@ def parser(name: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def add_out(commands: argparse.ArgumentParser, default: Path | None = None) -> None:
-    """Where raw results are kept."""
+    """Adds `--out`, the file for raw results."""
     kept = "(%(default)s)" if default else "(nowhere)"
     commands.add_argument("--out", type=Path, default=default, metavar="FILE", help=f"for raw results {kept}")
 
 
 def add_table(commands: argparse.ArgumentParser) -> None:
-    """A switch to measure nothing."""
+    """Adds `--table`, which shows results and measures nothing."""
     commands.add_argument("--table", action="store_true", help="only show what is in the file")
 
 
 def add_worker(commands: argparse.ArgumentParser) -> None:
-    """What a benchmark's own workers are started with."""
+    """Adds `--worker`, with which a benchmark starts its own workers."""
     commands.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
 
 
 def numbers(text: str) -> list[int]:
-    """Of a list such as 1,2,4."""
+    """Parses a list of numbers such as 1,2,4."""
     return [int(part) for part in text.split(",")]
 
 
 def chosen(
     commands: argparse.ArgumentParser, kind: str, asked: Iterable[str], known: Mapping[str, object], between: str = ", "
 ) -> list[str]:
-    """The names that were asked for; ends with status 2 and a sentence if there is no such thing."""
+    """Returns the names that were asked for; exits with status 2 and a sentence if one is not known."""
     names = list(asked)
     for name in names:
         if name not in known:

@@ -1,13 +1,14 @@
-"""What `--autotune` and `--auto` find, beside the default and the best of a sweep of fixed settings.
+"""Settings found by `--autotune` and `--auto`, beside the default and the best of a sweep of fixed settings.
 
     python -m benchmarks.autotune
     python -m benchmarks.autotune --networks 100mbit --samples 30
     python -m benchmarks.autotune --quick
 
 Four netlab hosts (root needed) with one worker each. The model has layers that *sleep* in their forward and backward
-passes, as a worker does whose accelerator computes, so that no contender's computation is in the way of another's
-communication. First `--autotune` searches, and each `--auto` decides; then all take turns in one job: the default, what
-was found, and every fixed setting of the sweep. A sample is the mean time of a step over a turn on the slowest rank.
+passes, as a worker does whose accelerator computes, so that no contender's computation disturbs another's
+communication. First `--autotune` searches, and each `--auto` decides; then all take turns in one job: the default, the
+settings that were found, and every fixed setting of the sweep. A sample is the mean time of a step over a turn on the
+slowest rank.
 
 *Behind the best* compares with the best fixed setting of the sweep with the same mathematics. The best of many noisy
 medians is also the luckiest one: so for each turn the best is chosen by all other turns, and compared in this one.
@@ -63,12 +64,12 @@ CLASSES = {
     AUTOS["lossy"]: (DEFAULT, *SWEEP, *LOSSY),
     AUTOS["async"]: (DEFAULT, *SWEEP, *LATE),
 }
-"""By what was found, the fixed settings that it is compared with: those with the same mathematics."""
+"""By search, the fixed settings that its result is compared with: those with the same mathematics."""
 BEHIND = 1.02
 
 
 def make_model(compute: float) -> Any:
-    """A model whose steps take `compute` seconds and nothing of a processor."""
+    """Makes a model whose steps sleep for `compute` seconds and take hardly any CPU time."""
     import torch
 
     share = compute / 3 / LAYERS
@@ -109,7 +110,7 @@ def make_model(compute: float) -> Any:
 
 
 class Contender:
-    """A model, and its optimizer, made with these variables."""
+    """A model, and its optimizer, made with these environment variables."""
 
     def __init__(self, compute: float, variables: dict[str, str], overlap: str | None = None) -> None:
         import torch
@@ -141,10 +142,10 @@ class Contender:
             self.optimizer.synchronize_parameters()
 
     def settle(self, most: int) -> int:
-        """Trains until nothing more is tried. Returns the number of steps.
+        """Trains until the search has ended. Returns the number of steps.
 
         Raises:
-            RuntimeError: there is no end.
+            RuntimeError: it has not ended after `most` steps.
         """
         steps = 0
         while steps < most:
@@ -155,7 +156,7 @@ class Contender:
         raise RuntimeError(f"the search has not ended after {most} steps")
 
     def turn(self, steps: int) -> float:
-        """Seconds of a step, in the mean, on the slowest rank."""
+        """Takes a turn; returns the mean seconds of a step on the slowest rank."""
         import torch
 
         import fusion_rt.torch as hvd
@@ -189,7 +190,7 @@ def fixed(compute: float, setting: dict[str, Any]) -> Contender:
 
 
 def worker(arguments: argparse.Namespace) -> None:
-    """What each rank runs; rank 0 tells the result."""
+    """Measures on each rank; rank 0 prints the result."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -236,7 +237,7 @@ def worker(arguments: argparse.Namespace) -> None:
 
 
 def measure(network: str, arguments: argparse.Namespace) -> Record:
-    """One network."""
+    """Measures on one network."""
     here, date = results.begin()
     passed = ["-m", "benchmarks.autotune", "--worker"]
     for name in ("steps", "rounds", "samples", "sample-steps", "compute"):
@@ -250,7 +251,7 @@ def measure(network: str, arguments: argparse.Namespace) -> Record:
 
 
 def show(records: Sequence[Record]) -> None:
-    """A table for each network, and the goals."""
+    """Prints a table for each network, and the goals."""
     for record in records:
         samples = record.measure("a step").samples
         setting, millions = record.setting, record.details["parameters"] / 1e6
@@ -270,7 +271,8 @@ def show(records: Sequence[Record]) -> None:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Milliseconds a step on each network, and by the best fixed setting with the same mathematics."""
+    """Makes a table: milliseconds a step on each network, and their ratio to the best fixed setting of the same
+    mathematics."""
     found = Table(["ms a step", "default", *(f"`{name}`" for name in CLASSES), "best of the sweep", "... with a codec"])
     for record in records:
         samples = record.measure("a step").samples
@@ -288,7 +290,7 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def reached(record: Record) -> list[tuple[str, str, bool]]:
-    """Goal, what was measured, and whether it holds."""
+    """Lists goals: goal, what was measured, and whether it holds."""
     samples, network = record.measure("a step").samples, record.setting["network"]
     found = []
     for name, others in CLASSES.items():
@@ -306,8 +308,10 @@ def reached(record: Record) -> list[tuple[str, str, bool]]:
 
 
 def behind(samples: Mapping[str, Sequence[float]], name: str, others: Sequence[str]) -> sampling.Estimate:
-    """Time of what was found, by that of the best of the others: the best in all other turns, so that whoever was
-    lucky in a turn is not compared in it."""
+    """Returns the ratio of the time with the setting that was found to that with the best of the others.
+
+    In each turn, the best is the one that is best in all other turns, so that luck in a turn does not count in it.
+    """
     best = []
     for turn in range(len(samples[name])):
         rest = {

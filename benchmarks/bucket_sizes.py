@@ -1,4 +1,4 @@
-"""A step by the size of buckets and the rate of links, beside DistributedDataParallel with buckets of that size.
+"""Time of a step by the size of buckets and the rate of links, beside DistributedDataParallel with such buckets.
 
     python -m benchmarks.bucket_sizes
     python -m benchmarks.bucket_sizes --quick
@@ -9,8 +9,8 @@ Four netlab hosts (root needed) with one worker each train a GPT of 10.7 million
 of its own, in which fusion_rt, DDP and *none*, which does everything but communicate, take turns of a few steps; a
 sample is the median step of a turn on the slowest rank.
 
-The size of buckets should not matter: a step may take 1.05 times as long as with the best size, and as long as the
-further messages keep the processors of all hosts, which here is one machine: `MESSAGE` for each.
+The size of buckets should not matter: a step may take 1.05 times as long as with the best size, plus the CPU time of
+the further messages on all hosts, which here are one machine: `MESSAGE` for each.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ALONE, OURS = "none", "fusion_rt"
 STEP = "a step"
 RATES = ("50mbit", "100mbit", "200mbit", "500mbit", "1gbit")
 SIZES = ("0.25", "0.5", "1", "2", "4", "8", "16", "32", "64")  # MiB
-MESSAGE = 0.3e-3  # seconds of a processor for a message between daemons, sent and taken; estimated, not measured
+MESSAGE = 0.3e-3  # CPU seconds for a message between daemons, sent and received; estimated, not measured
 SLACK = 1.05
 MIB = 1024 * 1024
 WARM_UP = 2  # steps that do not count: plans and memory
 
 
 def time_steps(width: int, layers: int, size: float, steps: int, rounds: int) -> dict[str, Any]:
-    """The number of parameters and of our buckets, and by contender the time of a step (s) in each turn."""
+    """Returns the number of parameters and of our buckets, and by contender the time of a step (s) in each turn."""
     import time
 
     import torch
@@ -90,7 +90,7 @@ def time_steps(width: int, layers: int, size: float, steps: int, rounds: int) ->
 
 
 def worker(width: int, layers: int, size: float, steps: int, rounds: int) -> None:
-    """Each rank runs this; rank 0 prints the result."""
+    """Measures on each rank; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def worker(width: int, layers: int, size: float, steps: int, rounds: int) -> Non
 
 
 def measure(hosts: int, rate: str, sizes: Sequence[str], passed: Sequence[str], out: Path | None) -> list[Record]:
-    """A record for each size on links of one rate, which are kept as soon as they are there."""
+    """Measures each size on links of one rate; each record is written as soon as it is there."""
     from benchmarks.netlab import Netlab
 
     found = []
@@ -131,7 +131,7 @@ def _median(record: Record, name: str) -> float:
 
 
 def allowed(records: Sequence[Record]) -> dict[float, float]:
-    """By size, the seconds that a step may take, of records of one rate."""
+    """Returns the seconds that a step may take, by size, for records of one rate."""
     best = min(records, key=lambda record: _median(record, OURS))
     hosts = int(best.setting["hosts"])
 
@@ -146,7 +146,7 @@ def allowed(records: Sequence[Record]) -> dict[float, float]:
 
 
 def goals(records: Sequence[Record]) -> list[tuple[str, str, bool]]:
-    """Goal, what was measured, and whether it holds, for each rate."""
+    """Lists goals: goal, what was measured, and whether it holds, for each rate."""
     found = []
     for rate in dict.fromkeys(record.setting["rate"] for record in records):
         of_rate = [record for record in records if record.setting["rate"] == rate]
@@ -160,7 +160,7 @@ def goals(records: Sequence[Record]) -> list[tuple[str, str, bool]]:
 
 
 def show(records: Sequence[Record], console: Console) -> None:
-    """A table of the steps, and one of the goals."""
+    """Prints a table of the steps, and one of the goals."""
     table = Table(["rate", "MiB", "buckets", "ms a step", "allowed", "none", "DDP", "DDP / this"])
     for rate in dict.fromkeys(record.setting["rate"] for record in records):
         of_rate = [record for record in records if record.setting["rate"] == rate]

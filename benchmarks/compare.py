@@ -1,11 +1,11 @@
-"""Whether a version has become slower than another one: results against older results.
+"""Compares results with older ones, to find out whether a version has become slower.
 
-Times of two runs differ for reasons that are not the version's: another machine, other neighbours. So a contender is
-judged by its ratio to the peer that took turns with it, whose speed has the same reasons. Times without a peer are
-compared only where both are from the same machine, and numbers that do not depend on a machine (bytes, losses) always.
+Times of two runs differ for reasons other than the version: another machine, other load. So a contender is judged by
+its ratio to the peer that took turns with it, which the same conditions affect. Times without a peer are compared only
+where both are from the same machine, and numbers that do not depend on a machine (bytes, losses) always.
 
-*Beyond noise*: of (new / old), the 99 % interval by the bootstrap has to be on the wrong side as a whole, and by more
-than the tolerance, since runs differ by more than turns of one run do. Fewer than three samples are not judged.
+*Beyond noise*: the whole 99 % bootstrap interval of (new / old) has to be on the wrong side, and by more than the
+tolerance, since runs differ by more than turns of one run do. Fewer than three samples are not judged.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Row:
 
     Attributes:
         where: suite and setting.
-        peer: whom it is compared with; none: its own older times.
+        peer: the contender that it is compared with; empty: its own older times.
         old, new: medians, of the ratios to the peer or of the samples.
-        change: how many times as good as it was.
+        change: new goodness over old; above 1 is better.
     """
 
     where: str
@@ -126,7 +126,7 @@ def _rows(where: str, old: Measure, new: Measure, same: bool, tolerance: float, 
 
 
 def _goodness(measure: Measure, name: str, peer: str) -> list[float] | None:
-    """Samples that are larger the better it is; None if one of them cannot be divided by."""
+    """Converts samples so that larger is better; None if one of them is 0, and so has no ratio."""
     own = measure.samples[name]
     other: Sequence[float] = measure.samples[peer] if peer else [1.0] * len(own)
     over, under = (other, own) if measure.better == "less" else (own, other)
@@ -142,7 +142,7 @@ def _verdict(change: Estimate, tolerance: float) -> str:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """What has changed."""
+    """Makes a table of changes."""
     made = Table(["where", "what", "contender", "before", "now", "now / before, as good", ""], title=title, left=3)
     for row in rows:
         unit = f"{row.peer} / it: " if row.peer else ""

@@ -1,4 +1,4 @@
-"""What codecs do to training: loss against steps, and against the bytes that a node sends.
+"""Convergence with each codec: loss against steps, and against the bytes that a node sends.
 
     python -m benchmarks.convergence --out results.json
     python -m benchmarks.convergence --out results.json --models char-gpt --codecs dense,topk-1%-momentum --steps 1600
@@ -10,8 +10,8 @@ with a momentum of 0.9, or with none where the codec has it (momentum correction
 chosen for dense gradients; batches and initial parameters by the seed. Tensors with at least 1024 elements are
 compressed, not only those with 16384 as the codecs have it, because the models are small: that leaves 3 % at most.
 
-Each run is kept in the file as soon as it has ended, and one that is there is not made again: a stopped benchmark goes
-on where it was. Bytes are those of payloads that a node sends, on average over nodes: for codecs that count them, from
+Each run is written to the file as soon as it has ended, and is not repeated: a stopped benchmark goes on where it
+was. Bytes are those of payloads that a node sends, on average over nodes: for codecs that count them, from
 `hvd.compression_stats()`; for dense and fp16, those of a ring, 2 (N - 1) / N of the gradients.
 """
 
@@ -65,13 +65,16 @@ CODECS = {
 }
 KNOWN_BY = ("model", "codec", "seed", "steps")
 RESULTS = results.RESULTS / "convergence.json"
-# A run is: what it was (`model`, `codec`, `seed`, `steps`, `lr`, `parameters`), what came of it (`accuracy`, `asked`,
+# A run has its settings (`model`, `codec`, `seed`, `steps`, `lr`, `parameters`), its results (`accuracy`, `asked`,
 # `selected`, `seconds`), and `curve`, rows of step, bytes sent by a node, mean training loss since the last row, and
-# test loss. It ends early where the loss is no number any more.
+# test loss. It ends early when the loss is not finite.
 
 
 def train(model: str, codec: str, seed: int, steps: int, number: int) -> Result:
-    """What each rank runs; the same result on all. `number`: of distributed optimizers in this process until now."""
+    """Trains on each rank; returns the same result on all.
+
+    `number`: number of distributed optimizers that this process has made before.
+    """
     import torch
 
     import fusion_rt.torch as hvd
@@ -116,7 +119,7 @@ def train(model: str, codec: str, seed: int, steps: int, number: int) -> Result:
 
 
 def worker(out: Path, model: str, codecs: Iterable[str], seed: int, steps: int) -> None:
-    """Makes runs one after the other; rank 0 writes them down."""
+    """Makes runs one after the other; rank 0 writes their results."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -132,7 +135,7 @@ def worker(out: Path, model: str, codecs: Iterable[str], seed: int, steps: int) 
 
 
 def run(out: Path, model: str, codecs: Iterable[str], seed: int, steps: int) -> None:
-    """One job with the runs that the file does not have yet.
+    """Starts one job with the runs that the file does not have yet.
 
     Raises:
         subprocess.CalledProcessError: the job failed; why is on standard error.
@@ -176,27 +179,27 @@ class Runs:
         self.codecs = {codec: found[codec] for codec in CODECS if codec in found}
 
     def loss(self, codec: str, share: float = 1.0) -> float:
-        """Test loss after this share of the steps."""
+        """Returns the test loss after this share of the steps."""
         return statistics.fmean(_at(each, share)[3] for each in self.codecs[codec])
 
     def train_loss(self, codec: str) -> float:
-        """Mean loss of the batches since the last row but one."""
+        """Returns the mean loss of the batches since the last row but one."""
         return statistics.fmean(_at(each, 1.0)[2] for each in self.codecs[codec])
 
     def accuracy(self, codec: str) -> float:
         return statistics.fmean(each["accuracy"] for each in self.codecs[codec])
 
     def nbytes(self, codec: str) -> float:
-        """That a node has sent in the end."""
+        """Returns the bytes that a node has sent at the end."""
         return statistics.fmean(each["curve"][-1][1] for each in self.codecs[codec])
 
     def selected(self, codec: str) -> float:
-        """How many elements were selected for each that was asked for; NaN for codecs that do not select."""
+        """Returns the ratio of selected elements to those asked for; NaN for codecs that do not select."""
         asked = sum(each["asked"] for each in self.codecs[codec])
         return sum(each["selected"] for each in self.codecs[codec]) / asked if asked else math.nan
 
     def until(self, codec: str, loss: float) -> tuple[float, float] | None:
-        """Steps and bytes until the test loss was no larger; None unless it was with every seed."""
+        """Returns the steps and bytes until the test loss was at most `loss`; None unless it was with every seed."""
         rows = [next((row for row in each["curve"] if row[3] <= loss), None) for each in self.codecs[codec]]
         reached = [row for row in rows if row is not None]
         if len(reached) < len(rows):
@@ -205,13 +208,13 @@ class Runs:
 
 
 def _at(result: Result, share: float) -> list[float]:
-    """The row of the curve after this share of the steps; of NaN where the run had ended."""
+    """Returns the row of the curve after this share of the steps; a row of NaN where the run had ended."""
     rows: Iterable[list[float]] = (row for row in result["curve"] if row[0] >= share * result["steps"])
     return next(iter(rows), [math.nan] * 4)
 
 
 def groups(found: Iterable[Result]) -> dict[tuple[str, int], Runs]:
-    """The runs, by model and number of steps."""
+    """Groups runs by model and number of steps."""
     made: dict[tuple[str, int], list[Result]] = defaultdict(list)
     for result in found:
         made[result["model"], result["steps"]].append(result)
@@ -219,7 +222,7 @@ def groups(found: Iterable[Result]) -> dict[tuple[str, int], Runs]:
 
 
 def show(found: Iterable[Result], console: Console) -> None:
-    """A table for each model and number of steps, and one of the goals."""
+    """Prints a table for each model and number of steps, and one of the goals."""
     made = groups(found)
     for (model, steps), each in made.items():
         _table(model, steps, each).show(console)
@@ -227,8 +230,8 @@ def show(found: Iterable[Result], console: Console) -> None:
 
 
 def _table(model: str, steps: int, runs: Runs) -> Table:
-    """Means over seeds: test loss after parts of the run; loss in training in the last of it; test accuracy; what a
-    node has sent; and how much was selected of what was asked for."""
+    """Makes a table of means over seeds: test loss after parts of the run, training loss in its last part, test
+    accuracy, bytes sent by a node, and the share of elements selected."""
     first = next(iter(runs.codecs.values()))[0]
     target = runs.loss("dense", 0.5) if "dense" in runs.codecs else math.nan
     what = f"{model}, {first['parameters']:,} parameters"
@@ -250,7 +253,7 @@ def _table(model: str, steps: int, runs: Runs) -> Table:
 
 
 def goals(made: Mapping[tuple[str, int], Runs]) -> list[tuple[str, str, bool]]:
-    """Goal, what was measured, and whether it holds; of those for which there are runs."""
+    """Lists goals: goal, what was measured, and whether it holds; of those for which there are runs."""
     found: list[tuple[str, str, bool]] = []
     ratios: list[tuple[int, float]] = []
     shares: dict[bool, list[float]] = {True: [], False: []}

@@ -1,17 +1,17 @@
-"""What changes of membership cost: work that is lost, pauses, and the loss in the end.
+"""Cost of changes of membership: work that is lost, pauses, and the loss at the end.
 
     python -m benchmarks.elastic
     python -m benchmarks.elastic --samples 4800 --global-batch 0
 
-Four netlab hosts (root needed) with one worker each; a host discovery script says which of them there are. A small GPT
+Four netlab hosts (root needed) with one worker each; a host discovery script lists those that are present. A small GPT
 (`examples/char_gpt_elastic.py`) begins on two. Twice, every process of a host is killed, first of the host that came
 last, then of that with rank 0; and two hosts come. Beside it is a run in which nothing happens, on two hosts, with the
-same number of samples; and the same number in a step, unless `--global-batch` is 0: then a step has so many samples on
-each rank, and the learning rate grows with the root of their number.
+same number of samples; and the same number in a step, unless `--global-batch` is 0: then a step has 8 samples on each
+rank, and the learning rate grows with the root of their number.
 
-*Lost* is what was trained on and had to be done again, in samples, beside what is between two commits. *Pause* is the
-time from the last step before a change to the first one after it. The killed host is noticed, or the script says that
-hosts have come, in between; and a worker that comes has to import torch, for which the others wait.
+*Lost* is the number of samples that were trained on and had to be repeated, beside that between two commits. *Pause* is
+the time from the last step before a change to the first one after it. The killed host is noticed, or the script lists
+the hosts that came, in between; and a worker that comes has to import torch, for which the others wait.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZES = ["--width", "64", "--layers", "2", "--context", "32"]
 TIMEOUT_S = 900.0
 KILLED, CAME = "killed", "came"
 CHANGES = ((0.15, KILLED, [1]), (0.35, CAME, [2, 3]), (0.55, KILLED, [0]), (0.75, CAME, [0, 1]))
-"""When how much is done, what happens to which hosts."""
+"""Share of the samples that is done, the change that happens then, and its hosts."""
 
 
 class Job:
@@ -81,14 +81,14 @@ class Job:
         self.process = subprocess.Popen([*argv, *command], env=environment, stdout=self.output, stderr=self.output)
 
     def notes(self) -> list[dict[str, Any]]:
-        """What workers have written down, in order of time."""
+        """Reads the events that workers have recorded, in order of time."""
         if not self._record.exists():
             return []
         lines = self._record.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may not be complete
         return sorted((json.loads(line) for line in lines), key=lambda note: note["at"])
 
     def wait(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
-        """Waits until what was written down satisfies a condition.
+        """Waits until the recorded events satisfy a condition.
 
         Raises:
             RuntimeError: the job ends before, or it takes too long.
@@ -100,12 +100,12 @@ class Job:
             time.sleep(0.1)
 
     def said(self) -> str:
-        """The last of its output."""
+        """Returns the end of the job's output."""
         self.output.seek(0)
         return self.output.read()[-5000:]
 
     def kill(self, hosts: Sequence[int]) -> None:
-        """SIGKILL to every process of these hosts; the script goes on naming them for a second."""
+        """Sends SIGKILL to every process of these hosts; the script goes on listing them for a second."""
         for index in hosts:
             listed = subprocess.run(
                 ["ip", "netns", "pids", self._lab.hosts[index].name], capture_output=True, text=True, check=True
@@ -117,12 +117,12 @@ class Job:
         self._write_hosts()
 
     def add(self, hosts: Sequence[int]) -> None:
-        """The script names these hosts, too."""
+        """Adds hosts to those that the script lists."""
         self._present += hosts
         self._write_hosts()
 
     def end(self) -> None:
-        """Waits for its end. Raises `RuntimeError` if it has failed."""
+        """Waits for the end of the job. Raises `RuntimeError` if it has failed."""
         try:
             if self.process.wait(TIMEOUT_S):
                 raise RuntimeError(f"the job failed:\n{self.said()}")
@@ -143,7 +143,7 @@ class Job:
 
 
 def disturbed(lab: Netlab, directory: Path, samples: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """The run in which hosts die and come."""
+    """Makes the run in which hosts die and come."""
     job = Job(lab, directory, [0, 1], True, arguments)
     changes: list[dict[str, Any]] = []
     try:
@@ -169,17 +169,17 @@ def disturbed(lab: Netlab, directory: Path, samples: int, arguments: Sequence[st
 
 
 def done(notes: Sequence[dict[str, Any]]) -> int:
-    """Samples that were trained on, and count."""
+    """Returns the largest number of samples that a step has recorded as done."""
     return max((note["done"] for note in notes if note["what"] == "step"), default=0)
 
 
 def steps_of(notes: Sequence[dict[str, Any]], since: float, workers: int) -> list[dict[str, Any]]:
-    """Steps of so many workers from a moment on."""
+    """Returns the steps of `workers` workers after a moment."""
     return [note for note in notes if note["what"] == "step" and note["at"] > since and note["size"] == workers]
 
 
 def cost(notes: Sequence[dict[str, Any]], at: float, workers: int) -> dict[str, Any]:
-    """What a change cost."""
+    """Computes the cost of a change: its pause (s) and lost samples, and the number of workers before it."""
     first = steps_of(notes, at, workers)[0]
     before = [note for note in notes if note["what"] == "step" and note["at"] < first["at"] and note["size"] != workers]
     begun = [note for note in notes if note["what"] == "begins" and note["at"] <= first["at"]][-1]
@@ -191,7 +191,7 @@ def cost(notes: Sequence[dict[str, Any]], at: float, workers: int) -> dict[str, 
 
 
 def outcome(notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How a run ended."""
+    """Returns the outcome of a run: loss, steps, samples and seconds."""
     last = [note for note in notes if note["what"] == "ends"]
     assert len({note["held_out"] for note in last}) == 1, last
     seconds = notes[-1]["at"] - notes[0]["at"]
@@ -199,7 +199,7 @@ def outcome(notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def record(found: dict[str, Any], machine: Machine | None, date: str) -> Record:
-    """What is kept of it."""
+    """Makes the record of both runs."""
     changes = found["disturbed"]["changes"]
     pauses = {
         what: results.rounded(c["pause_seconds"] for c in changes if c["what"] == what) for what in (KILLED, CAME)
@@ -210,7 +210,7 @@ def record(found: dict[str, Any], machine: Machine | None, date: str) -> Record:
 
 
 def changes_table(record: Record) -> Table:
-    """A row for each change."""
+    """Makes a table with a row for each change."""
     table = Table(["change", "workers", "pause", "lost samples", "between two commits"])
     for change in record.details["disturbed"]["changes"]:
         what, workers = f"{change['hosts']} {change['what']}", f"{change['workers_before']} to {change['workers']}"
@@ -220,7 +220,7 @@ def changes_table(record: Record) -> Table:
 
 
 def runs_table(record: Record) -> Table:
-    """A row for each run."""
+    """Makes a table with a row for each run."""
     table = Table(["", "held-out loss", "samples", "steps"])
     for name, what in RUNS.items():
         run = record.details[name]

@@ -1,18 +1,18 @@
-"""What encryption costs: all-reduce between two hosts with `--encryption all` beside `control`.
+"""Cost of encryption: all-reduce between two hosts with `--encryption all` beside `control`.
 
     python -m benchmarks.encryption
     python -m benchmarks.encryption --rates 1gbit --rounds 9
     python -m benchmarks.encryption --table
 
 Two netlab hosts (root needed), one rank each; the ranks speak to their daemons directly, without torch. For each rate
-of the links, jobs of all variants take turns, so that whatever else the machine does meets all of them: `all` and
-`control`, with some numbers of payload connections and of ZeroMQ's I/O threads, which encrypt. A turn's number is the
-median time of an all-reduce on the slower rank. Printed are medians over turns and their range, what that is in bytes
-of the bucket a second, and the ratio of `control` to `all`, turn by turn: the median of that.
+of the links, jobs of all variants take turns, so that other load of the machine affects all of them: `all` and
+`control`, with some numbers of payload connections and of ZeroMQ's I/O threads, which encrypt. A turn's sample is the
+median time of an all-reduce on the slower rank. Printed are medians over turns and their range, the same in bytes of
+the bucket a second, and the median of the ratio of `control` to `all`, turn by turn.
 
-Both hosts share this machine's cores, and numbers of a machine that has other things to do say little: the load before
-each part is kept with them. What encryption takes from a link that is faster than one core can encrypt for is
-therefore more here than on hosts of their own.
+Both hosts share this machine's cores, and numbers of a busy machine mean little: the load before each part is recorded
+with them. On links that are faster than one core can encrypt, encryption therefore costs more here than on separate
+hosts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ variant, the turns' seconds of an all-reduce."""
 
 
 class Variant(NamedTuple):
-    """What a job is run with."""
+    """The settings of a job that are varied."""
 
     encryption: str
     connections: int
@@ -71,7 +71,7 @@ WAYS = ((1, 1), (4, 1), (4, 2))  # connections and I/O threads
 
 
 def worker(nbytes: int, seconds: float) -> None:
-    """What each rank runs; rank 0 prints the median of the slower rank's times."""
+    """Measures on each rank; rank 0 prints the median of the slower rank's times."""
     import numpy as np
 
     from fusion_rt import wire
@@ -108,13 +108,13 @@ def worker(nbytes: int, seconds: float) -> None:
 
 
 def turn(lab: Any, variant: Variant, seconds: float) -> float:
-    """One job on the lab's hosts: seconds of an all-reduce."""
+    """Runs one job on the lab's hosts; returns the seconds of an all-reduce."""
     command = ["-m", "benchmarks.encryption", "--worker", "--seconds", str(seconds)]
     return float(launch.on_lab(lab, command, variables=variant.environment()))
 
 
 def measure(rates: Sequence[str], rounds: int) -> Measured:
-    """Turns of all variants on links of each rate."""
+    """Measures turns of all variants on links of each rate."""
     from benchmarks.netlab import Netlab
 
     variants = [Variant(mode, *way) for way in WAYS for mode in MODES]
@@ -132,7 +132,7 @@ def measure(rates: Sequence[str], rounds: int) -> Measured:
 
 
 def keep(path: Path, measured: Measured) -> None:
-    """Writes it down: a record for each rate."""
+    """Writes the results to a file: a record for each rate."""
     here, date = results.begin()
     records = []
     for rate, times in measured["times"].items():
@@ -147,7 +147,7 @@ def keep(path: Path, measured: Measured) -> None:
 
 
 def load(path: Path) -> Measured:
-    """What is in a file."""
+    """Reads the results in a file."""
     found = results.load(path, NAME).records
     times = {
         str(record.setting["rate"]): {
@@ -162,18 +162,18 @@ def load(path: Path) -> Measured:
 
 
 def way_name(connections: int, io_threads: int) -> str:
-    """In words."""
+    """Names a number of connections and of I/O threads in words."""
     return f"connections {connections}, I/O threads {io_threads}"
 
 
 def ratio(times: dict[str, list[float]], connections: int, io_threads: int) -> float:
-    """How many times as fast `all` is as `control`: the median over rounds, in which both had their turns."""
+    """Returns the ratio of `control`'s time to `all`'s: the median over rounds, in which both had their turns."""
     both = zip(*(times[str(Variant(mode, connections, io_threads))] for mode in MODES), strict=True)
     return float(statistics.median(control / encrypted for encrypted, control in both))
 
 
 def show(measured: Measured, console: Console) -> None:
-    """For each rate a table of the variants, and one of the goals."""
+    """Prints a table of the variants for each rate, and one of the goals."""
     for rate, times in measured["times"].items():
         busy = f", load {measured['load'][rate]:g} before" if measured["load"][rate] > 1 else ""
         title = f"{measured['bytes'] / 1e6:g} MB, {HOSTS} hosts on {measured['cores']} cores, {rate}{busy}"
@@ -190,7 +190,7 @@ def show(measured: Measured, console: Console) -> None:
 
 
 def goals(measured: Measured) -> list[tuple[str, str, bool]]:
-    """Goal, what was measured, and whether it holds; of the rates that were measured."""
+    """Lists goals: goal, what was measured, and whether it holds; of the rates that were measured."""
     found = []
     for rate, times in measured["times"].items():
         ratios = {way: ratio(times, *way) for way in WAYS}

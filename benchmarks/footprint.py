@@ -1,11 +1,11 @@
-"""What a daemon takes while nothing is to do: CPU time, resident memory, and names in /dev/shm.
+"""Footprint of an idle daemon: CPU time, resident memory, and names in /dev/shm.
 
     python -m benchmarks.footprint
     python -m benchmarks.footprint --ranks 4 --seconds 30
 
 The workers of a job on this host train for a few steps, with 100 MB of gradients, and reduce a few tensors besides;
-then they sit still, and the daemon is watched from outside, through /proc. Its resident memory is split as the kernel
-does: what lies in the arenas, which the workers have mapped, too, is shared; the rest is the daemon's own.
+then they are idle, and the daemon is watched from outside, through /proc. Its resident memory is split as the kernel
+does: the arenas, which the workers have mapped, too, are shared; the rest is the daemon's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTLE_S = 1.0  # between the last operation and the watch
 
 
 def worker(seconds: float) -> None:
-    """What each rank runs; rank 0 watches the daemon and prints the result."""
+    """Measures on each rank; rank 0 watches the daemon and prints the result."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -59,14 +59,14 @@ def worker(seconds: float) -> None:
 
 
 def resident(pid: int) -> dict[str, int]:
-    """Bytes of resident memory of a process: anonymous (Anon), of files (File), shared (Shmem)."""
+    """Returns the resident memory of a process in bytes: anonymous (Anon), of files (File), shared (Shmem)."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     found = dict(line.split(":") for line in lines if line.startswith("Rss"))
     return {name.removeprefix("Rss"): int(size.split()[0]) * 1024 for name, size in found.items()}
 
 
 def _shm() -> int:
-    """Number of files in /dev/shm."""
+    """Counts the files in /dev/shm."""
     return len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0
 
 
@@ -86,7 +86,7 @@ def collect(ranks: int, seconds: float) -> Record:
 
 
 def show(record: Record) -> None:
-    """A table."""
+    """Prints the results as a table."""
     memory = record.details["memory"]
     table = Table(["what", "how much"], title=f"an idle daemon, {record.setting['ranks']} ranks on this host")
     table.add("CPU", f"{record.measure(CPU).samples[OURS][0]:.3%} of a core")

@@ -1,7 +1,8 @@
-"""How fast buckets are reduced and converted in memory, against numpy: `python -m benchmarks.kernels`.
+"""Speed of reductions and conversions in memory, against numpy: `python -m benchmarks.kernels`.
 
-Every row alternates with numpy, so that a busy machine slows both; medians and their ratio count. numpy does what its
-users would write: a reduction into the first array, then copies to the others. GB/s counts each byte read and written.
+Every row alternates with numpy, so that a busy machine slows both; medians and their ratio count. With numpy it is the
+code that its users would write: a reduction into the first array, then copies to the others. GB/s counts each byte read
+and written.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def collect(elements: int, rounds: int, threads: Sequence[int], dtypes: Sequence
 
 
 def show(record: Record) -> None:
-    """A row for each reduction and conversion, and one for what a call costs."""
+    """Prints a row for each reduction and conversion, and one for the cost of a call."""
     table = Table(["what", "ms", "GB/s", "numpy ms", "numpy / ours"], title=f"{record.setting['elements']:,} elements")
     for each in record.measures:
         seconds, nbytes = sampling.median(each.samples[OURS]), record.details["bytes"].get(each.name)
@@ -119,7 +120,7 @@ def _convert(source: Array, source_dtype: DType, target: Array, target_dtype: DT
 
 
 def _numpy_reduction(dtype: DType, arrays: Sequence[Array]) -> Work | None:
-    """None for bfloat16, which numpy does not have."""
+    """Makes numpy's reduction; None for bfloat16, which numpy does not have."""
     if dtype.name == "bfloat16":
         return None
     views = [array.view(np.float16) if dtype.name == "float16" else array for array in arrays]
@@ -145,7 +146,7 @@ def _numpy_conversion(source: Array, source_dtype: DType, target: Array, target_
 
 
 def _latency(rounds: int) -> dict[str, list[float]]:
-    """What one call costs beside the work, which is what matters for small tensors."""
+    """Measures the cost of a call without the work, which dominates for small tensors."""
     dtype, calls = DTYPES["float32"], 20_000
     arrays = [np.ones(1, np.float32) for _ in range(2)]
 

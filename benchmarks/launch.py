@@ -1,4 +1,4 @@
-"""How a benchmark starts its own workers, on this host or on netlab hosts, and hears from them."""
+"""Starts a benchmark's own workers, on this host or on netlab hosts, and reads their results."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.netlab import Netlab
 
-MARK = "RESULT "  # in front of the JSON that rank 0 prints
+MARK = "RESULT "  # before the JSON that rank 0 prints
 MEETING = "FUSION_BENCHMARK_MEETING"  # address of rank 0's host, at which torch.distributed meets
 
 
 def tell(result: Any) -> None:
-    """What rank 0 does with its result."""
+    """Prints the result of rank 0, for the process that has started the workers."""
     print(MARK + json.dumps(result), flush=True)
 
 
 def environment() -> dict[str, str]:
-    """Variables for workers on this host: one thread each."""
+    """Returns the environment for workers on this host: one thread each."""
     return {**os.environ, MEETING: "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
 def process_group(hvd: Any) -> None:
     """Makes torch.distributed's default group, with gloo, of the ranks of this job.
 
-    They meet at a port that the system has given to rank 0 and that rank 0 already holds when the others hear of it: a
-    port that was found free before the job began may be taken by then.
+    They meet at a port that the system has given to rank 0, which listens on it before the others hear of it: a port
+    that was found free before the job began may be taken by then.
     """
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
@@ -44,7 +44,7 @@ def process_group(hvd: Any) -> None:
 
 
 def fusionrun(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs Python with these arguments on `ranks` workers; returns what rank 0 has told.
+    """Runs Python with these arguments on `ranks` workers; returns the result of rank 0.
 
     Raises:
         subprocess.CalledProcessError: the job failed; why is on standard error.
@@ -56,7 +56,7 @@ def fusionrun(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
 def on_lab(
     lab: Netlab, arguments: Sequence[str], *, per_host: int = 1, variables: Mapping[str, str] | None = None
 ) -> Any:
-    """Runs Python with these arguments on `per_host` workers of each host of a lab; returns what rank 0 has told.
+    """Runs Python with these arguments on `per_host` workers of each host of a lab; returns the result of rank 0.
 
     Payloads are not encrypted unless `variables` say otherwise, because the peers encrypt nothing.
 
@@ -79,7 +79,7 @@ def on_hosts(
     rates: Mapping[int, str | None] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """The same in a lab that is made for it (root needed), with links of this rate; `rates`: those of single hosts."""
+    """Does the same as `on_lab` in a new lab (root needed), with links of `rate`; `rates`: those of single hosts."""
     from benchmarks.netlab import Netlab
 
     with Netlab(hosts=hosts, rate=rate, rates=dict(rates or {})) as lab:
@@ -94,21 +94,24 @@ def _run(launch: Sequence[str], arguments: Sequence[str], variables: Mapping[str
 
 
 def link_bytes() -> int:
-    """Bytes that this host has sent on all links to others."""
+    """Returns the bytes that this host has sent on all links to others."""
     lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()[2:]
     fields = [line.replace(":", " ").split() for line in lines]
     return sum(int(words[9]) for words in fields if words[0] != "lo")
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process so far. From the scheduler's statistics, which count nanoseconds: the usual
-    counters advance in ticks of 10 ms, and an idle daemon needs less than that in a second."""
+    """Returns the CPU time (s) of all threads of a process so far.
+
+    It is read from the scheduler's statistics, which count nanoseconds: the usual counters advance in ticks of 10 ms,
+    and an idle daemon needs less than that in a second.
+    """
     found = (path.read_text(encoding="utf-8").split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
     return sum(map(int, found)) / 1e9
 
 
 def daemon() -> dict[str, Any]:
-    """What the daemon of this worker's node says about itself."""
+    """Returns the status of the daemon of this worker's node."""
     where = ["--job", os.environ["FUSION_JOB_ID"], "--node", os.environ["FUSION_NODE"]]
     command = [sys.executable, "-m", "fusiond", "status", "--json", *where]
     found: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: enough to know whether two results may be compared, and nothing that names the machine."""
+"""Description of the machine of a benchmark, for comparing results, without anything that identifies it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     commit: str = ""
 
     def same(self, other: Machine) -> bool:
-        """Whether absolute times of both may be compared: same processor, as many cores, as much memory."""
+        """Returns whether absolute times of both can be compared: same processor, as many cores, as much memory."""
         return (self.cpu, self.cores, self.memory_gb) == (other.cpu, other.cores, other.memory_gb)
 
     def sentence(self) -> str:
-        """In a sentence without a full stop, for titles and documents."""
+        """Describes the machine in a sentence without a full stop, for titles and documents."""
         busy = f"; load {self.load:g} before" if self.busy else ""
         return (
             f"{self.cores} cores of {self.cpu}, {self.memory_gb} GB, Linux {self.kernel}, Python {self.python}, "
@@ -50,12 +50,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def busy(self) -> bool:
-        """Whether others wanted the cores, too."""
+        """True if other programs used the cores, too."""
         return self.load > BUSY * self.cores
 
 
 def describe() -> Machine:
-    """This machine, now."""
+    """Describes this machine, with its present load."""
     return Machine(
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
@@ -69,7 +69,7 @@ def describe() -> Machine:
 
 
 def _cpu() -> str:
-    """The model in /proc/cpuinfo; some architectures have none there."""
+    """Returns the model in /proc/cpuinfo, or the architecture where there is none."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
@@ -80,7 +80,7 @@ def _cpu() -> str:
 def _commit() -> str:
     try:
         head = _git("rev-parse", "--short=12", "HEAD").strip()
-        # What benchmarks write while they run is no change of what is measured.
+        # Files that benchmarks write do not change what is measured.
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
     except (FileNotFoundError, subprocess.CalledProcessError):
         return ""

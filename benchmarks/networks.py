@@ -12,19 +12,20 @@ topk is CHOCO-SGD; a mean of parameters (local SGD) and AD-PSGD have nothing of 
 
 *A step* takes as long as on the slowest rank, in the mean over a turn of a few steps, at whose end no worker waits for
 anything; methods take turns, each when the links are quiet again, and printed are medians over turns, and the range.
-*None* does everything but communicate. *Sent* is what the first host's link has counted in a step, all headers
-included; of the central server that is its answers.
+*None* does everything but communicate. *Sent* is the number of bytes that the first host's link has counted in a step,
+all headers included; of the central server these are its answers.
 
 *Steps to the loss* are counted without a limit on the links until the loss of the ranks' mean model over held-out text
-is no larger, looked at every 8 steps; the limit changes no number that is computed, as in all of them a step waits for
-what it needs. *Seconds to the loss* are these steps times the time of a step. What central server, shards and
-all-reduce compute without compression is the same, and trained once. AD-PSGD is different: the slower the network, the
-fewer averages for a step. It is trained on each network itself, each rank for as long as it takes, and its time is that
-of the ranks' mean; copies that it is computed from are written to files every second.
+is no larger, tested every 8 steps; the limit changes no number that is computed, as in all of them a step waits for its
+inputs. *Seconds to the loss* are these steps times the time of a step. Central server, shards and all-reduce compute
+the same without compression, and are trained once. AD-PSGD is different: the slower the network, the fewer averages for
+a step. It is trained on each network itself, each rank for as long as it takes, and its time is that of the ranks'
+mean, computed from copies that are written to files every second.
 
 With P bytes of parameters and n hosts, the busiest link has to carry, in each direction and in each step: (n - 1) P to
 and from a central server, 2 (n - 1) / n P for shards and for a ring, 2 P for D-PSGD on a ring, and P for SGP with one
-peer. So gossip without compression cannot beat a ring by much where only bytes count; a central server it can.
+peer. So gossip without compression cannot be much faster than a ring where only bytes count, but faster than a central
+server.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ NAME = "networks"
 HOSTS = 4
 SIZES = {"width": 208, "layers": 2, "batch": 4, "context": 32}
 LR = 0.05
-EVERY = 8  # steps between two looks at the loss
+EVERY = 8  # steps between two tests of the loss
 PERIOD = 16  # of local SGD
 QUIET_BYTES = 50_000  # in .2 s
 RESULTS = results.RESULTS / "networks.json"
@@ -65,7 +66,7 @@ class Method:
     """A way to learn from all hosts' data.
 
     Attributes:
-        algorithm, codec: their texts; no algorithm: each rank for itself.
+        algorithm, codec: their specs; no algorithm: each rank for itself.
         central: all homes are on the first host.
         like: the method that computes the same.
         turn: the least number of steps that can be timed.
@@ -135,12 +136,12 @@ class Contestant:
         self.optimizer.step()
 
     def drain(self) -> None:
-        """Afterwards nothing is under way."""
+        """Waits until no communication is under way."""
         if hasattr(self.optimizer, "drain"):
             self.optimizer.drain()
 
     def loss(self) -> float:
-        """Over the text held out, of the mean of all ranks' models; each rank tests a part."""
+        """Returns the loss of the mean of all ranks' models over held-out text; each rank tests a part."""
         import torch
 
         import fusion_rt.torch as hvd
@@ -151,7 +152,7 @@ class Contestant:
 
 
 def time_steps(names: Sequence[str], steps: int, rounds: int) -> Measured:
-    """For each method, the time of a step (s) in each turn, and the bytes that rank 0's host sent in one."""
+    """Measures for each method the time of a step (s) in each turn, and the bytes that rank 0's host sends in one."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -189,7 +190,7 @@ def _settle() -> None:
 
 
 def count_steps(names: Sequence[str], loss: float, most: int) -> Measured:
-    """For each method, the steps until the loss is at most `loss`; None if that takes more than `most`."""
+    """Counts for each method the steps until the loss is at most `loss`; None if that takes more than `most`."""
     counts: dict[str, int | None] = {}
     curves: dict[str, list[float]] = {}
     for name in names:
@@ -204,8 +205,8 @@ def count_steps(names: Sequence[str], loss: float, most: int) -> Measured:
 
 
 def train_freely(names: Sequence[str], loss: float, seconds: float, folder: Path) -> Measured:
-    """For each method, the seconds until the loss of the ranks' mean is at most `loss`; None if it takes more than
-    `seconds`. All hosts see `folder`."""
+    """Measures for each method the seconds until the loss of the ranks' mean is at most `loss`; None if it takes more
+    than `seconds`. `folder`: for copies of parameters; all hosts share it."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -242,7 +243,7 @@ def train_freely(names: Sequence[str], loss: float, seconds: float, folder: Path
 
 
 def worker(arguments: argparse.Namespace, names: Sequence[str]) -> None:
-    """What each rank runs; rank 0 prints the result."""
+    """Measures on each rank; rank 0 prints the result."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -261,7 +262,7 @@ def worker(arguments: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def on_hosts(network: Network, central: bool, arguments: Sequence[str]) -> Measured:
-    """Runs this module's workers on netlab hosts; returns what rank 0 has printed.
+    """Runs this module's workers on netlab hosts; returns the result of rank 0.
 
     Raises:
         subprocess.CalledProcessError: the job failed; why is on standard error.
@@ -276,7 +277,7 @@ def on_hosts(network: Network, central: bool, arguments: Sequence[str]) -> Measu
 
 
 def measure(arguments: argparse.Namespace, names: Sequence[str], networks: Sequence[str]) -> None:
-    """Measures, and writes the file after each job."""
+    """Runs all measurements, and writes the file after each job."""
     began = time.perf_counter()
     measured = load(arguments.out)
     if measured.get("loss") != arguments.loss:
@@ -285,7 +286,7 @@ def measure(arguments: argparse.Namespace, names: Sequence[str], networks: Seque
     measured["loss"] = arguments.loss
 
     def job(part: str, network: str, chosen: list[str], extra: Sequence[str] = ()) -> Measured:
-        """One job for those with the homes on one host, and one for the others."""
+        """Runs one job for the methods with all homes on one host, and one for the others."""
         together: Measured = {}
         for central in (True, False):
             these = [name for name in chosen if METHODS[name].central == central]
@@ -327,12 +328,12 @@ def measure(arguments: argparse.Namespace, names: Sequence[str], networks: Seque
 
 
 def load(path: Path) -> Measured:
-    """What was measured until now; nothing if there is no such file."""
+    """Reads earlier results; empty if there is no such file."""
     return dict(results.load(path, NAME).records[0].details) if path.exists() else {}
 
 
 def keep(out: Path, measured: Measured) -> None:
-    """Writes it down."""
+    """Writes the results to a file."""
     samples = [
         Measure(network, "s", times, NONE if NONE in times and len({len(row) for row in times.values()}) == 1 else "")
         for network, times in measured.get("times", {}).items()
@@ -344,13 +345,13 @@ def keep(out: Path, measured: Measured) -> None:
 
 
 def steps_to_loss(measured: Measured, name: str) -> int | None:
-    """Of a method in which steps say something; None where it was not reached or not trained."""
+    """Returns a method's steps to the loss; None where it was not reached or not trained."""
     count: int | None = measured.get("counts", {}).get(METHODS[name].like or name)
     return count
 
 
 def seconds_to_loss(measured: Measured, network: str, name: str) -> float:
-    """On a network; NaN where it was not reached, or not measured."""
+    """Returns a method's seconds to the loss on a network; NaN where it was not reached, or not measured."""
     if METHODS[name].free:
         reached = measured.get("free", {}).get(network, {}).get(name, {}).get("seconds")
         return math.nan if reached is None else float(reached)
@@ -359,7 +360,7 @@ def seconds_to_loss(measured: Measured, network: str, name: str) -> float:
 
 
 def show(measured: Measured, console: Console) -> None:
-    """For each network a table of the methods, and one of the goals."""
+    """Prints a table of the methods for each network, and one of the goals."""
     for network in (name for name in NETWORKS if name in measured.get("times", {})):
         times, sent = measured["times"][network], measured["sent"][network]
         middles = {name: statistics.median(turns) for name, turns in times.items()}
@@ -389,7 +390,7 @@ def _ratio(one: float | None, other: float | None) -> str:
 
 
 def goals(measured: Measured) -> list[tuple[str, str, bool]]:
-    """Goal, what was measured, and whether it holds; of those that were measured."""
+    """Lists goals: goal, what was measured, and whether it holds; of those that were measured."""
     found = []
     for network in (name for name in ("100mbit", "1gbit, one link 100mbit") if name in measured.get("times", {})):
         central = seconds_to_loss(measured, network, CENTRAL)
@@ -403,7 +404,7 @@ def goals(measured: Measured) -> list[tuple[str, str, bool]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Makes the parser of the command line."""
     parser = shared.parser(NAME, __doc__)
     parser.add_argument("--networks", default=";".join(NETWORKS), help="of %(default)s")
     parser.add_argument("--methods", default=";".join(METHODS), help="of %(default)s")
@@ -422,7 +423,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """The command line, the methods and the networks; exits with status 2 if there is no such thing."""
+    """Parses the command line, with its methods and networks; exits with status 2 if one is not known."""
     commands = parser()
     arguments = commands.parse_args(argv)
     if arguments.quick:

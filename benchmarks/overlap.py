@@ -1,13 +1,13 @@
-"""What of a step's communication is exposed when there is something to hide it behind: `benchmarks.step --overlap`.
+"""Exposed communication of a step that has computation to hide it behind: `benchmarks.step --overlap`.
 
 The model has the parameters of ResNet-50 in 54 layers. Each of them *sleeps* in its forward and in its backward pass,
 twice as long in the latter, as a worker does whose accelerator computes: the processor is free for communication
-meanwhile, and what takes it from the others is communication itself, not a computation that would be elsewhere.
+meanwhile, and only communication competes for it, not a computation that would be elsewhere.
 
-Exposed is by how much a step takes longer than without communication: waiting, copies into the arena, Python. The time
-of a step is that from the end of one to the end of the next, in the mean over a turn on the slowest rank, whose first
-step does not count; updates that wait at the end of a turn are applied before the next runtime has its turn. Printed
-are medians over turns.
+*Exposed* is the time by which a step is longer than without communication: waiting, copies into the arena, Python. The
+time of a step is that from the end of one to the end of the next, in the mean over a turn on the slowest rank, whose
+first step does not count; updates that wait at the end of a turn are applied before the next runtime has its turn.
+Printed are medians over turns.
 
 With `--priority`, overlap with the next forward pass is compared with itself without priorities (`FUSION_PRIORITY=0`),
 in which case buckets are sent in the order in which they were filled. *To the first layer* is the time from the end of
@@ -36,17 +36,17 @@ RUNTIMES = (ALONE, *OVERLAPS, DDP)
 PLAIN = ", no priorities"
 COMPARED = (ALONE, "none", "forward", "forward" + PLAIN)
 STEP, FIRST = "a step", "to the first layer"
-SETTING = ("hosts", "rate", "ranks", "compute", "priority")  # what a result is known by, as far as it is there
+SETTING = ("hosts", "rate", "ranks", "compute", "priority")  # identify a result; some may be missing
 RESULTS = results.RESULTS / "overlap.json"
 PRIORITY = "priority"  # the suite of what `--priority` measures; its results are in a file of that name
 Measured = dict[str, Any]
 """`hosts`, `rate`, `ranks`, `compute` (s a step), `steps`, `parameters`, `buckets`; `seconds`: by runtime, those of a
-step in each turn; `first`: those to the first layer; `waited`: by overlap, the median seconds for which a step was kept
-waiting."""
+step in each turn; `first`: those to the first layer; `waited`: by overlap, the median seconds for which a step
+waited."""
 
 
 def worker(steps: int, rounds: int, compute: float, priority: bool = False) -> None:
-    """What each rank runs; rank 0 prints the result."""
+    """Measures on each rank; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
@@ -99,7 +99,8 @@ def worker(steps: int, rounds: int, compute: float, priority: bool = False) -> N
 
 
 def _turn(model: Any, optimizer: Any, steps: int) -> tuple[float, float, float]:
-    """Seconds of a step, those for which it was kept waiting, and the median of those to the first layer."""
+    """Takes a turn; returns the seconds of a step, those for which it waited, and the median of those to the first
+    layer."""
     began = waited = 0.0
     begun: list[float] = []
     ended: list[float] = []
@@ -124,7 +125,7 @@ def _waited(optimizer: Any) -> float:
 
 
 def make_model(compute: float) -> Any:
-    """Layers with the parameters of ResNet-50, which take `compute` seconds a step, and nothing of a processor."""
+    """Makes layers with the parameters of ResNet-50, which sleep for `compute` seconds a step."""
     import torch
 
     found = shapes()
@@ -182,13 +183,13 @@ def measure(hosts: int, rate: str, ranks: int, arguments: Sequence[str]) -> Meas
 
 
 def keep(path: Path, measured: Measured) -> list[Measured]:
-    """Adds to the results in a file, in place of those of the same setting. Returns all."""
+    """Writes results to a file, in place of those of the same setting. Returns all results in the file."""
     found = results.keep(path, PRIORITY if "forward" + PLAIN in measured["seconds"] else "overlap", record(measured))
     return [of(each) for each in found.records]
 
 
 def record(measured: Measured) -> Record:
-    """What is kept of it."""
+    """Makes the record of the results."""
     setting = {name: measured[name] for name in SETTING if name in measured}
     samples = [Measure(STEP, "s", measured["seconds"], DDP if DDP in measured["seconds"] else "")]
     if "first" in measured:
@@ -198,13 +199,13 @@ def record(measured: Measured) -> Record:
 
 
 def of(record: Record) -> Measured:
-    """The other way round."""
+    """Converts a record back to a measurement; the inverse of `record`."""
     return {**record.setting, **record.details, "seconds": record.measure(STEP).samples}
 
 
 def exposed(measured: Measured) -> dict[str, float]:
-    """By runtime, the seconds by which a step takes longer than without communication: the median over turns, each
-    compared with the turn without communication beside it."""
+    """Returns the exposed seconds of a step, by runtime: the median over turns, each compared with the turn without
+    communication beside it."""
     alone = measured["seconds"][ALONE]
     return {
         name: statistics.median(a - b for a, b in zip(row, alone, strict=True))
@@ -213,7 +214,7 @@ def exposed(measured: Measured) -> dict[str, float]:
 
 
 def show(measured: Measured) -> None:
-    """A table of the runtimes."""
+    """Prints a table of the runtimes."""
     where = f"{measured['ranks']} ranks on one host" if measured["hosts"] == 1 else (
         f"{measured['hosts']} hosts with one rank each, links of {measured['rate'] or 'any rate'}")  # fmt: skip
     title = f"{measured['parameters'] / 1e6:.1f} M parameters, {where}, {measured['compute'] * 1e3:.0f} ms of compute"

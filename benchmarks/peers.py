@@ -1,5 +1,5 @@
-"""What fusion_rt is measured against, in the same processes and the same run: DistributedDataParallel on gloo, plain
-and with its hooks that compress, and Horovod where it can be imported.
+"""The peers of fusion_rt, measured in the same processes and the same run: DistributedDataParallel on gloo, plain and
+with its hooks that compress, and Horovod where it can be imported.
 
 torch.distributed's default group has to be there before any of them is made.
 """
@@ -18,7 +18,7 @@ HOROVOD = "Horovod"
 
 
 def ddp(name: str, model: Any) -> Any:
-    """The model in DistributedDataParallel, with the hook that `name` says."""
+    """Wraps a model in DistributedDataParallel, with the hook of the peer `name`."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -33,15 +33,15 @@ def ddp(name: str, model: Any) -> Any:
 
 
 def horovod_there() -> bool:
-    """Whether there is a Horovod; whether it was built for this torch, its import tells."""
+    """Returns whether Horovod is installed; only its import shows whether it was built for this torch."""
     return importlib.util.find_spec("horovod") is not None
 
 
 def horovod() -> Any:
-    """`horovod.torch`, initialised with the ranks of fusion_rt, or None where it cannot be imported.
+    """Returns `horovod.torch`, initialised with the ranks of fusion_rt, or None where it cannot be imported.
 
-    Horovod's own launcher would tell each worker its place and keep the server at which they meet; here rank 0 does.
-    All ranks have to call this.
+    Rank 0 gives each worker its place and runs the rendezvous server, as Horovod's own launcher would. All ranks have
+    to call this.
     """
     import torch.distributed as dist
 
@@ -86,7 +86,7 @@ def _import_horovod() -> Any:
 
 
 def _serve(places: list[tuple[int, int, int]]) -> int:
-    """Starts the server at which Horovod's ranks meet; returns its port."""
+    """Starts Horovod's rendezvous server; returns its port."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 

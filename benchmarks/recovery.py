@@ -1,12 +1,12 @@
-"""How long it takes until every survivor of a fault has raised, and until `fusionrun` has ended.
+"""Time from a fault until every surviving worker has raised an exception, and until `fusionrun` has ended.
 
     python -m benchmarks.recovery
     python -m benchmarks.recovery --rounds 9 --heartbeat-timeout 2 --out benchmarks/results/recovery.json
 
-Three hosts (network namespaces; as root) with two workers each add up tensors in a loop, under `fusionrun`. In the
-middle of that a worker is killed, or a daemon, or a host is cut off: nothing that it sends arrives any more, nor does
-it get anything, and nobody is told. Times are from the fault to the exception in the last of the workers that are left;
-those of the host that was cut off are among them. Each round starts a new job.
+Three hosts (network namespaces; as root) with two workers each sum tensors in a loop, under `fusionrun`. In the middle
+of that a worker is killed, or a daemon, or a host is cut off: all packets to and from it are dropped silently. Times
+are from the fault to the exception in the last of the workers that are left; those of the host that was cut off are
+among them. Each round starts a new job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MARK = re.compile(r"(READY|RAISED) (\{.*\})")
 
 
 def worker() -> None:
-    """What each rank runs."""
+    """Reduces in a loop on each rank, until an operation raises."""
     rank = int(os.environ["HOROVOD_RANK"])
     path = os.environ["FUSION_SOCKET"]
     client = Client(path, os.environ["FUSION_JOB_ID"], rank, TIMEOUT_S)
@@ -65,7 +65,7 @@ def worker() -> None:
 
 
 class Launched:
-    """A job under `fusionrun`, and what its workers say."""
+    """A job under `fusionrun`, and the messages of its workers."""
 
     def __init__(self, lab: Netlab, heartbeat_timeout: float) -> None:
         hosts = ",".join(f"{host.name}:{SLOTS}" for host in lab.hosts)
@@ -96,10 +96,10 @@ class Launched:
         self.errors = self.process.stderr.read()
 
     def hear(self, what: str, count: int) -> list[dict[str, Any]]:
-        """Waits until that many workers have said this.
+        """Waits until `count` workers have sent the message `what`; returns their values.
 
         Raises:
-            RuntimeError: they do not.
+            RuntimeError: they do not within `TIMEOUT_S`.
         """
         heard: list[dict[str, Any]] = []
         while len(heard) < count:
@@ -124,7 +124,8 @@ class Launched:
 
 
 def measure(lab: Netlab, kind: str, heartbeat_timeout: float) -> dict[str, Any]:
-    """One round: `seconds` until the last survivor raised, `launcher` until fusionrun ended, one of the `errors`."""
+    """Runs one round: `seconds` until the last survivor raised, `launcher` until fusionrun ended (None if unknown), and
+    the texts of the `errors`."""
     job = Launched(lab, heartbeat_timeout)
     try:
         ready = {said["rank"]: said for said in job.hear("READY", HOSTS * SLOTS)}
@@ -152,12 +153,12 @@ def measure(lab: Netlab, kind: str, heartbeat_timeout: float) -> dict[str, Any]:
 
 
 def goal(kind: str, heartbeat_timeout: float) -> float:
-    """Seconds after which all should have raised."""
+    """Returns the seconds after which all should have raised."""
     return heartbeat_timeout + 1 if kind == "host cut off" else 1.0
 
 
 def collect(rounds: int, heartbeat_timeout: float) -> Record:
-    """All faults, so many times each."""
+    """Measures all faults, `rounds` times each."""
     here, date = results.begin()
     raised, ended, errors = {}, {}, {}
     with Netlab(hosts=HOSTS) as lab:
@@ -179,14 +180,14 @@ def record(
     machine: Machine | None,
     date: str,
 ) -> Record:
-    """What is kept of it."""
+    """Makes the record of the results."""
     setting: Setting = {"hosts": HOSTS, "workers": HOSTS * SLOTS, "heartbeat_timeout": heartbeat_timeout}
     measures = [Measure(RAISED, "s", raised), Measure(ENDED, "s", ended)]
     return Record(setting, measures, machine, date, results.command_line(), {"errors": errors})
 
 
 def table(record: Record) -> Table:
-    """A row for each fault."""
+    """Makes a table with a row for each fault."""
     raised, ended = record.measure(RAISED).samples, record.measure(ENDED).samples
     heartbeat = float(record.setting["heartbeat_timeout"])
     title = f"{HOSTS} hosts, {HOSTS * SLOTS} workers, heartbeat time-out {heartbeat:g} s: medians"

@@ -1,8 +1,8 @@
 """Raw results of benchmarks: one JSON file a suite, in one form for all, checked whenever one is read.
 
-A file has *records*, one for each setting (how many ranks, which network, which model); a record has *measures*: what
-was measured, in which unit, and every contender's samples. `details` is whatever else the suite wants to keep, such as
-the curve of a training run. Tables, plots and comparisons are made from these files and from nothing else.
+A file has *records*, one for each setting (how many ranks, which network, which model); a record has *measures*, each
+with a name, a unit, and every contender's samples. `details` is other data of the suite, such as the curve of a
+training run. Tables, plots and comparisons are made from these files and from nothing else.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Setting = dict[str, str | int | float | bool]
 
 
 class ResultsError(Exception):
-    """A file of results cannot be used. The message says which and why."""
+    """A file of results cannot be used; the text names it and says why."""
 
 
 class Measure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One thing that was measured.
+    """One measured quantity.
 
     Attributes:
-        name: what, unique in its record: "4 B", "a step".
+        name: of the quantity, unique in its record: "4 B", "a step".
         unit: of the samples: s, B, 1, ...
         samples: by contender. Where there is a peer, the i-th of each are of the same turn.
-        peer: the contender whom the others are compared with; none if empty.
-        better: whether less or more is.
-        portable: does not depend on how fast the machine is, such as a number of bytes or a loss.
+        peer: the contender that the others are compared with; none if empty.
+        better: whether less or more is better.
+        portable: does not depend on the speed of the machine, such as a number of bytes or a loss.
     """
 
     name: str
@@ -50,18 +50,18 @@ class Measure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     portable: bool = False
 
     def ours(self) -> list[str]:
-        """The contenders but the peer."""
+        """Returns the contenders other than the peer."""
         return [name for name in self.samples if name != self.peer]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What was measured in one setting.
+    """The measurements in one setting.
 
     Attributes:
-        setting: what is special about it; identifies the record in its file.
+        setting: its parameters, by name; identifies the record in its file.
         measures: none in suites that have details only.
-        machine: None where it was not written down.
-        date: when it began, in UTC.
+        machine: None where it was not recorded.
+        date: of the beginning, in UTC.
         command: of this suite.
         details: of the suite.
     """
@@ -74,29 +74,29 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     details: dict[str, Any] = {}
 
     def measure(self, name: str) -> Measure:
-        """By its name. Raises `KeyError`."""
+        """Returns a measure by its name. Raises `KeyError`."""
         return {each.name: each for each in self.measures}[name]
 
 
 class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file."""
+    """The contents of a file of results."""
 
     schema: int
     suite: str
     records: list[Record]
 
     def find(self, **setting: str | int | float | bool) -> list[Record]:
-        """The records with these values, and any others, in their setting."""
+        """Returns the records whose settings have these values, and any others."""
         return [each for each in self.records if setting.items() <= each.setting.items()]
 
 
 def begin() -> tuple[Machine, str]:
-    """The machine and the date, for a record; to be asked before anything is measured."""
+    """Returns the machine and the date, for a record; call it before anything is measured."""
     return machine.describe(), time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())
 
 
 def command_line() -> str:
-    """The command that runs, as a person would have written it, without where its results go."""
+    """Returns the command of this process, as a person would write it, without `--out`."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     name = f"python -m {module.name}" if module is not None else "python"
     arguments = sys.argv[1:]
@@ -107,7 +107,7 @@ def command_line() -> str:
 
 
 def rounded(samples: Iterable[float]) -> list[float]:
-    """Samples with as many digits as are kept."""
+    """Rounds samples to `DIGITS` significant digits."""
     return [float(f"{number:.{DIGITS}g}") for number in samples]
 
 
@@ -129,20 +129,20 @@ def load(path: Path, suite: str = "") -> Results:
 
 
 def load_all(folder: Path) -> dict[str, Results]:
-    """By suite, all results in a folder; files of nobody, and in forms of their own, are passed over.
+    """Loads all results in a folder, by suite; files of no suite, and in forms of their own, are skipped.
 
     Raises:
-        ResultsError: one of them is not in order.
+        ResultsError: one of them cannot be used.
     """
     files = sorted(path for path in folder.glob("*.json") if path.stem in SUITES and SUITES[path.stem].common)
     return {path.stem: load(path, path.stem) for path in files}
 
 
 def keep(path: Path, suite: str, *records: Record) -> Results:
-    """Puts records into a file, in the place of those with the same settings; makes the file if there is none.
+    """Writes records to a file, in place of those with the same settings; makes the file if there is none.
 
     Raises:
-        ResultsError: the file or the records are not in order; nothing is written then.
+        ResultsError: the file or the records cannot be used; nothing is written then.
     """
     before = load(path, suite).records if path.exists() else []
     new = [each.setting for each in records]
@@ -159,7 +159,7 @@ def keep(path: Path, suite: str, *records: Record) -> Results:
 
 
 def _problem(found: Results, suite: str) -> str:
-    """What is wrong with it, in a clause; empty if nothing is."""
+    """Describes a problem of the results in a clause; empty if there is none."""
     if found.schema != SCHEMA:
         return f"its schema is {found.schema}, and this version reads {SCHEMA}"
     if suite and found.suite != suite:
@@ -193,5 +193,5 @@ def _problem_of(measure: Measure) -> str:
 
 
 def label(setting: Setting) -> str:
-    """A setting in words."""
+    """Describes a setting in words."""
     return ", ".join(f"{name} {value}" for name, value in setting.items() if value != "") or "as it is"

@@ -1,4 +1,4 @@
-"""Results of suites that make training runs: each run is a record, and one that is there is not made again."""
+"""Results of suites that make training runs: each run is a record, and is not repeated once it is in the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = dict[str, Any]
 
 
 def load(path: Path) -> list[Result]:
-    """The runs in a file; none if there is no such file.
+    """Loads the runs in a file; none if there is no such file.
 
     Raises:
         results.ResultsError: it is no file of results.
@@ -25,7 +25,7 @@ def load(path: Path) -> list[Result]:
 
 
 def of(record: Record) -> Result:
-    """What a run is and what came of it. Losses that are no numbers any more, for which JSON has no word, are NaN."""
+    """Converts a record to a run's settings and results; null becomes NaN, which JSON does not have."""
     found: Result = _with_nan({**record.setting, **record.details})
     return found
 
@@ -39,11 +39,12 @@ def _with_nan(value: Any) -> Any:
 
 
 def record(known_by: Sequence[str], result: Result, numbers: Mapping[str, tuple[float, str, bool]]) -> Record:
-    """What is kept of a run.
+    """Makes the record of a run.
 
     Args:
-        known_by: the keys that tell it from others.
-        numbers: by measure, what came of it, whether less or more is better, and whether it is the same on any machine.
+        known_by: the keys that identify it.
+        result: the run.
+        numbers: by measure, its value, whether less or more is better, and whether it is the same on any machine.
     """
     measures = [
         Measure(name, "", {"fusion_rt": [value]}, better="more" if better == "more" else "less", portable=portable)
@@ -56,18 +57,18 @@ def record(known_by: Sequence[str], result: Result, numbers: Mapping[str, tuple[
 
 
 def missing(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of those that a file does not have yet; `runs`: what each is known by."""
+    """Returns the names of the runs that a file does not have yet; `runs`: the keys and values that identify each."""
     done = load(path)
     return [name for name, known in runs.items() if not any(known.items() <= each.items() for each in map(_flat, done))]
 
 
 def _flat(result: Result) -> dict[str, Any]:
-    """Without what cannot be compared as a whole."""
+    """Returns a run without its lists and dicts."""
     return {name: value for name, value in result.items() if not isinstance(value, (list, dict))}
 
 
 def attempt(name: str, job: Callable[[], Result]) -> Result | None:
-    """Makes a run; None, and a sentence, if the job has failed, so that others go on."""
+    """Makes a run; if the job fails, prints a sentence and returns None, so that the others are still made."""
     try:
         return job()
     except subprocess.CalledProcessError as error:

@@ -1,13 +1,13 @@
-"""How benchmarks take their samples, and what they say of them: alternating turns, medians, intervals.
+"""Sampling and statistics of benchmarks: alternating turns, medians, intervals.
 
-A machine that has other work to do, or warms up, changes what is measured by more than most improvements do. So
-whatever is compared takes turns in one run, and the comparison is made turn by turn: what slowed both down cancels. A
-*sample* is one number a turn (itself a median or mean of what happened in the turn). Of the samples the median is
-reported, with its quartiles; and of a ratio of two contenders the median of the turns' ratios, with the interval in
-which that median is with a probability of 95 %, by the percentile bootstrap (Efron, 1979, doi 10.1214/aos/1176344552).
+A machine that is busy, or warms up, changes times by more than most improvements do. So contenders take turns in one
+run, and are compared turn by turn: conditions that slow both down cancel. A *sample* is one number a turn (itself a
+median or mean over the turn). Of the samples the median is reported, with its quartiles; and of a ratio of two
+contenders the median of the turns' ratios, with its 95 % confidence interval by the percentile bootstrap (Efron, 1979,
+doi 10.1214/aos/1176344552).
 
-An interval says how far chance *within* this run goes. Another run, with other memory and other neighbours, may differ
-by more; `benchmarks.compare` therefore asks for a tolerance besides.
+An interval covers chance *within* this run. Another run, with other memory and other load, may differ by more;
+`benchmarks.compare` therefore has a tolerance, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEED = 20200  # so that the same samples always give the same interval, in table
 
 
 class Estimate(NamedTuple):
-    """A number, and the interval that it lies in."""
+    """A number, and its interval."""
 
     value: float
     low: float
@@ -40,7 +40,7 @@ def alternate(
     """Lets contenders take turns; every other round goes backwards, so that none always follows the same one.
 
     Args:
-        turns: what each contender does; returns its sample.
+        turns: functions that take a turn of each contender and return its sample.
         rounds: samples of each.
         warm_up: rounds before these that do not count.
         first: called before each turn, for example a barrier.
@@ -59,12 +59,12 @@ def alternate(
 
 
 def median(samples: Sequence[float]) -> float:
-    """The middle one. Raises `statistics.StatisticsError` where there is none."""
+    """Returns the median. Raises `statistics.StatisticsError` if there are no samples."""
     return float(statistics.median(samples))
 
 
 def quartiles(samples: Sequence[float]) -> Estimate:
-    """The median between the quartiles, which half of the samples lie between."""
+    """Returns the median, with the quartiles as its interval."""
     if len(samples) == 1:
         return Estimate(samples[0], samples[0], samples[0])
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -72,7 +72,7 @@ def quartiles(samples: Sequence[float]) -> Estimate:
 
 
 def ratio(over: Sequence[float], under: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """The median of `over` / `under`, turn by turn, and its interval.
+    """Returns the median of `over` / `under`, turn by turn, and its interval.
 
     Raises:
         ValueError: they were not taken in the same turns.
@@ -81,21 +81,21 @@ def ratio(over: Sequence[float], under: Sequence[float], confidence: float = CON
 
 
 def estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """The median and its interval."""
+    """Returns the median and its interval."""
     generator = random.Random(SEED)
     found = [_resampled(samples, generator) for _ in range(RESAMPLES)]
     return _between(median(samples), found, confidence)
 
 
 def change(old: Sequence[float], new: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """The median of `new` over that of `old`, which were taken in different runs, and its interval."""
+    """Returns the median of `new` over that of `old`, which were taken in different runs, and its interval."""
     generator = random.Random(SEED)
     found = [_resampled(new, generator) / _resampled(old, generator) for _ in range(RESAMPLES)]
     return _between(median(new) / median(old), found, confidence)
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """The ratio in each turn.
+    """Returns the ratio in each turn.
 
     Raises:
         ValueError: they were not taken in the same turns.

@@ -1,4 +1,4 @@
-"""Predicted steps of 2 to 4,096 nodes, for every algorithm and codec, and what the predictions are worth.
+"""Predicted steps of 2 to 4,096 nodes, for every algorithm and codec, and the validation of predictions.
 
     python -m benchmarks.scale
     python -m benchmarks.scale --quick
@@ -47,7 +47,10 @@ SIZES = (65_536, 1_048_576, 12_800_000)  # bytes, of what is validated
 
 
 def calibrate(codecs: Sequence[str], workers: bool = True) -> tuple[Any, dict[str, Any]]:
-    """What things cost on this machine, and what it is. `workers`: also the way to a daemon, which starts a job."""
+    """Measures the costs of the simulation on this machine, and describes it.
+
+    `workers`: also the cost of a worker's operation, for which a job is started.
+    """
     from fusion_trace.simulate import measuring
 
     local = None
@@ -57,7 +60,7 @@ def calibrate(codecs: Sequence[str], workers: bool = True) -> tuple[Any, dict[st
 
 
 def worker(sizes: Sequence[int]) -> None:
-    """What each rank runs; rank 0 tells the median seconds of an all-reduce, by size, of the slowest rank."""
+    """Measures on each rank; rank 0 prints the median seconds of an all-reduce on the slowest rank, by size."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -85,7 +88,7 @@ def worker(sizes: Sequence[int]) -> None:
 
 
 def predict(costs: Any, nodes: Sequence[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each algorithm, codec and number of nodes."""
+    """Predicts a row for each algorithm, codec and number of nodes."""
     from benchmarks.netlab.iproute import bits_per_second
     from fusion_rt.algorithms import Place, parse
     from fusion_trace.simulate.model import ethernet
@@ -108,7 +111,7 @@ def predict(costs: Any, nodes: Sequence[int], arguments: argparse.Namespace) -> 
 
 
 def _codecs_for(gradients_of_all: bool, name: str, codecs: Sequence[str]) -> list[str]:
-    """Parameters go dense or as fp16, CHOCO needs a selection; with shards, three stand for all."""
+    """Chooses the codecs for an algorithm: dense and fp16 for parameters, topk for CHOCO, three examples for shards."""
     if gradients_of_all:
         return list(codecs)
     if name == "choco":
@@ -122,7 +125,7 @@ def _codecs_for(gradients_of_all: bool, name: str, codecs: Sequence[str]) -> lis
 
 
 def validate(costs: Any, hosts: Sequence[int], rates: Sequence[str]) -> list[dict[str, Any]]:
-    """All-reduces of netlab hosts, measured and predicted."""
+    """Measures and predicts all-reduces of netlab hosts."""
     rows = []
     for count in hosts:
         for rate in rates:
@@ -150,7 +153,7 @@ def _all_reduce(costs: Any, hosts: int, rate: str, nbytes: int) -> float:
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    """Step times by algorithm, codec and number of nodes; and how far validated ones are off."""
+    """Prints step times by algorithm, codec and number of nodes, and the errors of validated predictions."""
     rows = document["predicted"]
     nodes = sorted({row["nodes"] for row in rows})
     by = {(row["algorithm"], row["codec"], row["nodes"]): row for row in rows}
@@ -174,7 +177,7 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Makes the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--algorithms", default=";".join(ALGORITHMS), help="of %(default)s")

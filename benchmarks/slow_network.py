@@ -5,14 +5,14 @@
     python -m benchmarks.slow_network --parts training --loss 2.4 --out benchmarks/results/slow_network.json
 
 Each rank runs in a network namespace of its own (root needed). *A step* takes as long as on the slowest rank; all
-runtimes are up in the same processes, and take turns of a few steps each, so that whatever else the machine does meets
-all of them; printed are medians. *None* does everything but communicate. *Sent* is what rank 0's link has counted, all
-headers included. Nothing encrypts tensors, since gloo cannot.
+runtimes are up in the same processes, and take turns of a few steps each, so that other load of the machine affects all
+of them; printed are medians. *None* does everything but communicate. *Sent* is the number of bytes that rank 0's link
+has counted, all headers included. Nothing encrypts tensors, since gloo cannot.
 
-*Steps to the loss* are those of a training run, the same for all but the gradients' way, until the mean loss over text
-that was held out is no larger, looked at every 10 steps. They are counted without a limit on the links, which changes
-no number that is computed, and multiplied by the time of a step with the limit. What fusion_rt computes without
-compression is what DistributedDataParallel does, and it is not trained again.
+*Steps to the loss* are those of a training run, in which only the communication of gradients differs, until the mean
+loss over held-out text is no larger, tested every 10 steps. They are counted without a limit on the links, which
+changes no number that is computed, and multiplied by the time of a step with the limit. fusion_rt without compression
+computes the same as DistributedDataParallel, and is not trained again.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ STEP, SENT = "a step", "sent by the first host"
 RUNTIMES = (ALONE, *CODECS, DDP, FP16, POWERSGD)
 SAME = {"fusion_rt dense": DDP}  # computes the same
 LR = 0.05
-SCHEDULE = 500  # steps that the learning rate is made for
+SCHEDULE = 500  # steps of the learning rate's schedule
 WARM_UP = 4  # steps that do not count: plans, memory, and two that PowerSGD makes without compression
-EVERY = 10  # steps between two looks at the test loss
+EVERY = 10  # steps between two tests of the loss
 Sizes = dict[str, int]
 """Arguments of `training.char_gpt_task`."""
 Measured = dict[str, Any]
@@ -80,7 +80,7 @@ class Contestant:
 
 
 def time_steps(sizes: Sizes, names: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
-    """For each runtime, the time of a step (s) in each turn, and the bytes that rank 0's host sent in one."""
+    """Measures for each runtime the time of a step (s) in each turn, and the bytes that rank 0's host sends in one."""
     import torch
     import torch.distributed as dist
 
@@ -111,7 +111,7 @@ def time_steps(sizes: Sizes, names: Sequence[str], steps: int, rounds: int) -> d
 
 
 def count_steps(sizes: Sizes, names: Sequence[str], loss: float, most: int) -> dict[str, Any]:
-    """For each runtime, the steps until the test loss is at most `loss`; None if that takes more than `most`."""
+    """Counts for each runtime the steps until the test loss is at most `loss`; None if that takes more than `most`."""
     import torch
     import torch.distributed as dist
 
@@ -133,7 +133,7 @@ def count_steps(sizes: Sizes, names: Sequence[str], loss: float, most: int) -> d
 
 
 def worker(measure: Callable[[], dict[str, Any]]) -> None:
-    """What each rank runs; rank 0 prints the result."""
+    """Measures on each rank; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
@@ -150,18 +150,18 @@ def worker(measure: Callable[[], dict[str, Any]]) -> None:
 
 
 def load(path: Path, hosts: int, rate: str) -> Measured:
-    """What was measured before with as many hosts and links like these."""
+    """Reads earlier results with this number of hosts and rate of links."""
     found = results.load(path, NAME).find(hosts=hosts, rate=rate) if path.exists() else []
     return of(found[0]) if found else {"hosts": hosts, "rate": rate}
 
 
 def of(record: Record) -> Measured:
-    """What a record says."""
+    """Converts a record to a measurement."""
     return {**record.setting, **record.details}
 
 
 def keep(path: Path, measured: Measured) -> None:
-    """Writes it down."""
+    """Writes the results to a file."""
     times = measured.get("times", {})
     measures = []
     for what, unit, part in ((STEP, "s", "seconds"), (SENT, "B", "sent")):
@@ -174,7 +174,7 @@ def keep(path: Path, measured: Measured) -> None:
 
 
 def show(measured: Measured, console: Console) -> None:
-    """A table of the runtimes, and one of the goals."""
+    """Prints a table of the runtimes, and one of the goals."""
     training = measured.get("training", {})
     seconds, sent = steps_of(measured), measured.get("times", {}).get("sent", {})
     title = f"{measured.get('times', {}).get('parameters', 0) / 1e6:.1f} M parameters"
@@ -199,19 +199,19 @@ def show(measured: Measured, console: Console) -> None:
 
 
 def steps_of(measured: Measured) -> dict[str, float]:
-    """By runtime, the median time of a step (s)."""
+    """Returns the median time of a step (s), by runtime."""
     return {name: sampling.median(row) for name, row in measured.get("times", {}).get("seconds", {}).items()}
 
 
 def times_to_loss(measured: Measured) -> dict[str, float]:
-    """Seconds to the loss, for runtimes that reached it and whose steps were timed."""
+    """Returns the seconds to the loss, for runtimes that reached it and whose steps were timed."""
     seconds = steps_of(measured)
     steps = measured.get("training", {}).get("steps", {})
     return {name: seconds[name] * steps[SAME.get(name, name)] for name in seconds if steps.get(SAME.get(name, name))}
 
 
 def goals(measured: Measured) -> list[tuple[str, str, bool]]:
-    """Goal, what was measured, and whether it holds; of those that were measured."""
+    """Lists goals: goal, what was measured, and whether it holds; of those that were measured."""
     found = []
     seconds, until = steps_of(measured), times_to_loss(measured)
     if {OURS, DDP} <= seconds.keys():

@@ -1,4 +1,4 @@
-"""The classical solvers where a step is mostly computation, and where it is mostly communication.
+"""Classical solvers where a step is mostly computation, and where it is mostly communication.
 
     python -m benchmarks.solvers
     python -m benchmarks.solvers --seconds 60 --seeds 1,2,3
@@ -9,10 +9,11 @@ After "Rethinking the Value of Asynchronous Solvers for Distributed Deep Learnin
 elastic averaging, that with momentum (EAMSGD), and EA-wild, which is Hogwild EASGD; beside them the all-reduce, with
 momentum and without.
 
-Four equal workers on one host learn a GPT of 475 thousand parameters, character by character, for the same time. What a
-step computes is slept, as in `benchmarks.straggler`: `HIGH` ms a step where computation dominates, `LOW` ms where
-communication does. There the four workers, and the daemon's threads that add up 1.9 MB a rank and step, want more than
-two cores have; so what is compared is how much work a step makes, and not how well it hides behind computation.
+Four equal workers on one host learn a GPT of 475 thousand parameters, character by character, for the same time. The
+computation of a step is slept, as in `benchmarks.straggler`: `HIGH` seconds a step where computation dominates, `LOW`
+seconds where communication does. In the latter case the four workers, and the daemon's threads that sum 1.9 MB a rank
+and step, need more than two cores; so the comparison is of the work of a step, and not of how well it hides behind
+computation.
 
 *Time to the loss*: until the loss over held-out text is that which the all-reduce with momentum has at half its time.
 """
@@ -61,7 +62,7 @@ RESULTS = results.RESULTS / "solvers.json"
 
 
 def worker(name: str, ratio: str, seed: int, seconds: float) -> None:
-    """One run; rank 0 prints the result."""
+    """Trains on each rank; rank 0 prints the result."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -99,7 +100,7 @@ Groups = dict[tuple[str, float], dict[str, list[Result]]]
 
 
 def groups(found: Iterable[Result]) -> Groups:
-    """The runs, by ratio and duration, and by family."""
+    """Groups runs by ratio and duration, and by family."""
     made: Groups = defaultdict(lambda: defaultdict(list))
     for result in found:
         made[result["ratio"], result["seconds"]][result["family"]].append(result)
@@ -107,13 +108,13 @@ def groups(found: Iterable[Result]) -> Groups:
 
 
 def target(made: Mapping[str, list[Result]]) -> float:
-    """The loss that is to be reached."""
+    """Returns the loss to reach: that of the all-reduce with momentum at half its samples."""
     reference = made.get("all-reduce, momentum", [])
     return _middle([straggler.loss_after(each, straggler.samples(each) / 2) for each in reference])
 
 
 def cells(found: list[Result], loss: float) -> tuple[str, str, str]:
-    """Steps a second, the loss at the end, and seconds to this loss: medians over seeds."""
+    """Formats steps a second, the loss at the end, and seconds to `loss`: medians over seeds."""
     reached = [straggler.time_to(each, loss) for each in found]
     return (
         f"{_middle([straggler.pace(each) for each in found]):.0f}",
@@ -123,7 +124,7 @@ def cells(found: list[Result], loss: float) -> tuple[str, str, str]:
 
 
 def show(found: Iterable[Result], console: Console) -> None:
-    """A table for each ratio and duration: medians over seeds."""
+    """Prints a table for each ratio and duration: medians over seeds."""
     for (ratio, seconds), made in groups(found).items():
         what = f"{1000 * SETUPS[ratio].compute:g} ms of computation a step"
         loss = target(made)

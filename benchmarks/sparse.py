@@ -5,10 +5,10 @@
 
 Each rank runs in a network namespace of its own (root needed), as on a host of its own. There is one tensor of 4 M
 elements; its gradients are random, in such a way that the nodes' selections have half of their elements in common, as
-they do in training. Printed are bytes of payload a step on the node that sends the most, and what is left when they are
-divided by k, in values: one is 4 bytes, so that a value of 2 bytes with its index is about one. *wire* is what the
-host's link counts, with the headers of the daemon's messages, of ZeroMQ, TCP, IP and Ethernet, acknowledgements, and
-what the daemons say beside.
+they do in training. Printed are bytes of payload a step on the node that sends the most, and the same divided by k, in
+values of 4 bytes, so that a value of 2 bytes with its index is about one. *wire* is the number of bytes that the host's
+link counts, with the headers of the daemon's messages, of ZeroMQ, TCP, IP and Ethernet, acknowledgements, and the
+daemons' other messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ROUTES = ("owners", "gather")
 
 
 def worker(density: float, steps: int, elements: int) -> None:
-    """One rank."""
+    """Trains on each rank; rank 0 prints the bytes of payload and on the link that the node which sends most sends in a
+    step."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -67,17 +68,17 @@ def worker(density: float, steps: int, elements: int) -> None:
 
 
 def measure(hosts: int, route: str, density: float, steps: int, elements: int = ELEMENTS) -> list[float]:
-    """Bytes a step of payload and on the link, of the node that sends the most."""
+    """Measures the bytes a step of payload and on the link, of the node that sends the most."""
     command = ["-m", "benchmarks.sparse", "--worker", "--elements", str(elements)]
     command += ["--density", str(density), "--steps", str(steps)]
-    # As it is by default: what travels includes what encryption adds.
+    # Encryption as by default: its bytes are counted, too.
     variables = {"FUSION_SPARSE_ROUTE": route, "FUSION_ENCRYPTION": os.environ.get("FUSION_ENCRYPTION", "auto")}
     found: list[float] = launch.on_hosts(hosts, None, command, variables=variables)
     return found
 
 
 def records(found: Mapping[tuple[int, str], Sequence[float]], density: float, elements: int) -> list[Record]:
-    """One for each number of hosts."""
+    """Makes a record for each number of hosts."""
     here, date = results.begin()
     made = []
     for hosts in sorted({hosts for hosts, _ in found}):
@@ -93,7 +94,7 @@ def records(found: Mapping[tuple[int, str], Sequence[float]], density: float, el
 
 
 def show(records: Sequence[Record]) -> None:
-    """A row for each number of hosts."""
+    """Prints a table with a row for each number of hosts."""
     setting = records[0].setting
     k = selected(records[0])
     columns = [title for route in ROUTES for title in (f"{route}: payload", f"values / k, {route}", f"wire, {route}")]
@@ -109,7 +110,7 @@ def show(records: Sequence[Record]) -> None:
 
 
 def selected(record: Record) -> int:
-    """Elements in a step."""
+    """Returns the number of elements that are selected in a step."""
     return round(float(record.setting["elements"]) * float(record.setting["density"]))
 
 

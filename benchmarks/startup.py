@@ -1,12 +1,13 @@
-"""How long a hello-world takes: `fusionrun -np 2`, `torchrun --nproc-per-node 2` and, where it is installed,
+"""Time of a hello-world: `fusionrun -np 2`, `torchrun --nproc-per-node 2` and, where it is installed,
 `horovodrun -np 2`, alternating, on warm caches.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --rounds 10 --verbose
 
-Each worker joins its job, all-reduces one number, prints it and leaves. What is measured is the command from its start
-to its end. With --verbose also when the last of the workers had got how far, in seconds since the command started.
-Under horovodrun the workers use `horovod.torch`, or `fusion_rt.torch` where horovod was built without PyTorch.
+Each worker joins its job, all-reduces one number, prints it and leaves. The time is that of the command from its start
+to its end. With --verbose, the time at which the last worker reached each phase is shown, too, in seconds since the
+command started. Under horovodrun the workers use `horovod.torch`, or `fusion_rt.torch` where horovod was built without
+PyTorch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _HOROVODRUN = (
 
 
 def worker(runtime: str) -> None:
-    """What each rank runs."""
+    """Runs the hello-world on each rank, and prints when it reached each phase."""
     phases = [time.time()]
     import torch
 
@@ -79,11 +80,11 @@ def _horovod() -> Any:
 
 
 def measure(runtime: str, ranks: int) -> list[float]:
-    """Runs the hello-world once; seconds after which the last worker had reached each phase.
+    """Runs the hello-world once; returns the seconds after which the last worker had reached each phase.
 
     Raises:
         subprocess.CalledProcessError: the job failed; why is on standard error.
-        RuntimeError: it printed something else than it should.
+        RuntimeError: it printed something else.
     """
     launcher = {
         "fusionrun": ["-m", "fusion_rt.runner", "-np", str(ranks), sys.executable],
@@ -103,7 +104,7 @@ def measure(runtime: str, ranks: int) -> list[float]:
 
 
 def collect(ranks: int, rounds: int) -> Record:
-    """Lets the launchers take turns."""
+    """Measures the launchers in turns."""
     here, date = results.begin()
     names = [OURS, TORCHRUN, *([HOROVODRUN] if peers.horovod_there() else [])]
     phases: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -121,7 +122,7 @@ def collect(ranks: int, rounds: int) -> Record:
 
 
 def show(record: Record, verbose: bool) -> None:
-    """A table of medians, and of the others' ratios to torchrun."""
+    """Prints a table of medians, and of the others' ratios to torchrun."""
     names = list(record.measures[0].samples)
     ours = [name for name in names if name != TORCHRUN]
     title = f"hello-world on {record.setting['ranks']} ranks, seconds"

@@ -1,4 +1,4 @@
-"""What a training step costs beside the computation: 25.6 M parameters in 161 tensors, those of ResNet-50.
+"""Cost of a training step beside the computation: 25.6 M parameters in 161 tensors, those of ResNet-50.
 
     python -m benchmarks.step
     python -m benchmarks.step --ranks 4 --steps 20
@@ -6,19 +6,19 @@
     python -m benchmarks.step --overlap
     python -m benchmarks.step --overlap --hosts 4 --rate 1gbit --compute 1.5 --steps 3 --rounds 5
 
-With `--overlap` it is measured how much of the communication is exposed when there is something to hide it behind, with
-each way of overlap; what is said below does not apply then, but what `benchmarks/overlap.py` says.
+With `--overlap`, the exposed part of communication is measured when there is computation to hide it behind, with each
+way of overlap; then `benchmarks/overlap.py` applies instead of the following.
 
-There is no network behind the tensors: the backward pass hands out gradients of the right shapes in the right order,
-the last layer's first, and does nothing else, so that communication has nothing to hide behind. A step is then filling
-the gradients, averaging them, and an update by SGD. The gradients' memory is used again in each step, because the
-allocator's work (new pages, and giving them back) is not what is measured here. Turns of fusion_rt alternate with turns
-of torch's DistributedDataParallel on gloo, plain and with its hooks, and of Horovod where it can be imported, in the
-same processes. A sample is the median of a turn's steps, on the slowest rank; those of the parts of a step are the
-largest of any rank.
+There is no network behind the tensors: the backward pass produces gradients of the right shapes in the right order, the
+last layer's first, and does nothing else, so that communication has nothing to hide behind. A step is then filling the
+gradients, averaging them, and an update by SGD. The gradients' memory is used again in each step, so that the work of
+the allocator (new pages, and their release) is not measured. Turns of fusion_rt alternate with turns of torch's
+DistributedDataParallel on gloo, plain and with its hooks, and of Horovod where it can be imported, in the same
+processes. A sample is the median of a turn's steps, on the slowest rank; those of the parts of a step are the largest
+of any rank.
 
-*CPU* is what all workers and all daemons use in a step. *GB reduced* are gradients that workers hand in, all ranks'
-together; *GB sent* is what the links of all hosts have counted, all headers included. *Python in a worker* is the time
+*CPU* is the CPU time of all workers and daemons in a step. *GB reduced* are the gradients of all ranks together; *GB
+sent* is the number of bytes on the links of all hosts, all headers included. *Python in a worker* is the time
 inside the hooks on the gradients and in `step()` and `zero_grad()` of the distributed optimizer, less the script's own
 optimizer, which they call, less the copies of gradients into the arena, and less the time for which the worker does not
 run: it waits for a message, or has sent one, and the daemon that this wakes takes its core. What it computes while it
@@ -52,7 +52,7 @@ PER_REDUCED, PER_SENT = f"{DAEMON} per GB reduced", f"{DAEMON} per GB sent"
 
 
 def shapes() -> list[tuple[int, ...]]:
-    """The parameters of ResNet-50 in the order of their use: 161 tensors, 25,557,032 elements."""
+    """Returns the shapes of ResNet-50's parameters in the order of their use: 161 tensors, 25,557,032 elements."""
     found: list[tuple[int, ...]] = []
 
     def convolution(inputs: int, outputs: int, size: int) -> None:
@@ -73,7 +73,7 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 class Turns:
-    """The runtimes of this rank, and what is measured while one of them has its turn.
+    """The measurements of this rank, while one runtime after the other has its turn.
 
     Attributes:
         found: by name of the measure and runtime, one number a turn: of this rank (times, parts), or of this host.
@@ -89,7 +89,7 @@ class Turns:
         self.found: dict[str, dict[str, list[float]]] = {}
 
     def take(self, name: str, step: Callable[[], None]) -> float:
-        """A turn: the median time of a step."""
+        """Takes a turn, and records its measures; returns the time of its last step (s)."""
         import torch.distributed as dist
 
         times, parts = [], []
@@ -114,7 +114,7 @@ class Turns:
         return times[-1]
 
     def forget(self) -> None:
-        """What was measured until now was for warming up."""
+        """Drops the measurements so far, which were for warming up."""
         self.found.clear()
 
     def _keep(self, what: str, name: str, sample: float) -> None:
@@ -125,7 +125,7 @@ class Turns:
 
 
 def worker(steps: int, rounds: int, names: list[str]) -> None:
-    """What each rank runs; rank 0 tells the result."""
+    """Measures on each rank; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
 
@@ -179,7 +179,7 @@ def _turn(turns: Turns, name: str, model: Any, optimizer: Any) -> Callable[[], f
 
 
 def _model(torch: Any) -> Any:
-    """A module with the parameters, whose forward pass gives a number and whose backward pass gives their gradients."""
+    """Makes a module with the parameters; its forward pass returns a number, its backward pass gives gradients."""
 
     class Touch(torch.autograd.Function):  # type: ignore[misc]
         """Passes a number on, as if it depended on the parameter, whose gradient is made in `memory`."""
@@ -210,10 +210,12 @@ def _model(torch: Any) -> Any:
 
 
 def measures(found: dict[str, dict[str, list[float]]], gradients: int, ranks: int, hosts: int) -> list[Measure]:
-    """From what the workers have told.
+    """Makes the measures of a setting.
 
     Args:
-        gradients: bytes of one rank's.
+        found: the workers' results, by measure and runtime, one number a turn.
+        gradients: bytes of one rank's gradients.
+        ranks, hosts: their numbers.
     """
     peer = DDP if DDP in found[STEP] else ""
     made = [Measure(STEP, "s", found[STEP], peer), Measure(CPU, "s", found[CPU], peer)]
@@ -247,7 +249,7 @@ def measure(hosts: int, rate: str, ranks: int, turns: list[str]) -> Record:
 
 
 def title(record: Record) -> str:
-    """A setting in words."""
+    """Describes a setting in words."""
     setting, about = record.setting, record.details
     where = "one host" if setting["hosts"] == 1 else f"{setting['hosts']} hosts, {setting['rate']}"
     model = f"{about['parameters'] / 1e6:.1f} M parameters in {about['tensors']} tensors"
@@ -255,7 +257,7 @@ def title(record: Record) -> str:
 
 
 def show(record: Record) -> None:
-    """Two tables: the steps, and what fusion_rt's consists of."""
+    """Prints two tables: the steps, and the parts of fusion_rt's."""
     steps, cpu = record.measure(STEP), record.measure(CPU)
     table = Table(["runtime", "ms a step", "DDP / this", "CPU, ms", "DDP / this "], title=title(record))
     for name in steps.samples:
@@ -277,7 +279,7 @@ def show(record: Record) -> None:
 
 
 def told(measure: Measure) -> str:
-    """Our median, with its unit."""
+    """Formats the median of fusion_rt, with its unit."""
     value = sampling.median(measure.samples[OURS])
     if measure.unit == "s":
         return f"{tables.ms(value)} ms"

@@ -1,4 +1,4 @@
-"""Where a step's time goes in the worker: stopwatches around the functions of fusion_rt that run in it."""
+"""Profile of a step in the worker: stopwatches around the functions of fusion_rt that run in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Clock:
-    """Exclusive times of functions that call each other: what a function takes less what those take that it calls.
+    """Exclusive times of functions that call each other: a function's time less that of the measured ones it calls.
 
     Attributes:
         seconds: by label, since the last `take`.
@@ -45,7 +45,7 @@ class Clock:
         setattr(owner, name, measured)
 
     def take(self) -> dict[str, float]:
-        """Seconds by label; starts again at zero."""
+        """Returns the seconds by label, and resets them."""
         taken, self.seconds = self.seconds, {}
         return taken
 
@@ -54,7 +54,7 @@ class Clock:
 
 
 def measure_fusion() -> Clock:
-    """Has the parts of fusion_rt that run in a step measured."""
+    """Puts stopwatches around the functions of fusion_rt that run in a step."""
     import torch
 
     from fusion_rt import client, local

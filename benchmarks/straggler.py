@@ -8,26 +8,26 @@ Four workers on one host learn a GPT of 22 thousand parameters, character by cha
 slow as the others. Slowness is *slept*, so that few cores are enough: a worker sleeps until its computation, of which
 forward and backward pass are a millisecond or two, has taken 25 ms, and the slow one until it has taken 125 ms.
 
-Every family trains for the same time, after a few steps that count for nothing. In families in which
-nobody can be more than a bounded number of steps ahead for long, all ranks take the number of steps that the slow one
-has time for; in the others each rank goes on until the time is over, and then joins (`hvd.join`).
+Every family trains for the same time, after a few steps that do not count. In families in which no rank can be more
+than a bounded number of steps ahead for long, all ranks take the number of steps that the slow one has time for; in the
+others each rank goes on until the time is over, and then joins (`hvd.join`).
 
 All use SGD without momentum, whose learning rate is chosen such that a sample has the same weight everywhere: LR where
 a step applies a mean over all ranks, or a rank's own gradient to its own copy; LR / ranks where a step applies one
-rank's gradient to what all have.
+rank's gradient to the common parameters.
 
 *Pace* is steps (one gradient of one rank) per second: of all ranks together, and of a fast rank. With a rank that is
 5 times slower, and communication that takes no time, nothing can have more than 4 times (3 + 1/5 over 4/5) the pace of
 bsp over all ranks, or more than 5 times that of a fast rank.
 
-*Loss* is over held-out text. At the end it is that of the one model that `hvd.consensus` makes. On the way, nobody is
-disturbed: ranks keep copies of their parameters, and the loss afterwards is that of rank 0's copy where the parameters
-come from shards, and of the ranks' mean otherwise (of elastic averaging that is not the home's copy). *Loss at bsp's
-samples* is read off this curve where as many samples have been learned from, by all ranks together, as by bsp at its
-end, and *time to bsp's loss* is when the curve comes down to bsp's there. As a single loss goes up and down with the
-last batches, both mean the average from 4/5 of these samples on.
+*Loss* is over held-out text. At the end it is that of the one model that `hvd.consensus` makes. During training, ranks
+only keep copies of their parameters, and the loss computed afterwards is that of rank 0's copy where the parameters
+come from shards, and of the ranks' mean otherwise (for elastic averaging that is not the home's copy). *Loss at bsp's
+samples* is read off this curve where all ranks together have learned from as many samples as bsp has at its end, and
+*time to bsp's loss* is when the curve comes down to bsp's there. As a single loss goes up and down with the last
+batches, both are averages from 4/5 of these samples on.
 
-Each run is kept in the file of results as soon as it has ended; one that is there is not made again.
+Each run is written to the file of results as soon as it has ended, and is not repeated.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Family:
     """An algorithm that is compared.
 
     Attributes:
-        algorithm: its text.
+        algorithm: its spec.
         lr: learning rate.
         lockstep: all ranks take the same number of steps.
         momentum: of each rank's optimizer.
@@ -85,11 +85,11 @@ class Family:
 
 @dataclass(frozen=True)
 class Setup:
-    """What ranks train, and how long that takes.
+    """The model that ranks train, and the duration of its computation.
 
     Attributes:
-        compute: a fast rank's computation (s).
-        slower: how many times as long the last rank's takes.
+        compute: a fast rank's computation in a step (s).
+        slower: factor by which the last rank's takes longer.
         sizes: of the model and a rank's batch.
     """
 
@@ -116,14 +116,14 @@ FAMILIES = {
     "local_sgd": Family("local_sgd(steps=16)", lockstep=True),
     "diloco": Family("diloco(steps=16, outer_rate=0.5, outer_momentum=0.5)", lockstep=True),
 }
-WAIT_FREE = ("asp", "adpsgd", "partial", "easgd")  # of which the goals are
-# A run is: what it was (`family`, `algorithm`, `lr`, `seed`, `seconds`), the `steps` of each rank and how long each
-# took (`took`, s), `loss` at the end, `curve`, rows of time (s), samples and loss, and `staleness`: mean and largest
-# version lag.
+WAIT_FREE = ("asp", "adpsgd", "partial", "easgd")  # the families with goals
+# A run has its settings (`family`, `algorithm`, `lr`, `seed`, `seconds`), the number of `steps` of each rank and the
+# seconds that they `took`, `loss` at the end, `curve`, rows of time (s), samples and loss, and `staleness`: mean and
+# largest version lag.
 
 
 def train(name: str, family: Family, setup: Setup, seed: int, seconds: float) -> Result:
-    """What each rank runs; the same result on all."""
+    """Trains on each rank; returns the same result on all."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -137,7 +137,7 @@ def train(name: str, family: Family, setup: Setup, seed: int, seconds: float) ->
     parameters = list(task.model.parameters())
     computation = setup.compute * (setup.slower if hvd.rank() == hvd.size() - 1 else 1)
     copies: list[tuple[int, torch.Tensor]] = []
-    own = 0.0  # what forward and backward pass take, s
+    own = 0.0  # seconds of forward and backward pass
 
     def step(computation: float) -> None:
         nonlocal own
@@ -179,7 +179,7 @@ def train(name: str, family: Family, setup: Setup, seed: int, seconds: float) ->
 
 
 def _is_pulled(algorithm: str) -> bool:
-    """Whether the parameters that ranks have are the homes'."""
+    """Returns whether ranks have the homes' parameters."""
     from fusion_rt.algorithms import Place, Signal, parse
 
     spec = parse(algorithm)
@@ -187,7 +187,7 @@ def _is_pulled(algorithm: str) -> bool:
 
 
 def _curve(task: Any, copies: Sequence[tuple[int, Any]], elapsed: float, *, of_rank_0: bool) -> list[list[float]]:
-    """Time (s), samples and loss at each of the copies that all ranks have."""
+    """Returns time (as index of the copy), samples and loss at each of the copies that all ranks have."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -205,7 +205,7 @@ def _curve(task: Any, copies: Sequence[tuple[int, Any]], elapsed: float, *, of_r
 
 
 def worker(name: str, seed: int, seconds: float) -> None:
-    """One run; rank 0 prints the result."""
+    """Trains on each rank; rank 0 prints the result."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -220,33 +220,35 @@ def worker(name: str, seed: int, seconds: float) -> None:
     hvd.shutdown()
 
 
-# --- what was measured ------------------------------------------------------------------------------------------------
+# --- measures of a run ------------------------------------------------------------------------------------------------
 
 
 def pace(result: Result) -> float:
-    """Steps per second of all ranks together."""
+    """Returns the steps per second of all ranks together."""
     return float(sum(steps / took for steps, took in zip(result["steps"], result["took"], strict=True)))
 
 
 def fast_pace(result: Result) -> float:
-    """Steps per second of a fast rank, in the mean."""
+    """Returns the mean steps per second of a fast rank."""
     paces = [steps / took for steps, took in zip(result["steps"], result["took"], strict=True)]
     return statistics.fmean(paces[:-1])
 
 
 def samples(result: Result) -> int:
-    """That all ranks have learned from."""
+    """Returns the number of samples that all ranks together have learned from."""
     return SIZES["batch"] * int(sum(result["steps"]))
 
 
 def points(result: Result) -> list[list[float]]:
-    """The curve, and the end."""
+    """Returns the curve with the end of the run."""
     return [*result["curve"], [max(result["took"]), samples(result), result["loss"]]]
 
 
 def loss_after(result: Result, count: float) -> float:
-    """The loss after so many samples: since a single one goes up and down with the last batches, the mean from 4/5 of
-    them on. NaN where it never had so many."""
+    """Returns the loss after `count` samples; NaN if the run has fewer.
+
+    It is the mean from 4/5 of them on, since a single loss goes up and down with the last batches.
+    """
     rows = points(result)
     if count > 1.02 * rows[-1][1]:
         return math.nan
@@ -254,7 +256,7 @@ def loss_after(result: Result, count: float) -> float:
 
 
 def _between(rows: Sequence[Sequence[float]], count: float) -> float:
-    """The loss after so many samples, on a line between two points of the curve."""
+    """Interpolates the loss after `count` samples between two points of the curve."""
     for (_, before, one), (_, after, other) in pairwise(rows):
         if before <= count < after:
             return float(one + (other - one) * (count - before) / (after - before))
@@ -262,7 +264,7 @@ def _between(rows: Sequence[Sequence[float]], count: float) -> float:
 
 
 def time_to(result: Result, loss: float) -> float:
-    """When the loss was no larger (s), between points of the curve; NaN where it never was."""
+    """Returns the time (s) at which the loss was at most `loss`, between points of the curve; NaN if it never was."""
     rows = points(result)
     for (since, _, one), (until, _, other) in pairwise(rows):
         if other <= loss:
@@ -280,7 +282,7 @@ class Runs:
         self.families = {name: found[name] for name in FAMILIES if name in found}
 
     def compared(self, name: str) -> list[dict[str, float]]:
-        """For each seed that bsp has, too: pace, and loss, and both by bsp's."""
+        """Returns for each seed that bsp has, too, its pace and loss, and their ratios to bsp's."""
         rows = []
         for seed, run in sorted(self.families[name].items()):
             bsp = self.families.get("bsp", {}).get(seed)
@@ -298,7 +300,7 @@ class Runs:
 
 
 def middle(rows: Sequence[Mapping[str, float]], key: str, digits: int) -> str:
-    """Median, and the range where there are several; empty for what was not reached with every seed."""
+    """Formats the median, and the range where there are several; empty if it was not reached with every seed."""
     values = [row[key] for row in rows]
     if not values or any(math.isnan(value) for value in values):
         return ""
@@ -317,7 +319,7 @@ LOSSES = {
 
 
 def durations(found: Iterable[Result]) -> dict[float, Runs]:
-    """The runs, by how long they took."""
+    """Groups runs by their duration."""
     groups: dict[float, list[Result]] = defaultdict(list)
     for result in found:
         groups[result["seconds"]].append(result)
@@ -325,7 +327,7 @@ def durations(found: Iterable[Result]) -> dict[float, Runs]:
 
 
 def show(found: Iterable[Result], console: Console) -> None:
-    """For each duration a table of the families, and one of the goals."""
+    """Prints tables of the families for each duration, and one of the goals."""
     for seconds, made in durations(found).items():
         for what, columns in (("pace", PACES), ("loss", LOSSES)):
             title = f"{what}: {RANKS} workers, the last {SLOWER} times slower, {seconds:g} s of training each"
@@ -339,7 +341,7 @@ def show(found: Iterable[Result], console: Console) -> None:
 
 
 def goals(made: Runs) -> list[tuple[str, str, bool]]:
-    """Goal, what was measured (median over seeds), and whether it holds; of those for which there are runs."""
+    """Lists goals: goal, what was measured (median over seeds), and whether it holds, where there are runs."""
     found = []
     wanted = (
         ("fast/bsp", "a fast rank's pace at least 4 times bsp's", 4.0, True),
@@ -375,7 +377,7 @@ def run(out: Path, families: Iterable[str], seed: int, seconds: float) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Makes the parser of the command line."""
     parser = shared.parser(NAME, __doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of training in each run (%(default)s)")
     parser.add_argument("--families", default=",".join(FAMILIES), help="of %(default)s")

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks` can measure, and with which commands. Nothing is imported before it is asked for."""
+"""The suites of `python -m benchmarks`, and their commands. No suite is imported before it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Part:
     """A command of a suite: arguments of its module, all but `--out FILE`.
 
     Attributes:
-        lab: it makes network namespaces, which root may only.
+        lab: it makes network namespaces, which only root can.
     """
 
     arguments: tuple[str, ...] = ()
@@ -24,10 +24,10 @@ class Suite:
     """A benchmark.
 
     Attributes:
-        about: what it measures, in a few words.
-        minutes: that all of it takes on two cores, about.
+        about: description in a few words.
+        minutes: approximate duration of all parts on two cores.
         full, quick: its parts. Quick ones show that it runs, and not how fast anything is.
-        module: of `benchmarks`, where it is not called like the suite.
+        module: of `benchmarks`, if its name is not the suite's.
         common: its raw results are in the common form; those of simulations, which have no samples, are not.
     """
 
@@ -40,7 +40,7 @@ class Suite:
 
 
 def _part(text: str, lab: bool = False) -> Part:
-    """From its arguments as they would be typed."""
+    """Makes a part from its arguments as they would be typed."""
     return Part(tuple(shlex.split(text)), lab)
 
 
@@ -153,12 +153,12 @@ SUITES = {
 
 
 def module(name: str) -> str:
-    """What `python -m` runs for a suite."""
+    """Returns the module of a suite, for `python -m`."""
     return f"benchmarks.{SUITES[name].module or name}"
 
 
 def missing(name: str) -> str:
-    """Why a suite cannot run here, in a sentence; empty if its module is there."""
+    """Returns a sentence that says why a suite cannot run here; empty if its module is there."""
     if importlib.util.find_spec(module(name)) is None:
         return f"There is no {module(name).replace('.', '/')}.py in this version, so {name} cannot be measured."
     return ""

@@ -1,4 +1,4 @@
-"""Tables, on a terminal and in documents: the same rows for both."""
+"""Tables for terminals and documents."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Table:
     left: int = 1
 
     def add(self, *cells: str) -> None:
-        """One row, as many cells as there are columns.
+        """Adds a row, with a cell for each column.
 
         Raises:
-            ValueError: there are more or fewer.
+            ValueError: there are more or fewer cells.
         """
         if len(cells) != len(self.columns):
             raise ValueError(f"a row of {len(cells)} cells in a table of {len(self.columns)} columns: {cells}")
         self.rows.append(list(cells))
 
     def show(self, console: Console | None = None) -> None:
-        """Prints it."""
+        """Prints the table."""
         table = RichTable(title=self.title or None)
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="left" if number < self.left else "right")
@@ -40,14 +40,14 @@ class Table:
         (console or Console(width=160)).print(table)
 
     def markdown(self) -> str:
-        """For a document; without its title."""
+        """Returns the table in Markdown, without its title."""
         lines = ["| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join(line.replace("|  |", "| |").replace("|  |", "| |") for line in lines)
 
 
 def goals(found: Iterable[tuple[str, str, bool]], title: str = "goals") -> Table:
-    """Goal, what was measured, and whether it holds."""
+    """Makes a table of goals, each with what was measured, and whether it holds."""
     table = Table(["goal", "measured", "holds"], title=title, left=3)
     for goal, measured, holds in found:
         table.add(goal, measured, "yes" if holds else "no")
@@ -55,12 +55,12 @@ def goals(found: Iterable[tuple[str, str, bool]], title: str = "goals") -> Table
 
 
 def ratio(found: Estimate) -> str:
-    """With the interval that it lies in."""
+    """Formats an estimate with its interval."""
     return f"{number(found.value)} ({number(found.low)}–{number(found.high)})"
 
 
 def number(value: float, digits: int = 3) -> str:
-    """With so many significant digits, and none behind the point that say nothing."""
+    """Formats a number with at least `digits` significant digits, and no more decimals than these need."""
     if value == 0:
         return "0"
     exponent = int(f"{abs(value):e}".partition("e")[2])
@@ -68,7 +68,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def nbytes(count: int) -> str:
-    """In the unit that makes it short: 4 B, 64 KiB, 25.6 MB."""
+    """Formats bytes in the unit that makes them short: 4 B, 64 KiB, 25.6 MB."""
     for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count % factor == 0 and 1 <= count // factor < 1024:
             return f"{count // factor} {unit}"
@@ -79,5 +79,5 @@ def nbytes(count: int) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Seconds, in milliseconds."""
+    """Formats seconds in milliseconds."""
     return number(seconds * 1e3)

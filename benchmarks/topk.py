@@ -1,14 +1,14 @@
-"""Selecting the largest elements of a gradient: `python -m benchmarks.topk`.
+"""Selection of the largest elements of a gradient: `python -m benchmarks.topk`.
 
-Ours is a whole step of the codec `topk`: the gradient is added to the residual, the largest elements are found exactly,
-taken out of the residual, rounded to fp16 and packed, as two ranges by two threads. `torch.topk` only finds the largest
-of absolute values that are there already, with the same number of threads, and neither sorts them nor clears anything.
-A third row is the least that could be done: adding the gradient to the residual with the same threads. All alternate in
-one run; medians count.
+*codec* is a whole step of the codec `topk`: the gradient is added to the residual, the largest elements are found
+exactly, taken out of the residual, rounded to fp16 and packed, as two ranges by two threads. `torch.topk` only finds
+the largest of given absolute values, with the same number of threads, and neither sorts them nor clears anything. A
+third row is a lower bound: adding the gradient to the residual with the same threads. All alternate in one run; medians
+count.
 
-With `--device cuda` ours is a step of `fusion_rt.kernels.cuda.side`, from a gradient on the GPU to the result in memory
-of the host: the same, without rounding and packing. Beside it are `torch.topk` of absolute values on the GPU, and a
-copy there that moves as many bytes as the step has to (16 for each element).
+With `--device cuda`, *codec* is a step of `fusion_rt.kernels.cuda.side`, from a gradient on the GPU to the result in
+memory of the host: the same, without rounding and packing. Beside it are `torch.topk` of absolute values on the GPU,
+and a copy there that moves as many bytes as the step has to (16 for each element).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def show(record: Record) -> None:
-    """A row for each density."""
+    """Prints a table with a row for each density."""
     names = list(record.measures[0].samples)
     where = ", ".join(str(value) for value in record.setting.values())
     table = Table(
@@ -85,7 +85,7 @@ def _measure(density: float, names: Sequence[str], rows: Sequence[Sequence[float
 
 
 def on_cpu(arguments: argparse.Namespace, densities: list[float]) -> Record:
-    """Measures each density."""
+    """Measures each density on the CPU."""
     here, date = results.begin()
     made: list[Measure] = []
     sizes: dict[str, float] = {}
@@ -124,7 +124,7 @@ def on_cpu(arguments: argparse.Namespace, densities: list[float]) -> Record:
 
 
 def on_gpu(elements: int, densities: list[float], rounds: int) -> Record:
-    """Measures each density.
+    """Measures each density on the GPU.
 
     Raises:
         SystemExit: there is no GPU, or no package for it.
@@ -168,7 +168,7 @@ def on_gpu(elements: int, densities: list[float], rounds: int) -> Record:
 
 
 def _idle() -> float:
-    """When the GPU has done all that was queued."""
+    """Waits until the GPU has done all queued work; returns the time (s)."""
     torch.cuda.synchronize()
     return time.perf_counter()
 

@@ -1,13 +1,13 @@
-"""What recording costs: a step of training with it and without, and one event.
+"""Cost of recording: a step of training with it and without, and one event.
 
     python -m benchmarks.tracing
     python -m benchmarks.tracing --ranks 2 --steps 20 --rounds 30 --out benchmarks/results/tracing.json
 
 Two jobs of the char-GPT of `examples/char_gpt.py` run at the same time, one whose workers and daemon record and one in
-which nothing does, and take turns: while one of them trains, the other waits for a byte on a socket. So both see the
-same machine, minute by minute, and the daemons are measured, too. A sample is the mean step of a turn, on the slowest
-rank; each is compared with that of the turn beside it. *CPU* is what a worker computes in a step, which depends less on
-what else the machine does.
+which nothing does, and take turns: while one of them trains, the other waits for a byte on a socket. So both run under
+the same conditions, and the daemons are measured, too. A sample is the mean step of a turn, on the slowest rank; each
+is compared with that of the turn beside it. *CPU* is the CPU time of a worker in a step, which depends less on other
+load of the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PORT = "FUSION_BENCHMARK_PORT"
 
 
 def worker(steps: int) -> None:
-    """What each rank runs: a turn whenever it is told to."""
+    """Trains on each rank, a turn for each byte on the socket; answers with seconds and CPU seconds of a step."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -62,7 +62,7 @@ def worker(steps: int) -> None:
 
 
 class Job:
-    """A job that waits for its turn. `records`: whether its processes do."""
+    """A job that waits for its turn. `records`: whether its processes record."""
 
     def __init__(self, ranks: int, steps: int, records: bool, directory: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -83,14 +83,14 @@ class Job:
             rank.recv(1)
 
     def turn(self) -> tuple[float, float]:
-        """Seconds of a step on the slowest rank, and CPU seconds that it takes a worker on average."""
+        """Takes a turn; returns the seconds of a step on the slowest rank, and a worker's mean CPU seconds in it."""
         for rank in self._ranks:
             rank.sendall(b"\0")
         told = [[float(word) for word in rank.recv(64).split()] for rank in self._ranks]
         return max(took for took, _ in told), statistics.fmean(computed for _, computed in told)
 
     def close(self) -> None:
-        """Has it end. Raises `subprocess.CalledProcessError` if it failed."""
+        """Ends the job. Raises `subprocess.CalledProcessError` if it failed."""
         for rank in self._ranks:
             rank.close()
         if code := self._process.wait(120):
@@ -124,8 +124,8 @@ def measure(ranks: int, steps: int, rounds: int) -> Record:
 
 
 def event(repeats: int = 300, number: int = 1000) -> list[float]:
-    """Seconds that recording an event takes; one sample for each repeat, of which many are so short that nobody else
-    had the core in between."""
+    """Measures the seconds that recording an event takes; one sample for each repeat, which is so short that many are
+    not interrupted."""
     from fusion_rt.trace import Owner, Recorder
     from fusion_rt.trace_format import Kind, Role
 
@@ -140,7 +140,7 @@ def event(repeats: int = 300, number: int = 1000) -> list[float]:
 
 
 def _events(ring: Path) -> int:
-    """How many records were written to a ring."""
+    """Returns the number of records that were written to a ring."""
     from fusion_rt.trace_format import HEADER_NBYTES, WRITTEN_AT
 
     with open(ring, "rb") as file:
@@ -148,7 +148,7 @@ def _events(ring: Path) -> int:
 
 
 def show(record: Record) -> None:
-    """What has come of it."""
+    """Prints the results as a table."""
     steps = record.measure(STEP).samples
     ratio = sampling.ratio(steps[ON], steps[OFF])
     best = min(record.measure(EVENT).samples[ON])

@@ -1,7 +1,7 @@
-"""What the benchmarks of compression train: the examples' two models, alike for every codec.
+"""Training tasks of the benchmarks: the examples' two models, the same for every codec.
 
-The optimizer is SGD with momentum, so that momentum correction has something to correct. A codec that has a momentum of
-its own takes it over from the optimizer, and the formula stays the same.
+The optimizer is SGD with momentum, so that momentum correction matters. A codec that has a momentum of its own replaces
+that of the optimizer, and the formula stays the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and what it learns from.
+    """A model and its data.
 
     Attributes:
         model: with parameters drawn from torch's generator.
-        loss: of the next batch of this rank, given the model, or what was put around it.
-        test: mean loss, and share of what is guessed right, over this rank's part of the data that is held out; equal
-            parts, so that the mean over ranks is that of all.
+        loss: computes the loss of this rank's next batch, given the model or a wrapper of it.
+        test: computes the mean loss and the accuracy over this rank's part of the held-out data; parts are equal, so
+            that the mean over ranks is that of all.
     """
 
     model: torch.nn.Module
@@ -35,7 +35,7 @@ class Task:
 
 
 def digits_task(seed: int, rank: int, size: int, *, batch: int = 16) -> Task:
-    """The convolutional net of `examples/digits.py`, 38 thousand parameters."""
+    """Makes the task of `examples/digits.py`: a convolutional net with 38 thousand parameters."""
     train, held_out = digits.load()
     model = digits.make_model()
 
@@ -68,8 +68,10 @@ def char_gpt_task(
     context: int = 32,
     tests: int = 64,
 ) -> Task:
-    """The model of `examples/char_gpt.py`, by default with 475 thousand parameters; `tests` pieces of text are held out
-    for each rank, the same for every seed."""
+    """Makes the task of `examples/char_gpt.py`, by default with 475 thousand parameters.
+
+    `tests`: number of pieces of text that are held out for each rank, the same for every seed.
+    """
     text, held_out = char_gpt.load()
     model = char_gpt.Gpt(context, width, layers, heads=4)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -88,10 +90,10 @@ def _test(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -
 
 
 def sgd(model: torch.nn.Module, lr: float, codec: str = "dense") -> torch.optim.SGD:
-    """The optimizer, without momentum when the codec that it will be distributed with has one."""
+    """Makes the optimizer, without momentum when the codec that it will be distributed with has one."""
     return torch.optim.SGD(model.parameters(), lr, momentum=0.0 if "momentum" in codec else MOMENTUM)
 
 
 def scheduler(optimizer: Any, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate rises linearly, and then falls along a cosine to a tenth."""
+    """Makes the schedule of the learning rate: a linear rise, and then a fall along a cosine to a tenth."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: char_gpt.schedule(step, steps))

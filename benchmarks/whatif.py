@@ -1,12 +1,12 @@
-"""What `fusion-trace whatif` predicts, against jobs that were run for real.
+"""Predictions of `fusion-trace whatif`, against jobs that were run.
 
     python -m benchmarks.whatif
     python -m benchmarks.whatif --quick
 
 Four netlab hosts (root needed) with one worker each train layers of 3.1 million parameters, dense and with topk 10 %,
 at 1 Gbit/s, 200 and 100 Mbit/s. Layers *sleep* in their passes, as with an accelerator. The jobs at 1 Gbit/s are the
-recordings: from each of them every other job is predicted, and printed is by how much the prediction is off. The first
-two steps, in which plans are made, do not count; the time of a step is the mean over the others and over ranks. Buckets
+recordings: from each of them every other job is predicted, and the error of the prediction is printed. The first two
+steps, in which plans are made, do not count; the time of a step is the mean over the others and over ranks. Buckets
 leave in order (FUSION_LINK_CREDIT=0), since the simulation knows no order of urgency.
 """
 
@@ -38,7 +38,7 @@ GOAL = 0.10
 
 
 def worker(density: float, steps: int, compute: float) -> None:
-    """What each rank runs; rank 0 tells the mean seconds of a step."""
+    """Trains on each rank; rank 0 prints the mean seconds of a step."""
     import torch
 
     import fusion_rt.torch as hvd
@@ -64,7 +64,7 @@ def worker(density: float, steps: int, compute: float) -> None:
 
 
 def make_model(compute: float) -> Any:
-    """Layers that take `compute` seconds a step together, a third of it forward, and little of a processor."""
+    """Makes layers that together sleep for `compute` seconds a step, a third of it forward, and compute little."""
     import torch
 
     share = compute / 3 / LAYERS
@@ -102,7 +102,7 @@ def measure(hosts: int, rates: Sequence[str], densities: Sequence[float], steps:
 
 
 def predict(traces: Path, rates: Sequence[str], densities: Sequence[float], steps: int) -> dict[str, Any]:
-    """From each recording: what was recorded, and its prediction of every job."""
+    """Returns for each recording its step, and its predictions of every job."""
     from benchmarks.netlab.iproute import bits_per_second
     from fusion_trace.read.choice import StepRange
     from fusion_trace.read.job import load
@@ -133,7 +133,7 @@ def predict(traces: Path, rates: Sequence[str], densities: Sequence[float], step
 
 
 def errors(document: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """By recording and job, by which share the prediction is too long."""
+    """Returns the relative error of the prediction (above 0: too long), by recording and job."""
     measured = document["measured"]
     return {
         (source, job): predicted / measured[job] - 1
@@ -143,7 +143,7 @@ def errors(document: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    """A table for each recording."""
+    """Prints a table for each recording."""
     off = errors(document)
     for source, row in document["from"].items():
         rate = statistics.median(bandwidth for bandwidth, _ in row["links"]) * 8e-6

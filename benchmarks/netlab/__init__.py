@@ -3,10 +3,10 @@
     with Netlab(hosts=4, rate="1gbit") as lab:
         server = lab.run(0, [sys.executable, "serve.py", lab.hosts[0].address])
 
-or `python -m benchmarks.netlab --hosts 4 --rate 1gbit -- COMMAND...`. Needs root, `ip` and `tc`. Nothing leaves these
-namespaces and nothing of the machine's own network changes. Namespaces rather than containers: no image, no daemon, and
-four hosts are up in 0.15 s. `tbf` rather than `netem`: it is in every kernel, and a rate is all that is asked for.
-Hosts can be cut off, in one direction or both, lose their link for a while, and have their connections reset.
+or `python -m benchmarks.netlab --hosts 4 --rate 1gbit -- COMMAND...`. Needs root, `ip` and `tc`. No packet leaves these
+namespaces, and the machine's own network does not change. Namespaces rather than containers: no image, no daemon, and
+four hosts are up in 0.15 s. `tbf` rather than `netem`: it is in every kernel, and only a rate is needed. Hosts can be
+cut off, in one direction or both, lose their link for a while, and have their connections reset.
 """
 
 from benchmarks.netlab.iproute import NetlabError, preflight

@@ -1,8 +1,8 @@
-"""Packets that vanish without a word, in one direction: what a broken switch or a firewall does to a connection.
+"""Silent loss of packets in one direction, as a broken switch or a firewall causes.
 
-An ingress filter at the bridge's port of the sender sends them to an interface that leads nowhere. (`tc` has an action
-that drops, but not every kernel has the action.) Address resolution is left alone, so that nobody is told that the
-other one is unreachable.
+An ingress filter at the bridge's port of the sender redirects them to an interface that leads nowhere. (`tc` has an
+action that drops, but not every kernel has the action.) Address resolution still works, so that no host gets an error
+that the other one is unreachable.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from dataclasses import dataclass
 
 from benchmarks.netlab.iproute import command
 
-_SINK = "sink"  # half of a pair whose other half nobody reads
+_SINK = "sink"  # one end of a veth pair whose other end nobody reads
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Packets that vanish: `bridge` is the namespace, `port` the sender's interface in it, `number` the filter's
-    priority there, which is its name."""
+    """A filter that drops packets.
+
+    Attributes:
+        bridge: namespace of the lab's bridge.
+        port: the sender's interface in it.
+        number: the filter's priority there, which identifies it.
+    """
 
     bridge: str
     port: str
@@ -50,6 +55,6 @@ def begin(bridge: str, port: str, number: int, receiver: str | None, tcp_port: i
 
 
 def end(drop: Drop) -> None:
-    """Lets those packets pass again."""
+    """Removes the filter of a drop, so that packets pass again."""
     where = ("dev", drop.port, "ingress", "prio", str(drop.number), "protocol", "ip")
     command("tc", "-n", drop.bridge, "filter", "del", *where)

@@ -1,4 +1,4 @@
-"""The commands `ip` and `tc`, what must be there before they can work, and rates in their notation."""
+"""The commands `ip` and `tc`, their requirements, and rates in their notation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NetlabError(RuntimeError):
 
 
 def preflight() -> str | None:
-    """Why no lab can be made here, as a sentence, or None when one can."""
+    """Returns a sentence that says why no lab can be made here, or None when one can."""
     if os.geteuid() != 0:
         return "network namespaces need root: run this with sudo."
     for command in ("ip", "tc"):
@@ -42,7 +42,7 @@ def command(*argv: str) -> str:
     """Runs `ip` or `tc` and returns what it printed.
 
     Raises:
-        NetlabError: it failed; the message holds the command and its own words.
+        NetlabError: it failed; the message has the command and its error output.
     """
     # A session of its own: Ctrl-C at the terminal must not kill the command that is just removing the lab.
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
@@ -52,7 +52,7 @@ def command(*argv: str) -> str:
 
 
 def bits_per_second(rate: str) -> int:
-    """The number that a rate such as "1gbit", "2.5gbit" or "100mbit" stands for.
+    """Parses a rate such as "1gbit", "2.5gbit" or "100mbit", in bit/s.
 
     Raises:
         NetlabError: `rate` is not a positive number followed by bit, kbit, mbit or gbit.

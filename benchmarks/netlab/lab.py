@@ -1,7 +1,7 @@
-"""`Netlab`: makes the namespaces, links and rates of one lab, and sees to it that they go away again.
+"""`Netlab` makes the namespaces, links and rates of one lab, and ensures that they are removed.
 
-The ways to go: the end of the `with` block, an exception, Ctrl-C, SIGTERM and SIGHUP, the end of the interpreter. After
-a SIGKILL the next lab on this machine, or `python -m benchmarks.netlab clean`, removes what was left.
+They are removed at the end of the `with` block, after an exception, Ctrl-C, SIGTERM and SIGHUP, and at the end of the
+interpreter. After a SIGKILL the next lab on this machine, or `python -m benchmarks.netlab clean`, removes the rest.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Netlab:
 
     @property
     def agent(self) -> str:
-        """How to reach a host, for `fusionrun --rsh-agent`. The command runs as given, without a shell in between."""
+        """The template of `fusionrun --rsh-agent` for these hosts; the command runs as given, without a shell."""
         return "ip netns exec {host}"
 
     def __enter__(self) -> Netlab:
@@ -103,9 +103,10 @@ class Netlab:
         self.close()
 
     def run(self, host: int | str | Host | None, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """Starts `argv` on a host, or (None) beside the lab in the machine's own network; keyword arguments are those
-        of `subprocess.Popen`. What still runs when the lab ends is terminated, and killed a second later, with all that
-        it started.
+        """Starts `argv` on a host, or (None) beside the lab in the machine's own network.
+
+        Keyword arguments are those of `subprocess.Popen`. Processes that still run when the lab ends are terminated,
+        and killed a second later, with all their descendants.
 
         Raises:
             NetlabError: the lab has no such host.
@@ -122,7 +123,7 @@ class Netlab:
         return process
 
     def set_rate(self, host: int | str | Host, rate: str | None) -> None:
-        """Limits a host's link in both directions from now on, or lifts the limit; open connections live on.
+        """Limits a host's link in both directions from now on, or lifts the limit; connections stay open.
 
         Raises:
             NetlabError: the lab has no such host, or `rate` is not a rate.
@@ -135,11 +136,11 @@ class Netlab:
     def dropping(
         self, sender: int | str | Host, receiver: int | str | Host | None = None, port: int | None = None
     ) -> Iterator[None]:
-        """Within the block, IPv4 packets from one host to another, or to all, vanish silently; open connections stay
-        open, and what has vanished is sent again by TCP.
+        """Drops IPv4 packets from one host to another, or to all, silently within the block; connections stay open, and
+        TCP sends dropped packets again.
 
         Args:
-            sender, receiver: hosts; the direction back is not touched.
+            sender, receiver: hosts; the direction back is not affected.
             port: only packets to this TCP port.
 
         Raises:
@@ -156,7 +157,7 @@ class Netlab:
 
     @contextmanager
     def cut_off(self, host: int | str | Host) -> Iterator[None]:
-        """Within the block, nothing that a host sends arrives, nor does it get anything; nobody is told.
+        """Drops all IPv4 packets to and from a host silently within the block.
 
         Raises:
             NetlabError: the lab has no such host.
@@ -170,7 +171,7 @@ class Netlab:
             yield
 
     def set_link(self, host: int | str | Host, up: bool) -> None:
-        """Pulls a host's cable, or puts it back in; addresses and open connections stay.
+        """Takes a host's link down, or up again; addresses and open connections stay.
 
         Raises:
             NetlabError: the lab has no such host.
@@ -184,7 +185,7 @@ class Netlab:
         Args:
             port: only those to this port of the peer.
 
-        Returns: how many.
+        Returns: the number of connections that were reset.
 
         Raises:
             NetlabError: the lab has no such hosts, or the kernel cannot reset connections (INET_DIAG_DESTROY).
@@ -194,7 +195,7 @@ class Netlab:
         return len(told.splitlines())
 
     def close(self) -> None:
-        """Removes the lab; once is enough, and what a fork inherited does nothing.
+        """Removes the lab; further calls, and calls in a forked child, do nothing.
 
         Raises:
             NetlabError: something could not be removed.
@@ -234,8 +235,8 @@ class Netlab:
             self._write_hosts_file(host)
 
     def _write_hosts_file(self, host: Host) -> None:
-        # All hosts share the machine's own name. On each it means that host's address, so that programs which look up
-        # "my name" to find the address to listen on (gloo does) get one that their peers can reach.
+        # All hosts share the machine's own name. On each it resolves to that host's address, so that programs which
+        # look up their host's name to find the address to listen on (gloo does) get one that their peers can reach.
         lines = ["127.0.0.1 localhost", "::1 localhost", f"{host.address} {socket.gethostname()}"]
         lines += [f"{each.address} {each.name}" for each in self.hosts]
         folder = registry.NETNS_ETC / host.name
@@ -250,10 +251,12 @@ class Netlab:
         raise NetlabError(f"{host!r} is not a host of this lab: it has {names}.")
 
     def _catch_signals(self) -> None:
-        """Turns the default death by a signal into an exception that unwinds the `with` blocks. A handler that the
-        program has set itself stays: what it does is the program's business."""
+        """Replaces default handlers of ending signals by one that raises an exception, which unwinds the `with` blocks.
+
+        A handler that the program has set itself stays.
+        """
         if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may set handlers; the next lab clears up after a death by signal
+            return  # only the main thread may set handlers; the next lab removes this one after a death by signal
         for number in _ENDING_SIGNALS:
             if signal.getsignal(number) is signal.SIG_DFL:
                 self._replaced_handlers[number] = signal.signal(number, self._on_signal)

@@ -1,7 +1,7 @@
 """Ends every process in a set of network namespaces.
 
-Through process descriptors (pidfd_open(2), Linux 5.3): a recycled process id cannot be hit, and, unlike psutil's
-`wait`, waiting does not take the exit status away from whoever started the process.
+It uses process descriptors (pidfd_open(2), Linux 5.3): a recycled process id cannot be hit, and, unlike psutil's
+`wait`, waiting does not take the exit status away from the parent of the process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from benchmarks.netlab.iproute import NetlabError
 
 TERM_GRACE_S = 1.0
 KILL_GRACE_S = 5.0
-_ROUNDS = 5  # a process may fork between the look and the kill
+_ROUNDS = 5  # a process may fork between the search and the kill
 
 
 def kill_processes(namespaces: Sequence[Path], others: Sequence[int] = ()) -> None:
-    """TERM, then KILL for what is still there, to all in `namespaces` and to the process ids `others`.
+    """Sends TERM, and later KILL, to all processes in `namespaces` and to the process ids `others`.
 
     Missing files among `namespaces` (those of `ip netns`) are skipped, and so is the caller's own network namespace: a
-    name that was bound to it by mistake must not take the whole machine down.
+    name that was bound to it by mistake must not end all processes of the machine.
 
     Raises:
         NetlabError: processes are still there afterwards.
@@ -48,7 +48,7 @@ def kill_processes(namespaces: Sequence[Path], others: Sequence[int] = ()) -> No
 
 
 def _open_if(pid: int, namespaces: set[tuple[int, int]], others: Sequence[int]) -> int | None:
-    """A descriptor of the process when it is one to end and alive, else None."""
+    """Returns a descriptor of the process if it is alive and to be ended, else None."""
     if pid == os.getpid():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Which labs exist on this machine, who owns each, and how one is removed, by its owner or after the owner's death.
+"""The labs on this machine, their owners, and their removal, by the owner or after the owner's death.
 
 A lab is a number: `nl7br` is the namespace with lab 7's bridge, `nl7h0`, `nl7h1`, … are its hosts in 10.77.7.0/24.
 The file /run/netlab/7 names the owner by process id and start time, so that a recycled id is not taken for the owner.
@@ -23,7 +23,7 @@ from benchmarks.netlab.processes import kill_processes
 
 STATE_DIR = Path("/run/netlab")
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps its names
-NETNS_ETC = Path("/etc/netns")  # `ip netns exec NAME` lays the files of NETNS_ETC/NAME over those of /etc
+NETNS_ETC = Path("/etc/netns")  # `ip netns exec NAME` binds the files of NETNS_ETC/NAME over those of /etc
 MAX_LABS = 256  # the third byte of the address
 
 
@@ -33,7 +33,7 @@ class LabRecord:
 
     Attributes:
         lab: its number.
-        owner: process id of the owner, None when no record says who made it.
+        owner: process id of the owner, None when there is no record of it.
         alive: whether that process still runs.
         hosts: names of its hosts, in order.
     """
@@ -60,7 +60,7 @@ def claim() -> int:
     """
     with _exclusive():
         records = _records()
-        # Without a record the namespaces may be somebody else's: only an explicit `clean` removes those.
+        # Namespaces without a record may be somebody else's: only an explicit `clean` removes those.
         dead = {record.lab for record in records if not record.alive and record.owner is not None}
         for each in sorted(dead):
             destroy(each)
@@ -76,7 +76,7 @@ def claim() -> int:
 
 
 def records() -> list[LabRecord]:
-    """The labs there are, by number."""
+    """Returns the labs on this machine, by number."""
     with _exclusive():
         return _records()
 
@@ -91,7 +91,7 @@ def clean(everything: bool = False) -> list[LabRecord]:
 
 
 def destroy(lab: int, children: Sequence[int] = ()) -> None:
-    """Kills what runs in the lab's namespaces and removes them. Removing what is already gone, or half there, is fine.
+    """Kills the processes in the lab's namespaces and removes these. They may be gone already, or in part.
 
     Args:
         lab: its number.
@@ -121,7 +121,7 @@ def destroy(lab: int, children: Sequence[int] = ()) -> None:
 
 @contextlib.contextmanager
 def _exclusive() -> Iterator[None]:
-    """One process at a time looks for dead labs and takes numbers; otherwise a slow one would remove a new lab."""
+    """Lets one process at a time look for dead labs and take numbers; otherwise a slow one could remove a new lab."""
     STATE_DIR.mkdir(mode=0o700, exist_ok=True)
     with (STATE_DIR / "lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -144,7 +144,7 @@ def _records() -> list[LabRecord]:
 
 
 def _namespaces(lab: int) -> list[str]:
-    """Names of the lab's namespaces, also of those with only their files under /etc/netns left."""
+    """Returns the names of the lab's namespaces, also of those with only their files under /etc/netns left."""
     names = {*_listed(NAMESPACES), *_listed(NETNS_ETC)}
     return sorted(name for name in names if re.fullmatch(rf"nl{lab}(h\d+|br)", name))
 
@@ -154,7 +154,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot (proc(5), stat, field 22); None for the dead and zombies."""
+    """Returns when a process started, in clock ticks since boot (proc(5), stat, field 22); None if dead or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,1 +1,1 @@
-"""Tables and plots of the documents, made from the files of raw results and from nothing else."""
+"""Tables and plots of the documents, made from the files of raw results only."""

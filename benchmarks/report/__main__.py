@@ -27,7 +27,7 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def table(name: str, found: All) -> str:
-    """A table in Markdown.
+    """Makes a table in Markdown.
 
     Raises:
         ResultsError: there is no table of this name, or no results for it.
@@ -38,10 +38,10 @@ def table(name: str, found: All) -> str:
 
 
 def outdated(root: Path, found: All) -> dict[Path, str]:
-    """By document, what it ought to say; of those that say something else.
+    """Returns the new text of each document whose tables are out of date.
 
     Raises:
-        DocumentError, ResultsError: a document or the results are not in order.
+        DocumentError, ResultsError: a document or the results cannot be used.
     """
     made = {}
     for path in regions.documents(root):

@@ -1,4 +1,4 @@
-"""Tables of what is measured beside peers: all-reduce, steps, start, selection, overlap, and what the daemon costs."""
+"""Tables of measurements beside peers: all-reduce, steps, start, selection, overlap, and the cost of the daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ README_SIZES = (4, 65_536, 1_048_576, 25_600_000, 102_400_000, 268_435_456, 1_07
 
 
 def records(found: All, suite: str) -> list[Record]:
-    """Of a suite.
+    """Returns the records of a suite.
 
     Raises:
         ResultsError: it was not measured.
@@ -27,7 +27,7 @@ def records(found: All, suite: str) -> list[Record]:
 
 
 def machine(found: All) -> str:
-    """Whose numbers these are, in a sentence."""
+    """Describes the machines of the all-reduces and steps in a sentence or two."""
     machines = [record.machine for suite in ("allreduce", "step") for record in records(found, suite) if record.machine]
     loads = [each.load for each in machines]
     kinds = {(each.cores, each.cpu, each.memory_gb, each.python, each.torch.partition("+")[0]) for each in machines}
@@ -47,20 +47,20 @@ def machine(found: All) -> str:
 
 
 def _times(found: Record, name: str, over: str, under: str) -> str:
-    """The ratio of two contenders, or nothing where one of them was not measured."""
+    """Formats the ratio of two contenders; empty where one of them was not measured."""
     samples = found.measure(name).samples
     return tables.ratio(ratio(samples[over], samples[under])) if {over, under} <= samples.keys() else ""
 
 
 def in_order(found: Sequence[Record]) -> list[Record]:
-    """Of all-reduces and steps: few hosts first, then unshaped links, then few ranks."""
+    """Sorts records of all-reduces or steps: few hosts first, then unshaped links, then few ranks."""
     return sorted(
         found, key=lambda each: (each.setting["hosts"], each.setting.get("rate") != "unshaped", each.setting["ranks"])
     )
 
 
 def allreduce_overview(found: All) -> str:
-    """For the README: how many times as fast as gloo, by size, a row a setting."""
+    """Makes the README's table of all-reduces: gloo's time over fusion_rt's, by size, a row for each setting."""
     made = in_order(records(found, "allreduce"))
     measured = {measure.name for record in made for measure in record.measures}
     sizes = [size for size in README_SIZES if str(size) in measured]
@@ -75,14 +75,14 @@ def allreduce_overview(found: All) -> str:
 
 
 def _plain(over: list[float], under: list[float]) -> str:
-    """A ratio without its interval; in bold where it is below 1 as a whole."""
+    """Formats a ratio without its interval; in bold where the whole interval is below 1."""
     found = ratio(over, under)
     text = tables.number(found.value, 2)
     return f"**{text}**" if found.high < 1 else text
 
 
 def allreduce_details(found: All) -> str:
-    """Every setting and size, with intervals."""
+    """Makes the tables of all-reduces in every setting and size, with intervals."""
     parts = []
     for record in in_order(records(found, "allreduce")):
         limited = allreduce.limit(record.setting, 1) is not None
@@ -106,7 +106,7 @@ def _titled(title: str, record: Record) -> str:
 
 
 def steps_overview(found: All) -> str:
-    """For the README: a step by runtime, a column a setting."""
+    """Makes the README's table of steps by runtime, with a column for each setting."""
     made = in_order(records(found, "step"))
     table = Table(["a step, ms (DDP's time / this)", *(where(record) for record in made)])
     for name in step.RUNTIMES:
@@ -128,7 +128,7 @@ def where(record: Record) -> str:
 
 
 def steps_details(found: All) -> str:
-    """Every setting, with intervals, CPU time and bytes."""
+    """Makes the tables of steps in every setting, with intervals, CPU time and bytes."""
     parts = []
     for record in in_order(records(found, "step")):
         table = Table(
@@ -147,7 +147,7 @@ def steps_details(found: All) -> str:
 
 
 def costs(found: All) -> str:
-    """What a step of fusion_rt consists of, and the daemon's CPU time by bytes."""
+    """Makes the table of the parts of fusion_rt's step, and the daemon's CPU time by bytes."""
     made = in_order(records(found, "step"))
     table = Table(["fusion_rt, each step", *(where(record) for record in made)])
     names = list(dict.fromkeys(each.name for record in made for each in record.measures))
@@ -163,7 +163,7 @@ def costs(found: All) -> str:
 
 
 def goals(found: All) -> str:
-    """The table lists goals that were missed somewhere: what was aimed at, and what was reached."""
+    """Makes the table of goals: what was asked, and what was reached."""
     table = Table(["goal", "asked", "reached", ""], left=1)
 
     def row(goal: str, asked: str, reached: Sequence[float], enough: Callable[[float], bool], unit: str = "") -> None:
@@ -194,7 +194,7 @@ def goals(found: All) -> str:
 
 
 def starts(found: All) -> str:
-    """Until the last worker had got how far."""
+    """Makes the table of starts: seconds until the last worker had reached each phase."""
     (record,) = records(found, "startup")
     names = list(record.measures[0].samples)
     table = Table(["seconds until", *names, "torchrun / fusionrun"])
@@ -205,7 +205,7 @@ def starts(found: All) -> str:
 
 
 def selection(found: All) -> str:
-    """The codec's whole step beside torch.topk."""
+    """Makes the table of the codec's whole step beside torch.topk."""
     from benchmarks import topk
 
     table = Table(["", "the codec's step, ms", "of it packing", "torch.topk, ms", "torch.topk / codec"], left=1)
@@ -226,7 +226,7 @@ def selection(found: All) -> str:
 
 
 def kernels(found: All) -> str:
-    """Beside numpy."""
+    """Makes the table of reductions and conversions beside numpy."""
     from benchmarks import kernels as measuring
 
     (record,) = records(found, "kernels")
@@ -239,7 +239,7 @@ def kernels(found: All) -> str:
 
 
 def idle(found: All) -> str:
-    """What a daemon takes that has nothing to do."""
+    """Makes the table of an idle daemon's footprint."""
     from benchmarks import footprint
 
     table = Table(["an idle daemon", "CPU", footprint.OWN])
@@ -250,7 +250,7 @@ def idle(found: All) -> str:
 
 
 def sparse(found: All) -> str:
-    """Bytes that a host sends in a step of top-k."""
+    """Makes the table of bytes that a host sends in a step of top-k."""
     from benchmarks import sparse as measuring
 
     table = Table(
@@ -267,7 +267,7 @@ def sparse(found: All) -> str:
 
 
 def slow_network(found: All) -> str:
-    """A step on slow links, and what a host sends in it."""
+    """Makes the tables of a step on slow links, and of the bytes that a host sends in it."""
     from benchmarks import slow_network as measuring
 
     parts = []
@@ -285,7 +285,7 @@ def slow_network(found: All) -> str:
 
 
 def overlap(found: All) -> str:
-    """What is exposed with each way of overlap."""
+    """Makes the table of exposed communication with each way of overlap."""
     made = [overlapping.of(record) for record in records(found, "overlap")]
     columns = []
     for each in made:
@@ -307,12 +307,12 @@ def overlap(found: All) -> str:
 
 
 def faults(found: All) -> str:
-    """From the fault to the last exception."""
+    """Makes the tables of the time from a fault to the last exception."""
     return "\n\n".join(recovery.table(record).markdown() for record in records(found, "recovery"))
 
 
 def encrypted(found: All) -> str:
-    """All-reduce with and without encryption of payloads."""
+    """Makes the table of all-reduces with and without encryption of payloads."""
     records(found, "encryption")
     table = Table(
         ["link", "connections, I/O threads", "`all` ms", "`control` ms", "`all` as fast as `control`"], left=2
@@ -331,17 +331,17 @@ def encrypted(found: All) -> str:
 
 
 def tuned(found: All) -> str:
-    """What `--autotune` and `--auto` find."""
+    """Makes the table of settings that `--autotune` and `--auto` find."""
     return autotune.table(records(found, "autotune")).markdown()
 
 
 def elastic_changes(found: All) -> str:
-    """What changes of membership cost."""
+    """Makes the tables of the cost of changes of membership."""
     return "\n\n".join(elastic.changes_table(record).markdown() for record in records(found, "elastic"))
 
 
 def elastic_runs(found: All) -> str:
-    """The loss in the end with and without changes."""
+    """Makes the tables of the loss at the end, with and without changes of membership."""
     return "\n\n".join(elastic.runs_table(record).markdown() for record in records(found, "elastic"))
 
 

@@ -1,4 +1,4 @@
-"""Plots, as SVG that is the same bytes for the same results and the same matplotlib."""
+"""Plots as SVG, with equal bytes for equal results and the same matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STYLE: dict[Any, Any] = {
 
 
 def allreduce_ratios(axes: Any, found: All) -> None:
-    """How many times as fast as gloo, by size."""
+    """Plots gloo's time over fusion_rt's, by size."""
     for record in in_order(records(found, "allreduce")):
         ratios = [ratio(each.samples[allreduce.GLOO], each.samples[allreduce.ARENA]) for each in record.measures]
         sizes = [int(each.name) for each in record.measures]
@@ -39,7 +39,7 @@ def allreduce_ratios(axes: Any, found: All) -> None:
 
 
 def step_times(axes: Any, found: All) -> None:
-    """A step by runtime, as a share of DDP's."""
+    """Plots a step by runtime, relative to DDP's."""
     made = in_order(records(found, "step"))
     names = [name for name in step.RUNTIMES if any(name in record.measure(step.STEP).samples for record in made)]
     width = 0.8 / len(names)
@@ -60,7 +60,7 @@ def step_times(axes: Any, found: All) -> None:
 
 
 def exposed(axes: Any, found: All) -> None:
-    """What of communication is exposed with each way of overlap."""
+    """Plots the exposed communication with each way of overlap."""
     made = [overlap.of(record) for record in records(found, "overlap")]
     names = [name for name in made[0]["seconds"] if name != overlap.ALONE]
     width = 0.8 / len(names)
@@ -90,7 +90,7 @@ PLOTS: dict[str, Callable[[Any, All], None]] = {
 
 
 def draw(name: str, found: All) -> str:
-    """A plot as SVG."""
+    """Draws a plot; returns it as SVG."""
     import matplotlib
 
     matplotlib.use("svg")

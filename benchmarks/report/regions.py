@@ -1,4 +1,4 @@
-"""The places in documents that are generated: between `<!-- table: NAME -->` and `<!-- end -->`."""
+"""The generated regions of documents, between `<!-- table: NAME -->` and `<!-- end -->`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _MARK = re.compile(r"<!-- (table: .*?|end) -->")
 
 
 class DocumentError(Exception):
-    """A document's marks are not in order. The message says where."""
+    """A document's marks do not match; the text says where."""
 
 
 def fill(text: str, make: Callable[[str], str], name: str = "the document") -> str:
-    """The text with every region made anew; `make` gets its name.
+    """Replaces the contents of every region in a text; `make` returns them by the region's name.
 
     Raises:
         DocumentError: a mark has no counterpart.
@@ -28,10 +28,10 @@ def fill(text: str, make: Callable[[str], str], name: str = "the document") -> s
 
 
 def names(text: str) -> list[str]:
-    """Of the regions in a text."""
+    """Returns the names of the regions in a text."""
     return [match[2] for match in _REGION.finditer(text)]
 
 
 def documents(root: Path) -> list[Path]:
-    """The documents of a repository that may have regions."""
+    """Returns the documents of a repository that may have regions."""
     return [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]

@@ -10,11 +10,11 @@ from benchmarks.report.measured import All, records
 from benchmarks.tables import Table
 
 SLOW = ("1gbit", "100mbit", "1gbit, one link 100mbit")
-SECONDS = 20.0  # of the runs beside a slow worker that are shown
+SECONDS = 20.0  # duration of the shown runs beside a slow worker
 
 
 def slow_worker(found: All) -> str:
-    """Pace and loss of each algorithm beside a slow worker, by bsp's."""
+    """Makes the table of pace and loss of each algorithm beside a slow worker, relative to bsp's."""
     made = straggler.durations(runs.of(record) for record in records(found, "straggler"))[SECONDS]
     columns = {"pace of all ranks / bsp": ("pace/bsp", 2), "of a fast rank / bsp": ("fast/bsp", 2),
                "loss, same time": ("loss/bsp", 3), "loss, same samples": ("at samples/bsp", 3)}  # fmt: skip
@@ -27,7 +27,7 @@ def slow_worker(found: All) -> str:
 
 
 def slow_networks(found: All) -> str:
-    """Seconds until the loss, and how many times as soon as the central server."""
+    """Makes the table of seconds until the loss, and the central server's relative to them."""
     (record,) = records(found, "networks")
     measured = record.details
     table = Table([f"seconds until a loss of {measured['loss']} (central server's / this)", *SLOW])
@@ -42,7 +42,7 @@ def slow_networks(found: All) -> str:
 
 
 def losses(found: All) -> str:
-    """The loss in the end with each algorithm."""
+    """Makes the table of the loss at the end with each algorithm."""
     made = algorithms.groups(runs.of(record) for record in records(found, "algorithms"))
     digits, gpt = (made[model, algorithms.MODELS[model][0]] for model in ("digits", "char-gpt"))
     table = Table(["", "rate", "digits, right", "char-GPT, test loss", "/ all-reduce"])
@@ -56,7 +56,7 @@ def losses(found: All) -> str:
 
 
 def classical(found: All) -> str:
-    """The classical solvers, at both ratios of computation and communication."""
+    """Makes the table of the classical solvers, at both ratios of computation and communication."""
     made = solvers.groups(runs.of(record) for record in records(found, "solvers"))
     shown = {ratio: each for (ratio, _), each in made.items()}
     columns = []
@@ -75,7 +75,8 @@ def classical(found: All) -> str:
 
 
 def codecs(found: All) -> str:
-    """Loss, accuracy and bytes with each codec, by those of dense gradients; with what the seeds differ by."""
+    """Makes the table of loss, accuracy and bytes with each codec, relative to dense gradients, with ranges over
+    seeds."""
     made = convergence.groups(runs.of(record) for record in records(found, "convergence"))
     shown = {model: made[model, steps] for model, (steps, _) in convergence.MODELS.items() if (model, steps) in made}
     whats = ("test loss / dense", "from", "to", "right", "bytes / dense", "seeds")
@@ -90,7 +91,7 @@ def codecs(found: All) -> str:
 
 
 def _codec_cells(each: convergence.Runs, codec: str) -> list[str]:
-    """The mean over seeds, and the least and the most of one seed by dense gradients' of the same seed."""
+    """Formats the mean over seeds, and the range over seeds of the ratio to dense gradients of the same seed."""
     dense = {run["seed"]: run["curve"][-1][-1] for run in each.codecs["dense"]}
     shares = [run["curve"][-1][-1] / dense[run["seed"]] for run in each.codecs[codec] if run["seed"] in dense]
     loss, accuracy = each.loss(codec) / each.loss("dense"), each.accuracy(codec)
