@@ -87,7 +87,7 @@ class Job:
             raise
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) -> list[Any]:
-        """Runs a module-level function on all ranks at once; its results, by rank.
+        """Runs a module-level function on all ranks at once; returns its results, by rank.
 
         Raises:
             WorkerError: it raised, or a worker died.
@@ -96,13 +96,13 @@ class Job:
         return self.results(timeout)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """As `run`, without waiting."""
+        """Starts a function on all ranks, as `run` does, without waiting."""
         request = pickle.dumps((function, args))
         for connection in self._connections:
             connection.send_bytes(request)
 
     def results(self, timeout: float = TIMEOUT_S, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The results of what `start` has started, from all ranks or these."""
+        """Returns the results of the function that `start` has started, from all ranks or these."""
         deadline = time.monotonic() + timeout
         results, failures = [], {}
         for rank in range(self.topology.size) if ranks is None else ranks:
@@ -115,7 +115,7 @@ class Job:
         return results
 
     def close(self) -> None:
-        """Ends the workers, then the daemons, and waits for them; what does not end by itself is killed."""
+        """Ends the workers, then the daemons, and waits for them; kills those that do not end by themselves."""
         for connection in self._connections:
             connection.close()
         _end(self.workers)
@@ -208,7 +208,7 @@ def run_workers(
     nodes: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Runs a module-level function on the ranks of a new job, which are spread over the nodes; results by rank.
+    """Runs a module-level function on the ranks of a new job, which are spread over the nodes; returns results by rank.
 
     Raises:
         WorkerError: it raised.
@@ -219,7 +219,7 @@ def run_workers(
 
 
 def run_scripts(directory: Path, script: Path, *arguments: str, ranks: int = 2) -> list[str]:
-    """Runs a script on the ranks of a new job of one node, in a directory: what each prints, in order of ranks.
+    """Runs a script on the ranks of a new job of one node, in a directory; returns each rank's output, in order.
 
     Raises:
         WorkerError: it failed.
@@ -229,8 +229,10 @@ def run_scripts(directory: Path, script: Path, *arguments: str, ranks: int = 2) 
 
 
 def run_script(directory: str, script: str, arguments: Sequence[str], allowed: str = "") -> str:
-    """As `python SCRIPT ARGUMENTS` does, in this process: what it prints. A warning is an error, unless it begins with
-    what is allowed."""
+    """Runs a script in this process as `python SCRIPT ARGUMENTS` does; returns its output.
+
+    A warning is an error, unless it matches `allowed`.
+    """
     os.chdir(directory)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(script))
@@ -267,7 +269,7 @@ def _call_body(module: str, name: str, arguments: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    """What a worker process runs: functions, as they are asked for, until the connection ends."""
+    """Runs the functions that are asked for, in a worker process, until the connection ends."""
     faulthandler.register(signal.SIGUSR1)
     connection = Connection(int(os.environ.pop(_FD)))
     while True:
@@ -296,7 +298,7 @@ def _topology(nodes: Sequence[int]) -> Topology:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits until these have ended; kills those that do not."""
+    """Waits until processes have ended; kills those that do not in time."""
     deadline = time.monotonic() + END_S
     for process in processes:
         try:

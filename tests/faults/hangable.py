@@ -1,5 +1,5 @@
-"""`fusiond`, with a way to hang it: a line in the file (a FIFO) that FUSION_TEST_HANG names makes the whole process
-hold the GIL for that many seconds, as a C extension that never returns does. Run by tests in the place of `fusiond`.
+"""A `fusiond` that tests can hang: a line in the FIFO that FUSION_TEST_HANG names makes the whole process hold the GIL
+for that many seconds, as a C extension that never returns does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tests.faults.hanging import hold_gil
 
 
 def hang_on_request(path: str) -> None:
-    """Waits for requests and hangs."""
+    """Waits for requests, and holds the GIL for each."""
     while True:
         with open(path) as requests:
             for line in requests:

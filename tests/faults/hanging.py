@@ -11,7 +11,7 @@ class _TimeSpec(ctypes.Structure):
 
 
 def hold_gil(seconds: float) -> None:
-    """Holds the GIL that long. A mutex rather than a sleep: a signal would end the sleep."""
+    """Holds the GIL for `seconds`, with a mutex rather than a sleep, since a signal would end the sleep."""
     libc = ctypes.PyDLL(None)  # keeps the GIL during calls
     mutex = ctypes.create_string_buffer(64)  # all zero: one that does not count who locks it
     until = time.time() + seconds

@@ -1,6 +1,6 @@
-"""Jobs to be broken: daemons on the hosts of a lab or behind a bad network, and workers that add up integers.
+"""Jobs for faults: daemons on the hosts of a lab or behind a bad network, and workers that sum integers.
 
-What is added up can be worked out without any communication, so that a result is right or wrong, and never nearly so.
+The sums can be computed without any communication, so that a result is exactly right or wrong.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ class ProxiedDaemons(Daemons):
 
 
 def part(rank: int, step: int, count: int) -> Array:
-    """What a rank adds in a step: integers, other ones in each step, rank and place."""
+    """Returns the integers (count,) that a rank adds in a step; they depend on step, rank and index."""
     return np.resize((np.arange(_MODULUS) * 31 + step * 7 + rank * 13) % _MODULUS, count)
 
 
 def total(ranks: Sequence[int], step: int, count: int) -> Array:
-    """What has to come out."""
+    """Returns the expected sum of a step over ranks."""
     return np.resize(np.sum([part(rank, step, _MODULUS) for rank in ranks], axis=0), count)
 
 
 def add(client: Client, step: int, count: int, name: str = "sum") -> Array:
-    """Adds up one step over all ranks.
+    """Sums one step over all ranks.
 
     Raises:
         HorovodInternalError: it failed.
@@ -107,7 +107,7 @@ def add(client: Client, step: int, count: int, name: str = "sum") -> Array:
 
 
 class Workers:
-    """Clients that add up, step after step, each in a thread of its own, until they fail or are told to stop.
+    """Clients that sum, step after step, each in a thread of its own, until they fail or are told to stop.
 
     Args:
         clients: by rank.
@@ -118,9 +118,9 @@ class Workers:
 
     Attributes:
         steps: completed by each rank.
-        wrong: what differed from what had to come out, as (rank, step).
-        errors: what a rank raised.
-        raised: when, by the monotonic clock.
+        wrong: wrong results, as (rank, step).
+        errors: exceptions, by rank.
+        raised: their times by the monotonic clock.
     """
 
     def __init__(self, clients: dict[int, Client], count: int, ranks: Sequence[int], computing: float = 0.0) -> None:
@@ -151,13 +151,12 @@ class Workers:
             self.errors[rank] = str(error)
 
     def go_on(self, steps: int = 3) -> None:
-        """Waits until every rank has completed that many more, or one has failed."""
+        """Waits until every rank has completed `steps` more, or one has failed."""
         goal = {rank: done + steps for rank, done in self.steps.items()}
         wait(lambda: self.errors or all(self.steps[rank] >= goal[rank] for rank in goal), f"{steps} more steps")
 
     def end(self) -> None:
-        """After a fault that may or may not have been survived: waits until all have failed, or have gone on and been
-        stopped."""
+        """Waits, after a fault that may be fatal or not, until all have failed, or have gone on and been stopped."""
         goal = {rank: done + 3 for rank, done in self.steps.items()}
         wait(
             lambda: len(self.errors) == len(goal) or all(self.steps[rank] >= goal[rank] for rank in goal),
@@ -167,7 +166,7 @@ class Workers:
             self.stop()
 
     def stop(self) -> None:
-        """Ends after a step that all of them take; to be called while every rank can still go on."""
+        """Stops all after the same step; call it while every rank can still go on."""
         self._last = max(self.steps.values()) + 3
         self.join()
 
@@ -216,7 +215,7 @@ def wait(condition: Callable[[], object], what: str, timeout: float = WAIT_S) ->
 
 
 def fifo(directory: Path, node: int) -> Path:
-    """A new FIFO through which the daemon of that node can be hung."""
+    """Makes a FIFO through which the daemon of a node can be hung."""
     path = directory / f"hang.{node}"
     os.mkfifo(path)
     return path

@@ -1,4 +1,4 @@
-"""Faults, done to real processes and to the hosts of a lab. What lasts is a context manager that undoes it."""
+"""Faults of real processes and of the hosts of a lab. Lasting ones are context managers that undo them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 
 
 def kill(process: subprocess.Popen[bytes]) -> float:
-    """SIGKILL. Returns when, by the monotonic clock; the process is not waited for."""
+    """Sends SIGKILL without waiting for the end. Returns the time by the monotonic clock."""
     began = time.monotonic()
     process.send_signal(signal.SIGKILL)
     return began
@@ -24,7 +24,7 @@ def kill(process: subprocess.Popen[bytes]) -> float:
 
 @contextmanager
 def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within the block, the process stands still (SIGSTOP)."""
+    """Stops the process within the block (SIGSTOP)."""
     process.send_signal(signal.SIGSTOP)
     wait_for_state(process.pid, "T")
     try:
@@ -35,7 +35,7 @@ def stopped(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def wait_for_state(pid: int, state: str) -> None:
-    """Waits until the kernel says that a process is in a state (proc(5)): a stop takes a moment."""
+    """Waits until a process is in a state of proc(5): a stop takes a moment."""
     deadline = time.monotonic() + TIMEOUT_S
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
         assert time.monotonic() < deadline, f"process {pid} does not come to state {state}"
@@ -43,7 +43,7 @@ def wait_for_state(pid: int, state: str) -> None:
 
 
 def hang(fifo: Path, seconds: float) -> None:
-    """Makes the `hangable` daemon that reads this FIFO hold its GIL that long, from now on."""
+    """Makes the `hangable` daemon that reads this FIFO hold its GIL for `seconds`, from now on."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
@@ -58,7 +58,7 @@ def hang(fifo: Path, seconds: float) -> None:
 
 @contextmanager
 def link_down(lab: Netlab, host: int) -> Iterator[None]:
-    """Within the block, the cable of a host is out."""
+    """Takes the link of a host down within the block."""
     lab.set_link(host, up=False)
     try:
         yield
@@ -68,7 +68,7 @@ def link_down(lab: Netlab, host: int) -> Iterator[None]:
 
 @contextmanager
 def slow_link(lab: Netlab, host: int, rate: str) -> Iterator[None]:
-    """Within the block, a host sends and receives at this rate only."""
+    """Limits the link of a host to this rate within the block."""
     lab.set_rate(host, rate)
     try:
         yield
@@ -77,13 +77,16 @@ def slow_link(lab: Netlab, host: int, rate: str) -> Iterator[None]:
 
 
 def in_another_time(seconds: float) -> list[str]:
-    """What stands before a command whose monotonic clock is to be ahead of this machine's; as root."""
+    """Returns the prefix of a command whose monotonic clock is to be ahead of this machine's; needs root."""
     return ["unshare", "--time", "--monotonic", str(int(seconds)), "--boottime", str(int(seconds))]
 
 
 def resources(pid: int) -> dict[str, int]:
-    """What a process holds: resident bytes of its own (`memory`), with its share of all that it has mapped (`pss`),
-    `descriptors`, `threads`, and `arenas`: how many files of shared memory it has mapped."""
+    """Returns the resources of a process.
+
+    They are its own resident bytes (`memory`), the same with its share of all mapped memory (`pss`), `descriptors`,
+    `threads`, and `arenas`, the number of mapped files of shared memory.
+    """
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     pss = next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))

@@ -1,4 +1,4 @@
-"""A TCP proxy that mistreats what passes: between two daemons, it is a bad network whose faults can be chosen."""
+"""A TCP proxy with faults: between two daemons, it is a bad network whose faults can be chosen."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the bytes that are sent towards the target; by default, nothing.
+    """The faults of bytes that are sent towards the target; by default, none.
 
     Attributes:
-        delay: seconds that pass before each block of bytes is handed on.
-        pieces: largest number of bytes handed on at once, each piece in a packet of its own; sizes are random up to it.
+        delay: seconds before each block of bytes is forwarded.
+        pieces: largest number of bytes forwarded at once, each piece in a packet of its own; sizes are random up to it.
         flip_after: bytes of a connection after which one random bit in each block is flipped; None: none.
-        cut_after: bytes of a connection after which the rest is swallowed and the connection is closed; None: never.
+        cut_after: bytes of a connection after which the rest is dropped and the connection is closed; None: never.
     """
 
     delay: float = 0.0
@@ -34,17 +34,17 @@ class Fault:
 
 
 class Proxy:
-    """Listens on loopback and hands everything on to a port there. A context manager.
+    """Listens on loopback and forwards everything to a port there. A context manager.
 
     Args:
         port: the target's.
-        seed: of what is random.
+        seed: of random sizes and bits.
 
     Attributes:
-        port: where it listens.
-        fault: what happens to bytes that pass from now on; may be replaced at any time.
-        connections: how many have been made.
-        passed: bytes handed on to the target.
+        port: of the proxy.
+        fault: the faults of bytes from now on; may be replaced at any time.
+        connections: number of connections that have been made.
+        passed: bytes forwarded to the target.
         flipped: bits flipped.
         cut: connections cut short.
     """
@@ -78,7 +78,7 @@ class Proxy:
         self._loop.close()
 
     def reset(self) -> int:
-        """Resets every connection, at both ends. Returns how many there were."""
+        """Resets every connection, at both ends. Returns their number."""
         count: int = self._call(self._reset())
         return count
 
@@ -134,13 +134,13 @@ class Proxy:
                 self._writers.discard(end)
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hands on what the target says, as it is."""
+        """Forwards bytes from the target unchanged."""
         while data := await reader.read(_BLOCK):
             writer.write(data)
             await writer.drain()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hands on what is said to the target, with the fault of the moment."""
+        """Forwards bytes to the target, with the present faults."""
         position = 0
         while data := await reader.read(_BLOCK):
             fault = self.fault

@@ -6,13 +6,13 @@
 
 Most faults have to be survived: connections reset, links down, hosts cut off, slow or in one direction only, processes
 stopped or hung, all shorter than the limits; every operation completes. Each job ends by a fatal one: then every
-survivor raises within its limit and names the culprit, nothing is left behind, and the next job goes on from where the
-survivors were. In the end the model is what a single process makes of all steps. Prints a table and a line of JSON; the
-exit status is 0 when nothing was wrong, and only then a file is written under the name that SOAK_OUT says: otherwise
-`.failed` is behind it. SOAK_LOOPBACK=1 leaves the hosts, and the faults of networks, out.
+survivor raises within its limit and names the culprit, nothing is left behind, and the next job goes on from the step
+of the survivors. In the end the model has to be that of a single process after all steps. Prints a table and a line of
+JSON; the exit status is 0 when nothing was wrong, and only then the file SOAK_OUT is written: otherwise its name ends
+with `.failed`. SOAK_LOOPBACK=1 leaves the hosts, and the faults of networks, out.
 
-A long job has faults of the first kind only, and holds what it held after five minutes (a quarter of the time if that
-is less), but for 4 MiB of memory.
+A long job has faults of the first kind only, and its resources may not grow after five minutes (a quarter of the time
+if that is less), but for 4 MiB of memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ NODES = 3
 RANKS = (1, 1, 1, 2)  # of a node, one of these
 FAULTS = (4, 30)  # survived by each job, so that some daemons live long
 STEPS = (1, 8)  # between two faults
-# Flat: what a daemon holds after a warm-up and in the end may differ by so much. Connections that are being made again
-# hold descriptors; memory goes up by what each size of message has needed at most, which malloc keeps.
+# Allowed growth of a daemon's resources from the warm-up to the end. Connections that are being made again hold
+# descriptors; memory grows by the largest need of each size of message, which malloc keeps.
 FLAT = {"memory": 24 << 20, "descriptors": 12, "threads": 2, "arenas": 8}
 WATCHED = 8  # samples of a daemon, at least, before it is judged
 # The same of all processes of a long job, with their share of what is shared, and at any time after the warm-up.
@@ -58,17 +58,17 @@ WARM_UP_S = 300.0
 WINDOWS = 10  # of the time after it, whose medians are compared
 LONG_JOB = {
     "FUSION_TRACE_BUFFER": "2MiB",  # rings that are full before the warm-up ends
-    # One that is given up in a thousand faults, because this machine was busy for seconds, ends it all.
+    # A single peer that is declared dead in a thousand faults, because this machine was busy, would end the job.
     "FUSION_HEARTBEAT_TIMEOUT": "12s",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20s",
 }
 
 
 class Soak:
-    """A run.
+    """A run of the soak.
 
     Args:
-        seconds: how long to begin new faults for.
+        seconds: for which new faults begin.
         seed: of everything that is random.
         lab: the hosts, or None.
         directory: for the daemons' files; short.
@@ -140,7 +140,7 @@ class Soak:
         self.take_over(job)
 
     def _survived(self, job: SoakJob) -> str:
-        """One fault, after which all have to go on. Returns its name."""
+        """Makes one fault, after which all have to go on. Returns its name."""
         choice: tuple[Fault, ...] = soak_faults.OF_PROCESSES
         if self._lab is not None and self._random.random() < 0.6:
             choice = soak_faults.OF_NETWORK
@@ -155,7 +155,7 @@ class Soak:
         return fault.__name__
 
     def _end(self, job: SoakJob) -> str:
-        """The end of a job: a fatal fault, or a good one. Returns its name."""
+        """Ends a job, by a fatal fault or in good order. Returns the name of the end."""
         if self.over:
             job.stop()
             return "the end"
@@ -172,7 +172,7 @@ class Soak:
         return fatal.__name__
 
     def take_over(self, job: SoakJob) -> None:
-        """Checks what the ranks have, and goes on from the last step that all who tell have completed."""
+        """Checks the ranks' results, and goes on from the last step that all ranks with a model have completed."""
         for rank, state in job.ranks.items():
             self.operations += state.operations
             self.megabytes += state.elements * 8 / 1e6
@@ -198,7 +198,7 @@ class Soak:
             self._expected = self._model
 
     def check_flat(self, job: SoakJob) -> None:
-        """What a daemon held in its last quarter against its second one; the first one is warming up."""
+        """Compares a daemon's resources in its last quarter with the second one; the first one is the warm-up."""
         for name, samples in job.samples.items():
             if len(samples) < WATCHED or name.startswith("rank"):
                 continue
@@ -212,11 +212,11 @@ class Soak:
 
     @property
     def warm_up(self) -> float:
-        """Seconds of a long job in which what it holds may still rise."""
+        """Seconds of a long job in which its resources may still grow."""
         return min(WARM_UP_S, self._seconds / 4)
 
     def check_flat_for_long(self, job: SoakJob, began: float) -> None:
-        """What every process held, in each tenth of the time after the warm-up, against the first of them."""
+        """Compares every process's resources in each tenth of the time after the warm-up with the first tenth."""
         width = (self._seconds - self.warm_up) / WINDOWS
         for name, samples in job.samples.items():
             windows: defaultdict[int, list[dict[str, float]]] = defaultdict(list)
@@ -234,7 +234,7 @@ class Soak:
                     self.problems.append(f"{what} of {name} rose by {rise:.0f}, and may by {limit}: {medians}")
 
     def _look_for_leftovers(self) -> None:
-        """Of a job that is over: processes, and files of daemons that could still remove theirs."""
+        """Looks for processes and files that a job has left."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.pid != os.getpid() and process.environ().get("FUSION_RUNTIME_DIR") == str(self._directory):
@@ -242,7 +242,7 @@ class Soak:
                     process.kill()
 
     def summary(self) -> dict[str, Any]:
-        """All that was counted."""
+        """Returns all counters of the run."""
         return {
             "passed": not self.problems,
             "problems": self.problems,
@@ -269,7 +269,7 @@ class Soak:
 
 
 def show(summary: dict[str, Any]) -> None:
-    """A table for people, then a line of JSON."""
+    """Prints a table for people, then a line of JSON."""
     table = Table(title=f"{summary['jobs']} jobs on {summary['hosts']}, seed {summary['seed']}")
     table.add_column("fault")
     table.add_column("times", justify="right")
@@ -289,7 +289,7 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def write(path: Path, summary: dict[str, Any]) -> None:
-    """Writes a result to a file, or, with problems, beside it: what is recorded there has none."""
+    """Writes a result to a file, or, with problems, to one beside it with `.failed` in its name."""
     path = path if summary["passed"] else path.with_name(f"{path.name}.failed")
     path.write_text(json.dumps(summary, indent=1) + "\n")
 

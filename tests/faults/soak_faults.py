@@ -17,7 +17,7 @@ from tests.faults.soak_job import SoakJob
 # Half of the time-out of heartbeats may be too long already. TCP sends what was lost again after 0.2, 0.6 and 1.4 s, so
 # that silence of 0.8 s on the network lasts for 1.4 s; and this machine may be slow, too.
 SHORT_S = (0.05, 0.8)
-KILLED_S = 5.0  # in which everybody has to know of what ended with a closed connection; it takes a fraction of a second
+KILLED_S = 5.0  # limit for all ranks to notice a closed connection; it takes a fraction of a second
 SILENT_S = 6.0  # the limit of heartbeats, see `soak_job.TIMES`
 STALLED_S = 8.0  # the limit of operations
 MARGIN_S = 6.0
@@ -32,7 +32,7 @@ _GARBAGE = (
 
 
 def reset(job: SoakJob, chooser: random.Random) -> None:
-    """Connections from one node to another are reset: those for control, those for payloads, or both."""
+    """Resets connections from one node to another: those for control, those for payloads, or both."""
     assert job.lab is not None
     host, peer = chooser.sample(range(len(job.topology.hosts)), 2)
     endpoint = job.daemons.endpoints[peer]
@@ -40,28 +40,28 @@ def reset(job: SoakJob, chooser: random.Random) -> None:
 
 
 def flap(job: SoakJob, chooser: random.Random) -> None:
-    """The link of a host goes down and comes back."""
+    """Takes the link of a host down for a while."""
     assert job.lab is not None
     with nemesis.link_down(job.lab, chooser.randrange(len(job.topology.hosts))):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
 def silence(job: SoakJob, chooser: random.Random) -> None:
-    """A host is cut off for a while."""
+    """Cuts a host off for a while."""
     assert job.lab is not None
     with job.lab.cut_off(chooser.randrange(len(job.topology.hosts))):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
 def one_way_silence(job: SoakJob, chooser: random.Random) -> None:
-    """What one host sends to another does not arrive for a while."""
+    """Drops packets from one host to another for a while."""
     assert job.lab is not None
     with job.lab.dropping(*chooser.sample(range(len(job.topology.hosts)), 2)):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
 def slow(job: SoakJob, chooser: random.Random) -> None:
-    """A host's link is slow for a while."""
+    """Slows a host's link down for a while."""
     assert job.lab is not None
     host = chooser.randrange(len(job.topology.hosts))
     with nemesis.slow_link(job.lab, host, f"{chooser.choice([20, 50, 200])}mbit"):
@@ -69,30 +69,30 @@ def slow(job: SoakJob, chooser: random.Random) -> None:
 
 
 def stop_daemon(job: SoakJob, chooser: random.Random) -> None:
-    """A daemon stands still for a while."""
+    """Stops a daemon for a while."""
     with nemesis.stopped(chooser.choice(job.daemons.processes)):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
 def hang_daemon(job: SoakJob, chooser: random.Random) -> None:
-    """A daemon holds its interpreter's lock for a while."""
+    """Lets a daemon hold its interpreter's lock for a while."""
     node = chooser.randrange(len(job.topology.hosts))
     nemesis.hang(job.daemons.directory / f"hang.{node}", chooser.uniform(*SHORT_S))
 
 
 def stop_worker(job: SoakJob, chooser: random.Random) -> None:
-    """A worker stands still for a while."""
+    """Stops a worker for a while."""
     with nemesis.stopped(job.ranks[chooser.choice(list(job.ranks))].process):
         time.sleep(chooser.uniform(*SHORT_S))
 
 
 def hang_worker(job: SoakJob, chooser: random.Random) -> None:
-    """A worker holds its interpreter's lock for a while."""
+    """Lets a worker hold its interpreter's lock for a while."""
     job.tell(chooser.choice(list(job.ranks)), {"hang": chooser.uniform(*SHORT_S)})
 
 
 def strangers(job: SoakJob, chooser: random.Random) -> None:
-    """Strangers connect to a daemon, say what no peer says, or nothing, and go; to its local socket, too."""
+    """Lets strangers connect to a daemon and its local socket, send garbage or nothing, and go."""
     node = chooser.randrange(len(job.topology.hosts))
     with contextlib.ExitStack() as stack:
         for _ in range(chooser.randint(1, 20)):
@@ -131,7 +131,7 @@ class Blow:
 
 
 def _others_blame(job: SoakJob, nodes: tuple[int, ...], own: str) -> dict[int, str]:
-    """Ranks of other nodes name one of these nodes; those of the nodes themselves say `own`."""
+    """Returns the sentences of a fault of nodes: other ranks name one of these nodes, their own ranks say `own`."""
     hosts = job.topology.hosts
     culprit = "|".join(rf"node {node} \(host {hosts[node]}\)" for node in nodes)
     return {rank: own if job.topology.node_of(rank) in nodes else culprit for rank in job.ranks}
@@ -139,7 +139,7 @@ def _others_blame(job: SoakJob, nodes: tuple[int, ...], own: str) -> dict[int, s
 
 @contextmanager
 def kill_worker(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
-    """SIGKILL for a worker."""
+    """Kills a worker by SIGKILL."""
     victim = chooser.choice(list(job.ranks))
     host = job.topology.hosts[job.topology.node_of(victim)]
     began = nemesis.kill(job.ranks[victim].process)
@@ -149,7 +149,7 @@ def kill_worker(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
 
 @contextmanager
 def kill_daemon(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
-    """SIGKILL for a daemon."""
+    """Kills a daemon by SIGKILL."""
     node = chooser.randrange(len(job.topology.hosts))
     began = nemesis.kill(job.daemons.processes[node])
     yield Blow(began, KILLED_S, _others_blame(job, (node,), r"the daemon of rank \d+'s node"))
@@ -157,7 +157,7 @@ def kill_daemon(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
 
 @contextmanager
 def stop_daemon_for_long(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
-    """A daemon stands still until the others have given it up, and comes back."""
+    """Stops a daemon until the others have declared it dead, and lets it go on."""
     node = chooser.randrange(len(job.topology.hosts))
     began = time.monotonic()
     own = {rank for rank in job.ranks if job.topology.node_of(rank) == node}
@@ -174,7 +174,7 @@ def stop_daemon_for_long(job: SoakJob, chooser: random.Random) -> Iterator[Blow]
 
 @contextmanager
 def stop_worker_for_long(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
-    """A worker stands still until an operation that waits for it has been given up."""
+    """Stops a worker until an operation that waits for it has failed."""
     victim = chooser.choice(list(job.ranks))
     host = job.topology.hosts[job.topology.node_of(victim)]
     with nemesis.stopped(job.ranks[victim].process):
@@ -185,7 +185,7 @@ def stop_worker_for_long(job: SoakJob, chooser: random.Random) -> Iterator[Blow]
 
 @contextmanager
 def partition(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
-    """A host is cut off for good."""
+    """Cuts a host off for good."""
     assert job.lab is not None
     node = chooser.randrange(len(job.topology.hosts))
     with job.lab.cut_off(node):
@@ -194,7 +194,7 @@ def partition(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
 
 @contextmanager
 def one_way_partition(job: SoakJob, chooser: random.Random) -> Iterator[Blow]:
-    """What one host sends to another never arrives; one of the two is named, by a third one, too."""
+    """Drops packets from one host to another for good; all ranks name one of the two."""
     assert job.lab is not None
     sender, receiver = chooser.sample(range(len(job.topology.hosts)), 2)
     with job.lab.dropping(sender, receiver):
@@ -210,7 +210,7 @@ Fatal = Callable[[SoakJob, random.Random], contextlib.AbstractContextManager[Blo
 
 
 def check(job: SoakJob, blow: Blow) -> tuple[float, list[str]]:
-    """Waits until all survivors have raised. Returns how long the last one took, and what is wrong, as sentences."""
+    """Waits until all survivors have raised. Returns the seconds of the last one, and errors as sentences."""
     job.wait(
         lambda: all(job.ranks[rank].over for rank in blow.sentences),
         blow.limit + MARGIN_S,

@@ -1,4 +1,4 @@
-"""A job of the soak: its daemons, its workers' processes, and what they have said."""
+"""A job of the soak: its daemons, its workers' processes, and their messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMES = {
 
 
 class SoakError(Exception):
-    """Something is not as it has to be; the text says what."""
+    """A check of the soak has failed; the text says which."""
 
 
 @dataclass
@@ -166,29 +166,29 @@ class SoakJob:
             time.sleep(0.005)
 
     def describe(self) -> str:
-        """Where each rank is, and what each daemon has logged, for messages."""
+        """Describes the step of each rank and the log of each daemon, for messages."""
         ranks = [f"rank {rank}: step {state.step} {state.error[:400]}" for rank, state in self.ranks.items()]
         logs = [f"node {node}: {self.daemons.log(node)[-1000:]}" for node in range(len(self.topology.hosts))]
         return "; ".join(ranks) + "\n" + "\n".join(logs)
 
     def go_on(self, steps: int) -> None:
-        """Waits until every rank has taken that many more steps.
+        """Waits until every rank has taken `steps` more steps.
 
         Raises:
-            SoakError: somebody has failed, or it takes too long.
+            SoakError: a rank has failed, or it takes too long.
         """
         goal = {rank: state.step + steps for rank, state in self.ranks.items()}
 
         def reached() -> bool:
             if failed := [rank for rank, state in self.ranks.items() if state.over]:
-                time.sleep(0.5)  # for the others' words
+                time.sleep(0.5)  # for the others' messages
                 raise SoakError(f"rank {failed[0]} failed under a fault that is to be survived; {self.describe()}")
             return all(state.step >= goal[rank] for rank, state in self.ranks.items())
 
         self.wait(reached, STEPS_S, f"{steps} more steps")
 
     def sample(self) -> None:
-        """Notes what each daemon and each rank holds."""
+        """Records the resources of each daemon and each rank."""
         processes = {f"the daemon of node {node}": process for node, process in enumerate(self.daemons.processes)}
         processes |= {f"rank {rank}": state.process for rank, state in self.ranks.items()}
         for name, process in processes.items():
@@ -205,7 +205,7 @@ class SoakJob:
         self.wait(lambda: all(state.done for state in self.ranks.values()), STEPS_S, "all ranks to stop")
 
     def close(self) -> list[str]:
-        """Ends everything. Returns what did not end as it has to, as sentences."""
+        """Ends everything. Returns errors of the end as sentences."""
         wrong = []
         for rank, state in self.ranks.items():
             try:

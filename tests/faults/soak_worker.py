@@ -1,7 +1,7 @@
-"""A rank of the soak: operations on integers, step after step, each checked; the model is what all results left in it.
+"""A rank of the soak: operations on integers, step after step, each checked; the model depends on all results.
 
-It says on its standard output what happens, a line of JSON each time, and takes from its standard input what to begin
-with, then requests: {"stop": true} to stop soon, after the same step as all others; {"hang": seconds} to hold the GIL.
+It reports events on its standard output, a line of JSON each, and reads from its standard input its start state, then
+requests: {"stop": true} to stop soon, after the same step as all others; {"hang": seconds} to hold the GIL.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def count_of(step: int) -> int:
 
 
 def updated(model: Array, result: Array) -> Array:
-    """The model after a step; what has been left out, done twice or done in another order makes another one."""
+    """Returns the model after a step; steps that are left out, repeated or reordered make another model."""
     after = model * 3 % _MODULUS
     after[: len(result)] += result[:MODEL]
     return after
 
 
 def reference(model: Array, ranks: Sequence[int], steps: range) -> Array:
-    """What a single process makes of these steps."""
+    """Computes these steps in a single process."""
     for step in steps:
         model = updated(model, total(ranks, step, min(count_of(step), MODEL)))
     return model
 
 
 class Rank:
-    """One rank; `begin` is the first line that it was told: path, job, rank, ranks, step, model, timeout."""
+    """One rank; `begin`: the first line of its input: path, job, rank, ranks, step, model, timeout."""
 
     def __init__(self, begin: dict[str, Any]) -> None:
         self._rank: int = begin["rank"]
@@ -85,7 +85,7 @@ class Rank:
         say(step=step + 1, wrong=wrong, operations=3 if step % EVERY == 0 else 1, elements=count_of(step))
 
     def _gathers(self, step: int) -> bool:
-        """Gathers, or hears from one rank; whether what came was right."""
+        """Does an allgather or a broadcast; returns whether the result is right."""
         values = part(self._rank, step, 500)
         kind = "allgather" if step % 2 else "broadcast"
         root = self._ranks[step % len(self._ranks)]
@@ -96,7 +96,7 @@ class Rank:
         return np.array_equal(np.frombuffer(data, np.int64), np.concatenate([part(r, step, 500) for r in whose]))
 
     def _votes(self) -> bool:
-        """Whether any rank has been asked to stop; all hear the same."""
+        """Returns whether any rank has been asked to stop; the same on all ranks."""
         signature = wire.Signature("allreduce", "int64", (1,))
         vote = np.array([self._stop], np.int64).tobytes()
         return self._client.wait(self._client.submit("stop?", signature, inline=vote)).inline != bytes(8)

@@ -15,13 +15,13 @@ from tests.fusiond.processes import Daemons
 
 @pytest.fixture
 def small_loans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Payloads from 1 KiB on are borrowed, so that a simulated job borrows memory with little data."""
+    """Borrows payloads from 1 KiB on, so that a simulated job borrows memory with little data."""
     monkeypatch.setattr(flow_control, "BORROW_FROM", 1024)
 
 
 @pytest.fixture(scope="module")
 def short_directory() -> Iterator[Path]:
-    """As `runtime_dir`, for a whole module; to be passed on to daemons, since it is not exported."""
+    """Makes a `runtime_dir` for a whole module; it has to be passed to daemons, since it is not exported."""
     path = Path(tempfile.mkdtemp(prefix="frt", dir="/tmp"))
     yield path
     shutil.rmtree(path)

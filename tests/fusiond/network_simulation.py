@@ -1,12 +1,12 @@
 """Whole daemons and the links between them in one thread and in virtual time: no sockets, no processes, no sleeping.
 
-Everything that decides is the product's: `Daemon` with its engine, membership and ending, `Mesh`, `Reception`, `Link`,
+All logic is the product's: `Daemon` with its engine, membership and ending, `Mesh`, `Reception`, `Link`,
 `Peer`, `Sending`, delivery and credit. Replaced are the event loop's clock, libzmq (each connection is a queue over a
 link with a rate and a latency), the kernel pool, and the local sockets of workers.
 
 An event is either *work* (something arrives, a job is done, a worker goes on) or a *timer* of a daemon. When a timer
-is next and no work is left, nothing but the passing of time could move anything: if something waits for a connection
-that stands then, that is a stall, which `Network.stalls` keeps.
+is next and no work is left, only time can move anything: if something waits for an open connection then, that is a
+stall, which `Network.stalls` records.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Network:
     """Virtual time, and links that carry `rate` bytes a second out of each node and take `latency` seconds.
 
     Args:
-        seed: decides how late things are, and what happens first of what happens at the same time.
+        seed: of delays, and of the order of events at the same time.
         rate, latency: of the links; control messages only take the latency. `rates`: of nodes that have another one.
         jitter: seconds by which anything may be later than that.
 
@@ -67,11 +67,11 @@ class Network:
         self._work = 0
 
     def late(self) -> float:
-        """Seconds by which something is late."""
+        """Draws the seconds by which an event is late."""
         return self.random.random() * self._jitter
 
     def at(self, time: float, callback: Callback, timer: bool = False) -> None:
-        """Calls back at a time; `timer`: nobody would notice anything before."""
+        """Calls back at a time; `timer`: as a timer, not as work."""
         self._work += not timer
         heapq.heappush(self._events, (time, next(self._serial), timer, callback))
 
@@ -80,19 +80,19 @@ class Network:
         self.at(self.now, callback)
 
     def break_something(self) -> None:
-        """Breaks one of the connections, and what is under way on it is lost."""
+        """Breaks one of the connections; messages under way on it are lost."""
         standing = [connection for connection in self.connections if connection.stands]
         if standing:
             self.random.choice(standing).break_off()
 
     def gone(self, node: int) -> None:
-        """A node has closed its sockets, and the others notice when they have had its last words."""
+        """Closes the sockets of a node; the others notice when they have received its last messages."""
         for connection in list(self.connections):
             if connection.inbox.node == node:
                 self.at(self.now + self.latency + 2 * self._jitter, connection.break_off)
 
     def run(self, done: Callable[[], bool], seconds: float) -> None:
-        """Goes on until `done`; fails when that takes longer than so many seconds."""
+        """Runs events until `done`; fails when that takes longer than `seconds`."""
         until = self.now + seconds
         while not done():
             time, _, timer, callback = heapq.heappop(self._events)
@@ -150,7 +150,7 @@ class VirtualLoop:
             self.network.soon(self.ended)
 
     def readable(self, fd: int) -> None:
-        """Something has come on a descriptor."""
+        """Calls the reader of a descriptor, on which something has come."""
         self.network.soon(lambda: None if self.stopped else self.readers.get(fd, lambda: None)())
 
     def _due(self, timer: Timer) -> None:
@@ -162,7 +162,7 @@ class VirtualLoop:
 
 
 class Frame:
-    """A frame of a message that has come."""
+    """A frame of a received message."""
 
     def __init__(self, data: bytes, more: bool, node: int, descriptor: int) -> None:
         self.buffer = memoryview(data)
@@ -185,7 +185,7 @@ class Inbox:
         return self._fd
 
     def take(self, token: bytes, parts: Sequence[bytes], node: int, descriptor: int) -> None:
-        """A message has come from a node."""
+        """Takes a message that has come from a node."""
         frames = [Frame(part, index + 1 < len(parts), node, descriptor) for index, part in enumerate(parts)]
         self._parts += [token, *frames]
         self._network.daemons[self.node].loop.readable(self._fd)
@@ -197,7 +197,7 @@ class Inbox:
 
 
 class Monitor:
-    """What tells of a socket's connections."""
+    """A socket's monitor, which reports events of its connections."""
 
     def __init__(self, network: Network, node: int) -> None:
         self._network, self._node = network, node
@@ -269,7 +269,7 @@ class Connection:
         network.at(self._arrived, arrives)
 
     def break_off(self) -> None:
-        """What is under way is lost, and the sender is told."""
+        """Breaks the connection: messages under way are lost, and the sender is told."""
         if not self.stands:
             return
         self.stands = False
@@ -279,7 +279,7 @@ class Connection:
         pass
 
     def close(self, linger: int) -> None:
-        """With time to linger, what was sent still arrives."""
+        """Closes the connection; with time to linger, sent messages still arrive."""
         self._lingers = self.stands and bool(linger)
         self.stands, self.closed = False, True
         if self in self.network.connections:
@@ -322,10 +322,10 @@ class VirtualSockets:
 
 
 class VirtualDaemon(Daemon):
-    """A daemon that nobody attends, up to `run`.
+    """A daemon without a starter, up to `run`.
 
     Attributes:
-        heard: the payloads and departures that have come, in order: from which node, and what.
+        heard: the payloads and departures that have come, in order: the node, and the message.
     """
 
     def __init__(self, network: Network, topology: Topology, node: int, settings: Settings) -> None:
@@ -358,7 +358,7 @@ class VirtualDaemon(Daemon):
 
     @property
     def failure(self) -> str:
-        """Why the job has failed here."""
+        """The reason for which the job has failed here."""
         return self._ending.failure
 
     def join(self, worker: VirtualWorker) -> None:
@@ -366,7 +366,7 @@ class VirtualDaemon(Daemon):
         self._worker_dispatch.worker_joined(worker.link, hello)
 
     def tell(self, worker: VirtualWorker, message: wire.WorkerMessage) -> None:
-        """A worker's message comes."""
+        """Delivers a message of a worker."""
         decoded = wire.decode_worker_message(wire.encode(message))
         if isinstance(decoded, wire.Bye):
             self._worker_dispatch.worker_left(worker.rank, decoded)
@@ -379,7 +379,7 @@ class VirtualDaemon(Daemon):
         self._peer_dispatch.receive(node, message, *payload)
 
     def _end(self) -> None:
-        """As the end of `run`."""
+        """Ends the daemon, as at the end of `run`."""
         self.mesh.close()
         self.network.gone(self.node)
 
@@ -395,7 +395,7 @@ class VirtualDaemon(Daemon):
             for job in jobs:
                 try:
                     job()
-                except Exception as failure:  # the daemon's to report
+                except Exception as failure:  # the daemon reports it
                     error = failure
             then(error)
 
@@ -407,7 +407,7 @@ class VirtualWorker:
     """A worker whose script is a generator: it yields messages with handles to wait for, or seconds to compute for.
 
     Attributes:
-        answers: what it was told, by handle.
+        answers: of the daemon, by handle.
         memory: its arena, one segment.
         failures: the sentences among them.
         seconds: what its steps took.
@@ -427,7 +427,7 @@ class VirtualWorker:
         self._awaited: set[int] = set()
 
     def begin(self, script: Iterator[Any]) -> None:
-        """Goes on with this once it is welcome."""
+        """Joins, and runs a script once the worker is welcome."""
         self._script = script
         self.daemon.join(self)
 
@@ -463,7 +463,7 @@ class VirtualWorker:
 
 
 def job(network: Network, local_sizes: Sequence[int], nbytes: int, **settings: Any) -> list[VirtualWorker]:
-    """Daemons whose connections are about to be made, and workers that have not come yet, in order of rank."""
+    """Makes daemons whose connections are about to be made, and workers that have not come yet, in order of rank."""
     starts = [sum(local_sizes[:node]) for node in range(len(local_sizes))]
     ranks = tuple(tuple(range(start, start + size)) for start, size in zip(starts, local_sizes, strict=True))
     topology = Topology(tuple(f"host{node}" for node in range(len(local_sizes))), ranks)

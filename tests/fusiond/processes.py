@@ -32,7 +32,7 @@ from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"]
-TIMEOUT_S = 60.0  # for what has to happen, on however slow a machine
+TIMEOUT_S = 60.0  # for anything that has to happen, on however slow a machine
 JOB = "test"
 # What is noticed in a job with these was noticed without waiting for a limit: the test's own would come first.
 NO_LIMITS = {"FUSION_HEARTBEAT_TIMEOUT": "600s", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600s"}
@@ -64,8 +64,8 @@ class Daemons:
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30s",  # so that what hangs ends with a sentence
             **environment,
         }
-        self.launch_options: dict[int, list[str]] = {}  # by node: what the command has besides
-        self.commands: dict[int, list[str]] = {}  # by node: what runs instead of `COMMAND`
+        self.launch_options: dict[int, list[str]] = {}  # by node: further arguments of the command
+        self.commands: dict[int, list[str]] = {}  # by node: the command instead of `COMMAND`
         self.addresses: dict[int, str] = {}  # by node: where it listens, if not on loopback
         self.processes: list[subprocess.Popen[bytes]] = []
         self.others: list[subprocess.Popen[bytes]] = []
@@ -75,12 +75,12 @@ class Daemons:
     # --- daemons ------------------------------------------------------------------------------------------------------
 
     def launch(self, node: int) -> subprocess.Popen[bytes]:
-        """A daemon's process, which has been told who it is; its standard error goes to a file."""
+        """Starts a daemon and sends its configuration; its standard error goes to a file."""
         address = self.addresses.get(node, "127.0.0.1")
         return self.launch_as(DaemonConfig(JOB, node, self.topology, address, attached=self.attached))
 
     def launch_as(self, config: DaemonConfig) -> subprocess.Popen[bytes]:
-        """The same with any configuration."""
+        """Starts a daemon with any configuration."""
         log = open(self.log_path(config.node), "ab")  # noqa: SIM115
         process = forks.popen(
             [*self.commands.get(config.node, COMMAND), *self.launch_options.get(config.node, [])],
@@ -98,7 +98,7 @@ class Daemons:
         return process
 
     def start(self, tell_peers: bool = True) -> Daemons:
-        """Starts all of them and, in a job of several nodes, tells them of each other."""
+        """Starts all daemons and, in a job of several nodes, sends them the table of peers."""
         self.processes = [self.launch(node) for node in range(len(self.topology.hosts))]
         for process in self.processes:
             answer = self.answer_of(process)
@@ -127,11 +127,11 @@ class Daemons:
         return self.directory / f"stderr.{node}"
 
     def log(self, node: int) -> str:
-        """What a daemon wrote to its standard error."""
+        """Returns a daemon's standard error."""
         return self.log_path(node).read_text()
 
     def status(self, node: int = 0) -> dict[str, Any]:
-        """A daemon's statistics."""
+        """Asks for a daemon's statistics."""
         return self.ask(node, wire.StatusRequest())
 
     def ask(self, node: int, request: wire.StatusRequest | wire.StopRequest) -> dict[str, Any]:
@@ -147,11 +147,11 @@ class Daemons:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition(status := self.status(node)):
             assert time.monotonic() < deadline, f"{status}\n{self.log(node)}"
-            time.sleep(0.02)  # the daemon has no way to tell a stranger that its status has changed
+            time.sleep(0.02)  # the daemon cannot notify tools of a new status
         return status
 
     def end(self, node: int) -> int:
-        """Closes a daemon's standard input and waits for its end; the exit code."""
+        """Closes a daemon's standard input and waits for its end; returns the exit code."""
         process = self.processes[node]
         assert process.stdin is not None
         process.stdin.close()
@@ -160,16 +160,16 @@ class Daemons:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def path(self, node: int) -> str:
-        """A daemon's local socket."""
+        """Returns the path of a daemon's local socket."""
         return socket_path(str(self.directory), JOB, node)
 
     def files(self, node: int) -> set[str]:
-        """What lies in a daemon's directory; empty when there is none."""
+        """Returns the names in a daemon's directory; empty when there is none."""
         directory = job_directory(str(self.directory), JOB, node)
         return set(os.listdir(directory)) if os.path.isdir(directory) else set()
 
     def connection(self, node: int = 0) -> socket.socket:
-        """A connection to a daemon that has said nothing yet, once the daemon listens."""
+        """Opens a connection to a daemon, once it listens, on which nothing has been sent."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -183,7 +183,7 @@ class Daemons:
                 time.sleep(0.01)
 
     def say(self, message: wire.WorkerMessage | bytes, node: int = 0) -> list[wire.DaemonMessage]:
-        """Says one thing on a new connection and reads until the daemon closes it, or answers."""
+        """Sends one message on a new connection, and reads until the daemon closes it, or answers."""
         with self.connection(node) as sock:
             local.Packet(message if isinstance(message, bytes) else wire.encode(message)).send(sock)
             try:
@@ -193,7 +193,7 @@ class Daemons:
         return [wire.decode_daemon_message(data)] if data else []
 
     def join(self, ranks: Iterable[int] | None = None) -> dict[int, Client]:
-        """Clients of these ranks, or of all, which come up together."""
+        """Makes clients of these ranks, or of all, which come up together."""
         wanted = list(range(self.topology.size) if ranks is None else ranks)
 
         def connect(rank: int) -> Client:
@@ -203,11 +203,11 @@ class Daemons:
         return self.clients
 
     def on_clients(self, action: Callable[[Client], Any]) -> dict[int, Any]:
-        """Does the same with all clients at the same time; the results, or errors, by rank."""
+        """Runs an action with all clients at the same time; returns the results, or errors, by rank."""
         return together({rank: lambda client=client: action(client) for rank, client in self.clients.items()}, False)  # type: ignore[misc]
 
     def worker_process(self, rank: int, code: str) -> subprocess.Popen[bytes]:
-        """A process that joins as `rank` and runs code with `client`, `wire` and `np`; it says so on its output."""
+        """Starts a process that joins as `rank` and runs code with `client`, `wire` and `np`."""
         script = (
             "import sys, numpy as np\nfrom fusion_rt import wire\nfrom fusion_rt.client import Client\n"
             f"client = Client({self.path(self.topology.node_of(rank))!r}, {JOB!r}, {rank}, {TIMEOUT_S})\n"
@@ -225,7 +225,7 @@ class Daemons:
         return process
 
     def close(self) -> None:
-        """Ends everything, by force where it does not end by itself."""
+        """Ends all clients and processes, by force if they do not end by themselves."""
         for client in self.clients.values():
             client.close()
         for process in self.others:
@@ -243,7 +243,7 @@ class Daemons:
 
 
 def together(actions: dict[int, Callable[[], Any]], raising: bool = True) -> dict[int, Any]:
-    """Runs actions in threads of their own; their results by key. Raises the first error, or returns it."""
+    """Runs actions in threads of their own; returns results by key. Raises the first error, or returns errors."""
     results: dict[int, Any] = {}
 
     def run(key: int, action: Callable[[], Any]) -> None:
@@ -265,14 +265,14 @@ def together(actions: dict[int, Callable[[], Any]], raising: bool = True) -> dic
 
 
 def read_line(process: subprocess.Popen[bytes]) -> str:
-    """The next line of a process's output; what it wrote until its end if there is none."""
+    """Reads the next line of a process's output; the output until its end if there is none."""
     assert process.stdout is not None
     deadline = time.monotonic() + TIMEOUT_S
     line = b""
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
         assert ready, f"no output in time, after {line!r}"
-        # Nothing more is read than this line: `select` would not see what lies in a buffer of Python's.
+        # Only this line is read: `select` would not see bytes in a buffer of Python's.
         part = os.read(process.stdout.fileno(), 1)
         if not part:
             break
@@ -281,12 +281,12 @@ def read_line(process: subprocess.Popen[bytes]) -> str:
 
 
 def quiet(log: str) -> str:
-    """What a daemon wrote, but for the warnings by which it tells that the machine is busy."""
+    """Returns a daemon's log without the warnings of a busy machine."""
     busy = " is slow: ", "the event loop stood still"
     return "".join(line for line in log.splitlines(keepends=True) if not any(words in line for words in busy))
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL, and waits for the end."""
+    """Kills a process by SIGKILL, and waits for its end."""
     process.send_signal(signal.SIGKILL)
     process.wait(TIMEOUT_S)

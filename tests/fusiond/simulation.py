@@ -1,7 +1,7 @@
 """A whole job in one thread: an engine for each node, a network that delivers in any order, and workers with arenas.
 
-What could happen at the same time happens in an order that the seed decides: deliveries of different connections, jobs
-of the kernel pool, and the next thing that each worker does. Two things are as bad as they can be:
+The seed decides the order of concurrent events: deliveries of different connections, jobs of the kernel pool, and the
+next action of each worker. Two things are as bad as they can be:
 
 - A payload that the network has borrowed is read when it is delivered, not when it is sent.
 - A worker overwrites its memory as soon as it is told that the operation is done.
@@ -176,7 +176,7 @@ class SimulatedJob:
         self.post(source, target, f"payload{self._chunks % self.settings.connections}", message, payload)
 
     def step(self) -> bool:
-        """Delivers a message, runs a deferred job, or lets a worker do its next thing; False when all is done."""
+        """Delivers a message, runs a deferred job, or runs a worker's next action; returns False when all is done."""
         channels = [key for key, queue in self._channels.items() if queue]
         scripts = [rank for rank, script in self._scripts.items() if script]
         choices = len(channels) + len(scripts) + bool(self.deferred)
@@ -200,13 +200,13 @@ class SimulatedJob:
         self.nodes[target].engine.peer_message(source, decoded, *view)
 
     def settle(self) -> None:
-        """Goes on until nothing is under way; fails when a node's daemon reported a failure of the job."""
+        """Runs until nothing is under way; fails when a node's daemon reported a failure of the job."""
         while self.step():
             pass
         assert [node.failure for node in self.nodes] == [""] * len(self.nodes)
 
     def pass_time(self, seconds: float) -> None:
-        """Time passes, a second at a time, as the daemons see it."""
+        """Lets time pass, a second at a time, as the daemons see it."""
         for _ in range(round(seconds)):
             self.now += 1
             due = [callback for at, callback in self.timers if at <= self.now]
@@ -219,14 +219,14 @@ class SimulatedJob:
             self.settle()
 
     def leave(self, rank: int) -> None:
-        """A rank leaves in good order, and all nodes hear of it."""
+        """Lets a rank leave in good order; all nodes hear of it."""
         for node in self.nodes:
             node.engine.depart([rank])
 
     # --- the workers --------------------------------------------------------------------------------------------------
 
     def later(self, rank: int, action: Callable[[], object]) -> None:
-        """What a worker does after what it was to do before, at some time."""
+        """Adds an action to those that a worker does in order, at some time."""
         self._scripts.setdefault(rank, deque()).append(action)
 
     def submit(
@@ -239,7 +239,7 @@ class SimulatedJob:
         splits: tuple[int, ...] = (),
         inline: bool = False,
     ) -> int:
-        """A rank submits `values` (as they are stored) in its arena, or in the message; returns the handle."""
+        """Submits `values` (as they are stored) of a rank, in its arena or in the message; returns the handle."""
         self._handles += 1
         handle, memory, data = self._handles, None, None
         if values is not None and inline:
@@ -254,7 +254,7 @@ class SimulatedJob:
         return handle
 
     def on_all_ranks(self, action: Callable[[int], int]) -> list[int]:
-        """Every rank does `action`, which returns a handle, at some time; the handles by rank once all is done."""
+        """Runs `action`, which returns a handle, on every rank at some time; returns the handles once all is done."""
         handles = [0] * self.size
         for rank in self.ranks:
             self.later(rank, lambda rank=rank: handles.__setitem__(rank, action(rank)))  # type: ignore[misc]
@@ -264,17 +264,17 @@ class SimulatedJob:
     def submit_all(
         self, name: str, signature: wire.Signature, values: Sequence[Array], clock: int = 0, inline: bool = False
     ) -> list[int]:
-        """Every rank submits its values, at some time; returns the handles by rank once all is done."""
+        """Submits every rank's values, at some time; returns the handles by rank once all is done."""
         return self.on_all_ranks(lambda rank: self.submit(rank, name, signature, values[rank], clock, inline=inline))
 
     def propose(self, rank: int, proposal: wire.Proposal) -> int:
-        """A rank asks for a plan; returns the handle."""
+        """Asks for a plan on a rank; returns the handle."""
         self._handles += 1
         self.engine(rank).propose(rank, self._handles, proposal)
         return self._handles
 
     def plan(self, proposal: Callable[[int], wire.Proposal] | wire.Proposal) -> wire.Plan:
-        """All ranks ask for a plan and give memory for it."""
+        """Asks for a plan on all ranks, and adds their memory for it."""
         make = (lambda _: proposal) if isinstance(proposal, wire.Proposal) else proposal
         handles = self.on_all_ranks(lambda rank: self.propose(rank, make(rank)))
         plans = []
@@ -286,20 +286,20 @@ class SimulatedJob:
         return plans[0]
 
     def add_plan_memory(self, plan: wire.Plan) -> list[Array]:
-        """Every rank's segment for a plan, in bytes."""
+        """Adds every rank's segment for a plan; returns their bytes."""
         memory = [np.full(plan.nbytes, GARBAGE, np.uint8) for _ in self.ranks]
         for rank in self.ranks:
             self.engine(rank).add_plan_memory(rank, plan.id, memory[rank])
         return memory
 
     def ready(self, rank: int, plan: wire.Plan, bucket: int, clock: int) -> int:
-        """A rank's part of a bucket is in its segment."""
+        """Submits a rank's part of a bucket, which is in its segment; returns the handle."""
         self._handles += 1
         self.engine(rank).ready(rank, wire.Ready(self._handles, plan.id, bucket, clock))
         return self._handles
 
     def answered(self, rank: int, message: wire.DaemonMessage, data: Array | None) -> None:
-        """A worker is told something; what it had in its arena is overwritten at once."""
+        """Gives a worker an answer; the operation's memory in its arena is overwritten at once."""
         memory = self._memory.pop((rank, getattr(message, "handle", -1)), None)
         if memory is not None and data is None and isinstance(message, wire.Done):
             data = memory.copy()
@@ -308,7 +308,7 @@ class SimulatedJob:
         self.answers.setdefault(rank, []).append((message, data))
 
     def answer(self, rank: int, handle: int) -> tuple[wire.DaemonMessage, Array | None]:
-        """What the rank was told about an operation."""
+        """Returns the rank's answer to an operation."""
         found = [pair for pair in self.answers.get(rank, []) if getattr(pair[0], "handle", None) == handle]
         assert len(found) == 1, f"rank {rank} has {len(found)} answers for handle {handle}: {self.answers.get(rank)}"
         return found[0]
@@ -317,7 +317,7 @@ class SimulatedJob:
         return any(getattr(message, "handle", None) == handle for message, _ in self.answers.get(rank, []))
 
     def result(self, rank: int, handle: int, dtype: str = "float32") -> Array:
-        """The elements that a rank got, as they are stored; fails when it got an error."""
+        """Returns the elements that a rank got, as they are stored; fails when it got an error."""
         message, data = self.answer(rank, handle)
         assert isinstance(message, wire.Done), message
         if message.inline is not None:
@@ -326,13 +326,13 @@ class SimulatedJob:
         return data.view(DTYPES[dtype].storage)
 
     def error(self, rank: int, handle: int) -> str:
-        """The sentence that a rank got; fails when it got a result."""
+        """Returns the error text that a rank got; fails when it got a result."""
         message, _ = self.answer(rank, handle)
         assert isinstance(message, wire.Failed), message
         return message.message
 
     def messages(self, kind: type) -> int:
-        """How many control messages of a kind went between nodes."""
+        """Counts the control messages of a kind between nodes."""
         return sum(isinstance(message, kind) for _, _, message in self.sent)
 
     def nothing_is_left(self) -> None:

@@ -56,7 +56,7 @@ class ViewNode(Node):
     # --- workers that leave and come back -----------------------------------------------------------------------------
 
     def leave(self, rank: int) -> None:
-        """A worker leaves in good order."""
+        """Lets a worker leave in good order."""
         self.membership.left.add(rank)
         self.engine.depart([rank])
         for node in range(len(self._view_job.topology.hosts)):
@@ -65,7 +65,7 @@ class ViewNode(Node):
         self.losses.departed()
 
     def come_back(self, rank: int) -> None:
-        """It says hello again."""
+        """Lets a worker say hello again."""
         assert self.membership.may_join(rank) == ""
         epoch = self.membership.epoch
         self.membership.join(rank)
@@ -145,7 +145,7 @@ class ViewNode(Node):
 
 
 class ViewJob(SimulatedJob):
-    """A job whose nodes may be killed. Arguments as `SimulatedJob` has them; losses are tolerated unless said."""
+    """A job whose nodes may be killed, with the arguments of `SimulatedJob`; losses are tolerated by default."""
 
     def __init__(self, local_sizes: Sequence[int], seed: int = 0, **settings: Any) -> None:
         super().__init__(local_sizes, seed, **{"tolerate_losses": True, **settings})
@@ -155,7 +155,7 @@ class ViewJob(SimulatedJob):
 
     @property
     def left(self) -> list[ViewNode]:
-        """The nodes that go on."""
+        """Returns the nodes that go on."""
         return [node for node in self.members if node.going_on]
 
     @property
@@ -170,7 +170,7 @@ class ViewJob(SimulatedJob):
         self.members[target].receive(source, decoded, *view)
 
     def kill(self, node: int) -> None:
-        """A daemon dies with its workers. Of what it has sent, some arrives; its peers notice in their own time."""
+        """Kills a daemon with its workers. Some of its last messages arrive; its peers notice in their own time."""
         self.members[node].dead = True
         self._scripts.update(
             {rank: type(self._scripts[rank])() for rank in self.topology.ranks[node] if rank in self._scripts}
@@ -185,24 +185,24 @@ class ViewJob(SimulatedJob):
                 self.timers.append((self.now + delay, lambda peer=peer: peer.lose(node, "its connection was closed")))  # type: ignore[misc]
 
     def kill_worker(self, rank: int) -> None:
-        """A worker dies, and its daemon sees it."""
+        """Kills a worker; its daemon sees it."""
         self.members[self.topology.node_of(rank)].losses.worker_lost(rank, f"rank {rank} died")
 
     def leave(self, rank: int) -> None:
-        """A rank leaves in good order; the nodes hear of it in their own time."""
+        """Lets a rank leave in good order; the nodes hear of it in their own time."""
         self.members[self.topology.node_of(rank)].leave(rank)
 
     def come_back(self, rank: int, then: Callable[[], object]) -> None:
-        """A rank that has left comes back; what it does as soon as its daemon has welcomed it."""
+        """Lets a rank that has left come back; `then`: its action once its daemon has welcomed it."""
         self._when_welcome[rank] = then
         self.members[self.topology.node_of(rank)].come_back(rank)
 
     def welcomed(self, rank: int) -> None:
-        """A rank's daemon says that the job has started."""
+        """Runs a rank's next action, once its daemon says that the job has started."""
         self.later(rank, self._when_welcome.pop(rank))
 
     def go_on(self, seconds: float = 5.0) -> None:
-        """Everything that happens in that time."""
+        """Runs everything that happens in `seconds`."""
         end = self.now + seconds
         while True:
             patient = self._random.random() > 0.02  # else time passes though something waits
@@ -221,5 +221,5 @@ class ViewJob(SimulatedJob):
                 node.engine.tick()
 
     def outcome(self, rank: int, handle: int) -> wire.DaemonMessage | None:
-        """What a rank was told about an operation; None if nothing."""
+        """Returns the rank's answer to an operation; None if there is none."""
         return self.answer(rank, handle)[0] if self.is_answered(rank, handle) else None

@@ -1,4 +1,4 @@
-"""Runs the matrix, and writes what works with what into docs/algorithms.md.
+"""Runs the matrix, and writes into docs/algorithms.md which features work together.
 
 python -m tests.meetings                      # the cover; writes the tables
 python -m tests.meetings --match clip --show  # cells whose names contain "clip", of the whole product; only shows
@@ -18,7 +18,7 @@ from tests.meetings.test_meetings import DOCUMENT
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 1 if a cell is neither right nor refused."""
+    """Runs the chosen cells; returns 1 if one is neither right nor refused."""
     parser = argparse.ArgumentParser(prog="tests.meetings", description=__doc__.partition("\n")[0])
     parser.add_argument("--match", default="", help="only cells in whose names this is; more, with ' & '")
     parser.add_argument("--all", action="store_true", help="of the product, not of the cover")
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _sentences(outcomes: dict[Cell, Outcome], said: dict[Cell, str]) -> dict[table.Pair, str]:
-    """What is said of each pair that is refused wherever it meets."""
+    """Returns the error text for each pair that is refused wherever it meets."""
     found: dict[table.Pair, str] = {}
     accepted = [cell for cell, outcome in outcomes.items() if outcome is not Outcome.REFUSED]
     for cell, outcome in outcomes.items():

@@ -1,7 +1,7 @@
 """The cells of the matrix: which script meets which algorithm, codec, overlap and number of nodes.
 
 Two things that the product refuses to join (`refused_pair`) make a cell of their own, in which the refusal is checked.
-Of all others, `cover` chooses so many cells that every two things meet in one, and `product` has all of them.
+Of all others, `cover` chooses enough cells that every two things meet in one, and `product` has all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NODES = {"one node": (2,), "two nodes": (2, 1)}
 
 @dataclass(frozen=True)
 class Cell:
-    """A meeting, by the names of what meets."""
+    """A meeting: the names of the things that meet."""
 
     script: str
     algorithm: str
@@ -53,12 +53,12 @@ class Cell:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return sum(NODES[self.nodes])
 
     @property
     def things(self) -> tuple[tuple[int, str], ...]:
-        """What meets, each with the number of its kind."""
+        """The things that meet, each with the number of its kind."""
         return tuple(enumerate((self.script, self.algorithm, self.codec, self.overlap, self.nodes)))
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Cell:
 
 
 def refusal(cell: Cell) -> str:
-    """What the product's checks say of this algorithm with this codec and overlap; empty if they go together."""
+    """Returns the product's error for this algorithm with this codec and overlap; empty if they go together."""
     return _refusal(cell.algorithm, cell.codec, cell.overlap, cell.size)
 
 
@@ -83,7 +83,7 @@ def _refusal(algorithm: str, codec: str, overlap: str, size: int) -> str:
 
 
 def product() -> Iterator[Cell]:
-    """All cells of what goes together."""
+    """Yields all cells of things that go together."""
     for names in itertools.product(SCRIPTS, ALGORITHMS, CODECS, OVERLAPS, NODES):
         cell = Cell(*names)
         if not refusal(cell):
@@ -91,7 +91,7 @@ def product() -> Iterator[Cell]:
 
 
 def refused() -> Iterator[Cell]:
-    """A cell for each codec, and each overlap, that an algorithm refuses."""
+    """Yields a cell for each codec, and each overlap, that an algorithm refuses."""
     for algorithm, codec, nodes in itertools.product(ALGORITHMS, CODECS, NODES):
         cell = Cell("plain", algorithm, codec, "none", nodes)
         if refusal(cell) and nodes == "two nodes":
@@ -103,8 +103,11 @@ def refused() -> Iterator[Cell]:
 
 
 def cover() -> list[Cell]:
-    """Cells in which all pairs of things that can meet do so, the same ones in each run: each script with each
-    algorithm, where nothing else is special; and as few more, chosen greedily, as all other pairs need."""
+    """Returns cells in which all pairs of things that can meet do so, the same in each run.
+
+    They are each script with each algorithm, where nothing else is special, and as few more, chosen greedily, as all
+    other pairs need.
+    """
     chosen = [
         Cell(script, algorithm, "topk" if algorithm == "choco" else "dense", "none", nodes)
         for (row, script), (column, algorithm) in itertools.product(enumerate(SCRIPTS), enumerate(ALGORITHMS))
@@ -113,8 +116,8 @@ def cover() -> list[Cell]:
     cells = list(product())
     random.Random(0).shuffle(cells)
     missing = set().union(*(cell.pairs for cell in cells)).difference(*(cell.pairs for cell in chosen))
-    # By how many new pairs a cell would bring, those that bring most first. What a cell would bring only becomes less,
-    # so each is looked at again only where it would come now.
+    # Cells by the number of new pairs that each would bring, the most first. This number only becomes less, so each
+    # cell is counted again only when its turn comes.
     found = len(next(iter(cells)).pairs)
     waiting: dict[int, list[Cell]] = {count: [] for count in range(found + 1)} | {found: cells}
     for count in range(found, 0, -1):

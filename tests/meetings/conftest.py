@@ -15,14 +15,14 @@ SETTINGS = {"HOROVOD_START_TIMEOUT": "120", "HOROVOD_FUSION_THRESHOLD": "4KiB"}
 
 
 class Jobs:
-    """Jobs that are started when they are asked for, and thrown away when something went wrong in them: so a cell that
-    hangs fails alone."""
+    """Jobs that are started when they are needed, and discarded after an error, so that a cell that hangs fails
+    alone."""
 
     def __init__(self) -> None:
         self._running: dict[str, Job] = {}
 
     def run(self, nodes: str, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of a function of all ranks. Raises `WorkerError`."""
+        """Runs a function on all ranks; returns its results by rank. Raises `WorkerError`."""
         if nodes not in self._running:
             self._running[nodes] = Job(NODES[nodes], SETTINGS)
         try:

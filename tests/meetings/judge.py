@@ -1,11 +1,11 @@
-"""What must come out of a cell, written down once.
+"""Judges the outcome of a cell.
 
-- *equal*: each rank has the weights that the reference computes in one process. So it has to be where ranks are
+- *equal*: each rank has the weights that the reference computes in one process. This is required where ranks are
   synchronous, nothing is left out, and no update is late.
-- *within*: else. All ranks agree after `hvd.consensus`, to the bit; the model has learned, by at least `SHARE` of what
-  the synchronous reference learns from the same script; and nothing that the script looks at is wrong.
-- *refused*: all ranks get a sentence that names both of two things that do not go together, and these two are among
-  those that docs/algorithms.md says are refused.
+- *within*: otherwise. All ranks agree after `hvd.consensus`, to the bit; the model has learned, by at least `SHARE` of
+  what the synchronous reference learns from the same script; and the script's own checks hold.
+- *refused*: all ranks get a sentence that names both of two things that do not go together, and docs/algorithms.md says
+  that these two are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.meetings.ranks import Report
 
 SHARE = 0.25
 TOLERANCE = 2e-4  # float32, sums in another order, and a dozen steps
-UNEVEN = ("join with uneven data",)  # after which synchronous ranks have what they had when they joined
+UNEVEN = ("join with uneven data",)  # after which synchronous ranks have the weights with which they joined
 
 
 class Outcome(enum.Enum):
-    """What came of a cell, and its mark in docs/algorithms.md."""
+    """The outcome of a cell, and its mark in docs/algorithms.md."""
 
     EQUAL = "="
     WITHIN = "≈"
@@ -35,7 +35,7 @@ class Outcome(enum.Enum):
 
 
 def must_be_equal(cell: Cell) -> bool:
-    """Whether the result is known to the last digits."""
+    """Returns whether the result has to be equal to the reference, up to rounding."""
     exact = cell.algorithm in reference.RULES and cell.overlap != "stale"
     return exact and (cell.codec == "dense" or (cell.algorithm == "allreduce" and cell.nodes == "one node"))
 
@@ -46,10 +46,10 @@ def _expected(script: str, size: int, algorithm: str) -> reference.Expected:
 
 
 def judge(cell: Cell, reports: Sequence[Report]) -> Outcome:
-    """What came of it.
+    """Judges the reports of all ranks.
 
     Raises:
-        AssertionError: something that must not.
+        AssertionError: the cell is neither right nor refused as documented.
     """
     sentences = {report.refused for report in reports}
     if sentences != {""}:
@@ -87,7 +87,7 @@ def _quality_of_reference(script: str, size: int) -> float:
 
 
 def named(cell: Cell, sentence: str) -> list[tuple[str, str]]:
-    """Pairs of what the cell joins that a sentence names both of."""
+    """Returns the pairs of the cell's things of which a sentence names both."""
     text = sentence.lower()
     words = {
         cell.script: tuple(word.lower() for word in scripts.SCRIPTS[cell.script].words),

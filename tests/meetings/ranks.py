@@ -1,4 +1,4 @@
-"""A cell on the ranks of a job: what each of them runs, and what it reports."""
+"""Runs a cell on the ranks of a job, and reports its results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.meetings.scripts import Run
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a cell on one rank.
+    """The result of a cell on one rank.
 
     Attributes:
         refused: the sentence, if it was refused.
         weights: after the script, flat.
         agreed: after `hvd.consensus`, flat.
-        quality: the loss of that model on points that nobody has trained with.
+        quality: the loss of that model on points that no rank has trained with.
         complaints: of the script.
     """
 
@@ -69,7 +69,7 @@ class Real(Run):
 
 
 def run(cell: Cell) -> Report:
-    """Runs the cell's script. What the product raises as `ValueError` is a refusal."""
+    """Runs the cell's script. A `ValueError` of the product is a refusal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

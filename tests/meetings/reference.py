@@ -1,6 +1,6 @@
 """The scripts in one process: ranks are threads, and the published rules of the synchronous algorithms are plain torch.
 
-It shares nothing with the product but the words: what must come out of a job is computed here.
+It shares no code with the product: the expected result of a job is computed here.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ WAIT_S = 60.0  # until ranks that wait for each other are taken to be stuck
 
 
 class GivenUp(RuntimeError):
-    """Another rank has given the step up."""
+    """Another rank has abandoned the step."""
 
 
 class World:
-    """What ranks meet in."""
+    """A barrier of ranks, at which they exchange values."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._changed = threading.Condition()
-        self._here: dict[int, Any] = {}  # what ranks have brought to the meeting under way
+        self._here: dict[int, Any] = {}  # values of ranks at the meeting under way
         self._result: Any = None
         self._meetings = 0
         self._joined: set[int] = set()
 
     def meet(self, rank: int, value: Any, combine: Callable[[dict[int, Any]], Any]) -> Any:
-        """What `combine` makes of the values of all ranks that have not joined. The same for all of them."""
+        """Returns `combine` of the values of all ranks that have not joined; the same for all of them."""
         with self._changed:
             number = self._meetings
             self._here[rank] = value
@@ -111,7 +111,7 @@ class Reference(torch.optim.Optimizer):
         yield
 
     def overflowed(self) -> bool:
-        """Whether a GradScaler has found that this rank's gradients are not finite; unscales them otherwise."""
+        """Returns whether a GradScaler has found this rank's gradients not finite; unscales them otherwise."""
         found = self.__dict__.get("found_inf")
         if found is None or found.item():
             return found is not None
@@ -122,7 +122,7 @@ class Reference(torch.optim.Optimizer):
         return False
 
     def remember(self) -> None:
-        """Weights of an outer step, of those that have none yet."""
+        """Stores the weights of an outer step, for parameters that have none yet."""
 
     def reseed(self) -> None:
         """All ranks have set the same weights."""
@@ -135,7 +135,7 @@ class Reference(torch.optim.Optimizer):
 
 
 class AllReduce(Reference):
-    """Each backward pass, or each `passes`-th, adds the mean of the ranks' gradients to `p.grad`."""
+    """All-reduce: each backward pass, or each `passes`-th, adds the mean of the ranks' gradients to `p.grad`."""
 
     def backward(self, loss: torch.Tensor) -> None:
         parameters = self._parameters()
@@ -165,8 +165,10 @@ class AllReduce(Reference):
 
 
 class Shards(Reference):
-    """BSP: the mean of what the scripts have made of their gradients is what the one optimizer steps with. A rank whose
-    gradients overflowed is not in it."""
+    """BSP: the one optimizer steps with the mean of the gradients as the scripts have changed them.
+
+    A rank whose gradients overflowed is left out.
+    """
 
     _step_supports_amp_scaling = True
 
@@ -184,7 +186,7 @@ class Shards(Reference):
 
 
 class LocalSGD(Reference):
-    """Every `period` steps, all ranks that are there take the mean of their weights."""
+    """Local SGD: every `period` steps, all ranks that are there take the mean of their weights."""
 
     period = 2
     _step_supports_amp_scaling = True
@@ -204,13 +206,13 @@ class LocalSGD(Reference):
 
 
 class DiLoCo(LocalSGD):
-    """Every `period` steps, an outer step of Nesterov's momentum by the mean change (arXiv 2311.08105)."""
+    """DiLoCo: every `period` steps, an outer step of Nesterov's momentum by the mean change (arXiv 2311.08105)."""
 
     rate, momentum = 0.7, 0.5
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._taken % self.period == 0:
-            self.reseed()  # weights that the script has set here, where all ranks had the same, are where it begins
+            self.reseed()  # it begins with weights that the script has set here, the same on all ranks
         super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,7 +273,7 @@ class Threaded(Run):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a script makes of a job.
+    """The expected result of a script.
 
     Attributes:
         weights: of all parameters, flat, by rank.
@@ -283,7 +285,7 @@ class Expected:
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters, one after the other."""
+    """Returns all parameters as one flat tensor."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 

@@ -1,8 +1,8 @@
 """Training scripts, one for each thing that people do between `zero_grad` and the end of an epoch.
 
 A script is written once and runs in two worlds: on real ranks, where `Run` is `fusion_rt.torch`, and in the reference
-(`reference.py`), where the ranks are threads of one process and plain torch is all there is. So a script may use what
-`Run` has, torch, and nothing else.
+(`reference.py`), where the ranks are threads of one process with plain torch. So a script may use `Run` and torch, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Run(ABC):
 
     @abstractmethod
     def wrap(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, passes: int = 1) -> Any:
-        """The distributed optimizer; `passes` backward passes make up a step."""
+        """Returns the distributed optimizer; `passes` backward passes make up a step."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
-        """`loss.backward()`."""
+        """Runs `loss.backward()`."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -47,11 +47,11 @@ class Run(ABC):
 
     @abstractmethod
     def mean(self, value: float) -> float:
-        """The mean of all ranks' values."""
+        """Returns the mean of all ranks' values."""
 
     @abstractmethod
     def join(self) -> None:
-        """Has no more data; waits until all ranks have none."""
+        """Says that this rank has no more data, and waits until all ranks have none."""
 
     @abstractmethod
     def reseed(self, optimizer: Any) -> None:
@@ -78,20 +78,20 @@ class Net(torch.nn.Module):
 
 
 def batch_of(rank: int, step: int, count: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs [count, 6] and targets [count, 1] of a rank in a step: points of a smooth function."""
+    """Returns inputs [count, 6] and targets [count, 1] of a rank in a step: points of a smooth function."""
     inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
     return inputs, torch.tanh(inputs @ torch.linspace(-1, 1, 6).unsqueeze(1)) + 1
 
 
 def loss_of(run: Run, model: torch.nn.Module, step: int, **how: Any) -> torch.Tensor:
-    """The loss of this rank's batch."""
+    """Returns the loss of this rank's batch."""
     inputs, targets = batch_of(run.rank, step)
     return torch.nn.functional.mse_loss(model(inputs, **how), targets)
 
 
 @torch.no_grad()
 def quality(model: torch.nn.Module) -> float:
-    """The loss on points that nobody has trained with."""
+    """Returns the loss on points that no rank has trained with."""
     inputs, targets = batch_of(99, 0, 256)
     model.eval()
     found = float(torch.nn.functional.mse_loss(model(inputs), targets))
@@ -104,7 +104,7 @@ class Training:
     """A model and its optimizer.
 
     Attributes:
-        complaints: what the script has seen that it should not have.
+        complaints: errors that the script has found.
     """
 
     model: Any
@@ -112,7 +112,7 @@ class Training:
     complaints: list[str]
 
     def step(self, run: Run, number: int) -> None:
-        """The plainest step."""
+        """Takes the simplest step: zero_grad, backward, step."""
         self.optimizer.zero_grad()
         run.backward(loss_of(run, self.model, number), self.optimizer)
         self.optimizer.step()
@@ -123,7 +123,7 @@ class Training:
 
 
 def begin(run: Run, passes: int = 1, second: bool = False) -> Training:
-    """A model, and SGD on all of it."""
+    """Makes a model, and SGD on all its parameters."""
     model = Net(second)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     return Training(model, run.wrap(optimizer, model, passes), [])
@@ -138,8 +138,8 @@ class Script:
 
     Attributes:
         name: of its row in docs/algorithms.md.
-        words: a refusal says one of these.
-        body: what each rank runs.
+        words: a refusal contains one of these.
+        body: the function of each rank.
     """
 
     name: str
@@ -182,7 +182,7 @@ def grad_scaler(run: Run) -> Training:
 
 
 def _outlier(run: Run, model: torch.nn.Module, number: int) -> torch.Tensor:
-    """A loss whose gradient would throw the weights far away if it were not clipped."""
+    """Returns a loss whose gradient, without clipping, would move the weights far away."""
     return loss_of(run, model, number) * (1e4 if number % 3 == 1 else 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/algorithms.md that say what works with what: written from the matrix, and read by it."""
+"""The tables of docs/algorithms.md that say which features work together: written from the matrix, and read by it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pair = frozenset[str]
 
 @dataclass(frozen=True)
 class Documented:
-    """What the document says.
+    """The contents of the document's tables.
 
     Attributes:
         refused: pairs of names that do not go together.
@@ -36,11 +36,11 @@ def _names(cell: Cell) -> frozenset[str]:
 
 
 def write(document: Path, outcomes: Mapping[Cell, Outcome], sentences: Mapping[Pair, str]) -> None:
-    """Puts the tables into the document, between their marks.
+    """Writes the tables into the document, between their marks.
 
     Args:
         outcomes: of all cells of the cover.
-        sentences: what was said of each pair that was refused.
+        sentences: the error text of each pair that was refused.
     """
     text = document.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
@@ -80,7 +80,7 @@ def _row(columns: list[str]) -> str:
 
 
 def read(document: Path) -> Documented:
-    """The pairs that the document says are refused.
+    """Reads the pairs that are refused according to the document.
 
     Raises:
         ValueError: it has no tables.
