@@ -5,8 +5,8 @@
     fusionrun -H host1:2,host2:2 python examples/char_gpt.py
 
 The script is the same on one process and on many hosts: each rank draws its own batches, and the optimizer averages the
-gradients of all ranks before each step. What is there for that is marked with an arrow. The default run takes a minute
-or two on two workers with a core each.
+gradients of all ranks before each step. The lines for that are marked with an arrow. The default run takes a minute or
+two on two workers with a core each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REPORT_EVERY = 20  # steps
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two texts, one dimension, int64 below `VOCABULARY`: what to train on, and what is held out."""
+    """Returns the training text and the held-out text, each int64 of one dimension, below `VOCABULARY`."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = b""
     for path in sorted(library.glob("*.py")):
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """From characters (batch, length) to logits of the next ones (batch, length, `VOCABULARY`)."""
+    """A GPT that maps characters (batch, length) to logits of the next ones (batch, length, `VOCABULARY`)."""
 
     def __init__(self, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Gpt(nn.Module):
 
     @torch.no_grad()
     def write(self, start: str, length: int, generator: torch.Generator, temperature: float = 0.7) -> str:
-        """`start`, and `length` characters that the model goes on with."""
+        """Returns `start`, followed by `length` characters that the model draws."""
         text = torch.tensor([list(start.encode("ascii"))])
         for _ in range(length):
             logits = self(text[:, -self.context :])[:, -1] / temperature
@@ -95,19 +95,19 @@ class Gpt(nn.Module):
 def draw(
     text: torch.Tensor, batch_size: int, context: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random pieces of the text (batch, context), and the same moved on by one character."""
+    """Draws random pieces of the text (batch, context), and the same shifted by one character."""
     starts = torch.randint(len(text) - context, (batch_size, 1), generator=generator)
     places = starts + torch.arange(context)
     return text[places], text[places + 1]
 
 
 def loss_of(model: Gpt, pieces: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean cross entropy of the next character, in nats."""
+    """Returns the mean cross entropy of the next character, in nats."""
     return F.cross_entropy(model(pieces[0]).flatten(0, 1), pieces[1].flatten())
 
 
 def schedule(step: int, steps: int) -> float:
-    """Factor of the learning rate: rises linearly, falls along half a cosine to a tenth."""
+    """Returns the factor of the learning rate, which rises linearly, and falls along half a cosine to a tenth."""
     warm_up = max(1, int(steps * WARM_UP))
     if step < warm_up:
         return (step + 1) / warm_up
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def progress_bar() -> Progress:
-    """A progress bar on rank 0, none elsewhere."""
+    """Makes a progress bar, which is shown on rank 0 only."""
     console = Console()
     return Progress(
         TextColumn("step {task.completed:4.0f} of {task.total}"),
@@ -203,7 +203,7 @@ def progress_bar() -> Progress:
 
 
 def show(bar: Progress) -> None:
-    """Where the output is no terminal (under fusionrun) a bar cannot move: there it is printed anew on its own line."""
+    """Prints the bar on a new line where the output is no terminal (under fusionrun), and it cannot be redrawn."""
     if not bar.disable and not bar.console.is_terminal:
         bar.console.print(bar.get_renderable())
 

@@ -5,9 +5,8 @@
     python examples/char_gpt_elastic.py --samples 2000
 
 An epoch is a number of pieces of text, drawn by a seed; the elastic sampler deals them to the workers that there are,
-so that each is trained on once, however often the membership changes. What is there because workers come and go is
-marked with an arrow. When one dies, the others go on from the last commit; one that comes begins with the state of the
-others.
+so that each is trained on once, however often the membership changes. The lines for workers that come and go are marked
+with an arrow. When one dies, the others go on from the last commit; one that comes begins with the state of the others.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def main() -> None:
     state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, steps=0)
     log = Log(options.record)
 
-    # -> Whatever is said to all ranks is said inside of this function: a worker that comes begins with it.
+    # -> All collective operations are inside of this function: a worker that comes begins with it.
     @hvd.elastic.run
     def train(state: Any) -> float:
         log.note("begins", steps=state.steps, done=sampler.processed_num)
@@ -70,7 +69,7 @@ def main() -> None:
         while batch * batch_size < len(sampler):
             mine = torch.tensor(sampler.get_indices(batch, batch_size))
             places = starts[mine, None] + torch.arange(options.context)
-            for group in optimizer.param_groups:  # -> the rate follows what is done, in place of steps
+            for group in optimizer.param_groups:  # -> the rate depends on the samples done, not on steps
                 group["lr"] = rate * char_gpt.schedule(sampler.processed_num, options.samples)
             optimizer.zero_grad()
             loss = char_gpt.loss_of(model, (text[places], text[places + 1]))
@@ -89,7 +88,7 @@ def main() -> None:
                     done = f"{sampler.processed_num:6d} of {options.samples}"
                     print(f"{done} samples done by {hvd.size()} workers, loss {loss.item():.3f}", flush=True)
                 log.note("commits", steps=state.steps, done=sampler.processed_num)
-                state.commit()  # -> from here on this is what an error leads back to; hosts may have changed
+                state.commit()  # -> an error leads back to this state from now on; hosts may have changed
         with torch.no_grad():
             pieces = char_gpt.draw(held_out, 256, options.context, torch.Generator().manual_seed(options.seed))
             return float(char_gpt.loss_of(model, pieces))
@@ -101,7 +100,7 @@ def main() -> None:
 
 
 class Log:
-    """What a worker does, when, and among how many: a line of JSON each."""
+    """A log of a worker's events, with time, rank and size: a line of JSON each."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -5,7 +5,7 @@
     fusionrun -H host1:2,host2:2 python examples/digits.py
 
 The script is the same on one process and on many hosts: each rank trains on its share of the images, and the optimizer
-averages the gradients of all ranks before each step. What is there for that is marked with an arrow.
+averages the gradients of all ranks before each step. The lines for that are marked with an arrow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_LR_SCALE = 4  # beyond batches of 64 these few images no longer bear a learn
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a training run.
+    """The result of a training run.
 
     Attributes:
         accuracy: share of the test images that are read correctly.
@@ -50,7 +50,7 @@ class Result:
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Images (N, 1, 8, 8), float32 in 0..1, and labels (N,), int64: the data to train on and the data to test on."""
+    """Returns training data and test data: images (N, 1, 8, 8), float32 in 0..1, and labels (N,), int64."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     data = TensorDataset(images, torch.tensor(digits.target))
@@ -60,10 +60,10 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model() -> nn.Module:
-    """Two convolutions and two dense layers, 38 thousand parameters.
+    """Makes a net of two convolutions and two dense layers, with 38 thousand parameters.
 
-    Smooth, that is without ReLU and max pooling: sums over another number of ranks are rounded otherwise, and where one
-    bit of difference may flip a decision, the losses of two runs part for good.
+    It is smooth, without ReLU and max pooling: sums over another number of ranks are rounded differently, and where one
+    bit of difference can flip a decision, the losses of two runs diverge.
     """
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -139,7 +139,7 @@ def train(options: argparse.Namespace, after_step: Callable[[nn.Module, float], 
 
 
 def test(model: nn.Module, data: TensorDataset) -> float:
-    """Share of the images that the model reads correctly."""
+    """Returns the share of the images that the model reads correctly."""
     images, labels = data[hvd.rank() :: hvd.size()]  # -> each rank tests on its share
     with torch.no_grad():
         correct = (model(images).argmax(1) == labels).sum()
@@ -148,7 +148,7 @@ def test(model: nn.Module, data: TensorDataset) -> float:
 
 
 def progress_bar() -> Progress:
-    """A progress bar on rank 0, none elsewhere."""
+    """Makes a progress bar, which is shown on rank 0 only."""
     console = Console()
     return Progress(
         TextColumn("epoch {task.completed:2.0f} of {task.total}"),
@@ -163,7 +163,7 @@ def progress_bar() -> Progress:
 
 
 def show(bar: Progress) -> None:
-    """Where the output is no terminal (under fusionrun) a bar cannot move: there it is printed anew on its own line."""
+    """Prints the bar on a new line where the output is no terminal (under fusionrun), and it cannot be redrawn."""
     if not bar.disable and not bar.console.is_terminal:
         bar.console.print(bar.get_renderable())
 

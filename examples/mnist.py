@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def load(train: bool) -> TensorDataset:
-    """Four fifths of the digits to train on, the rest to test on."""
+    """Returns four fifths of the digits to train on, or the rest to test on."""
     digits = load_digits()
     chosen = (torch.arange(len(digits.target)) % 5 != 0) == train
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -63,7 +63,7 @@ def load(train: bool) -> TensorDataset:
 
 
 def metric_average(value: float, name: str) -> float:
-    """The mean over all ranks."""
+    """Returns the mean over all ranks."""
     return float(hvd.allreduce(torch.tensor(value), name=name))
 
 

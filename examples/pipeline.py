@@ -1,4 +1,4 @@
-"""A network that is spread over ranks: its layers over stages of a pipeline, or the units of its layers, or both.
+"""Training of a network that is split between ranks: its layers into stages of a pipeline, or their units, or both.
 
     fusionrun -np 4 python examples/pipeline.py --stages 2
     fusionrun -np 4 python examples/pipeline.py --stages 4 --schedule 1f1b
@@ -12,7 +12,7 @@ replicas as ranks allow. Each row of that grid in any direction is a process set
 - the parts of a stage have a share of the hidden units each, and add up what these contribute;
 - the replicas of a stage (and part) train on different images, and the optimizer averages their gradients.
 
-No rank makes the whole network: each has the layers of its stage, and of their hidden units the share of its part.
+No rank has the whole network: each has the layers of its stage, and of their hidden units the share of its part.
 
 Schedules of a step: `gpipe` is all forward passes, then all backward passes (Huang et al., arXiv 1811.06965); `1f1b`
 alternates between the two as soon as it can (Narayanan et al., arXiv 2104.04473, section 2.2.1), which takes as long,
@@ -41,14 +41,14 @@ import fusion_rt.torch as hvd
 PIXELS, CLASSES = 64, 10
 
 
-# --- where ranks are --------------------------------------------------------------------------------------------------
+# --- the grid of ranks ------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def set_of(*ranks: int) -> hvd.ProcessSet:
-    """The process set of these ranks, ascending. All ranks of the job have to ask for the same ones in the same order.
+    """Returns the process set of these ranks, ascending; all ranks of the job have to ask for the same sets, in order.
 
-    One that has the ranks of the whole job is there from the beginning, and cannot be added again.
+    The set of all ranks of the job exists from the beginning, and cannot be added again.
     """
     everyone = hvd.global_process_set
     return everyone if list(ranks) == everyone.ranks else hvd.add_process_set(ranks)
@@ -59,8 +59,8 @@ class Place:
     """This rank's place in the grid.
 
     Attributes:
-        stage, replica, part: which this rank is.
-        stages, replicas, parts: how many there are.
+        stage, replica, part: indices of this rank.
+        stages, replicas, parts: their numbers.
         same_stage: the parts of this stage and replica.
         same_layers: the replicas of this stage and part, which have the same parameters.
         before, after: this rank and the one of the stage before or after; None where there is none.
@@ -87,7 +87,7 @@ class Place:
 
 
 def find_place(stages: int, parts: int) -> Place:
-    """Registers the process sets, and returns this rank's.
+    """Registers the process sets, and returns this rank's place.
 
     Parts are neighbours, then replicas: where a stage fills a host, they meet in its memory, and only activations and
     their gradients cross the network.
@@ -123,10 +123,10 @@ def find_place(stages: int, parts: int) -> Place:
 
 
 class Copied(torch.autograd.Function):
-    """What all parts read: forward the same, backward the sum of their gradients.
+    """The identity forward, and the sum of all parts' gradients backward: for an input that all parts read.
 
-    This and `Summed` are not the gradients of `hvd.allreduce`, which counts a loss of each rank: these parts have one
-    loss together, which each of them works out.
+    This and `Summed` differ from the gradients of `hvd.allreduce`, which counts a loss of each rank: these parts have
+    one loss together, which each of them computes.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class Copied(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """What all parts contribute to: forward the sum, backward the same gradient for each of them."""
+    """The sum over all parts forward, and the same gradient for each of them backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str, parts: hvd.ProcessSet) -> torch.Tensor:
@@ -154,14 +154,14 @@ class Summed(torch.autograd.Function):
 class Block(nn.Module):
     """x + down(gelu(up(norm(x)))), of which this rank has a share of the hidden units between up and down.
 
-    Smooth, without ReLU, as the net of digits.py, so that runs on other grids can be compared.
+    It is smooth, without ReLU, as the net of digits.py, so that runs on other grids can be compared.
 
     Args:
         width: of x, (rows, width).
         hidden: units, of all parts together.
         name: of its messages.
-        part, parts: which share this rank has.
-        ranks: those that have the others.
+        part, parts: index of this rank's share, and the number of shares.
+        ranks: process set of the ranks that have the shares.
     """
 
     def __init__(self, width: int, hidden: int, name: str, part: int, parts: int, ranks: hvd.ProcessSet) -> None:
@@ -187,7 +187,7 @@ class Block(nn.Module):
 
 
 def make_stage(options: argparse.Namespace, place: Place) -> nn.Module:
-    """This rank's layers, named by their numbers in the whole network.
+    """Makes this rank's layers, named by their numbers in the whole network.
 
     Parameters depend on the seed and the number of the layer, and not on the grid.
 
@@ -219,10 +219,10 @@ def make_stage(options: argparse.Namespace, place: Place) -> nn.Module:
 
 
 class Link:
-    """Tensors to and from the same rank of a neighbouring stage.
+    """A link for tensors to and from one rank of a neighbouring stage.
 
-    Each is a broadcast in the process set of the two: only they wait for it, and it is sent as it is. (An all-to-all
-    there took twice as long.) Nobody waits to send, and what is expected comes while others compute.
+    Each transfer is a broadcast in the process set of the two: only they wait for it, and it is sent as it is. (An
+    all-to-all took twice as long.) Sending does not wait, and expected tensors come during computation.
 
     Args:
         ranks: this rank and the other.
@@ -246,7 +246,7 @@ class Link:
             self._expected[number] = hvd.broadcast_async_(torch.empty(rows, width), self._other, name, self._ranks)
 
     def take(self, number: int) -> torch.Tensor:
-        """An expected tensor, when it has come."""
+        """Waits for an expected tensor, and returns it."""
         began = time.perf_counter()
         tensor: torch.Tensor = hvd.synchronize(self._expected.pop(number))
         self.waited += time.perf_counter() - began
@@ -257,17 +257,17 @@ class Link:
         self._sent.append(hvd.broadcast_async(tensor, hvd.rank(), f"{self._outgoing}.{number}", self._ranks))
 
     def flush(self) -> None:
-        """Returns when everything sent has come."""
+        """Waits until all sent tensors have arrived."""
         for handle in self._sent:
             hvd.synchronize(handle)
         self._sent.clear()
 
 
 def schedule(kind: str, place: Place, micro_batches: int) -> list[tuple[str, int]]:
-    """What a stage does in a step: ("forward" or "backward", micro-batch), in this order.
+    """Returns the passes of a stage in a step, in order: ("forward" or "backward", micro-batch).
 
-    Forward passes run ahead of backward passes: by all micro-batches with "gpipe"; with "1f1b" by as many as there are
-    stages to come, whose passes go by until the first gradient is there.
+    Forward passes run ahead of backward passes: by all micro-batches with "gpipe"; with "1f1b" by the number of later
+    stages, whose passes come before the first gradient.
     """
     ahead = micro_batches if kind == "gpipe" else min(place.stages - 1 - place.stage, micro_batches)
     passes = [("forward", number) for number in range(ahead)]
@@ -332,13 +332,13 @@ class Stage:
         return total
 
     def flush(self) -> None:
-        """Returns when the neighbours have got everything."""
+        """Waits until the neighbours have received everything."""
         for link in (self._before, self._after):
             if link is not None:
                 link.flush()
 
     def predict(self, images: torch.Tensor) -> torch.Tensor | None:
-        """Classes (N,) of the images in the last stage, None in others."""
+        """Returns the classes (N,) of the images in the last stage, None in others."""
         with torch.no_grad():
             if self._before is not None:
                 self._before.expect(range(1), len(images), self._width)
@@ -356,11 +356,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a training run.
+    """The result of a training run.
 
     Attributes:
         accuracy: share of the test images that are read correctly.
-        place: this rank's.
+        place: of this rank.
         samples_per_second: training images, all replicas together.
         step_seconds, waited_seconds, averaging_seconds: mean duration of a step, and how much of it this rank spent
             waiting for other stages and for averaged gradients.
@@ -377,7 +377,7 @@ class Result:
 
 
 def batches(options: argparse.Namespace, place: Place, epoch: int, images: int) -> list[torch.Tensor]:
-    """Of the images, the numbers (--batch-size,) in each step of an epoch that are for this rank's replica."""
+    """Returns the indices (--batch-size,) of this replica's images in each step of an epoch."""
     order = torch.randperm(images, generator=torch.Generator().manual_seed(options.seed * options.epochs + epoch))
     together = order.split(options.batch_size * place.replicas)  # type: ignore[no-untyped-call]
     return [batch[place.replica :: place.replicas] for batch in together if len(batch) == len(together[0])]
@@ -448,7 +448,7 @@ def train(options: argparse.Namespace, after_step: Callable[[nn.Module], None] |
 
 
 def test(stage: Stage, place: Place, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Share of the images that the network reads correctly; each replica tests on its share."""
+    """Returns the share of the images that the network reads correctly; each replica tests on its share."""
     own = slice(place.replica, None, place.replicas)
     predicted = stage.predict(images[own])
     correct = torch.tensor(0)

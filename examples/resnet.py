@@ -47,7 +47,7 @@ parser.add_argument("--seed", type=int, default=42)
 
 
 class Block(nn.Module):
-    """Two convolutions, added to what came in."""
+    """Two convolutions, added to their input."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, norm_layer: type[nn.Module]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """As He et al., "Deep Residual Learning for Image Recognition" (2015), for small images.
+    """A residual net as in He et al., "Deep Residual Learning for Image Recognition" (2015), for small images.
 
     Args:
         width: channels of the first stage; each of the other two doubles them and halves the image.
@@ -110,7 +110,7 @@ class Metric:
 
 
 def load(train: bool) -> TensorDataset:
-    """Four fifths of the digits to train on, the rest to validate on."""
+    """Returns four fifths of the digits to train on, or the rest to validate on."""
     from sklearn.datasets import load_digits  # here, because the synthetic benchmark imports this module, too
 
     digits = load_digits()
@@ -124,7 +124,7 @@ def accuracy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def learning_rate_factor(epoch: int, done: float, args: argparse.Namespace) -> float:
-    """What the learning rate of all ranks together is multiplied by, when a share of an epoch is done.
+    """Returns the factor of the learning rate of all ranks together, when the share `done` of an epoch is done.
 
     Horovod: using `lr = base_lr * hvd.size()` from the very beginning leads to worse final accuracy. It grows from
     `base_lr` to that in the first epochs (https://arxiv.org/abs/1706.02677), and falls to a tenth three times after.

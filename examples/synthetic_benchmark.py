@@ -1,4 +1,4 @@
-"""Horovod's synthetic benchmark: how many images a second a residual net is trained on, on each rank and on all.
+"""Horovod's synthetic benchmark: images a second in the training of a residual net, on each rank and on all.
 
     fusionrun -np 2 python examples/synthetic_benchmark.py
     fusionrun -np 2 python examples/synthetic_benchmark.py --width 64 --blocks 2 --image-size 64 --fp16-allreduce
