@@ -1,4 +1,4 @@
-"""Work on files that may not answer: a dead network file system holds a thread for ever, and must hold nothing else."""
+"""Work on files that may block: a dead network file system blocks a thread for ever, and must block nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FileWork:
     """Runs each job on a thread of its own, so that neither the event loop nor the kernel pool waits for files.
 
     Args:
-        loop: where completions run.
+        loop: runs completions.
     """
 
     def __init__(self, loop: EventLoop) -> None:
@@ -45,7 +45,7 @@ class FileWork:
         thread.start()
 
     def close(self) -> None:
-        """Waits for the jobs for at most a second; those that have not ended then end with the process."""
+        """Waits for the jobs for at most a second; later ones end with the process."""
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

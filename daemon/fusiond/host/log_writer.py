@@ -1,4 +1,4 @@
-"""A logging handler whose lines are written by a thread, so that the event loop never waits for who reads the log.
+"""A logging handler whose lines are written by a thread, so that the event loop never waits for the log's reader.
 
 The log of a daemon is a pipe to its agent, which reads no faster than the launcher, which reads no faster than its own
 output is read. A loop that waited for all of them would send no heartbeats, and its peers would declare it dead.
@@ -16,10 +16,10 @@ _FLUSH_S = 1.0  # seconds that the end of the process waits for the reader
 
 
 class LogWriter(logging.Handler):
-    """Writes each record as a line. Lines for which there is no room are dropped; a later line says how many.
+    """Writes each record as a line. Lines for which there is no room are dropped; a later line gives their number.
 
     Args:
-        fd: descriptor that is written to.
+        fd: descriptor of the log.
         room: bytes that may wait to be written.
     """
 
@@ -34,7 +34,7 @@ class LogWriter(logging.Handler):
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hands a line to the thread; never waits for a reader."""
+        """Passes a line to the thread; never waits for the log's reader."""
         line = f"{self.format(record)}\n".encode(errors="backslashreplace")
         with self._changed:
             if self._waiting + len(line) > self._room:
@@ -69,7 +69,7 @@ class LogWriter(logging.Handler):
                 self._changed.notify_all()
 
     def _write(self, line: bytes) -> bool:
-        """Writes a whole line, however long that takes; whether that was possible (the disk may be full)."""
+        """Writes a whole line, however long that takes; returns whether it could (the disk may be full)."""
         view = memoryview(line)
         while view:
             try:

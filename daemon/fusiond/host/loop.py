@@ -1,8 +1,8 @@
 """The event loop: one thread, one epoll, that touches all of the daemon's state.
 
-asyncio was measured and left: its futures and task switches cost 20 to 50 microseconds an event, where a whole 4-byte
-all-reduce between two local workers takes about as long. Callbacks run to completion; what would take long goes to
-the kernel pool and comes back through `call_from_thread`.
+Rejected: asyncio, whose futures and task switches cost 20 to 50 microseconds an event (measured), about as long as a
+whole 4-byte all-reduce between two local workers. Callbacks run to completion; long work goes to the kernel pool and
+comes back through `call_from_thread`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class EventLoop:
         self._stopping = True
 
     def run(self) -> None:
-        """Runs until `stop`. An exception from a callback ends the loop and is the caller's to report."""
+        """Runs until `stop`. An exception from a callback ends the loop, and is raised."""
         while not self._stopping:
             self.turn()
 
@@ -123,7 +123,7 @@ class EventLoop:
         os.close(self._wake)
 
     def statistics(self) -> dict[str, int]:
-        """`turns` of the loop so far, `descriptors` watched and `timers` pending."""
+        """Returns the number of `turns` so far, of `descriptors` watched and of `timers` pending."""
         return {"turns": self._turns, "descriptors": len(self._readers), "timers": len(self._timers)}
 
     def _seconds_to_wait(self) -> float:

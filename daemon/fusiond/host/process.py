@@ -20,16 +20,16 @@ def allow_many_descriptors() -> None:
 
 
 def ignore_float_errors() -> None:
-    """Has numpy say nothing of infinities and NaN in this thread: a diverging model is the workers' to notice."""
+    """Switches numpy's warnings of infinities and NaN off in this thread: a diverging model is reported by workers."""
     np.seterr(all="ignore")
 
 
 def keep_freed_memory() -> None:
-    """Has malloc keep what is freed instead of returning it to the kernel.
+    """Has malloc keep freed memory instead of returning it to the kernel.
 
     ZeroMQ allocates every chunk it receives. Returned at each free, their pages would have to be zeroed and mapped
     again for the next one: with 512 KiB chunks between two daemons an all-reduce of 25.6 MB took 1.5 to 2 times as
-    long. What is kept is bounded by what was under way at once, that is by the window. Does nothing where libc has no
+    long. Kept memory is bounded by the bytes under way at once, that is by the window. Does nothing where libc has no
     mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -17,18 +17,18 @@ from fusion_rt.stacks import STACK_SIGNAL
 from fusiond.host import leftovers
 
 _BACKLOG = 256
-_CLEANING = 1.0  # seconds that it may take to remove what a dead daemon has left
+_CLEANING = 1.0  # seconds that it may take to remove files of a dead daemon
 
 
 class Directory:
-    """Taken for this daemon: one runs for each job and node, and the kernel frees the lock when it dies.
+    """The locked directory of this daemon: one runs for each job and node, and the kernel frees a dead one's lock.
 
     Args:
         root: FUSION_RUNTIME_DIR.
-        config: whose it is.
+        config: of the daemon.
 
     Raises:
-        FusionError: another one runs, or the directory is not this user's alone.
+        FusionError: another daemon of the job and node runs, or the directory is not this user's alone.
     """
 
     def __init__(self, root: str, config: bootstrap.DaemonConfig) -> None:
@@ -48,14 +48,14 @@ class Directory:
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=False, chain=False)
 
     def _take(self, config: bootstrap.DaemonConfig) -> int:
-        """The lock, which this process has from now on."""
+        """Takes the lock for this process; returns its descriptor."""
         deadline = time.monotonic() + _CLEANING
         while True:
             bootstrap.make_private_directory(self._path)
             try:
                 fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             except FileNotFoundError:
-                continue  # somebody has just removed what a dead daemon had left here
+                continue  # another process has just removed the files of a dead daemon
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_at(fd, self._lock_path):
@@ -69,10 +69,10 @@ class Directory:
                         f"a daemon of job {config.job!r} runs on this host already (pid {pid}); stop it with "
                         f"`fusiond stop --job {config.job}`, or give the new job another name"
                     ) from None
-                time.sleep(0.01)  # whoever cleans up after that daemon has the lock for a moment
+                time.sleep(0.01)  # a process that removes files of that daemon has the lock for a moment
 
     def release(self) -> None:
-        """Removes what is no longer needed; a log with something in it stays, for `fusiond logs`."""
+        """Removes the daemon's files; a log that is not empty stays, for `fusiond logs`."""
         log = os.path.join(self._path, "log")
         if os.path.exists(log) and os.path.getsize(log) == 0:
             os.unlink(log)
@@ -82,14 +82,14 @@ class Directory:
         os.unlink(self._lock_path)
         if not os.listdir(self._path):
             os.rmdir(self._path)
-        os.close(self._lock)  # who waits for it finds nothing more
+        os.close(self._lock)  # last: a process that waits for it finds no files
 
 
 def listen(path: str) -> socket.socket:
-    """A socket at this path, which workers may connect to from now on; they are served when it is looked at.
+    """Makes a socket at this path, to which workers may connect from now on.
 
     Args:
-        path: in a directory that is there already, and locked by this daemon.
+        path: in an existing directory that this daemon has locked.
     """
     if os.path.exists(path):
         os.unlink(path)  # of a daemon that died

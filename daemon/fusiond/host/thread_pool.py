@@ -15,11 +15,11 @@ Then = Callable[[BaseException | None], None]
 
 
 class KernelPool:
-    """`threads` threads that take jobs in order; as many as jobs came at once, if that is more and there are cores.
+    """A pool of threads that take jobs in order. It grows to the most jobs that came at once, up to one for each core.
 
     Args:
-        loop: where completions run.
-        threads: how many jobs run at the same time.
+        loop: runs completions.
+        threads: number of threads at first.
     """
 
     def __init__(self, loop: EventLoop, threads: int) -> None:
@@ -31,7 +31,7 @@ class KernelPool:
         self._grow(threads)
 
     def run(self, jobs: Sequence[Job], then: Then) -> None:
-        """Runs jobs side by side; when all have ended, `then` gets the first exception, or None, in the loop."""
+        """Runs jobs concurrently; when all have ended, `then` gets the first exception, or None, in the loop."""
         remaining = len(jobs)
         first_error: BaseException | None = None
 
@@ -66,7 +66,7 @@ class KernelPool:
             worker.join()
 
     def statistics(self) -> dict[str, int]:
-        """`threads` and the number of `jobs` submitted so far."""
+        """Returns the numbers of `threads`, and of `jobs` submitted so far."""
         return {"threads": self.threads, "jobs": self._submitted}
 
     def _work(self) -> None:
@@ -84,11 +84,13 @@ class KernelPool:
 def prepare_kernels(
     pool: KernelPool, compression: str, dtypes: Sequence[str], failed: Callable[[BaseException], None]
 ) -> None:
-    """Loads or compiles kernels before they are needed, beside the event loop.
+    """Loads or compiles kernels before they are needed, outside of the event loop.
 
     Args:
+        pool: loads them.
         compression: spec of the codec whose kernels are needed, too.
-        failed: called with why they cannot be had.
+        dtypes: names of the element types.
+        failed: called with the exception if that fails.
     """
     from fusion_rt import codecs
     from fusion_rt.kernels import cpu

@@ -1,5 +1,6 @@
-"""Writes where a daemon is whose event loop stands still: in a call that never returns, or with somebody who holds the
-GIL. Its peers notice that by themselves, because heartbeats stop; why it stood still is only to be seen from inside.
+"""Logs the stack of a daemon whose event loop is blocked, by a call that never returns or another thread with the GIL.
+
+Its peers notice that by themselves, because heartbeats stop; the cause can only be seen from inside.
 
 The stack of the main thread is written to the log by `faulthandler` in the handler of a timer's signal, which needs
 no GIL. Rejected: its own thread (`dump_traceback_later`) and the stacks of all threads. Both read stacks of threads
@@ -18,15 +19,15 @@ from fusiond.host.loop import EventLoop
 
 _log = logging.getLogger("fusiond")
 _LOG = 2  # standard error
-_LOOKS = 4  # times that the loop has to come by until the limit
+_LOOKS = 4  # times that the loop resets the timer until the limit
 
 
 class Watchdog:
-    """Watches an event loop of the main thread, which has to run in time.
+    """Watches the event loop of the main thread.
 
     Args:
-        loop: the one.
-        limit: seconds for which it may stand still.
+        loop: the event loop.
+        limit: seconds for which it may be blocked.
     """
 
     def __init__(self, loop: EventLoop, limit: float) -> None:
@@ -43,7 +44,7 @@ class Watchdog:
         if now - self._last > self._limit:
             _log.warning("the event loop stood still for %.1f s; where it was stands above", now - self._last)
         self._last = now
-        signal.setitimer(signal.ITIMER_REAL, self._limit)  # instead of the one before
+        signal.setitimer(signal.ITIMER_REAL, self._limit)  # replaces the timer before
 
     def close(self) -> None:
         """Ends the watch."""
@@ -53,7 +54,7 @@ class Watchdog:
 
 
 def _without_waiting(fd: int) -> int:
-    """A descriptor of the same file; of a pipe, one that drops what does not fit, since nobody may be reading."""
+    """Opens another descriptor of a file; writes to a pipe do not block, and drop bytes if nobody reads."""
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         return os.dup(fd)
     return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""How tools look at the jobs of this host: a daemon of each is asked, and asks the others."""
+"""Client of tools for the jobs of this host: it asks one daemon of each job, which asks the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANSWER = 5.0  # seconds for a daemon, which waits for the others up to `figures
 
 
 class Lookout:
-    """Looks at jobs, again and again.
+    """Asks for the figures of jobs repeatedly, and compares them.
 
     Args:
         root: FUSION_RUNTIME_DIR.
@@ -40,7 +40,7 @@ class Lookout:
         return rates
 
     def documents(self) -> list[dict[str, Any]]:
-        """The figures of each job, as `figures.document` has them. Raises as `look` does."""
+        """Returns the figures of each job, as `figures.document` makes them. Raises as `look` does."""
         documents = []
         why_not = ""
         for _, group in groupby(find(self._root, self._job), key=lambda found: found.job):

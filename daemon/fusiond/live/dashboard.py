@@ -19,15 +19,16 @@ def serve(lookout: Lookout, port: int, interval: float) -> WebServer:
     """Serves the page on the loopback address until it is closed.
 
     Args:
+        lookout: asks for the rates.
         port: 0: any.
         interval: seconds between two looks at the jobs, which are taken only while a page is open somewhere.
 
     Raises:
-        FusionError: the port cannot be had.
+        FusionError: the port cannot be used.
     """
     page = files("fusiond.live").joinpath("dashboard.html").read_bytes()
     latest = Latest(lookout.look, interval)
-    latest.take()  # so that the first page has something to compare with
+    latest.take()  # rates need two looks, and the first page shows them
     return WebServer(
         port,
         {
@@ -38,12 +39,12 @@ def serve(lookout: Lookout, port: int, interval: float) -> WebServer:
 
 
 class Latest:
-    """The latest look, for however many pages there are: taken anew when it is asked for and old.
+    """The latest rates, shared by all open pages: taken anew when they are asked for and old.
 
     Args:
-        look: looks.
-        interval: seconds after which a look is old.
-        clock: seconds, from any origin.
+        look: takes the rates.
+        interval: seconds after which they are old.
+        clock: returns seconds, from any origin.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Latest:
         self._at = 0.0
 
     def take(self) -> dict[str, Any]:
-        """`jobs`: the rates of each; `serial`: of the look; `interval`; `trouble`: why there are none, or empty."""
+        """Returns `jobs` (the rates of each), `serial` (of the look), `interval` and `trouble` (an error, or empty)."""
         now = self._clock()
         if not self._taken or now - self._at >= 0.9 * self._interval:  # a page asks once an interval, more or less
             self._at = now

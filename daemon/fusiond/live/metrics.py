@@ -30,16 +30,16 @@ class Metrics:
     Args:
         loop: the daemon's; figures are taken in it.
         port: on the loopback address; 0: any.
-        job, topology, node: whose figures.
-        figures: tells them.
-        token: which whoever asks has to show; empty: one is drawn.
+        job, topology, node: of the figures.
+        figures: returns them.
+        token: required of clients; empty: a random one.
 
     Attributes:
         url: of the page, without the token.
-        address: with it, for the eyes of this user.
+        address: with the token, for this user only.
 
     Raises:
-        FusionError: the port cannot be had, or the package prometheus_client is not installed.
+        FusionError: the port cannot be used, or the package prometheus_client is not installed.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Metrics:
         self.address = self._server.address("/metrics")
 
     def close(self) -> None:
-        """Ends it. Called on the loop's thread, when the loop runs no longer, and before it is closed."""
+        """Ends the server. To be called on the loop's thread, after the loop has stopped and before it is closed."""
         self._closing = True
         if self._asked is not None:
             self._asked.cancel()
         self._server.close()
 
     def describe(self) -> list[Metric]:
-        """Nothing: what there is, is known when it is asked for."""
+        """Returns nothing to the registry: the metrics are known when they are collected."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -105,7 +105,7 @@ class Metrics:
 
 
 def families(job: str, topology: Topology, node: int, figures: wire.Figures) -> Iterator[Metric]:
-    """One node's figures as Prometheus has them."""
+    """Yields one node's figures as metrics of Prometheus."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     whose = {"job_id": job, "node": str(node), "host": topology.hosts[node]}  # `job` is Prometheus's own

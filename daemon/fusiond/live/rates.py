@@ -1,6 +1,6 @@
-"""Two looks at a job's figures, compared: what has happened per second. No I/O.
+"""Rates per second from two looks at a job's figures. No I/O.
 
-The figures are a document as `figures.document` makes it; of one look alone there are no rates, and they are None.
+The figures are a document as `figures.document` makes it; from one look alone there are no rates, and they are None.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ _LATE = 0.05  # of a step's time
 
 @dataclass(frozen=True)
 class NodeRates:
-    """One node. Rates are per second, sizes in bytes; `cpu`: of one processor; `saved`: by compression, of what would
-    have been sent otherwise, since the job began; `staleness`: the mean, in versions; None where there is none."""
+    """Rates of one node, per second; sizes in bytes.
+
+    Attributes:
+        cpu: share of one processor.
+        saved: share of bytes that compression has saved since the job began; None where nothing is compressed.
+        staleness: the mean, in versions; None where there is none.
+    """
 
     node: int
     host: str
@@ -32,8 +37,12 @@ class NodeRates:
 
 @dataclass(frozen=True)
 class RankRates:
-    """One rank. `late_ms`: how much later than the first sign of a bucket its part came, on average; `straggles`: that
-    is more, by a twentieth of a step, than of the rank that is least late."""
+    """Rates of one rank.
+
+    Attributes:
+        late_ms: mean time from the first sign of a bucket to the arrival of this rank's part.
+        straggles: that is more than the least late rank's by over a twentieth of a step.
+    """
 
     rank: int
     host: str
@@ -45,7 +54,7 @@ class RankRates:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """From one node to another: bytes/s, bytes sent and not acknowledged, how often it was made anew."""
+    """Rates of a link from one node to another: bytes/s, bytes sent and not acknowledged, number of reconnections."""
 
     source: int
     target: int
@@ -57,7 +66,7 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class Rates:
-    """A job's. `seconds`: between the two looks; `stragglers`: ranks, the latest first."""
+    """Rates of a job. `seconds`: between the two looks; `stragglers`: ranks, the latest first."""
 
     job: str
     seconds: float
@@ -89,7 +98,7 @@ def compare(before: Document | None, after: Document) -> Rates:
 
 
 def _judge(ranks: Sequence[RankRates]) -> list[RankRates]:
-    """Says who straggles."""
+    """Marks the ranks that straggle."""
     least = min((rank.late_ms for rank in ranks if rank.late_ms is not None), default=0.0)
 
     def straggles(rank: RankRates) -> bool:
@@ -145,7 +154,7 @@ def _links(was: Document | None, node: Document, seconds: float) -> list[LinkRat
 
 
 def _rate(was: Document | None, now: Document, counter: str, seconds: float) -> float | None:
-    """A counter's rate; None where it has begun anew, or there is nothing to compare with."""
+    """Returns a counter's rate; None where it has begun anew, or there is nothing to compare with."""
     if was is None or seconds <= 0 or now[counter] < was[counter]:
         return None
     return float(now[counter] - was[counter]) / seconds

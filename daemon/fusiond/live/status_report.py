@@ -7,11 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 180  # characters, where there is no terminal that has a width
+WIDTH = 180  # characters, where the output is no terminal
 
 
 def show_status(found: list[dict[str, Any]]) -> None:
-    """One row a daemon."""
+    """Prints a table with a row for each daemon, and one of compression."""
     table = Table(title="fusiond")
     columns = "job", "node", "host", "pid", "role", "state", "ranks", "operations", "reduced", "sent", "CPU", "uptime"
     for column in columns:
@@ -48,14 +48,14 @@ def show_status(found: list[dict[str, Any]]) -> None:
 
 
 def _compression(found: list[dict[str, Any]]) -> Table:
-    """A row for each group of tensors that is compressed."""
+    """Makes a table with a row for each group of tensors that is compressed."""
     table = Table(title="compression")
     for column in ("job", "node", "gradients of", "dense", "sent", "saved", "selected", "time", "residual norm"):
         table.add_column(column)
     for daemon in found:
         for group, told in daemon.get("engine", {}).get("compression", {}).items():
             if group == "total" and len(daemon["engine"]["compression"]) <= 2:
-                continue  # there is nothing it would add up
+                continue  # it is the sum of one group
             table.add_row(
                 str(daemon["job"]),
                 str(daemon["node"]),

@@ -19,7 +19,7 @@ _MOST = 32  # rows of a table; a screen has no more
 
 
 def page(rates: Sequence[Rates]) -> RenderableType:
-    """All jobs, one below the other."""
+    """Makes the page of all jobs, one below the other."""
     return Group(*(part for job in rates for part in _job(job)))
 
 

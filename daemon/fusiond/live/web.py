@@ -1,4 +1,4 @@
-"""Read-only pages on this host's loopback address, made anew for each request, for those who have a token."""
+"""Read-only pages on this host's loopback address, made anew for each request that has a token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusion_rt.errors import FusionError
 from fusion_rt.http_server import Request, response
 
 LOOPBACK = "127.0.0.1"
-_REQUEST = 5.0  # seconds for a client to say what it wants, and to take it
+_REQUEST = 5.0  # seconds for a request and its answer
 _NAMES = frozenset({LOOPBACK, "localhost"})
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -33,16 +33,18 @@ class Page(NamedTuple):
 
 
 class WebServer:
-    """Serves pages until it is closed, to requests with the token: in the address, as `?token=...`, or in a header
-    `Authorization: Bearer ...`. Every user of a host reaches its loopback address.
+    """Serves pages to requests with the token, until it is closed.
+
+    The token is in the address, as `?token=...`, or in a header `Authorization: Bearer ...`: every user of a host
+    reaches its loopback address.
 
     Args:
         port: on the loopback address; 0: any.
         pages: by path.
-        token: empty: one is drawn.
+        token: empty: a random one.
 
     Raises:
-        FusionError: the port cannot be had.
+        FusionError: the port cannot be used.
     """
 
     def __init__(self, port: int, pages: Mapping[str, Page], token: str = "") -> None:
@@ -58,15 +60,15 @@ class WebServer:
         self._server = http_server.Server(listener, self._answer, _REQUEST)
 
     def address(self, path: str) -> str:
-        """Where a page is, with the token: for the eyes of this user."""
+        """Returns the address of a page with the token, for this user only."""
         return f"{self.url}{path}?token={quote(self._token, safe='')}"
 
     def close(self) -> None:
-        """Ends it, whatever clients do."""
+        """Ends the server, whatever clients do."""
         self._server.close()
 
     def _answer(self, request: Request) -> bytes:
-        # A page of a stranger's name that resolves to this address would be allowed to read ours.
+        # Against DNS rebinding: a web page whose host name resolves to this address could read ours.
         if request.headers.get("host", "").partition(":")[0] not in _NAMES:
             return _text("403 Forbidden", "this server is for this host only")
         path, _, query = request.target.partition("?")
