@@ -75,7 +75,7 @@ class Instrument(Protocol):
     def record(self) -> Record: ...
 
     def number(self, text: str) -> int:
-        """The number of a name, by which a record can refer to it."""
+        """Returns the number of a name, by which a record can refer to it."""
 
     def close(self) -> None:
         """Stops recording."""
@@ -93,7 +93,7 @@ class NullRecorder:
     record: Record = staticmethod(_nothing)
 
     def number(self, text: str) -> int:
-        """There are no names."""
+        """Returns NO_NAME for every name."""
         return NO_NAME
 
     def close(self) -> None:
@@ -165,15 +165,15 @@ class Recorder:
 
     @property
     def written(self) -> int:
-        """How many records there have been; some fewer while several threads record."""
+        """Number of records so far; it may lag behind while several threads record."""
         return self._written[0]
 
     def fileno(self) -> int:
-        """The descriptor of the file."""
+        """Returns the descriptor of the file."""
         return self._fd
 
     def number(self, text: str) -> int:
-        """The number of a name, which never changes; NO_NAME if it found no room."""
+        """Returns the number of a name, which never changes; NO_NAME if there is no room for it."""
         number = self._numbers.get(text)
         return self._intern(text) if number is None else number
 

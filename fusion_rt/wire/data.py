@@ -1,4 +1,4 @@
-"""Messages of the mesh that announce data (chunks of operations, pieces of parcels), and those that go with it."""
+"""The mesh: what stands before data (chunks of operations, pieces of parcels), and what goes with it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Locate(msgspec.Struct, tag="locate", array_like=True):
-    """A node is asked where these ranks of it are, and what it knows of these operations. Answered with `Located`."""
+    """Asks where these ranks of the receiver are, and what it knows of these operations. Answered with `Located`."""
 
     serial: Count
     ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MAX_LOCATED)]
@@ -95,7 +95,7 @@ class Locate(msgspec.Struct, tag="locate", array_like=True):
 
 
 class Located(msgspec.Struct, tag="located", array_like=True):
-    """The sender tells where its ranks are, and which of those operations wait, or are over, on its node."""
+    """Answers `Locate`: where the ranks are, and which of the operations wait, or are over, on the sender's node."""
 
     serial: Count
     found: Annotated[tuple[Whereabouts, ...], msgspec.Meta(max_length=MAX_LOCATED)]
@@ -103,10 +103,10 @@ class Located(msgspec.Struct, tag="located", array_like=True):
 
 
 class WaitingRequest(msgspec.Struct, tag="waiting?", array_like=True):
-    """A node is asked what is under way there. Answered with `WaitingHere`.
+    """Asks what is under way on the receiver's node. Answered with `WaitingHere`.
 
     Attributes:
-        key: of this only, with signatures, and also when it is over.
+        key: asks for this operation only, with signatures, and also when it is over.
     """
 
     serial: Count
@@ -114,7 +114,12 @@ class WaitingRequest(msgspec.Struct, tag="waiting?", array_like=True):
 
 
 class WaitingHere(msgspec.Struct, tag="waiting", array_like=True):
-    """The sender tells what is under way on its node, and its daemon's process; `more`: how much has no room here."""
+    """Answers `WaitingRequest`: what is under way on the sender's node.
+
+    Attributes:
+        pid: of its daemon.
+        more: number of entries that have no room in `waiting`.
+    """
 
     serial: Count
     pid: Count

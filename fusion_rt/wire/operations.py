@@ -71,7 +71,7 @@ class OpKey(NamedTuple):
 
     @property
     def in_words(self) -> str:
-        """What people are told of."""
+        """Describes the operation for people."""
         return f"bucket {self.name} of plan {self.plan}" if self.plan else f"tensor {self.name!r}"
 
 

@@ -64,11 +64,14 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 
 
 class Reduction(msgspec.Struct, frozen=True):
-    """How the buckets of a plan are combined.
+    """The combination of the buckets of a plan.
 
     Attributes:
-        optimizer: where a home applies gradients.
-        packages: those that bring the codec and the algorithm, with versions; without what is built in.
+        op: combines the elements of different ranks.
+        prescale, postscale: factors before and after it.
+        codec, algorithm: their specs.
+        optimizer: of the homes, if these apply gradients.
+        packages: those of the codec and the algorithm, with versions, unless these are built in.
     """
 
     op: Op = "average"
