@@ -80,7 +80,7 @@ class Kind(enum.IntEnum):
         or 0.
     ANSWERED: the result was given to a worker; peer: its rank.
     APPLIED: a home took a contribution; peer: its rank, value: its staleness in versions.
-    PLAN: a plan came, or, with all that follows, is still in force (said again every few seconds, because a ring
+    PLAN: a plan came, or, with all that follows, is still active (recorded again every few seconds, because a ring
         forgets); value: bytes, extra: number of buckets, clock: the number of a name that says what Horovod calls the
         operation (`ALLREDUCE`, `PUSH_PULL (process set 3)`). BUCKET: of it; extra: index, value: bytes. MEMBER: a
         tensor of that bucket; name: the tensor, extra: index of the bucket, value: bytes, clock: the number of a name

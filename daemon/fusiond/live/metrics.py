@@ -159,7 +159,7 @@ def _of_links(whose: dict[str, str], topology: Topology, figures: wire.Figures) 
     received = CounterMetricFamily("fusion_received_bytes", "Payload received from a node.", labels=labels)
     waiting = GaugeMetricFamily("fusion_waiting_bytes", "Sent to a node and not acknowledged.", labels=labels)
     anew = CounterMetricFamily("fusion_reconnections", "How often a connection was made anew.", labels=labels)
-    lost = GaugeMetricFamily("fusion_peer_lost", "1 if a node was given up.", labels=labels)
+    lost = GaugeMetricFamily("fusion_peer_lost", "1 if a node was declared dead.", labels=labels)
     for link in figures.links:
         values = [*whose.values(), str(link.node), topology.hosts[link.node]]
         sent.add_metric(values, link.sent_bytes)

@@ -125,7 +125,7 @@ class DistributedHandler:
 
 
 def _common(mine: Carried) -> Carried:
-    """What all nodes start from. Velocities are only named."""
+    """Returns the common start of all nodes; of velocities it has the names only."""
     named = {name: np.zeros(0, np.float32) for name in mine.velocities}
     homes = {} if mine.total is None else mine.homes
     return Carried(common=mine.common, buckets=mine.buckets, velocities=named, homes=homes, rates=mine.rates)
