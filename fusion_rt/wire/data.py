@@ -1,4 +1,4 @@
-"""The mesh: what stands before data (chunks of operations, pieces of parcels), and what goes with it."""
+"""The mesh: what stands before data (chunks of operations, pieces of messages), and what goes with it."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Credit(msgspec.Struct, tag="k", array_like=True):
 
 
 class Piece(msgspec.Struct, tag="p", array_like=True):
-    """A piece of a parcel, which is what travels to or from a bucket's home; its payload is the next frame.
+    """A piece of a message, which is what travels to or from a bucket's home; its payload is the next frame.
 
     Attributes:
         epoch: the membership epoch.
         plan, bucket: which bucket.
-        kind: what the parcel is: a worker's contribution (`post`), or its question what the home has (`ask`), what a
+        kind: what the message is: a worker's contribution (`post`), or its question what the home has (`ask`), what a
             home begins with (`seed`) or goes on with (`reseed`), a home's answer to a worker (`answer`, or `refused`
             with a sentence), or what one rank's home tells another's (`mix`, `mean`; `pass`: it has nothing to mix at
             this clock; `want`: it is at this clock and waits for the other), or the home of the first bucket those of
@@ -63,7 +63,7 @@ class Piece(msgspec.Struct, tag="p", array_like=True):
         rank: the worker that posted, or is answered; of what homes tell each other, the rank of the one that sends.
         clock: the worker's, of the contribution.
         version: of the home: the one that a contribution is based on, or that an answer has.
-        nbytes: of the parcel; `start`: the first one of this piece.
+        nbytes: of the message; `start`: the first one of this piece.
         rates, samples: as in `Ready`.
         weight: push-sum weight.
         notes: with an answer: whether it is to be added, whether it is coded, and how stale the contribution was: its

@@ -28,7 +28,7 @@ from fusiond.core.tracing import about_key
 from fusiond.operations.context import Context
 from fusiond.operations.executor import Run
 from fusiond.operations.outcomes import Failing
-from fusiond.shards import Homes
+from fusiond.shards import ParameterService
 from fusiond.shards.timeouts import key_of
 
 _GRACE = 2.0  # seconds for what is late, or waits for a rank that has left, to complete, until it is asked again
@@ -56,7 +56,7 @@ class Stalls:
         failing: Failing,
         coordination: Coordination,
         questions: Questions,
-        homes: Homes,
+        homes: ParameterService,
         proposals: Callable[[], Iterable[tuple[OpKey, float, Collection[int]]]],
     ) -> None:
         self._context = context
@@ -106,9 +106,9 @@ class Stalls:
         for key, since, ranks in self._proposals():
             members = participants.members(key.process_set).set.ranks
             yield _Wait(("plan", key), since, any(rank in members and rank not in ranks for rank in departed))
-        for sender in self._homes.waits.contributions():
-            key = key_of(sender.plan, sender.bucket, sender.home)
-            yield _Wait(("home", key), sender.since, rank=sender.rank)
+        for client in self._homes.waits.contributions():
+            key = key_of(client.plan, client.bucket, client.home)
+            yield _Wait(("home", key), client.since, rank=client.rank)
 
     def _inquire(self, subject: Subject, waited: float) -> None:
         """Has the coordinator ask everybody, and tell everybody if something is wrong."""
@@ -128,16 +128,16 @@ class Stalls:
         found = [where for rank, where in result.found.items() if rank in missing]
         where = describe_ranks(found, result.silent, topology)
         shown = False
-        for sender in self._homes.waits.contributions():
-            key = key_of(sender.plan, sender.bucket, sender.home)
-            waited = self._context.outside.clock() - sender.since
-            if (key, sender.rank) not in due or waited <= min(settings.stall_warning_time, settings.operation_timeout):
+        for client in self._homes.waits.contributions():
+            key = key_of(client.plan, client.bucket, client.home)
+            waited = self._context.outside.clock() - client.since
+            if (key, client.rank) not in due or waited <= min(settings.stall_warning_time, settings.operation_timeout):
                 continue  # it has been answered, and this is another one
-            plan, bucket = sender.plan.plan, sender.bucket.index
+            plan, bucket = client.plan.plan, client.bucket.index
             node = plan.homes[bucket] if plan.homes else None
-            text = explain_contribution(sender.rank, waited, bucket, plan.group, node, stalls.get(key), topology)
+            text = explain_contribution(client.rank, waited, bucket, plan.group, node, stalls.get(key), topology)
             if waited > settings.operation_timeout:
-                self._homes.waits.end(sender, text + where)
+                self._homes.waits.end(client, text + where)
             else:
                 self._context.outside.warn(text if shown else text + where)
                 shown = True

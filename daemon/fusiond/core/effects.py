@@ -25,7 +25,7 @@ class Effects(Protocol):
         for it comes."""
 
     def send_piece(self, node: int, piece: wire.Piece, payload: memoryview, /) -> object:
-        """Sends a piece of a parcel, whose payload nobody will change."""
+        """Sends a piece of a message, whose payload nobody will change."""
 
     def call_later(self, seconds: float, callback: Callable[[], None], /) -> object:
         """Calls back when that time has passed."""

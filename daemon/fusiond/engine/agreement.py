@@ -19,7 +19,7 @@ from fusiond.operations.context import Context
 from fusiond.operations.executor import Run, Runner
 from fusiond.operations.outcomes import Failing
 from fusiond.operations.thread_work import INLINE_WORK
-from fusiond.shards import Homes
+from fusiond.shards import ParameterService
 
 _MAX_RECIPES = 4096  # signatures remembered
 _MAX_APPROVED = 4096  # those that all ranks have agreed on; of others the coordinator is asked again
@@ -39,7 +39,7 @@ class Agreeing:
         context: Context,
         coordination: Coordination,
         failing: Failing,
-        homes: Homes,
+        homes: ParameterService,
         plans: Plans,
         runner: Runner,
         disagree: Callable[[Run], None],

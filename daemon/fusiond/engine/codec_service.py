@@ -17,7 +17,7 @@ from fusiond.core.dispatch import Handlers
 from fusiond.core.effects import Effects
 from fusiond.core.result import Result
 from fusiond.operations.executor import Run
-from fusiond.shards import Homes
+from fusiond.shards import ParameterService
 
 
 class CodecService:
@@ -35,7 +35,7 @@ class CodecService:
     def __init__(
         self,
         plans: Plans,
-        homes: Homes,
+        homes: ParameterService,
         runs: Mapping[OpKey, Run],
         outside: Effects,
         failure: Callable[[], str],

@@ -46,7 +46,7 @@ from fusiond.operations.executor import Run, Runner
 from fusiond.operations.outcomes import Failing
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
-from fusiond.shards import Homes
+from fusiond.shards import ParameterService
 from fusiond.transport.flow_control import CreditExceeded, window_chunks
 from fusiond.workers.connections import WorkerLink
 
@@ -97,7 +97,7 @@ class Engine:
             topology, node, settings, outside, self._work, self._runs, self._delivered, self._failing.run_failed, trace
         )
         self._plans = Plans(Team(settings.kernel_threads))
-        self.homes = Homes(
+        self.homes = ParameterService(
             topology, node, settings, outside, self._work, self._failing.home_failed, epoch, trace, self._operations_of
         )
         self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)

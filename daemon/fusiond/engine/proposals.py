@@ -21,7 +21,7 @@ from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
 from fusiond.operations.executor import Run
 from fusiond.operations.outcomes import Failing
-from fusiond.shards import Homes
+from fusiond.shards import ParameterService
 
 _REMEMBERED = 64  # proposals that were refused, so that a new coordinator can tell nodes that have not heard of it
 
@@ -42,7 +42,7 @@ class Proposing:
         coordination: Coordination,
         failing: Failing,
         codec_service: CodecService,
-        homes: Homes,
+        homes: ParameterService,
         plans: Plans,
         snapshots: Snapshots,
         advance: Callable[[Run], None],

@@ -19,7 +19,7 @@ from fusion_rt.settings import Settings
 from fusiond.buckets.plans import Plans
 from fusiond.collectives.base import Array
 from fusiond.core.effects import Effects
-from fusiond.shards import Homes
+from fusiond.shards import ParameterService
 
 _PLAN = "plan"  # the entry that says of which plan a file is
 SLOW_S = 60.0  # seconds after which it is said that the file system does not answer
@@ -39,7 +39,7 @@ class Snapshots:
         outside: writes beside the event loop.
     """
 
-    def __init__(self, settings: Settings, node: int, plans: Plans, homes: Homes, outside: Effects) -> None:
+    def __init__(self, settings: Settings, node: int, plans: Plans, homes: ParameterService, outside: Effects) -> None:
         self._directory = settings.snapshot_directory
         self._restores = settings.snapshot_restore
         self._node = node

@@ -1,19 +1,21 @@
-"""The homes on this node, and what local workers have posted to homes anywhere. No I/O.
+"""The parameter service of a node: the homes (shards and replicas) here, and the contributions of local workers to
+homes anywhere. No I/O.
 
 A contribution goes from the worker's arena to its home (encoded, where that is on another node), is taken in by the
 algorithm, and is answered into the arena:
 
-    senders.py    what local workers have posted, and wait for
-    incoming.py   pieces from peers, which become parcels; checks.py: whether there can be such a one
-    timeouts.py   contributions that wait: told to whoever asks, and ended
-    boxes.py      the homes here, and which thread takes in what when; box.py: one of them, and what waits for it
-    steps.py      what an algorithm says, turned into what is done: answers, parcels, refusals
-    state.py      what is saved of all that, and given back
+    push_pull.py       contributions of local workers, which wait for answers
+    incoming.py        pieces from peers, put together to messages (messages.py); checks.py refuses impossible ones
+    server.py          the homes here, and the threads that work on them; hosted_home.py: one home and its queue
+    actions.py         the steps of an algorithm, carried out: answers, messages, refusals
+    timeouts.py        contributions that have waited too long
+    checkpoint.py      the saved state of homes and contributions
+    occupied.py        ranks that wait in other operations, for which homes do not wait
 
-`homes.py` joins them. They share `here.py`: which node this is, and its way to the others; `jobs.py`: work in threads;
-`codings.py`: the codecs of parcels, `parcels.py`; `staleness.py`: the meters.
+`service.py` joins them. They share `node.py`: this node and its way to the others; `message_codecs.py`: the codecs of
+messages; `staleness.py`: the meters.
 """
 
-from fusiond.shards.service import Homes
+from fusiond.shards.service import ParameterService
 
-__all__ = ["Homes"]
+__all__ = ["ParameterService"]

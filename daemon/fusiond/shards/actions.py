@@ -15,20 +15,20 @@ from fusion_rt import wire
 from fusiond.algorithms.home import Answer, Passed, Refuse, Send, Step, Tell
 from fusiond.core.contribution import Contribution
 from fusiond.operations.thread_work import Act
-from fusiond.shards.message_codecs import Codings
+from fusiond.shards.hosted_home import HostedHome
+from fusiond.shards.message_codecs import MessageCodecs
 from fusiond.shards.messages import pack, unpack
-from fusiond.shards.node import Address, Here
-from fusiond.shards.push_pull import Senders
-from fusiond.shards.shard import Box
+from fusiond.shards.node import Address, ThisNode
+from fusiond.shards.push_pull import PushPullClients
 
 
-class Steps:
+class Actions:
     """Carries out the steps of all homes on one node.
 
     Args:
         here: this node.
-        codings: the codecs.
-        senders: get the answers to what was posted here.
+        codecs: the codecs.
+        clients: get the answers to what was posted here.
         arrived: takes what is for another home on this node.
         wake: has a home looked at again, at that time (s).
         passed: is told of a clock that is over, which the rank of a home has passed.
@@ -36,78 +36,78 @@ class Steps:
 
     def __init__(
         self,
-        here: Here,
-        codings: Codings,
-        senders: Senders,
+        here: ThisNode,
+        codecs: MessageCodecs,
+        clients: PushPullClients,
         arrived: Callable[[Address, Contribution], None],
-        wake: Callable[[Box, float], None],
-        passed: Callable[[Box, int], None],
+        wake: Callable[[HostedHome, float], None],
+        passed: Callable[[HostedHome, int], None],
     ) -> None:
         self._here = here
-        self._codings = codings
-        self._senders = senders
+        self._codecs = codecs
+        self._clients = clients
         self._arrived = arrived
         self._wake = wake
         self._passed = passed
 
-    def prepared(self, box: Box, steps: Iterable[Step]) -> list[Act]:
+    def prepared(self, hosted: HostedHome, steps: Iterable[Step]) -> list[Act]:
         """What the event loop is to do for these steps. Values are encoded, or where they belong, when this returns."""
         acts: list[Act] = []
         for step in steps:
             if isinstance(step, Answer):
-                acts.append(self._answer(box, step))
+                acts.append(self._answer(hosted, step))
             elif isinstance(step, Send):
-                acts.extend(self._send(box, step))
+                acts.extend(self._send(hosted, step))
             elif isinstance(step, Refuse):
-                acts.append(partial(self._refuse, box, step))
+                acts.append(partial(self._refuse, hosted, step))
             elif isinstance(step, Passed):
-                acts.append(partial(self._passed, box, step.part.clock))
+                acts.append(partial(self._passed, hosted, step.part.clock))
             elif isinstance(step, Tell):
-                acts.extend(self._tell(box, step))
+                acts.extend(self._tell(hosted, step))
             else:
-                acts.append(partial(self._wake, box, step.at))
+                acts.append(partial(self._wake, hosted, step.at))
         return acts
 
-    def _answer(self, box: Box, step: Answer) -> Act:
-        rank = box.ranks[step.part.rank]
-        notes = box.notes.pop(step.part.rank, ())
-        parcel = wire.Piece(
-            self._here.epoch, box.plan.plan.id, box.bucket.index, "answer", box.home.rank, rank, step.part.clock,
-            box.home.version, 0, 0,
+    def _answer(self, hosted: HostedHome, step: Answer) -> Act:
+        rank = hosted.ranks[step.part.rank]
+        notes = hosted.notes.pop(step.part.rank, ())
+        message = wire.Piece(
+            self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, "answer", hosted.home.rank, rank,
+            step.part.clock, hosted.home.version, 0, 0,
         )  # fmt: skip
         if self._here.has(rank):
-            place = self._senders.place(parcel.plan, parcel.bucket, rank)
+            place = self._clients.place(message.plan, message.bucket, rank)
             if place is not None:  # else it is over, while this thread is here
                 np.copyto(place, step.values)
-            return partial(self._senders.answered, parcel, (int(step.added), *notes))
-        added, coded, payload = self._encoded(box, step)
-        parcel = replace(parcel, notes=(added, coded, *notes))
-        return partial(self._here.send, self._here.topology.node_of(rank), parcel, payload)
+            return partial(self._clients.answered, message, (int(step.added), *notes))
+        added, coded, payload = self._encoded(hosted, step)
+        message = replace(message, notes=(added, coded, *notes))
+        return partial(self._here.send, self._here.topology.node_of(rank), message, payload)
 
-    def _encoded(self, box: Box, step: Answer) -> tuple[int, int, memoryview]:
+    def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
         """An answer to another node: whether it is added there, whether it is coded, and its bytes.
 
         A lossy codec sends the difference to what that node has been told, so that what it leaves out comes later
         (dual-way sparsification: Yan et al., ICPP 2020).
         """
-        if self._codings.decoder(box.plan, box.bucket).lossless:
+        if self._codecs.decoder(hosted.plan, hosted.bucket).lossless:
             return int(step.added), 0, memoryview(step.values.tobytes())
         if step.added:
-            return 1, 1, pack(self._codings.encoder(box.plan, box.bucket), step.values)
-        told = box.told.get(step.part.rank)
+            return 1, 1, pack(self._codecs.encoder(hosted.plan, hosted.bucket), step.values)
+        told = hosted.told.get(step.part.rank)
         if told is None or step.part.kind == "ask":  # who asks for what the home has gets every bit of it
-            told = box.told[step.part.rank] = step.values.copy()  # another thread may be at work on the home
+            told = hosted.told[step.part.rank] = step.values.copy()  # another thread may be at work on the home
             return 0, 0, memoryview(told.tobytes())
-        codec = self._codings.encoder(box.plan, box.bucket)
+        codec = self._codecs.encoder(hosted.plan, hosted.bucket)
         payload = pack(codec, step.values - told)
         told += unpack(codec, payload)
         return 1, 1, payload
 
-    def _send(self, box: Box, step: Send) -> list[Act]:
-        here, ranks = self._here, box.ranks
-        parcel = wire.Piece(
-            here.epoch, box.plan.plan.id, box.bucket.index, step.kind, 0, ranks[box.home.rank], step.clock,
-            box.home.version, 0, 0, weight=step.weight,
+    def _send(self, hosted: HostedHome, step: Send) -> list[Act]:
+        here, ranks = self._here, hosted.ranks
+        message = wire.Piece(
+            here.epoch, hosted.plan.plan.id, hosted.bucket.index, step.kind, 0, ranks[hosted.home.rank], step.clock,
+            hosted.home.version, 0, 0, weight=step.weight,
         )  # fmt: skip
         nodes = {position: here.topology.node_of(ranks[position]) for position in step.ranks}
         acts: list[Act] = []
@@ -116,42 +116,42 @@ class Steps:
             values = step.values.copy()  # what was posted may be overwritten before its neighbours have read it
             for position in local:
                 part = Contribution(
-                    box.home.rank, values, kind=step.kind, clock=step.clock, version=box.home.version,
+                    hosted.home.rank, values, kind=step.kind, clock=step.clock, version=hosted.home.version,
                     weight=step.weight, arrived=here.outside.clock(),
                 )  # fmt: skip
-                acts.append(partial(self._arrived, (box.plan.plan.id, box.bucket.index, position), part))
+                acts.append(partial(self._arrived, (hosted.plan.plan.id, hosted.bucket.index, position), part))
         if len(local) < len(nodes):
             payload = step.payload
             if payload is None:
-                payload = pack(self._codings.encoder(box.plan, box.bucket), step.values)
+                payload = pack(self._codecs.encoder(hosted.plan, hosted.bucket), step.values)
             for position, node in nodes.items():
                 if node != here.node:
-                    acts.append(partial(here.send, node, replace(parcel, home=position), memoryview(payload)))
+                    acts.append(partial(here.send, node, replace(message, home=position), memoryview(payload)))
         return acts
 
-    def _tell(self, box: Box, step: Tell) -> list[Act]:
-        here, plan = self._here, box.plan.plan
+    def _tell(self, hosted: HostedHome, step: Tell) -> list[Act]:
+        here, plan = self._here, hosted.plan.plan
         acts: list[Act] = []
         for bucket, node in enumerate(plan.homes):
-            if bucket == box.bucket.index:
+            if bucket == hosted.bucket.index:
                 continue
             if node == here.node:
                 now = here.outside.clock()
                 part = Contribution(0, step.numbers, kind="told", clock=step.clock, arrived=now)
                 acts.append(partial(self._arrived, (plan.id, bucket, -1), part))
             else:
-                parcel = wire.Piece(here.epoch, plan.id, bucket, "told", -1, box.ranks[0], step.clock, 0, 0, 0)
-                acts.append(partial(here.send, node, parcel, memoryview(step.numbers.tobytes())))
+                message = wire.Piece(here.epoch, plan.id, bucket, "told", -1, hosted.ranks[0], step.clock, 0, 0, 0)
+                acts.append(partial(here.send, node, message, memoryview(step.numbers.tobytes())))
         return acts
 
-    def _refuse(self, box: Box, step: Refuse) -> None:
-        rank = box.ranks[step.part.rank]
-        parcel = wire.Piece(
-            self._here.epoch, box.plan.plan.id, box.bucket.index, "refused", box.home.rank, rank, step.part.clock,
-            0, 0, 0,
+    def _refuse(self, hosted: HostedHome, step: Refuse) -> None:
+        rank = hosted.ranks[step.part.rank]
+        message = wire.Piece(
+            self._here.epoch, hosted.plan.plan.id, hosted.bucket.index, "refused", hosted.home.rank, rank,
+            step.part.clock, 0, 0, 0,
         )  # fmt: skip
-        why = f"bucket {box.bucket.index} of {box.plan.plan.group!r}: {step.why}"
+        why = f"bucket {hosted.bucket.index} of {hosted.plan.plan.group!r}: {step.why}"
         if self._here.has(rank):
-            self._senders.refused(parcel, why)
+            self._clients.refused(message, why)
         else:
-            self._here.send(self._here.topology.node_of(rank), parcel, memoryview(why.encode()))
+            self._here.send(self._here.topology.node_of(rank), message, memoryview(why.encode()))

@@ -1,4 +1,4 @@
-"""What is saved of a node's homes and senders, and given back to them, or to those of a later plan."""
+"""What is saved of a node's homes and clients, and given back to them, or to those of a later plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.operations.thread_work import Act
-from fusiond.shards.message_codecs import Codings
-from fusiond.shards.push_pull import Sender, Senders
-from fusiond.shards.server import Boxes
-from fusiond.shards.shard import Box
+from fusiond.shards.hosted_home import HostedHome
+from fusiond.shards.message_codecs import MessageCodecs
+from fusiond.shards.push_pull import PushPullClient, PushPullClients
+from fusiond.shards.server import HomeServer
 
 
 def group_of(state: PlanState) -> tuple[int, str]:
@@ -25,32 +25,32 @@ def group_of(state: PlanState) -> tuple[int, str]:
     return state.plan.process_set, state.plan.group
 
 
-class States:
+class Checkpoints:
     """Saves and gives back; keeps what was given back for a plan that is not in force yet.
 
     Args:
-        senders, boxes: whose state it is.
-        codings: the codecs of senders.
+        clients, server: whose state it is.
+        codecs: the codecs of clients.
     """
 
-    def __init__(self, senders: Senders, boxes: Boxes, codings: Codings) -> None:
-        self._senders = senders
-        self._boxes = boxes
-        self._codings = codings
+    def __init__(self, clients: PushPullClients, server: HomeServer, codecs: MessageCodecs) -> None:
+        self._clients = clients
+        self._server = server
+        self._codecs = codecs
         self._loaded: dict[tuple[int, str], dict[str, Array]] = {}  # by process set and group
 
     def save(self, plan: int) -> dict[str, Array]:
         """What the homes of a plan remember, and what its workers have not sent; copies. The keys begin with
         `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
         state: dict[str, Array] = {}
-        for box in self._boxes:
-            if box.plan.plan.id == plan:
-                prefix = f"home:{box.bucket.index}:{box.home.rank}"
-                state |= {f"{prefix}:{key}": value for key, value in _home_state(box.home).items()}
-        for sender in self._senders:
-            if sender.plan.plan.id == plan:
-                prefix = f"sender:{sender.bucket.index}:{sender.rank}"
-                state |= {f"{prefix}:{key}": value for key, value in _sender_state(sender).items()}
+        for hosted in self._server:
+            if hosted.plan.plan.id == plan:
+                prefix = f"home:{hosted.bucket.index}:{hosted.home.rank}"
+                state |= {f"{prefix}:{key}": value for key, value in _home_state(hosted.home).items()}
+        for client in self._clients:
+            if client.plan.plan.id == plan:
+                prefix = f"sender:{client.bucket.index}:{client.rank}"
+                state |= {f"{prefix}:{key}": value for key, value in _client_state(client).items()}
         return state
 
     def keep(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
@@ -73,46 +73,46 @@ class States:
         Raises:
             FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
         """
-        homes: list[tuple[Box, dict[str, Array]]] = []
-        senders: list[tuple[Sender, list[int], BucketCodec | None]] = []
+        homes: list[tuple[HostedHome, dict[str, Array]]] = []
+        clients: list[tuple[PushPullClient, list[int], BucketCodec | None]] = []
         for (kind, bucket, rank), entries in _by_owner(state).items():
             address = (plan.plan.id, bucket, rank)
-            box, sender = self._boxes.get(address), self._senders.get(address)
-            if kind == "home" and box is not None:
-                _check_home(box, entries)
-                homes.append((box, {key: value.copy() for key, value in entries.items()}))
-            elif kind == "sender" and sender is not None:
-                senders.append((sender, *self._checked(sender, entries)))
+            hosted, client = self._server.get(address), self._clients.get(address)
+            if kind == "home" and hosted is not None:
+                _check_home(hosted, entries)
+                homes.append((hosted, {key: value.copy() for key, value in entries.items()}))
+            elif kind == "sender" and client is not None:
+                clients.append((client, *self._checked(client, entries)))
             else:
                 raise WireError(f"the saved state is of another job: it has the {kind} of bucket {bucket}, rank {rank}")
-        for sender, (clock, version), codec in senders:
-            sender.clock, sender.version, sender.codec = clock, version, codec
-        for box, entries in homes:
-            box.closed = True
-            work = partial(_restore_home, box, entries)
-            self._boxes.when_free(box, partial(self._boxes.at, box, work, math.inf))  # as for a seed
+        for client, (clock, version), codec in clients:
+            client.clock, client.version, client.codec = clock, version, codec
+        for hosted, entries in homes:
+            hosted.closed = True
+            work = partial(_restore_home, hosted, entries)
+            self._server.when_free(hosted, partial(self._server.at, hosted, work, math.inf))  # as for a seed
 
-    def _checked(self, sender: Sender, entries: dict[str, Array]) -> tuple[list[int], BucketCodec | None]:
-        """The counts, and the codec if there was one, of a sender that can go on from this."""
-        bucket, group = sender.bucket.index, sender.plan.plan.group
+    def _checked(self, client: PushPullClient, entries: dict[str, Array]) -> tuple[list[int], BucketCodec | None]:
+        """The counts, and the codec if there was one, of a client that can go on from this."""
+        bucket, group = client.bucket.index, client.plan.plan.group
         moved = entries.pop("moved", None) is not None  # from other buckets, and so not all that this one's codec has
-        counts, codec = _counts(entries.pop("counts", None), 2, f"rank {sender.rank} in bucket {bucket}"), None
-        if sender.busy:
+        counts, codec = _counts(entries.pop("counts", None), 2, f"rank {client.rank} in bucket {bucket}"), None
+        if client.busy:
             raise WireError(
-                f"rank {sender.rank} is posting to bucket {bucket} of {group!r}; load the state of an optimizer "
+                f"rank {client.rank} is posting to bucket {bucket} of {group!r}; load the state of an optimizer "
                 "between step() and the next backward()"
             )
         if entries:
-            codec = self._codings.open(sender.plan, sender.bucket)
+            codec = self._codecs.open(client.plan, client.bucket)
             given = {key.removeprefix("codec/"): value for key, value in entries.items()}
             codec.load_state_dict(given, partial=moved)
         return counts, codec
 
 
-def _sender_state(sender: Sender) -> dict[str, Array]:
-    state: dict[str, Array] = {"counts": np.array([sender.clock, sender.version], np.int64)}
-    if sender.codec is not None:
-        state |= {f"codec/{key}": value for key, value in sender.codec.state_dict().items()}
+def _client_state(client: PushPullClient) -> dict[str, Array]:
+    state: dict[str, Array] = {"counts": np.array([client.clock, client.version], np.int64)}
+    if client.codec is not None:
+        state |= {f"codec/{key}": value for key, value in client.codec.state_dict().items()}
     return state
 
 
@@ -129,13 +129,13 @@ def _home_state(home: Home) -> dict[str, Array]:
     return state
 
 
-def _restore_home(box: Box, entries: Mapping[str, Array]) -> list[Act]:
-    home = box.home
+def _restore_home(hosted: HostedHome, entries: Mapping[str, Array]) -> list[Act]:
+    home = hosted.home
     value = entries.get("value")
     if value is not None:
         value = value.astype(home.dtype.storage)
         if home.rank < 0:
-            box.begin(value)
+            hosted.begin(value)
         else:
             home.value = value
     home.version = int(entries["version"][0])
@@ -145,8 +145,8 @@ def _restore_home(box: Box, entries: Mapping[str, Array]) -> list[Act]:
     optimizer = {key.removeprefix("optimizer/"): v for key, v in entries.items() if key.startswith("optimizer/")}
     if home.optimizer is not None:
         home.optimizer.load(optimizer)
-    box.told.clear()
-    return [partial(setattr, box, "closed", False)]
+    hosted.told.clear()
+    return [partial(setattr, hosted, "closed", False)]
 
 
 def _by_owner(state: Mapping[str, Array]) -> dict[tuple[str, int, int], dict[str, Array]]:
@@ -169,14 +169,14 @@ def _counts(saved: Array | None, how_many: int, of: str) -> list[int]:
     return [int(count) for count in saved]
 
 
-def _check_home(box: Box, entries: Mapping[str, Array]) -> None:
+def _check_home(hosted: HostedHome, entries: Mapping[str, Array]) -> None:
     """Raises `WireError` unless a home can go on from this."""
-    home, of = box.home, f"the home of bucket {box.bucket.index}"
+    home, of = hosted.home, f"the home of bucket {hosted.bucket.index}"
     _counts(entries.get("version"), 1, of)
     _counts(entries.get("done"), home.ranks, of)
     value = entries.get("value")
     if value is not None and value.shape != (home.elements,):
-        raise WireError(f"bucket {box.bucket.index} has {home.elements} elements, and {value.size} were saved")
+        raise WireError(f"bucket {hosted.bucket.index} has {home.elements} elements, and {value.size} were saved")
     for key, array in entries.items():
         kind, _, name = key.partition("/")
         known = key in ("version", "done", "value") or (name and kind in ("aux", "optimizer"))

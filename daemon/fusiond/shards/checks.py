@@ -1,4 +1,4 @@
-"""Whether there can be such a contribution, or such a piece of a parcel."""
+"""Whether there can be such a contribution, or such a piece of a message."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fusion_rt.algorithms import Signal
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
 from fusiond.buckets.plans import PlanState
-from fusiond.shards.message_codecs import Codings
-from fusiond.shards.node import Here
+from fusiond.shards.message_codecs import MessageCodecs
+from fusiond.shards.node import ThisNode
 
 _MAX_SENTENCE = 64 * 1024  # bytes of why a contribution is refused
 
@@ -29,7 +29,7 @@ def wrong_rates(state: PlanState, bucket: wire.Bucket, rates: Sequence[float]) -
     return ""
 
 
-def check_piece(here: Here, codings: Codings, node: int, state: PlanState, piece: wire.Piece) -> None:
+def check_piece(here: ThisNode, codecs: MessageCodecs, node: int, state: PlanState, piece: wire.Piece) -> None:
     """Raises `WireError` unless this node can get such a piece from that one."""
     if not _fits(here, node, state, piece):
         raise WireError(f"no {piece.kind} of rank {piece.rank} for bucket {piece.bucket} can come from it")
@@ -45,7 +45,7 @@ def check_piece(here: Here, codings: Codings, node: int, state: PlanState, piece
     elif piece.kind == "told":
         limit = 8 * (1 + 2 * len(state.members.set.ranks))
     elif piece.kind not in ("seed", "reseed"):
-        limit = max(limit, codings.decoder(state, bucket).max_encoded_nbytes(bucket.numel))
+        limit = max(limit, codecs.decoder(state, bucket).max_encoded_nbytes(bucket.numel))
     if piece.nbytes > limit:
         raise WireError(f"{what} has {piece.nbytes} bytes, and {limit} is the most")
     if piece.kind == "answer" and (len(piece.notes) not in (2, 5) or piece.notes[:2] not in ((0, 0), (1, 0), (1, 1))):
@@ -56,7 +56,7 @@ def check_piece(here: Here, codings: Codings, node: int, state: PlanState, piece
         raise WireError(f"{what} has the weight {piece.weight}, which has to be above 0")
 
 
-def _fits(here: Here, node: int, state: PlanState, piece: wire.Piece) -> bool:
+def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> bool:
     """Whether a node sends this kind of piece, of this rank and bucket, to this node."""
     plan, ranks = state.plan, state.members.set.ranks
     fits = piece.bucket < len(plan.buckets) and piece.rank in ranks

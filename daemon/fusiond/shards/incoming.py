@@ -1,4 +1,4 @@
-"""Pieces from peers: those that come before their plan, and those of which parcels are made."""
+"""Pieces from peers: those that come before their plan, and those of which messages are made."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fusion_rt import wire
 from fusion_rt.errors import WireError
 from fusiond.buckets.plans import PlanState
 from fusiond.shards.checks import check_piece
-from fusiond.shards.message_codecs import Codings
+from fusiond.shards.message_codecs import MessageCodecs
 from fusiond.shards.messages import Assembly
-from fusiond.shards.node import Here
+from fusiond.shards.node import ThisNode
 
 _MAX_EARLY = 4096  # pieces that may come before their plan
 _MAX_EARLY_BYTES = 1 << 32  # of their payloads
-_MAX_OPEN = 8  # parcels from a rank to a home, or back, that may be incomplete
+_MAX_OPEN = 8  # messages from a rank to a home, or back, that may be incomplete
 
 
 class Incoming:
@@ -22,19 +22,19 @@ class Incoming:
 
     Args:
         here: this node.
-        codings: know how long a parcel may be.
+        codecs: know how long a message may be.
     """
 
-    def __init__(self, here: Here, codings: Codings) -> None:
+    def __init__(self, here: ThisNode, codecs: MessageCodecs) -> None:
         self._here = here
-        self._codings = codings
+        self._codecs = codecs
         self._assemblies: dict[tuple[object, ...], Assembly] = {}
         self._early: deque[tuple[int, wire.Piece, memoryview]] = deque()
         self._early_bytes = 0
 
     @property
     def incomplete(self) -> int:
-        """How many parcels are incomplete."""
+        """How many messages are incomplete."""
         return len(self._assemblies)
 
     def keep(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
@@ -50,19 +50,19 @@ class Incoming:
         return early
 
     def add(self, node: int, state: PlanState, piece: wire.Piece, payload: memoryview) -> memoryview | None:
-        """Takes a piece. Returns the payload of its parcel when that is whole.
+        """Takes a piece. Returns the payload of its message when that is whole.
 
         Raises:
-            WireError: there can be no such parcel.
+            WireError: there can be no such message.
         """
-        check_piece(self._here, self._codings, node, state, piece)
+        check_piece(self._here, self._codecs, node, state, piece)
         if not piece.start and len(payload) == piece.nbytes:
             return payload
         key = (node, piece.plan, piece.bucket, piece.home, piece.rank, piece.kind, piece.clock)
         assembly = self._assemblies.get(key)
         if assembly is None:
             if sum(other[:5] == key[:5] for other in self._assemblies) >= _MAX_OPEN:
-                raise WireError(f"too many parcels of rank {piece.rank} and bucket {piece.bucket} are incomplete")
+                raise WireError(f"too many messages of rank {piece.rank} and bucket {piece.bucket} are incomplete")
             assembly = self._assemblies[key] = Assembly(piece)
         whole = assembly.add(piece, payload)
         if whole is not None:

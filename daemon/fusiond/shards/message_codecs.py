@@ -1,4 +1,4 @@
-"""The codecs of the parcels of each bucket."""
+"""The codecs of the messages of each bucket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fusion_rt.codecs import BucketCodec, layout_of
 from fusiond.buckets.plans import PlanState
 
 
-class Codings:
+class MessageCodecs:
     """Opens codecs, and keeps those that all share."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Codings:
         return codecs.open_bucket(codec if remembers else codec.without_memory(), layout_of(bucket))
 
     def decoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
-        """Decodes parcels of a bucket. That changes nothing, and so several threads may do it at the same time."""
+        """Decodes messages of a bucket. That changes nothing, and so several threads may do it at the same time."""
         key = state.plan.id, bucket.index
         decoder = self._decoders.get(key)
         if decoder is None:

@@ -1,6 +1,6 @@
 """What travels to and from homes: all values of a bucket as bytes and back, and in pieces.
 
-Unlike the chunks of a collective, a parcel is there as a whole before anything is done with it, and needs no credit: a
+Unlike the chunks of a collective, a message is there as a whole before anything is done with it, and needs no credit: a
 worker posts again only when it has been answered, so what is under way is bounded by the number of ranks.
 """
 
@@ -22,39 +22,39 @@ def pack(codec: BucketCodec, values: Array) -> memoryview:
 
 
 def unpack(codec: BucketCodec, payload: memoryview) -> Array:
-    """The values in a parcel; possibly a read-only view of it.
+    """The values in a message; possibly a read-only view of it.
 
     Raises:
-        CodecError: this is no parcel of this bucket.
+        CodecError: this is no message of this bucket.
     """
     return codec.decoded(0, payload, codec.layout.elements)
 
 
-def pieces(parcel: wire.Piece, payload: memoryview, chunk_bytes: int) -> Iterator[tuple[wire.Piece, memoryview]]:
-    """A parcel's messages, with their payloads; at least one."""
-    parcel = replace(parcel, nbytes=len(payload))
+def pieces(message: wire.Piece, payload: memoryview, chunk_bytes: int) -> Iterator[tuple[wire.Piece, memoryview]]:
+    """Yields the pieces of a message, at least one, with their payloads."""
+    message = replace(message, nbytes=len(payload))
     for start in range(0, max(len(payload), 1), chunk_bytes):
-        yield replace(parcel, start=start), payload[start : start + chunk_bytes]
+        yield replace(message, start=start), payload[start : start + chunk_bytes]
 
 
 class Assembly:
-    """A parcel of which pieces come, in any order; as large as the first piece says, which was checked. It takes memory
-    for what has come."""
+    """A message whose pieces come in any order. It is as large as the first piece says, which was checked, and takes
+    memory for what has come."""
 
-    def __init__(self, parcel: wire.Piece) -> None:
-        self.parcel = replace(parcel, start=0)
-        self._buffer = np.empty(parcel.nbytes, np.uint8)  # whose pages are there once they are written
-        self._missing = parcel.nbytes
+    def __init__(self, message: wire.Piece) -> None:
+        self.message = replace(message, start=0)
+        self._buffer = np.empty(message.nbytes, np.uint8)  # whose pages are there once they are written
+        self._missing = message.nbytes
         self._ends: dict[int, int] = {}  # of each piece, by its start
 
     def add(self, piece: wire.Piece, payload: memoryview) -> memoryview | None:
-        """Takes a piece. Returns the parcel when it is whole.
+        """Takes a piece. Returns the message when it is whole.
 
         Raises:
-            WireError: the piece is of another parcel, empty, too long, came before, or overlaps others.
+            WireError: the piece is of another message, empty, too long, came before, or overlaps others.
         """
         start, end = piece.start, piece.start + len(payload)
-        if replace(piece, start=0) != self.parcel or start in self._ends or not start < end <= piece.nbytes:
+        if replace(piece, start=0) != self.message or start in self._ends or not start < end <= piece.nbytes:
             raise WireError(f"a piece of a {piece.kind} of bucket {piece.bucket} does not fit the others")
         self._ends[start] = end
         self._buffer[start:end] = np.frombuffer(payload, np.uint8)
@@ -68,4 +68,4 @@ class Assembly:
         end = 0
         while end in self._ends:
             end = self._ends[end]
-        return end == self.parcel.nbytes
+        return end == self.message.nbytes

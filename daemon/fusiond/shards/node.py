@@ -20,7 +20,7 @@ Address: TypeAlias = tuple[int, int, int]  # plan, bucket, and a home's rank (-1
 
 
 @dataclass(slots=True)
-class Here:
+class ThisNode:
     """This node, in one membership epoch.
 
     Attributes:
@@ -32,7 +32,7 @@ class Here:
         failed: called with an exception when something cannot be gone on with.
         trace: what is done is recorded there.
         after: the mark of the operation that was completed last here, which goes with all that is sent.
-        over: the job cannot go on. `Homes` says so; then nothing is sent and nothing is begun.
+        over: the job cannot go on. `ParameterService` says so; then nothing is sent and nothing is begun.
     """
 
     topology: Topology
@@ -64,8 +64,8 @@ class Here:
 
         self.work.do(plan, [work], nbytes, done)
 
-    def send(self, node: int, parcel: wire.Piece, payload: memoryview) -> None:
-        """Sends a parcel, whose payload nobody will change, to another node."""
+    def send(self, node: int, message: wire.Piece, payload: memoryview) -> None:
+        """Sends a message, whose payload nobody will change, to another node."""
         if not self.over:
-            for piece, data in pieces(replace(parcel, after=self.after), payload, self.settings.chunk_bytes):
+            for piece, data in pieces(replace(message, after=self.after), payload, self.settings.chunk_bytes):
                 self.outside.send_piece(node, piece, data)

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 from fusion_rt import wire
 from fusiond.buckets.plans import PlanState
 from fusiond.core.contribution import NO_VALUES, Contribution
-from fusiond.shards.node import Here
-from fusiond.shards.push_pull import Senders
-from fusiond.shards.server import Boxes
-from fusiond.shards.shard import Box
+from fusiond.shards.hosted_home import HostedHome
+from fusiond.shards.node import ThisNode
+from fusiond.shards.push_pull import PushPullClients
+from fusiond.shards.server import HomeServer
 
 _MAX_KNOWN = 4096  # ranks in plans that are not here yet
 _MAX_COMPLETED = 1024  # operations that are remembered
@@ -36,15 +36,15 @@ class Occupied:
 
     Args:
         here: this node.
-        senders: of the local workers.
-        boxes: the homes here.
+        clients: of the local workers.
+        server: the homes here.
         operations: see there.
     """
 
-    def __init__(self, here: Here, senders: Senders, boxes: Boxes, operations: Operations) -> None:
+    def __init__(self, here: ThisNode, clients: PushPullClients, server: HomeServer, operations: Operations) -> None:
         self._here = here
-        self._senders = senders
-        self._boxes = boxes
+        self._clients = clients
+        self._server = server
         self._operations = operations
         self._plans: dict[int, PlanState] = {}  # in which somebody may wait for somebody
         self._latest = 0  # plan that has been in force
@@ -105,7 +105,7 @@ class Occupied:
     def tick(self) -> None:
         """A second has passed."""
         before = self._here.outside.clock() - _LONG
-        self._long = {(s.plan.plan.id, s.rank) for s in self._senders if s.post is not None and s.since <= before}
+        self._long = {(s.plan.plan.id, s.rank) for s in self._clients if s.post is not None and s.since <= before}
         for rank in {rank for _, rank in self._long}:
             self.look(rank)
 
@@ -127,7 +127,7 @@ class Occupied:
         told = self._told.get(key)
         if told is None and not marks:
             return
-        clock = max(sender.posted for sender in self._senders.of(*key))
+        clock = max(client.posted for client in self._clients.of(*key))
         if told is not None and told.clock == clock and not marks.isdisjoint(told.operations):
             return
         message = wire.Occupied(*key, clock, tuple(sorted(marks)[: wire.MAX_OCCUPIED]))
@@ -145,33 +145,33 @@ class Occupied:
         """Passes the next clock of an occupied rank, if a neighbour is that far. The clock after that is passed when
         this one is over in all buckets."""
         key = state.plan.id, rank
-        clock = self._senders[state.plan.id, 0, rank].clock
+        clock = self._clients[state.plan.id, 0, rank].clock
         if self._wanted.get(key, -1) < clock or not self._occupying(state, rank):
             return
-        senders = self._senders.of(*key)
-        if any(sender.clock != clock or sender.waits for sender in senders):
+        clients = self._clients.of(*key)
+        if any(client.clock != clock or client.waits for client in clients):
             return
-        for sender in senders:
-            sender.passing, sender.clock = True, clock + 1
-        for sender in senders:
+        for client in clients:
+            client.passing, client.clock = True, clock + 1
+        for client in clients:
             now = self._here.outside.clock()
-            part = Contribution(sender.home, NO_VALUES, kind="pass", clock=clock, arrived=now)
-            self._boxes.arrived(sender.home_address, part)
+            part = Contribution(client.home, NO_VALUES, kind="pass", clock=clock, arrived=now)
+            self._server.arrived(client.home_address, part)
 
-    def passed(self, box: Box, clock: int) -> None:
+    def passed(self, hosted: HostedHome, clock: int) -> None:
         """A clock that the rank of a home has passed is over there."""
-        rank = box.ranks[box.home.rank]
-        sender = self._senders.get((box.plan.plan.id, box.bucket.index, rank))
-        if sender is not None and sender.clock == clock + 1:
-            sender.passing = False
+        rank = hosted.ranks[hosted.home.rank]
+        client = self._clients.get((hosted.plan.plan.id, hosted.bucket.index, rank))
+        if client is not None and client.clock == clock + 1:
+            client.passing = False
             self.look(rank)
 
-    def wanted(self, box: Box, part: Contribution) -> None:
+    def wanted(self, hosted: HostedHome, part: Contribution) -> None:
         """A neighbour of the local rank of a home has sent something: it is at that clock."""
-        state = self._plans.get(box.plan.plan.id)
+        state = self._plans.get(hosted.plan.plan.id)
         if state is None:
             return
-        rank = box.ranks[box.home.rank]
+        rank = hosted.ranks[hosted.home.rank]
         key = state.plan.id, rank
         if part.clock > self._wanted.get(key, -1):
             self._wanted[key] = part.clock
@@ -188,7 +188,7 @@ class Occupied:
             self._known[key] = message
         else:
             self._known.pop(key, None)
-        self._boxes.occupied(message.plan, message.rank, message.clock if occupied else None)
+        self._server.occupied(message.plan, message.rank, message.clock if occupied else None)
 
     def completed(self, mark: int) -> None:
         """An operation is completed on all nodes, or about to be."""

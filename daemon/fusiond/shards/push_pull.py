@@ -16,16 +16,16 @@ from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
 from fusiond.shards.checks import wrong_rates
-from fusiond.shards.message_codecs import Codings
+from fusiond.shards.message_codecs import MessageCodecs
 from fusiond.shards.messages import pack, unpack
-from fusiond.shards.node import Address, Here
+from fusiond.shards.node import Address, ThisNode
 from fusiond.shards.staleness import Meters
 
 CLOCKS_OF_A_JOIN = 1 << 30  # more than a rank posts between two joins
 
 
 @dataclass(slots=True)
-class Sender:
+class PushPullClient:
     """A local worker's side of one bucket.
 
     Attributes:
@@ -75,43 +75,43 @@ class Sender:
         return post
 
 
-class Senders:
-    """All senders of one node, by their addresses.
+class PushPullClients:
+    """All clients of one node, by their addresses.
 
     Args:
         here: this node.
-        codings: the codecs.
+        codecs: the codecs.
         over: called with a plan, and a rank that has been answered in one of its buckets.
 
     Attributes:
         meters: of what has been answered.
     """
 
-    def __init__(self, here: Here, codings: Codings, over: Callable[[int, int], None]) -> None:
+    def __init__(self, here: ThisNode, codecs: MessageCodecs, over: Callable[[int, int], None]) -> None:
         self._here = here
-        self._codings = codings
+        self._codecs = codecs
         self._over = over
-        self._senders: dict[Address, Sender] = {}
+        self._clients: dict[Address, PushPullClient] = {}
         self.meters = Meters()
 
-    def __iter__(self) -> Iterator[Sender]:
-        return iter(self._senders.values())
+    def __iter__(self) -> Iterator[PushPullClient]:
+        return iter(self._clients.values())
 
-    def __getitem__(self, address: Address) -> Sender:
-        return self._senders[address]
+    def __getitem__(self, address: Address) -> PushPullClient:
+        return self._clients[address]
 
-    def get(self, address: Address) -> Sender | None:
+    def get(self, address: Address) -> PushPullClient | None:
         """The one at an address, if there is one."""
-        return self._senders.get(address)
+        return self._clients.get(address)
 
-    def of(self, plan: int, rank: int) -> list[Sender]:
+    def of(self, plan: int, rank: int) -> list[PushPullClient]:
         """Those of a local rank, in the order of buckets."""
-        return [sender for (of, _, whose), sender in self._senders.items() if (of, whose) == (plan, rank)]
+        return [client for (of, _, whose), client in self._clients.items() if (of, whose) == (plan, rank)]
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits for an answer."""
-        return all(sender.post is None for sender in self)
+        return all(client.post is None for client in self)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
@@ -119,20 +119,20 @@ class Senders:
         """A plan is in force."""
         for bucket in state.plan.buckets:
             for rank in state.members.local:
-                self._senders[state.plan.id, bucket.index, rank] = Sender(state, bucket, rank)
+                self._clients[state.plan.id, bucket.index, rank] = PushPullClient(state, bucket, rank)
 
     def drop(self, plan: int, why: str) -> None:
         """The plan is no longer in force: whoever waits is told why."""
-        for sender in self:
-            if sender.plan.plan.id == plan and sender.post is not None:
-                bucket, group = sender.bucket.index, sender.plan.plan.group
-                sentence = f"rank {sender.rank} was waiting for the home of bucket {bucket} of {group!r} when {why}"
-                self.fail(sender, sender.post, sentence)
-        self._senders = {key: sender for key, sender in self._senders.items() if key[0] != plan}
+        for client in self:
+            if client.plan.plan.id == plan and client.post is not None:
+                bucket, group = client.bucket.index, client.plan.plan.group
+                sentence = f"rank {client.rank} was waiting for the home of bucket {bucket} of {group!r} when {why}"
+                self.fail(client, client.post, sentence)
+        self._clients = {key: client for key, client in self._clients.items() if key[0] != plan}
 
     # --- posts --------------------------------------------------------------------------------------------------------
 
-    def begin(self, rank: int, state: PlanState, bucket: wire.Bucket, posted: Contribution) -> Sender | None:
+    def begin(self, rank: int, state: PlanState, bucket: wire.Bucket, posted: Contribution) -> PushPullClient | None:
         """A worker's contribution, or the seed of a home, is in the arena: notes its clock and the version that it is
         based on. Returns whose it is; None if it has been given up, which the worker is told.
 
@@ -140,11 +140,11 @@ class Senders:
             RequestError: no worker of ours would post that.
         """
         plan = state.plan
-        sender = self._senders[plan.id, bucket.index, rank]
-        if sender.failed:
-            self.fail(sender, posted, sender.failed)
+        client = self._clients[plan.id, bucket.index, rank]
+        if client.failed:
+            self.fail(client, posted, client.failed)
             return None
-        if sender.post is not None:
+        if client.post is not None:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.index} of plan {plan.id}")
         if (posted.kind != "post" or not posted.samples) and not plan.homes:
             raise RequestError(
@@ -152,139 +152,139 @@ class Senders:
             )
         if posted.kind == "post" and (wrong := wrong_rates(state, bucket, posted.rates)):
             raise RequestError(f"rank {rank} posts to bucket {bucket.index} of plan {plan.id}, and {wrong}")
-        sender.post, sender.since = posted, self._here.outside.clock()
-        posted.clock, posted.version, posted.arrived = sender.clock, sender.version, sender.since
-        sender.awaited = sender.clock
+        client.post, client.since = posted, self._here.outside.clock()
+        posted.clock, posted.version, posted.arrived = client.clock, client.version, client.since
+        client.awaited = client.clock
         if posted.kind == "post":
-            sender.clock += 1
-            sender.posted, sender.passing = sender.clock, False
-        return sender
+            client.clock += 1
+            client.posted, client.passing = client.clock, False
+        return client
 
-    def send(self, sender: Sender, posted: Contribution, node: int) -> None:
+    def send(self, client: PushPullClient, posted: Contribution, node: int) -> None:
         """Sends what was posted to its home, on another node."""
-        if sender.codec is None:
-            sender.codec = self._codings.open(sender.plan, sender.bucket)
-        codec, source, rescale = sender.codec, posted.values, posted.rescale
-        parcel = wire.Piece(
-            self._here.epoch, sender.plan.plan.id, sender.bucket.index, posted.kind, sender.home, sender.rank,
+        if client.codec is None:
+            client.codec = self._codecs.open(client.plan, client.bucket)
+        codec, source, rescale = client.codec, posted.values, posted.rescale
+        message = wire.Piece(
+            self._here.epoch, client.plan.plan.id, client.bucket.index, posted.kind, client.home, client.rank,
             posted.clock, posted.version, 0, 0, posted.rates, posted.samples,
         )  # fmt: skip
-        seed = parcel.kind in ("seed", "reseed")
+        seed = message.kind in ("seed", "reseed")
         payload: list[memoryview] = []
 
         def encode() -> None:
             if rescale:
                 codec.scale_residual(rescale)
-            if parcel.kind != "post" or not parcel.samples:  # who asks, or has no gradient, sends nothing
+            if message.kind != "post" or not message.samples:  # who asks, or has no gradient, sends nothing
                 payload.append(memoryview(source.tobytes() if seed else b""))
                 return
-            name = f"bucket {parcel.bucket}"
-            self._here.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, parcel.clock, parcel.plan)
+            name = f"bucket {message.bucket}"
+            self._here.trace.record(Kind.ENCODE_BEGIN, name, source.nbytes, message.clock, message.plan)
             payload.append(pack(codec, source))
-            self._here.trace.record(Kind.ENCODE_END, name, len(payload[0]), parcel.clock, parcel.plan)
+            self._here.trace.record(Kind.ENCODE_END, name, len(payload[0]), message.clock, message.plan)
 
         def send() -> None:
-            sender.busy = False
-            self._here.send(node, parcel, payload[0])
-            if parcel.kind == "seed":
-                self.seeded(sender, posted)
+            client.busy = False
+            self._here.send(node, message, payload[0])
+            if message.kind == "seed":
+                self.seeded(client, posted)
 
-        sender.busy = True
-        self._here.do(parcel.plan, encode, source.nbytes, send)
+        client.busy = True
+        self._here.do(message.plan, encode, source.nbytes, send)
 
     def rebase(self) -> None:
         """All count their clocks from a new base, the same on all nodes, however many they have posted so far."""
-        for sender in self:
-            sender.clock = (sender.clock // CLOCKS_OF_A_JOIN + 1) * CLOCKS_OF_A_JOIN
+        for client in self:
+            client.clock = (client.clock // CLOCKS_OF_A_JOIN + 1) * CLOCKS_OF_A_JOIN
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def place(self, plan: int, bucket: int, rank: int) -> Array | None:
         """Where a worker's answer goes; None if it waits for none (any more). Called by any thread."""
-        sender = self._senders.get((plan, bucket, rank))
-        post = None if sender is None else sender.post
+        client = self._clients.get((plan, bucket, rank))
+        post = None if client is None else client.post
         return None if post is None else post.values
 
-    def came(self, parcel: wire.Piece, payload: memoryview) -> None:
+    def came(self, message: wire.Piece, payload: memoryview) -> None:
         """An answer of a home on another node has come."""
-        sender = self._waiting(parcel)
-        if sender is None or sender.post is None or sender.busy:
+        client = self._waiting(message)
+        if client is None or client.post is None or client.busy:
             return  # it has failed in the meantime; or it is a second answer
-        place = sender.post.values
-        coded = parcel.notes[1]
-        decoder = self._codings.decoder(sender.plan, sender.bucket) if coded else Dense().open(layout_of(sender.bucket))
+        place = client.post.values
+        coded = message.notes[1]
+        decoder = self._codecs.decoder(client.plan, client.bucket) if coded else Dense().open(layout_of(client.bucket))
 
         def decode() -> None:
-            name = f"bucket {parcel.bucket}"
-            self._here.trace.record(Kind.DECODE_BEGIN, name, len(payload), parcel.clock, parcel.plan)
+            name = f"bucket {message.bucket}"
+            self._here.trace.record(Kind.DECODE_BEGIN, name, len(payload), message.clock, message.plan)
             np.copyto(place, unpack(decoder, payload))
-            self._here.trace.record(Kind.DECODE_END, name, len(payload), parcel.clock, parcel.plan)
+            self._here.trace.record(Kind.DECODE_END, name, len(payload), message.clock, message.plan)
 
         def answered() -> None:
-            sender.busy = False
-            self.answered(parcel, (parcel.notes[0], *parcel.notes[2:]))
+            client.busy = False
+            self.answered(message, (message.notes[0], *message.notes[2:]))
 
-        sender.busy = True
-        self._here.do(parcel.plan, decode, place.nbytes, answered)
+        client.busy = True
+        self._here.do(message.plan, decode, place.nbytes, answered)
 
-    def answered(self, parcel: wire.Piece, notes: Sequence[int]) -> None:
+    def answered(self, message: wire.Piece, notes: Sequence[int]) -> None:
         """The answer to a worker's contribution is in its arena.
 
         Args:
             notes: whether it is to be added; and what the meters note, if it was a contribution.
         """
-        sender = self._waiting(parcel)
-        if sender is None:
+        client = self._waiting(message)
+        if client is None:
             return  # it has failed in the meantime
-        sender.version = parcel.version
+        client.version = message.version
         if len(notes) > 1:
             self.meters.note(*notes[1:])
-        self._done(sender, parcel.clock, tuple(notes[:1]))
+        self._done(client, message.clock, tuple(notes[:1]))
 
-    def seeded(self, sender: Sender, posted: Contribution) -> None:
+    def seeded(self, client: PushPullClient, posted: Contribution) -> None:
         """What a home begins with is on its way: the worker may have its arena back."""
-        if sender.post is posted:
-            self._done(sender, posted.clock, ())
+        if client.post is posted:
+            self._done(client, posted.clock, ())
 
-    def _done(self, sender: Sender, clock: int, notes: tuple[int, ...]) -> None:
-        plan, name = sender.plan.plan.id, f"bucket {sender.bucket.index}"
-        self._here.trace.record(Kind.ANSWERED, name, 0, clock, plan, peer=sender.rank)
-        self._here.outside.to_worker(sender.rank, wire.Done(sender.release().handle, None, notes))
-        self._over(plan, sender.rank)
+    def _done(self, client: PushPullClient, clock: int, notes: tuple[int, ...]) -> None:
+        plan, name = client.plan.plan.id, f"bucket {client.bucket.index}"
+        self._here.trace.record(Kind.ANSWERED, name, 0, clock, plan, peer=client.rank)
+        self._here.outside.to_worker(client.rank, wire.Done(client.release().handle, None, notes))
+        self._over(plan, client.rank)
 
-    def refused(self, parcel: wire.Piece, why: str) -> None:
+    def refused(self, message: wire.Piece, why: str) -> None:
         """A home has refused a worker's contribution."""
-        sender = self._waiting(parcel)
-        if sender is not None:
-            self.fail(sender, sender.release(), why)
+        client = self._waiting(message)
+        if client is not None:
+            self.fail(client, client.release(), why)
 
-    def _waiting(self, parcel: wire.Piece) -> Sender | None:
+    def _waiting(self, message: wire.Piece) -> PushPullClient | None:
         """Who waits for this answer; None if nobody does (any more)."""
-        sender = self._senders.get((parcel.plan, parcel.bucket, parcel.rank))
-        if sender is None or sender.post is None or sender.awaited != parcel.clock:
+        client = self._clients.get((message.plan, message.bucket, message.rank))
+        if client is None or client.post is None or client.awaited != message.clock:
             return None
-        return sender
+        return client
 
     # --- failures -----------------------------------------------------------------------------------------------------
 
     def end(self, error: str) -> None:
         """Whoever waits for an answer gets this sentence instead."""
-        for sender in self:
-            if sender.post is not None:
-                self.fail(sender, sender.release(), error)
+        for client in self:
+            if client.post is not None:
+                self.fail(client, client.release(), error)
 
     def forget(self) -> None:
         """Nobody waits for an answer any more."""
-        for sender in self:
-            sender.post = None
+        for client in self:
+            client.post = None
 
-    def fail(self, sender: Sender, post: Contribution, why: str) -> None:
+    def fail(self, client: PushPullClient, post: Contribution, why: str) -> None:
         """Tells a worker that what it has posted has failed, when no thread reads or writes it any more."""
 
         def tell() -> None:
-            self._here.outside.to_worker(sender.rank, wire.Failed(post.handle, why))
+            self._here.outside.to_worker(client.rank, wire.Failed(post.handle, why))
 
-        if sender.busy:
-            self._here.work.when_quiet(sender.plan.plan.id, tell)
+        if client.busy:
+            self._here.work.when_quiet(client.plan.plan.id, tell)
         else:
             tell()

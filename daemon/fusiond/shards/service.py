@@ -1,4 +1,4 @@
-"""What the engine asks of homes and their senders: the parts of this package, joined."""
+"""What the engine asks of homes and their clients: the parts of this package, joined."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 from fusiond.core.effects import Effects
 from fusiond.operations.thread_work import Act, ThreadWork
-from fusiond.shards.checkpoint import States, group_of
+from fusiond.shards.checkpoint import Checkpoints, group_of
 from fusiond.shards.incoming import Incoming
-from fusiond.shards.message_codecs import Codings
-from fusiond.shards.node import Here
+from fusiond.shards.message_codecs import MessageCodecs
+from fusiond.shards.node import ThisNode
 from fusiond.shards.occupied import Occupied, Operations
-from fusiond.shards.push_pull import Senders
-from fusiond.shards.server import Boxes
+from fusiond.shards.push_pull import PushPullClients
+from fusiond.shards.server import HomeServer
 from fusiond.shards.staleness import Meters
 from fusiond.shards.timeouts import Waits
 
 
-class Homes:
+class ParameterService:
     """All homes of one engine.
 
     Attributes:
@@ -58,21 +58,21 @@ class Homes:
     ) -> None:
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been in force
-        self._here = Here(topology, node, settings, outside, epoch, work, failed, trace)
-        self._codings = Codings()
-        self._senders = Senders(self._here, self._codings, lambda plan, rank: self.occupied.answered(plan, rank))
-        self._boxes = Boxes(
+        self._here = ThisNode(topology, node, settings, outside, epoch, work, failed, trace)
+        self._codecs = MessageCodecs()
+        self._clients = PushPullClients(self._here, self._codecs, lambda plan, rank: self.occupied.answered(plan, rank))
+        self._server = HomeServer(
             self._here,
-            self._codings,
-            self._senders,
-            lambda box, part: self.occupied.wanted(box, part),
-            lambda box, clock: self.occupied.passed(box, clock),
+            self._codecs,
+            self._clients,
+            lambda hosted, part: self.occupied.wanted(hosted, part),
+            lambda hosted, clock: self.occupied.passed(hosted, clock),
         )
-        work.resume = self._boxes.resume
-        self.occupied = Occupied(self._here, self._senders, self._boxes, operations)
-        self.waits = Waits(self._here, self._senders, self._boxes)
-        self._incoming = Incoming(self._here, self._codings)
-        self._states = States(self._senders, self._boxes, self._codings)
+        work.resume = self._server.resume
+        self.occupied = Occupied(self._here, self._clients, self._server, operations)
+        self.waits = Waits(self._here, self._clients, self._server)
+        self._incoming = Incoming(self._here, self._codecs)
+        self._checkpoints = Checkpoints(self._clients, self._server, self._codecs)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
@@ -86,11 +86,11 @@ class Homes:
             self._drop(old, f"the plan of {plan.group!r} was replaced")
         self._plans[plan.id] = state
         self._latest = max(self._latest, plan.id)
-        self._senders.open(state)
-        self._boxes.open(state)
+        self._clients.open(state)
+        self._server.open(state)
         self.occupied.open(state)
         try:
-            self._states.begin(state)
+            self._checkpoints.begin(state)
         except FusionError as error:
             self._here.outside.warn(f"a state was loaded for {plan.group!r}, and its homes start without: {error}")
         for node, piece, payload in self._incoming.kept():
@@ -108,14 +108,14 @@ class Homes:
         """Drops the plans of a process set that has been removed."""
         for plan in [p.plan.id for p in self._plans.values() if p.plan.process_set == process_set]:
             self._drop(plan, f"process set {process_set} was removed")
-        self._states.remove_set(process_set)
+        self._checkpoints.remove_set(process_set)
 
     def _drop(self, plan: int, why: str) -> None:
         del self._plans[plan]
-        self._senders.drop(plan, why)
-        self._boxes.drop(plan)
+        self._clients.drop(plan, why)
+        self._server.drop(plan)
         self.occupied.drop(plan)
-        self._codings.drop(plan)
+        self._codecs.drop(plan)
         self._incoming.drop(plan)
 
     # --- contributions and answers ------------------------------------------------------------------------------------
@@ -126,23 +126,23 @@ class Homes:
         Raises:
             RequestError: no worker of ours would post that.
         """
-        sender = self._senders.begin(rank, state, bucket, posted)
-        if sender is None:
+        client = self._clients.begin(rank, state, bucket, posted)
+        if client is None:
             return
         node = state.plan.homes[bucket.index] if state.plan.homes else self._here.node
         if node != self._here.node:
-            self._senders.send(sender, posted, node)
+            self._clients.send(client, posted, node)
         elif posted.kind == "seed":
-            self._boxes.arrived(sender.home_address, replace(posted, values=posted.values.copy()))
-            self._senders.seeded(sender, posted)
+            self._server.arrived(client.home_address, replace(posted, values=posted.values.copy()))
+            self._clients.seeded(client, posted)
         else:
-            self._boxes.arrived(sender.home_address, posted)
+            self._server.arrived(client.home_address, posted)
 
     def peer(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
-        """A piece of a parcel has come.
+        """A piece of a message has come.
 
         Raises:
-            WireError: there can be no such parcel.
+            WireError: there can be no such message.
         """
         if piece.epoch != self._here.epoch or self._here.over:
             return
@@ -157,23 +157,23 @@ class Homes:
         if whole is None:
             return
         if piece.kind == "refused":
-            self._senders.refused(piece, bytes(whole).decode(errors="replace"))
+            self._clients.refused(piece, bytes(whole).decode(errors="replace"))
         elif piece.kind == "answer":
-            self._senders.came(piece, whole)
+            self._clients.came(piece, whole)
         else:
-            self._boxes.came(piece, whole)
+            self._server.came(piece, whole)
 
     # --- membership and time ------------------------------------------------------------------------------------------
 
     def gone(self, ranks: Iterable[int], joined: bool = False) -> None:
         """These ranks take part no longer; or, if they have joined, until all have."""
-        self._boxes.gone(ranks, joined)
+        self._server.gone(ranks, joined)
 
     def returned(self, ranks: Iterable[int]) -> None:
         """These ranks, which had joined, go on with all others. They have taken different numbers of steps, so all
         ranks count their clocks from a new base, which is the same on all nodes."""
-        self._senders.rebase()
-        self._boxes.returned(set(ranks))
+        self._clients.rebase()
+        self._server.returned(set(ranks))
 
     def operation_completed(self, mark: int) -> None:
         """An operation that is not of homes is completed on this node; `mark`: `wire.mark` of it."""
@@ -182,7 +182,7 @@ class Homes:
 
     def end(self, error: str) -> None:
         """Whoever waits for an answer gets this sentence instead: this membership epoch is over elsewhere."""
-        self._senders.end(error)
+        self._clients.end(error)
 
     def tick(self) -> None:
         """Time has passed."""
@@ -192,24 +192,24 @@ class Homes:
         """The job cannot go on."""
         self._here.over = True
         self.occupied.clear()
-        self._senders.forget()
-        self._boxes.clear()
+        self._clients.forget()
+        self._server.clear()
         self._incoming.clear()
         self._here.work.forget()
 
     @property
     def idle(self) -> bool:
         """Whether no local worker waits for an answer."""
-        return self._senders.idle
+        return self._clients.idle
 
     @property
     def meters(self) -> Meters:
         """Of the contributions of local workers."""
-        return self._senders.meters
+        return self._clients.meters
 
     def statistics(self) -> dict[str, object]:
         """The homes here, the contributions they have taken in, by rank how many came `late`; and the meters."""
-        return {**self._boxes.statistics(), **self.meters.statistics()}
+        return {**self._server.statistics(), **self.meters.statistics()}
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -220,8 +220,8 @@ class Homes:
 
     def save(self, plan: int) -> dict[str, Array]:
         """What the homes of a plan on this node remember, and what its workers have not sent; copies. The keys begin
-        with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
-        return self._states.save(plan)
+        with `home:BUCKET:RANK:` and `client:BUCKET:RANK:`."""
+        return self._checkpoints.save(plan)
 
     def load(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
         """Gives that back, to the plan in force or to the next one of its group. A state of another optimizer fails the
@@ -232,7 +232,7 @@ class Homes:
         """
         plan = next((p for p in self._plans.values() if group_of(p) == (process_set, group)), None)
         if plan is None:
-            self._states.keep(process_set, group, state)
+            self._checkpoints.keep(process_set, group, state)
         else:
-            self._states.restore(plan, state)
+            self._checkpoints.restore(plan, state)
             self.occupied.restored(plan.plan.id)

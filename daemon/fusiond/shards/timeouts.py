@@ -5,9 +5,9 @@ from __future__ import annotations
 from fusion_rt import wire
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import PlanState
-from fusiond.shards.node import Here
-from fusiond.shards.push_pull import Sender, Senders
-from fusiond.shards.server import Boxes
+from fusiond.shards.node import ThisNode
+from fusiond.shards.push_pull import PushPullClient, PushPullClients
+from fusiond.shards.server import HomeServer
 
 
 class Waits:
@@ -15,36 +15,40 @@ class Waits:
 
     Args:
         here: this node.
-        senders: of the workers that wait.
-        boxes: the homes here.
+        clients: of the workers that wait.
+        server: the homes here.
     """
 
-    def __init__(self, here: Here, senders: Senders, boxes: Boxes) -> None:
+    def __init__(self, here: ThisNode, clients: PushPullClients, server: HomeServer) -> None:
         self._here = here
-        self._senders = senders
-        self._boxes = boxes
+        self._clients = clients
+        self._server = server
 
-    def contributions(self) -> list[Sender]:
+    def contributions(self) -> list[PushPullClient]:
         """Those that have not been answered."""
-        return [sender for sender in self._senders if sender.post is not None]
+        return [client for client in self._clients if client.post is not None]
 
-    def end(self, sender: Sender, why: str) -> None:
+    def end(self, client: PushPullClient, why: str) -> None:
         """Tells a worker why it waits no longer, if no thread and no home is at its arena now."""
-        if not sender.busy and self._boxes.withdraw(sender):
-            sender.failed = why
-            self._senders.fail(sender, sender.release(), why)
+        if not client.busy and self._server.withdraw(client):
+            client.failed = why
+            self._clients.fail(client, client.release(), why)
 
     def under_way(self) -> list[wire.Waiting]:
         """Returns what local ranks wait for at homes, and what the homes here wait for."""
         now, describe = self._here.outside.clock(), self._here.topology.describe
         found = [
-            _waiting(sender.plan, sender.bucket, sender.home, now - sender.since, submitted=(sender.rank,))
-            for sender in self.contributions()
+            _waiting(client.plan, client.bucket, client.home, now - client.since, submitted=(client.rank,))
+            for client in self.contributions()
         ]
-        for box in self._boxes:
-            if awaits := self._boxes.awaited(box):
-                note = "" if box.seeded else f"it has nothing to begin with, which has to come from {describe(awaits)}"
-                found.append(_waiting(box.plan, box.bucket, box.home.rank, awaits=awaits, note=note[: wire.MAX_LINE]))
+        for hosted in self._server:
+            if awaits := self._server.awaited(hosted):
+                note = (
+                    "" if hosted.seeded else f"it has nothing to begin with, which has to come from {describe(awaits)}"
+                )
+                found.append(
+                    _waiting(hosted.plan, hosted.bucket, hosted.home.rank, awaits=awaits, note=note[: wire.MAX_LINE])
+                )
         return found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from fusion_rt import algorithms, wire
 from fusion_rt.topology import ProcessSet
-from fusiond.shards.shard import Box
+from fusiond.shards.hosted_home import HostedHome
 from fusiond.shards.timeouts import key_of
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -251,19 +251,21 @@ class Schedule:
         return [sum(epoch[rank] for epoch in self._steps_of) for rank in self._job.ranks]
 
     @property
-    def boxes(self) -> list[Box]:
+    def hosted_homes(self) -> list[HostedHome]:
         """All homes."""
-        return [box for node in self._job.nodes for box in node.engine.homes._boxes]
+        return [hosted for node in self._job.nodes for hosted in node.engine.homes._server]
 
     def describe(self) -> str:
         """Who waits for whom."""
         lines = [f"{self._layout}, {self._meetings}, steps {self._steps_of}, then {self._end}"]
         lines += [f"  rank {rank} {waits.what}" for rank, waits in enumerate(self._waits)]
         for node in self._job.nodes:
-            for box in node.engine.homes._boxes:
-                awaited = node.engine.homes._boxes.awaited(box)
-                if box.home.slots or box.home.waiting:
-                    lines.append(f"  home {key_of(box.plan, box.bucket, box.home.rank)} waits for ranks {awaited}")
+            for hosted in node.engine.homes._server:
+                awaited = node.engine.homes._server.awaited(hosted)
+                if hosted.home.slots or hosted.home.waiting:
+                    lines.append(
+                        f"  home {key_of(hosted.plan, hosted.bucket, hosted.home.rank)} waits for ranks {awaited}"
+                    )
         return "\n".join(lines)
 
 

@@ -78,12 +78,12 @@ def test_ranks_that_take_equal_steps_between_barriers_are_never_left_out(algorit
         schedule = Schedule(algorithm, seed, even=True)
         schedule.run()
         steps = schedule.steps[0]
-        for box in schedule.boxes:
+        for hosted in schedule.hosted_homes:
             if algorithm == "ssp":
-                assert box.home.version == len(schedule.steps) * steps
+                assert hosted.home.version == len(schedule.steps) * steps
             else:  # nobody has passed, and no update was without anybody
-                assert box.home.version == steps
-            assert not replicas or box.home.heard.get(box.home.rank, 0) == steps
+                assert hosted.home.version == steps
+            assert not replicas or hosted.home.heard.get(hosted.home.rank, 0) == steps
 
 
 # --- what is kept when a rank passes ----------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ def test_the_mean_stays_when_a_rank_is_left_out_and_comes_back(layout: list[int]
 def test_push_sum_loses_nothing_when_a_rank_is_left_out(layout: list[int], topology: str, first: int) -> None:
     workers, before = leave_one_out(layout, f"sgp(topology={topology!r})", first=first)
     for bucket in workers.plan.buckets:
-        homes = [box.home for node in workers.job.nodes for box in node.engine.homes._boxes
-                 if box.bucket.index == bucket.index]  # fmt: skip
+        homes = [hosted.home for node in workers.job.nodes for hosted in node.engine.homes._server
+                 if hosted.bucket.index == bucket.index]  # fmt: skip
         np.testing.assert_allclose(sum(home.aux["omega"][0] for home in homes), RANKS)
         total = sum(home.aux["x"] for home in homes)
         for (_, of), tensor in zip(workers.places(0, bucket), bucket.tensors, strict=True):

@@ -115,8 +115,8 @@ def test_stochastic_gradient_push(layout: list[int], topology: str, tmp_path: ob
     for step in range(STEPS):
         exchange_all(workers, [x - RATE * PROBLEM(rank, step, x) for rank, x in enumerate(workers.x)])
     close(np.stack(workers.x), run.debiased[-1])
-    omegas = [float(box.home.aux["omega"][0]) for node in workers.job.nodes
-              for box in node.engine.homes._boxes if box.bucket.index == 0]  # fmt: skip
+    omegas = [float(hosted.home.aux["omega"][0]) for node in workers.job.nodes
+              for hosted in node.engine.homes._server if hosted.bucket.index == 0]  # fmt: skip
     close(sum(omegas), RANKS)
     if "file" not in topology:
         close(omegas, 1.0)

@@ -139,7 +139,9 @@ class Workers:
     def _homes(self, rank: int, nodes: dict[int, int]) -> Array:
         whole = np.empty_like(self.x[0])
         for bucket in self.plan.buckets:
-            value = self.job.nodes[nodes[bucket.index]].engine.homes._boxes[self.plan.id, bucket.index, rank].home.value
+            value = (
+                self.job.nodes[nodes[bucket.index]].engine.homes._server[self.plan.id, bucket.index, rank].home.value
+            )
             assert value is not None
             for tensor in bucket.tensors:
                 start = self._offsets[tensor.name]

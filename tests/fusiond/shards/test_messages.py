@@ -1,4 +1,4 @@
-"""Parcels: cut into pieces and put together again, and the values of a bucket as bytes and back."""
+"""Messages: cut into pieces and put together again, and the values of a bucket as bytes and back."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
 from fusiond.shards.messages import Assembly, pack, pieces, unpack
 
-PARCEL = wire.Piece(0, 1, 2, "post", -1, 3, 4, 5, 0)
+MESSAGE = wire.Piece(0, 1, 2, "post", -1, 3, 4, 5, 0)
 CODECS = ["dense", "fp16", "bf16", "topk(density=0.1, minimum=0)", "randomk(density=0.1, minimum=0)", "int8(minimum=0)",
           "onebit(minimum=0)", "gaussiank(density=0.1, minimum=0)", "thresholdk(density=0.1, minimum=0)"]  # fmt: skip
 
 
 def of(data: bytes, start: int, end: int) -> tuple[wire.Piece, memoryview]:
-    """The piece of a parcel of these bytes that has those from `start` to `end`."""
-    return replace(PARCEL, nbytes=len(data), start=start), memoryview(data)[start:end]
+    """The piece of a message of these bytes that has those from `start` to `end`."""
+    return replace(MESSAGE, nbytes=len(data), start=start), memoryview(data)[start:end]
 
 
 def cut(data: bytes, places: list[int]) -> list[tuple[wire.Piece, memoryview]]:
-    """A parcel's pieces, cut at these places."""
+    """A message's pieces, cut at these places."""
     edges = sorted({0, len(data), *(place for place in places if place < len(data))})
     return [of(data, a, b) for a, b in itertools.pairwise(edges)]
 
 
 @given(st.binary(max_size=300), st.integers(1, 400))
 def test_pieces_are_what_they_were_cut_from(data: bytes, chunk_bytes: int) -> None:
-    found = list(pieces(PARCEL, memoryview(data), chunk_bytes))
+    found = list(pieces(MESSAGE, memoryview(data), chunk_bytes))
     assert b"".join(bytes(payload) for _, payload in found) == data
     assert all(len(payload) <= chunk_bytes and piece.nbytes == len(data) for piece, payload in found)
     assert found[0][0].start == 0
@@ -60,7 +60,7 @@ def test_any_division_and_any_order_gives_the_parcel(data: bytes, places: list[i
     st.lists(st.tuples(st.integers(0, 59), st.integers(1, 60)), min_size=1, max_size=12),
 )
 def test_a_parcel_is_whole_only_if_every_byte_came_once(data: bytes, ranges: list[tuple[int, int]]) -> None:
-    assembly = Assembly(replace(PARCEL, nbytes=len(data)))
+    assembly = Assembly(replace(MESSAGE, nbytes=len(data)))
     came: list[int] = []
     for start, length in ranges:
         if start >= len(data):
@@ -100,8 +100,8 @@ def test_a_piece_that_does_not_fit_is_refused(
 
 
 def test_a_parcel_takes_no_memory_before_it_comes() -> None:
-    assembly = Assembly(replace(PARCEL, nbytes=1 << 30))
-    assert assembly.add(replace(PARCEL, nbytes=1 << 30, start=1 << 29), memoryview(b"abc")) is None
+    assembly = Assembly(replace(MESSAGE, nbytes=1 << 30))
+    assert assembly.add(replace(MESSAGE, nbytes=1 << 30, start=1 << 29), memoryview(b"abc")) is None
 
 
 def bucket(dtype: str) -> Layout:

@@ -12,8 +12,8 @@ from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
-from fusiond.shards import Homes
-from fusiond.shards.shard import Box
+from fusiond.shards import ParameterService
+from fusiond.shards.hosted_home import HostedHome
 from tests.fusiond.algorithms.training import Workers
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -26,25 +26,25 @@ def gradient(rank: int, step: int, dim: int = DIM) -> Array:
     return np.random.default_rng([rank, step]).standard_normal(dim)
 
 
-def homes_of(workers: Workers, node: int) -> Homes:
+def homes_of(workers: Workers, node: int) -> ParameterService:
     return workers.job.nodes[node].engine.homes
 
 
-def boxes_of(workers: Workers, node: int) -> list[Box]:
-    return list(homes_of(workers, node)._boxes)
+def boxes_of(workers: Workers, node: int) -> list[HostedHome]:
+    return list(homes_of(workers, node)._server)
 
 
-def box_at(workers: Workers, node: int) -> Box:
+def box_at(workers: Workers, node: int) -> HostedHome:
     """The first home on a node."""
     return boxes_of(workers, node)[0]
 
 
 def piece_for(workers: Workers, node: int, kind: str = "post") -> wire.Piece:
     """A whole post of the other node's first rank to the first shard on a node of a job of two."""
-    box = box_at(workers, node)
+    hosted = box_at(workers, node)
     rank = workers.job.topology.ranks[1 - node][0]
     plan = workers.plan.id
-    return wire.Piece(0, plan, box.bucket.index, kind, -1, rank, 0, 0, box.nbytes, rates=(RATE,))  # type: ignore[arg-type]
+    return wire.Piece(0, plan, hosted.bucket.index, kind, -1, rank, 0, 0, hosted.nbytes, rates=(RATE,))  # type: ignore[arg-type]
 
 
 def payload_for(workers: Workers, node: int, value: float = 1.0) -> memoryview:
@@ -60,7 +60,7 @@ def train(workers: Workers, steps: range, order: tuple[int, ...] = (0, 1, 2, 3))
             workers.collect(rank)
 
 
-# --- parcels ----------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -174,7 +174,7 @@ def test_too_many_incomplete_parcels_are_refused() -> None:
     piece = piece_for(workers, 0)
     for clock in range(8):
         homes_of(workers, 0).peer(1, replace(piece, clock=clock), memoryview(b"x"))
-    with pytest.raises(WireError, match=r"too many parcels of rank 1 and bucket . are incomplete"):
+    with pytest.raises(WireError, match=r"too many messages of rank 1 and bucket . are incomplete"):
         homes_of(workers, 0).peer(1, replace(piece, clock=8), memoryview(b"x"))
 
 
@@ -184,21 +184,21 @@ def test_too_many_parcels_that_wait_for_a_seed_are_refused() -> None:
     piece, payload = piece_for(workers, 0), payload_for(workers, 0)
     for clock in range(64 + 2 * 16 + 1):
         homes_of(workers, 0).peer(1, replace(piece, clock=clock), payload)
-    with pytest.raises(WireError, match="too many parcels wait"):
+    with pytest.raises(WireError, match="too many messages wait"):
         homes_of(workers, 0).peer(1, replace(piece, clock=1000), payload)
 
 
 def test_many_small_parcels_that_have_waited_for_a_seed_are_taken_in() -> None:
     workers = Workers([1, 60], "asp", START, RATE)
-    box = box_at(workers, 0)
-    value, box.home.value = box.home.value, None
+    hosted = box_at(workers, 0)
+    value, hosted.home.value = hosted.home.value, None
     piece, payload = piece_for(workers, 0), payload_for(workers, 0)
     for clock in range(900):
         homes_of(workers, 0).peer(1, replace(piece, clock=clock), payload)
     assert value is not None
     homes_of(workers, 0).peer(1, piece_for(workers, 0, "seed"), memoryview(value.tobytes()))
     workers.job.settle()
-    assert box.home.version == 900
+    assert hosted.home.version == 900
 
 
 def test_contributions_of_too_many_clocks_fail_the_job() -> None:
@@ -226,15 +226,15 @@ def test_a_second_seed_changes_nothing() -> None:
 
 def test_a_contribution_waits_for_the_seed() -> None:
     workers = Workers([1, 1], "asp", START, RATE)
-    box = box_at(workers, 0)
-    value, box.home.value = box.home.value, None
+    hosted = box_at(workers, 0)
+    value, hosted.home.value = hosted.home.value, None
     homes_of(workers, 0).peer(1, piece_for(workers, 0), payload_for(workers, 0))
-    assert box.home.version == 0
+    assert hosted.home.version == 0
     assert value is not None
     homes_of(workers, 0).peer(1, piece_for(workers, 0, "seed"), memoryview(value.tobytes()))
     workers.job.settle()
-    assert box.home.version == 1
-    np.testing.assert_allclose(box.home.value, value - RATE)
+    assert hosted.home.version == 1
+    np.testing.assert_allclose(hosted.home.value, value - RATE)
 
 
 def test_a_worker_that_posts_without_its_learning_rates_is_wrong() -> None:
@@ -245,16 +245,16 @@ def test_a_worker_that_posts_without_its_learning_rates_is_wrong() -> None:
 
 def test_a_mean_that_nobody_asked_for_is_not_taken() -> None:
     workers = Workers([1, 1], "adpsgd(topology='ring')", START, RATE)
-    box = box_at(workers, 1)
+    hosted = box_at(workers, 1)
     for rank in (0, 1):
         workers.post(rank, START)
         workers.collect(rank)
-    mean = Contribution(0, np.full(box.home.elements, 9.0), kind="mean", clock=17)
-    before = box.home.value
+    mean = Contribution(0, np.full(hosted.home.elements, 9.0), kind="mean", clock=17)
+    before = hosted.home.value
     assert before is not None
     before = before.copy()
-    assert list(box.algorithm.received(box.home, mean)) == []
-    assert (box.home.value == before).all()
+    assert list(hosted.algorithm.received(hosted.home, mean)) == []
+    assert (hosted.home.value == before).all()
 
 
 # --- plans come and go ------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_a_plan_is_replaced_while_threads_are_at_its_homes(algorithm: str, seed:
         for handle in workers._handles[rank]:
             message, _ = workers.job.answer(rank, handle)
             assert isinstance(message, wire.Done) or "when the plan of 'opt' was replaced" in message.message  # type: ignore[union-attr]
-    assert all(box.plan.plan.id != workers.plan.id for node in (0, 1) for box in boxes_of(workers, node))
+    assert all(hosted.plan.plan.id != workers.plan.id for node in (0, 1) for hosted in boxes_of(workers, node))
     workers.job.nothing_is_left()
 
 
@@ -329,11 +329,11 @@ def test_ranks_that_have_joined_at_different_clocks_go_on_together() -> None:
             for node in range(2):
                 homes_of(workers, node).gone([rank])
         for bucket in range(2):  # rank 0 has posted once more
-            homes_of(workers, 0)._senders[workers.plan.id, bucket, 0].clock += 1
+            homes_of(workers, 0)._clients[workers.plan.id, bucket, 0].clock += 1
         for node in range(2):
             homes_of(workers, node).returned(range(4))
         train(workers, range(2, 4))
-    assert not any(box.home.slots for node in range(2) for box in boxes_of(workers, node))
+    assert not any(hosted.home.slots for node in range(2) for hosted in boxes_of(workers, node))
 
 
 def test_what_needs_all_ranks_is_refused_from_then_on_when_one_has_left() -> None:
@@ -362,7 +362,7 @@ def test_what_comes_late_from_a_rank_that_was_taken_for_gone_does_not_stay() -> 
         workers.post(0, START + step)
         workers.collect(0)
     workers.post(1, START)
-    assert not any(box.home.slots for box in boxes_of(workers, 0))
+    assert not any(hosted.home.slots for hosted in boxes_of(workers, 0))
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -400,8 +400,8 @@ def test_a_stall_of_gossip_names_the_neighbours_that_are_missing() -> None:
 def test_a_stall_without_a_seed_says_whose_it_is() -> None:
     workers = Workers([2, 2], "asp", START, RATE, job=SimulatedJob([2, 2], stall_warning_time=5))
     for node in range(2):
-        for box in boxes_of(workers, node):
-            box.home.value = None
+        for hosted in boxes_of(workers, node):
+            hosted.home.value = None
     workers.post(1, START)
     workers.job.pass_time(10)
     assert any("it has nothing to begin with, which has to come from rank 0" in text for text in workers.job.warnings)
@@ -410,15 +410,15 @@ def test_a_stall_without_a_seed_says_whose_it_is() -> None:
 @pytest.mark.parametrize("seeded", [True, False])
 def test_what_has_been_given_up_lets_go_of_the_arena_and_stays_given_up(seeded: bool) -> None:
     workers = Workers([2, 2], "bsp", START, RATE, job=SimulatedJob([2, 2], operation_timeout=20))
-    for box in boxes_of(workers, 0):
-        box.home.value = box.home.value if seeded else None
+    for hosted in boxes_of(workers, 0):
+        hosted.home.value = hosted.home.value if seeded else None
     workers.post(0, START)
     workers.job.pass_time(25)
     assert not workers.waits(0)
-    for box in boxes_of(workers, 0):
-        kept = [part.values for slot in box.home.slots.values() for part in slot.values()]
+    for hosted in boxes_of(workers, 0):
+        kept = [part.values for slot in hosted.home.slots.values() for part in slot.values()]
         assert not any(np.shares_memory(values, workers.memory[0]) for values in kept)
-        assert not box.waiting
+        assert not hosted.waiting
     first = workers.job.error(0, workers._handles[0][0])
     workers.post(0, START)
     assert workers.job.error(0, workers._handles[0][0]) == first
@@ -597,9 +597,9 @@ def test_a_state_is_saved_when_threads_have_finished_and_before_more_is_taken_in
     workers.post(0, start + 1, settle=False)
     versions = []
     homes = homes_of(workers, 0)
-    homes.when_quiet(workers.plan.id, lambda: versions.append([box.home.version for box in boxes_of(workers, 0)]))
+    homes.when_quiet(workers.plan.id, lambda: versions.append([hosted.home.version for hosted in boxes_of(workers, 0)]))
     workers.post(1, start + 1, settle=False)
     assert not versions
     workers.job.settle()
     assert versions == [[1, 1]]
-    assert [box.home.version for box in boxes_of(workers, 0)] == [2, 2]
+    assert [hosted.home.version for hosted in boxes_of(workers, 0)] == [2, 2]

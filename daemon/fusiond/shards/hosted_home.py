@@ -19,7 +19,7 @@ _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
 
 
 @dataclass(slots=True)
-class Box:
+class HostedHome:
     """A home on this node, and what waits for it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Box:
         notes: of the contribution of each rank that is not answered yet: its staleness, its clock's distance from the
             slowest's, and how long it waited to be read (ms).
         told: what the node of each rank was told last, to which differences are sent.
-        joins: how often all ranks have joined while this home was there; senders begin new clocks each time.
+        joins: how often all ranks have joined while this home was there; clients begin new clocks each time.
     """
 
     plan: PlanState
