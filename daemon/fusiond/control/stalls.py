@@ -26,8 +26,8 @@ from fusiond.control.waiting import (
 )
 from fusiond.core.tracing import about_key
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Run
-from fusiond.operations.outcomes import Failing
+from fusiond.operations.executor import Operation
+from fusiond.operations.outcomes import Outcomes
 from fusiond.shards import ParameterService
 from fusiond.shards.timeouts import key_of
 
@@ -53,14 +53,14 @@ class Stalls:
     def __init__(
         self,
         context: Context,
-        failing: Failing,
+        outcomes: Outcomes,
         coordination: Coordination,
         questions: Questions,
         homes: ParameterService,
         proposals: Callable[[], Iterable[tuple[OpKey, float, Collection[int]]]],
     ) -> None:
         self._context = context
-        self._failing = failing
+        self._outcomes = outcomes
         self._coordination = coordination
         self._questions = questions
         self._homes = homes
@@ -91,18 +91,20 @@ class Stalls:
             self._due = due
             self._questions.survey(False, self._told_of_homes)
 
-    def disagree(self, run: Run) -> None:
+    def disagree(self, operation: Operation) -> None:
         """The ranks do not agree about an operation."""
-        run.disputed = True
-        self._asked[("operation", run.key), -1] = self._context.outside.clock()
-        self._inquire(("operation", run.key), 0.0)
+        operation.disputed = True
+        self._asked[("operation", operation.key), -1] = self._context.outside.clock()
+        self._inquire(("operation", operation.key), 0.0)
 
     def _waits(self) -> Iterator[_Wait]:
         participants = self._context.participants
         departed = participants.departed.difference(participants.lost)
-        for run in self._context.runs.values():
-            left = bool(run.parts) and any(r in run.members.set.ranks and r not in run.parts for r in departed)
-            yield _Wait(("operation", run.key), run.since, left)
+        for operation in self._context.operations.values():
+            left = bool(operation.parts) and any(
+                r in operation.members.set.ranks and r not in operation.parts for r in departed
+            )
+            yield _Wait(("operation", operation.key), operation.since, left)
         for key, since, ranks in self._proposals():
             members = participants.members(key.process_set).set.ranks
             yield _Wait(("plan", key), since, any(rank in members and rank not in ranks for rank in departed))
@@ -147,11 +149,11 @@ class Stalls:
     def under_way(self, key: OpKey | None = None) -> list[wire.Waiting]:
         """Returns what waits here; only what has this key, if there is one, and then also operations that are over."""
         now = self._context.outside.clock()
-        runs = self._context.runs
+        operations = self._context.operations
         if key is None:
-            found = [self._operation(run, now) for run in runs.values()]
+            found = [self._operation(operation, now) for operation in operations.values()]
         else:
-            found = [self._operation(runs[key], now, True)] if key in runs else self._over(key)
+            found = [self._operation(operations[key], now, True)] if key in operations else self._over(key)
         participants = self._context.participants
         for plan, since, ranks in self._proposals():
             awaited = participants.awaited(participants.members(plan.process_set))
@@ -160,29 +162,29 @@ class Stalls:
         found += self._homes.waits.under_way()
         return found if key is None else [one for one in found if one.key == key]
 
-    def _operation(self, run: Run, now: float, signed: bool = False) -> wire.Waiting:
-        away = () if run.kind == "join" else self._context.participants.away(run.members)
-        signature = None if run.recipe is None else run.recipe.signature
-        what = run.what + ("" if signature is None else f" ({describe(signature)})")
-        ranks = sorted(run.parts)
+    def _operation(self, operation: Operation, now: float, signed: bool = False) -> wire.Waiting:
+        away = () if operation.kind == "join" else self._context.participants.away(operation.members)
+        signature = None if operation.recipe is None else operation.recipe.signature
+        what = operation.what + ("" if signature is None else f" ({describe(signature)})")
+        ranks = sorted(operation.parts)
         return wire.Waiting(
             "operation",
-            run.key,
+            operation.key,
             what[: wire.MAX_LINE],
-            max(now - run.since, 0.0),
+            max(now - operation.since, 0.0),
             tuple(ranks),
-            tuple(rank for rank in run.members.set.ranks if rank not in away),
-            run.traffic(self._context.node, now),
-            signatures=tuple(run.parts[rank].signature for rank in ranks) if signed else (),
+            tuple(rank for rank in operation.members.set.ranks if rank not in away),
+            operation.traffic(self._context.node, now),
+            signatures=tuple(operation.parts[rank].signature for rank in ranks) if signed else (),
         )
 
     def _over(self, key: OpKey) -> list[wire.Waiting]:
         """Returns what is known of an operation that is over here; nothing, as soon as that is forgotten."""
         context = self._context
-        if not self._failing.is_over(key) or key.process_set not in context.participants:
+        if not self._outcomes.is_over(key) or key.process_set not in context.participants:
             return []
         ranks = context.participants.members(key.process_set).local
-        signature = self._failing.completed_as(key)
+        signature = self._outcomes.completed_as(key)
         signatures = () if signature is None else (signature,) * len(ranks)
         note = f"it is over on host {context.host} (node {context.node})"
         return [

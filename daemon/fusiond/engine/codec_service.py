@@ -16,7 +16,7 @@ from fusiond.collectives.base import Array
 from fusiond.core.dispatch import Handlers
 from fusiond.core.effects import Effects
 from fusiond.core.result import Result
-from fusiond.operations.executor import Run
+from fusiond.operations.executor import Operation
 from fusiond.shards import ParameterService
 
 
@@ -26,7 +26,7 @@ class CodecService:
     Args:
         plans: those in force, with their codecs.
         homes: of their buckets, on this node.
-        runs: what is under way.
+        operations: those under way, by key.
         outside: acts for it.
         failure: why the job cannot go on; empty if it can.
         failed: called with a codec whose kernels cannot be had, and why.
@@ -36,12 +36,12 @@ class CodecService:
         self,
         plans: Plans,
         homes: ParameterService,
-        runs: Mapping[OpKey, Run],
+        operations: Mapping[OpKey, Operation],
         outside: Effects,
         failure: Callable[[], str],
         failed: Callable[[Codec, BaseException], None],
     ) -> None:
-        self._plans, self._homes, self._runs, self._outside = plans, homes, runs, outside
+        self._plans, self._homes, self._operations, self._outside = plans, homes, operations, outside
         self._failure, self._failed = failure, failed
         self._prepared: set[tuple[Codec, str]] = set()  # codecs whose kernels for an element type are there
 
@@ -108,7 +108,9 @@ class CodecService:
         """Says whether a plan's state is at rest; if not, says so."""
         why = self._failure()
         plan = self._plans.plan_of(message.process_set, message.group)
-        if plan and any(run.key.plan == plan and run.exchange is not None for run in self._runs.values()):
+        if plan and any(
+            operation.key.plan == plan and operation.exchange is not None for operation in self._operations.values()
+        ):
             why = (
                 f"gradients of {message.group!r} are being exchanged; save or load the state of an optimizer between "
                 "step() and the next backward()"

@@ -37,13 +37,13 @@ from fusiond.core.effects import Effects
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Participants
 from fusiond.core.tracing import record_plan
-from fusiond.engine.agreement import Agreeing
+from fusiond.engine.agreement import Agreement
 from fusiond.engine.codec_service import CodecService
-from fusiond.engine.proposals import Proposing
+from fusiond.engine.proposals import Proposals
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Run, Runner
-from fusiond.operations.outcomes import Failing
+from fusiond.operations.executor import Executor, Operation
+from fusiond.operations.outcomes import Outcomes
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
 from fusiond.shards import ParameterService
@@ -90,44 +90,57 @@ class Engine:
         self.progress = Progress(topology.ranks[node])
         context = Context(topology, node, settings, outside, self.participants, trace=trace)
         self._trace = trace
-        self._runs = context.runs
-        self._failing = Failing(context, on_job_failed, self._one_less)
+        self._operations = context.operations
+        self._outcomes = Outcomes(context, on_job_failed, self._one_less)
         self._work = ThreadWork(outside.run_jobs)
-        self._runner = Runner(
-            topology, node, settings, outside, self._work, self._runs, self._delivered, self._failing.run_failed, trace
+        self._executor = Executor(
+            topology,
+            node,
+            settings,
+            outside,
+            self._work,
+            self._operations,
+            self._delivered,
+            self._outcomes.operation_failed,
+            trace,
         )
         self._plans = Plans(Team(settings.kernel_threads))
         self.homes = ParameterService(
-            topology, node, settings, outside, self._work, self._failing.home_failed, epoch, trace, self._operations_of
+            topology, node, settings, outside, self._work, self._outcomes.home_failed, epoch, trace, self._operations_of
         )
         self.snapshots = Snapshots(settings, node, self._plans, self.homes, outside)
         self.codecs = CodecService(
-            self._plans, self.homes, self._runs, outside, lambda: self._failing.failure, self._failing.codec_failed
+            self._plans,
+            self.homes,
+            self._operations,
+            outside,
+            lambda: self._outcomes.failure,
+            self._outcomes.codec_failed,
         )
         self._context = context
         self._questions = Questions(context, os.getpid(), lambda key: self._stalls.under_way(key))
         self._coordination = Coordination(context, self._questions, self.peer_message, on_job_failed, epoch)
-        self._agreeing = Agreeing(
+        self._agreement = Agreement(
             context,
             self._coordination,
-            self._failing,
+            self._outcomes,
             self.homes,
             self._plans,
-            self._runner,
-            lambda run: self._stalls.disagree(run),
+            self._executor,
+            lambda operation: self._stalls.disagree(operation),
         )
-        self._proposing = Proposing(
+        self._proposals = Proposals(
             context,
             self._coordination,
-            self._failing,
+            self._outcomes,
             self.codecs,
             self.homes,
             self._plans,
             self.snapshots,
-            self._agreeing.advance,
+            self._agreement.advance,
         )
         self._stalls = Stalls(
-            context, self._failing, self._coordination, self._questions, self.homes, self._proposing.waits
+            context, self._outcomes, self._coordination, self._questions, self.homes, self._proposals.waits
         )
         self.handlers = self._handlers()
 
@@ -139,11 +152,11 @@ class Engine:
     @property
     def cost(self) -> CostModel:
         """The cost of a message on this job's links."""
-        return self._runner.cost
+        return self._executor.cost
 
     def measured(self, cost: CostModel, route: CostModel) -> None:
         """The links are measured. Ways between nodes are chosen by `route`, which is the same on all of them."""
-        self._runner.cost, self._runner.route = cost, route
+        self._executor.cost, self._executor.route = cost, route
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
@@ -177,45 +190,45 @@ class Engine:
         """A worker submits an operation; `memory` is its tensor's bytes (uint8) in the arena, if it is there."""
         signature = submit.signature
         key = OpKey(signature.process_set, 0, submit.name, submit.clock)
-        if why := self._failing.why(key):
-            self._failing.refuse(rank, submit.handle, why)
+        if why := self._outcomes.why(key):
+            self._outcomes.refuse(rank, submit.handle, why)
             return
         try:
-            recipe = self._agreeing.recipe(signature)
+            recipe = self._agreement.recipe(signature)
             part = recipe.part(rank, submit, memory)
         except FusionError as error:
             # The other ranks may have submitted the same and would wait for this one: it fails for all.
             sentence = f"rank {rank} submitted tensor {submit.name!r} wrongly: {error}"
             if signature.process_set in self.participants:
-                self._failing.everywhere(key, sentence)
-            self._failing.refuse(rank, submit.handle, sentence)
+                self._outcomes.everywhere(key, sentence)
+            self._outcomes.refuse(rank, submit.handle, sentence)
             return
         if len(recipe.members.nodes) > 1:
             again = partial(self.submit, rank, submit, memory)
             if not self.codecs.kernels_of(recipe.codec, [recipe.layout.dtype.name], again):
                 return
         if why := self.participants.why_not_since(signature.kind, recipe.members) if self.participants.lost else "":
-            self._failing.here(key, f"tensor {submit.name!r}: {why}")
-            self._failing.refuse(rank, submit.handle, f"tensor {submit.name!r}: {why}")
+            self._outcomes.here(key, f"tensor {submit.name!r}: {why}")
+            self._outcomes.refuse(rank, submit.handle, f"tensor {submit.name!r}: {why}")
             return
-        run = self._agreeing.run(key, recipe.members)
-        if rank in run.parts:
+        operation = self._agreement.operation(key, recipe.members)
+        if rank in operation.parts:
             raise RequestError(f"rank {rank} submitted tensor {submit.name!r} twice under one clock")
-        if run.recipe is None:
-            run.recipe = recipe
-        run.parts[rank] = part
+        if operation.recipe is None:
+            operation.recipe = recipe
+        operation.parts[rank] = part
         self._trace.record(Kind.READY, submit.name, part.values.nbytes, submit.clock, peer=rank)
         if signature.kind == "join":
             self._join(rank)
-        if run.recipe is not recipe and run.recipe.signature.common() != signature.common():
-            self._stalls.disagree(run)
+        if operation.recipe is not recipe and operation.recipe.signature.common() != signature.common():
+            self._stalls.disagree(operation)
         else:
-            self._agreeing.advance(run)
+            self._agreement.advance(operation)
         self.homes.occupied.look(rank)
 
     def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
         """A worker asks for a plan."""
-        self._proposing.propose(rank, handle, proposal)
+        self._proposals.propose(rank, handle, proposal)
         self.homes.occupied.look(rank)
 
     def add_plan_memory(self, rank: int, plan: int, memory: Array) -> None:
@@ -233,29 +246,29 @@ class Engine:
         self._trace.record(Kind.READY, name, nbytes, ready.clock, ready.plan, peer=rank)
         if state.at_homes:
             self.progress.ready(rank, ready.bucket)
-            if self._failing.failure:
-                self._failing.refuse(rank, ready.handle, self._failing.failure)
+            if self._outcomes.failure:
+                self._outcomes.refuse(rank, ready.handle, self._outcomes.failure)
             else:
                 self.homes.post(rank, state, bucket.bucket, part)
             return
         key = OpKey(state.plan.process_set, ready.plan, bucket.name, ready.clock)
-        if why := self._failing.why(key):
+        if why := self._outcomes.why(key):
             if part.selected is not None:
                 part.selected.disown()
-            self._failing.refuse(rank, ready.handle, why)
+            self._outcomes.refuse(rank, ready.handle, why)
             return
         if ready.gives_up:
             who = self.topology.describe([rank])
             sentence = f"{who} {StepGivenUp.SAYS}: {ready.gives_up}; all ranks have to skip this batch"
-            self._failing.everywhere(key, sentence)
-            self._failing.refuse(rank, ready.handle, sentence)
+            self._outcomes.everywhere(key, sentence)
+            self._outcomes.refuse(rank, ready.handle, sentence)
             return
-        run = self._agreeing.run(key, state.members)
-        if rank in run.parts:
+        operation = self._agreement.operation(key, state.members)
+        if rank in operation.parts:
             raise RequestError(f"rank {rank} is ready twice in bucket {ready.bucket} of plan {ready.plan}")
-        self.progress.ready(rank, ready.bucket, self._outside.clock() - run.begun)
-        run.parts[rank] = part
-        self._agreeing.advance(run)
+        self.progress.ready(rank, ready.bucket, self._outside.clock() - operation.begun)
+        operation.parts[rank] = part
+        self._agreement.advance(operation)
         self.homes.occupied.look(rank)
 
     def staleness(self, rank: int, handle: int) -> None:
@@ -288,26 +301,26 @@ class Engine:
         self._trace.record(Kind.VIEW, "", len(view.nodes), view.number)
         self.participants.lost_nodes.update(loss.node for loss in view.lost if loss.rank < 0)
         self.participants.lose(new)
-        self._agreeing.lose(list(new))
+        self._agreement.lose(list(new))
         self.homes.gone(new)
         self._coordination.view_begins(view, coordinator, self._handover(view.number))
-        self._agreeing.resume()
+        self._agreement.resume()
 
     def _handover(self, number: int) -> wire.Handover:
-        agreeing, proposing = self._agreeing, self._proposing
+        agreement, proposals = self._agreement, self._proposals
         return wire.Handover(
             self._epoch,
             number,
             self.participants.next_set,
             self.participants.sets(),
-            agreeing.approved,
-            agreeing.verdicts,
-            (*self._failing.latest(), *proposing.refused),
-            proposing.last,
-            proposing.made,
-            agreeing.unanswered,
-            agreeing.disputed,
-            proposing.unanswered,
+            agreement.approved,
+            agreement.verdicts,
+            (*self._outcomes.latest(), *proposals.refused),
+            proposals.last,
+            proposals.made,
+            agreement.unanswered,
+            agreement.disputed,
+            proposals.unanswered,
         )
 
     def _join(self, rank: int) -> None:
@@ -319,11 +332,11 @@ class Engine:
     def _joined(self, rank: int) -> None:
         self.participants.joined.append(rank)
         self.homes.gone([rank], joined=True)
-        for run in list(self._runs.values()):
-            if run.exchange is not None:
-                self._agreeing.tell_who_joined(run)
-            elif run.kind != "join":
-                self._agreeing.advance(run)
+        for operation in list(self._operations.values()):
+            if operation.exchange is not None:
+                self._agreement.tell_who_joined(operation)
+            elif operation.kind != "join":
+                self._agreement.advance(operation)
         self._coordination.joined()
 
     # --- from the peers -----------------------------------------------------------------------------------------------
@@ -334,7 +347,7 @@ class Engine:
             wire.Chunk: self._chunk,
             wire.Piece: self.homes.peer,
             wire.Credit: self._credit,
-            wire.Verdict: partial(self._decided, self._agreeing.verdict),
+            wire.Verdict: partial(self._decided, self._agreement.verdict),
             wire.PlanVerdict: partial(self._decided, self._plan_decided),
             wire.OpFailed: self._failed_elsewhere,
             wire.Settled: self._settled,
@@ -352,9 +365,9 @@ class Engine:
             handler(node, message, *payload)
 
     def _credit(self, node: int, credit: wire.Credit) -> None:
-        run = self._runs.get(credit.key)
-        if run is not None and run.port is not None and node in run.members.nodes:
-            run.port.credit(run.members.nodes.index(node), credit.chunks)
+        operation = self._operations.get(credit.key)
+        if operation is not None and operation.port is not None and node in operation.members.nodes:
+            operation.port.credit(operation.members.nodes.index(node), credit.chunks)
 
     def _decided(self, take: Callable[[Any], None], node: int, message: wire.PeerMessage) -> None:
         """The coordinator has decided something."""
@@ -362,16 +375,16 @@ class Engine:
             take(message)
 
     def _plan_decided(self, verdict: wire.PlanVerdict) -> None:
-        self._proposing.verdict(verdict)
+        self._proposals.verdict(verdict)
         self.homes.occupied.look_again()
 
     def _failed_elsewhere(self, node: int, message: wire.OpFailed) -> None:
-        self._failing.here(message.key, message.error)
+        self._outcomes.here(message.key, message.error)
         self._coordination.forget(message.key)
 
     def _settled(self, node: int, settled: wire.Settled) -> None:
         if self._coordination.is_settled(settled):
-            self._agreeing.settle_sets(settled, self._proposing.remove_set)
+            self._agreement.settle_sets(settled, self._proposals.remove_set)
 
     def _occupied(self, node: int, message: wire.Occupied) -> None:
         if message.rank in self.topology.ranks[node]:
@@ -388,12 +401,12 @@ class Engine:
 
     def fail_job(self, error: str) -> None:
         """The job cannot go on: everything under way, and everything later, fails with this sentence."""
-        if self._failing.failure:
+        if self._outcomes.failure:
             return
-        self._failing.failure = error
+        self._outcomes.failure = error
         self.handlers = self._questions.handlers()
-        self._runs.clear()
-        self._proposing.clear()
+        self._operations.clear()
+        self._proposals.clear()
         self.homes.fail()
 
     def when_quiet(self, then: Callable[[], None]) -> None:
@@ -402,21 +415,23 @@ class Engine:
 
     def end(self, error: str) -> None:
         """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""
-        for key in list(self._runs):
-            self._failing.here(key, f"{self._runs[key].what}: {error}")
-        self._proposing.end(error)
+        for key in list(self._operations):
+            self._outcomes.here(key, f"{self._operations[key].what}: {error}")
+        self._proposals.end(error)
         self.homes.end(error)
         self.fail_job(error)
 
     @property
     def idle(self) -> bool:
         """True if nothing is under way that a tick could end."""
-        return not self._runs and not self._proposing.waiting and self.homes.idle
+        return not self._operations and not self._proposals.waiting and self.homes.idle
 
     @property
     def quiet_seconds(self) -> float:
         """For how long no operation between ranks has begun or gone on."""
-        return self._outside.clock() - max((run.since for run in self._runs.values()), default=-math.inf)
+        return self._outside.clock() - max(
+            (operation.since for operation in self._operations.values()), default=-math.inf
+        )
 
     def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
         """Asks all nodes who waits for whom; `everyone`: and where also those are that nobody waits for."""
@@ -429,7 +444,7 @@ class Engine:
 
     def counts(self) -> tuple[int, int, int]:
         """Operations that are complete here, their bytes, and operations that are not."""
-        return self._completed + self.homes.meters.version_lag.count, self._completed_bytes, len(self._runs)
+        return self._completed + self.homes.meters.version_lag.count, self._completed_bytes, len(self._operations)
 
     def sent_bytes(self) -> tuple[int, int]:
         """Bytes that would have been sent to other nodes without compression, and that were, as far as it counts."""
@@ -438,7 +453,7 @@ class Engine:
     def statistics(self) -> dict[str, object]:
         """Operations `under_way` and `completed`, their `bytes` on this node, and the active `plans`."""
         return {
-            "under_way": len(self._runs),
+            "under_way": len(self._operations),
             "completed": self._completed,
             "bytes": self._completed_bytes,
             "plans": self._plans.statistics(),
@@ -447,64 +462,66 @@ class Engine:
             "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,
-            "route_latency_seconds": self._runner.route.latency,
-            "route_seconds_per_byte": self._runner.route.seconds_per_byte,
+            "route_latency_seconds": self._executor.route.latency,
+            "route_seconds_per_byte": self._executor.route.seconds_per_byte,
             "coordinator": self._coordination.statistics(),
             "coordination": self._coordination.state(),
         }
 
     def _began(self, node: int, message: wire.Began) -> None:
-        run = self._runs.get(message.key)
-        if run is None:
+        operation = self._operations.get(message.key)
+        if operation is None:
             if not self._may_begin(node, message.key):
                 return
-            run = self._agreeing.run(message.key, self.participants.members(message.key.process_set))
-        if not run.parts:
-            run.peers_digest = message.digest
+            operation = self._agreement.operation(message.key, self.participants.members(message.key.process_set))
+        if not operation.parts:
+            operation.peers_digest = message.digest
             if message.signature is not None and wire.digest(message.signature) == message.digest:
-                self._agreeing.approve(message.key.process_set, message.digest, message.signature)
-            self._agreeing.advance(run)
+                self._agreement.approve(message.key.process_set, message.digest, message.signature)
+            self._agreement.advance(operation)
 
     def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         if chunk.key.clock // wire.CLOCKS_OF_AN_EPOCH != self._epoch:
             return
-        run = self._runs.get(chunk.key)
-        if run is None:
+        operation = self._operations.get(chunk.key)
+        if operation is None:
             if not self._may_begin(node, chunk.key):
                 return
-            run = self._agreeing.run(chunk.key, self.participants.members(chunk.key.process_set))
-        if node not in run.members.nodes:
+            operation = self._agreement.operation(chunk.key, self.participants.members(chunk.key.process_set))
+        if node not in operation.members.nodes:
             return
-        if run.digest and not chunk.key.plan and chunk.digest != run.digest:
-            if not run.disputed:
-                self._stalls.disagree(run)
-        elif chunk.key.plan and run.exchange is not None and chunk.digest != run.digest:
-            self._agreeing.disagree_about_passes(run, node, chunk)
-        elif run.started:
-            self._runner.receive(run, node, chunk, payload)
+        if operation.digest and not chunk.key.plan and chunk.digest != operation.digest:
+            if not operation.disputed:
+                self._stalls.disagree(operation)
+        elif chunk.key.plan and operation.exchange is not None and chunk.digest != operation.digest:
+            self._agreement.disagree_about_passes(operation, node, chunk)
+        elif operation.started:
+            self._executor.receive(operation, node, chunk, payload)
         else:
-            self._check_credit(run, node, len(payload))
-            run.early.append((node, chunk, payload))
-            run.early_from[node] += 1
-            run.peers_digest = chunk.digest
-            self._agreeing.peer_has_begun(run)
+            self._check_credit(operation, node, len(payload))
+            operation.early.append((node, chunk, payload))
+            operation.early_from[node] += 1
+            operation.peers_digest = chunk.digest
+            self._agreement.peer_has_begun(operation)
 
-    def _check_credit(self, run: Run, node: int, nbytes: int) -> None:
+    def _check_credit(self, operation: Operation, node: int, nbytes: int) -> None:
         """A chunk has come that has to wait; for those that wait nothing is granted.
 
         Raises:
             CreditExceeded: it is more than the node may send.
         """
-        found = self._plans.find(run.key.plan, run.key.name)
-        if found is not None or not run.key.plan:
+        found = self._plans.find(operation.key.plan, operation.key.name)
+        if found is not None or not operation.key.plan:
             tuning = None if found is None else found[0].plan.tuning
-            chunk_bytes, window_bytes = self._runner.limits(tuning or wire.Tuning())
+            chunk_bytes, window_bytes = self._executor.limits(tuning or wire.Tuning())
             granted = window_chunks(window_bytes, chunk_bytes)
-            if run.early_from[node] >= granted:
-                raise CreditExceeded(f"it sent more than the {granted} messages of {run.what} that it was granted")
+            if operation.early_from[node] >= granted:
+                raise CreditExceeded(
+                    f"it sent more than the {granted} messages of {operation.what} that it was granted"
+                )
         self._early_bytes += nbytes
         if self._early_bytes > _MAX_EARLY_BYTES:
-            waiting = (len(payload) for other in self._runs.values() for _, _, payload in other.early)
+            waiting = (len(payload) for other in self._operations.values() for _, _, payload in other.early)
             self._early_bytes = nbytes + sum(waiting)
             if self._early_bytes > _MAX_EARLY_BYTES:
                 raise CreditExceeded(
@@ -514,11 +531,11 @@ class Engine:
 
     def _may_begin(self, node: int, key: OpKey) -> bool:
         """Returns whether a peer may be the first to say anything about an operation here."""
-        if self._failing.is_over(key) or self.participants.is_over(key.process_set):
+        if self._outcomes.is_over(key) or self.participants.is_over(key.process_set):
             return False
         if key.process_set in self.participants and not self._too_early():
             return True
-        self._failing.on_job_failed(
+        self._outcomes.on_job_failed(
             f"node {node} (host {self.topology.hosts[node]}) sent data of {key.name!r}, which has no place here: it is "
             "in an unknown process set, or one of too many operations under way"
         )
@@ -526,29 +543,32 @@ class Engine:
 
     def _too_early(self) -> bool:
         """Returns whether peers are ahead of the workers here in as many operations as they may be."""
-        return len(self._runs) >= _MAX_EARLY and sum(not run.parts for run in self._runs.values()) >= _MAX_EARLY
+        return (
+            len(self._operations) >= _MAX_EARLY
+            and sum(not operation.parts for operation in self._operations.values()) >= _MAX_EARLY
+        )
 
-    def _delivered(self, run: Run) -> None:
+    def _delivered(self, operation: Operation) -> None:
         """The workers have their results."""
         self._completed += 1
-        self._completed_bytes += sum(part.values.nbytes for part in run.parts.values())
-        self._failing.completed(run)
+        self._completed_bytes += sum(part.values.nbytes for part in operation.parts.values())
+        self._outcomes.completed(operation)
         if self.homes.occupied.matters:
-            self.homes.operation_completed(wire.mark(run.key))
+            self.homes.operation_completed(wire.mark(operation.key))
         self._one_less()
 
     def _one_less(self) -> None:
-        """A run is over, which others may have waited for."""
-        self._agreeing.one_less()
+        """An operation is over, which others may have waited for."""
+        self._agreement.one_less()
         self.homes.occupied.look_again()
 
     def _operations_of(self, rank: int) -> Iterator[int]:
         """The marks of the operations that a local rank has submitted, and that are not over. A rank that has joined
         is not expected by anybody, and so its join is left out."""
-        for run in self._runs.values():
-            if rank in run.parts and run.kind != "join":
-                yield wire.mark(run.key)
-        for (process_set, group, clock), ranks in self._proposing.waiting.items():
+        for operation in self._operations.values():
+            if rank in operation.parts and operation.kind != "join":
+                yield wire.mark(operation.key)
+        for (process_set, group, clock), ranks in self._proposals.waiting.items():
             if rank in ranks:
                 yield wire.mark(OpKey(process_set, 0, f"plan of {group}", clock))
 

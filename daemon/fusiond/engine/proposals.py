@@ -19,18 +19,19 @@ from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Run
-from fusiond.operations.outcomes import Failing
+from fusiond.operations.executor import Operation
+from fusiond.operations.outcomes import Outcomes
 from fusiond.shards import ParameterService
 
 _REMEMBERED = 64  # proposals that were refused, so that a new coordinator can tell nodes that have not heard of it
 
 
-class Proposing:
-    """Of one engine, whose other parts it uses.
+class Proposals:
+    """The proposals of plans by local workers, and the plans made of them.
 
     Args:
-        advance: called with runs that may have waited for a plan.
+        context, coordination, outcomes, codec_service, homes, plans, snapshots: the engine's.
+        advance: called with operations that may have waited for a plan.
 
     Attributes:
         waiting: the workers' handles of proposals without an answer, by rank.
@@ -40,18 +41,18 @@ class Proposing:
         self,
         context: Context,
         coordination: Coordination,
-        failing: Failing,
+        outcomes: Outcomes,
         codec_service: CodecService,
         homes: ParameterService,
         plans: Plans,
         snapshots: Snapshots,
-        advance: Callable[[Run], None],
+        advance: Callable[[Operation], None],
     ) -> None:
         self.waiting: dict[PlanKey, dict[int, int]] = {}
         self._since: dict[PlanKey, float] = {}
         self._context = context
         self._coordination = coordination
-        self._failing = failing
+        self._outcomes = outcomes
         self._codecs = codec_service
         self._homes = homes
         self._plans = plans
@@ -64,8 +65,8 @@ class Proposing:
 
     def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
         """A worker asks for a plan."""
-        if self._failing.failure:
-            self._failing.refuse(rank, handle, self._failing.failure)
+        if self._outcomes.failure:
+            self._outcomes.refuse(rank, handle, self._outcomes.failure)
             return
         try:
             self._check_packages(proposal.reduction)
@@ -74,10 +75,10 @@ class Proposing:
             check_proposal(proposal, len(members.set.ranks))
             algorithms.make(proposal.reduction.algorithm, len(members.set.ranks))
         except FusionError as error:
-            self._failing.refuse(rank, handle, f"rank {rank} cannot plan {proposal.group!r}: {error}")
+            self._outcomes.refuse(rank, handle, f"rank {rank} cannot plan {proposal.group!r}: {error}")
             return
         if rank not in members.local:
-            self._failing.refuse(rank, handle, f"rank {rank} is not in process set {proposal.process_set}")
+            self._outcomes.refuse(rank, handle, f"rank {rank} is not in process set {proposal.process_set}")
             return
         if len(members.nodes) > 1 or parse(proposal.reduction.algorithm).encodes:
             dtypes = {tensor.dtype for tensor in proposal.tensors}
@@ -103,7 +104,7 @@ class Proposing:
             try:
                 self._check_packages(verdict.plan.reduction)  # this node may have homes, and no rank that has proposed
             except FusionError as error:
-                self._failing.on_job_failed(f"no plan for {verdict.group!r}: {error}")
+                self._outcomes.on_job_failed(f"no plan for {verdict.group!r}: {error}")
                 return
             if not self._has_kernels(verdict.plan, partial(self.verdict, verdict)):
                 return
@@ -116,7 +117,7 @@ class Proposing:
             if len(self._refused) > _REMEMBERED:
                 self._refused.popitem(last=False)
             for rank, handle in waiting.items():
-                self._failing.refuse(rank, handle, verdict.error)
+                self._outcomes.refuse(rank, handle, verdict.error)
             return
         self._last = max(self._last, plan.id)
         before = self._made.get(key[:2])
@@ -126,8 +127,8 @@ class Proposing:
         self._install(plan)
         for rank, handle in waiting.items():
             self._context.outside.to_worker(rank, wire.Planned(handle, plan))
-        for run in [r for r in self._context.runs.values() if r.key.plan == plan.id]:
-            self._advance(run)
+        for operation in [r for r in self._context.operations.values() if r.key.plan == plan.id]:
+            self._advance(operation)
 
     def _check_packages(self, reduction: wire.Reduction) -> None:
         """Raises `PluginError`, with the name of this node, when a package is not here."""
@@ -153,14 +154,14 @@ class Proposing:
             try:
                 self._snapshots.restore(plan)
             except FusionError as error:
-                self._failing.on_job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
+                self._outcomes.on_job_failed(f"node {self._context.node} (host {self._context.host}): {error}")
 
     def remove_set(self, process_set: int) -> None:
         """Forgets the plans of a process set; who waits for one is told."""
         for plan_key in [key for key in self.waiting if key[0] == process_set]:
             del self._proposed[plan_key], self._since[plan_key]
             for rank, handle in self.waiting.pop(plan_key).items():
-                self._failing.refuse(rank, handle, f"process set {process_set} was removed")
+                self._outcomes.refuse(rank, handle, f"process set {process_set} was removed")
         for made in [key for key in self._made if key[0] == process_set]:
             del self._made[made]
 
@@ -168,7 +169,7 @@ class Proposing:
         """Whoever waits is told that nothing will come."""
         for waiting in self.waiting.values():
             for rank, handle in waiting.items():
-                self._failing.refuse(rank, handle, error)
+                self._outcomes.refuse(rank, handle, error)
         self.clear()
 
     def clear(self) -> None:

@@ -10,7 +10,7 @@ from fusion_rt.trace import NULL, Instrument
 from fusion_rt.wire import OpKey
 from fusiond.core.effects import Effects
 from fusiond.core.participants import Participants
-from fusiond.operations.executor import Run
+from fusiond.operations.executor import Operation
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Context:
         settings: sizes and time-outs.
         outside: acts for the engine.
         participants: the process sets, and who is away.
-        runs: every operation under way on this node.
+        operations: every operation under way on this node.
         trace: what is done is recorded there.
     """
 
@@ -31,7 +31,7 @@ class Context:
     settings: Settings
     outside: Effects
     participants: Participants
-    runs: dict[OpKey, Run] = field(default_factory=dict)
+    operations: dict[OpKey, Operation] = field(default_factory=dict)
     trace: Instrument = NULL
 
     @property

@@ -1,4 +1,4 @@
-"""One operation on this node, from the first sign of it to its results; and what runs it as an `Exchange`. No I/O."""
+"""The record of an operation on this node, and the executor that runs it as an `Exchange`. No I/O."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fusiond.transport.flow_control import FlowPort
 
 
 @dataclass(slots=True)
-class Run:
+class Operation:
     """One operation under way on this node.
 
     Attributes:
@@ -112,7 +112,7 @@ class Run:
         return [self.parts[rank] for rank in self.members.local if rank in self.parts]
 
 
-class Runner:
+class Executor:
     """Runs exchanges.
 
     Attributes:
@@ -124,10 +124,10 @@ class Runner:
         settings: sizes of chunks and windows, threads.
         outside: acts for it.
         work: the threads.
-        runs: what is under way. A run that is no longer in it has failed, and nothing more is done about it; one that
+        operations: those under way. One that is no longer in it has failed, and nothing more is done about it; one that
             is delivered is taken out.
-        delivered: called with a run when its workers have their results.
-        failed: called with a run and an exception, when its jobs or its exchange raised one.
+        delivered: called with an operation when its workers have their results.
+        failed: called with an operation and an exception, when its jobs or its exchange raised one.
         trace: what is done is recorded there.
     """
 
@@ -138,9 +138,9 @@ class Runner:
         settings: Settings,
         outside: Effects,
         work: ThreadWork,
-        runs: dict[OpKey, Run],
-        delivered: Callable[[Run], None],
-        failed: Callable[[Run, BaseException], None],
+        operations: dict[OpKey, Operation],
+        delivered: Callable[[Operation], None],
+        failed: Callable[[Operation, BaseException], None],
         trace: Instrument = NULL,
     ) -> None:
         self.cost = CostModel()
@@ -150,43 +150,49 @@ class Runner:
         self._settings = settings
         self._outside = outside
         self._work = work
-        self._runs = runs
+        self._operations = operations
         self._delivered = delivered
         self._failed = failed
         self._trace = trace
         self._all_reduce = algorithms.AllReduce()  # of tensors outside a plan
 
-    def start_tensor(self, run: Run, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]) -> None:
+    def start_tensor(
+        self, operation: Operation, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]
+    ) -> None:
         """Starts an operation outside a plan; `rows` and `splits` of all members where it needs them.
 
         Raises:
             RequestError: the members' sizes do not fit together.
         """
         if recipe.signature.kind == "allreduce":
-            codec = open_bucket(recipe.codec, recipe.layout, len(run.members.nodes))
+            codec = open_bucket(recipe.codec, recipe.layout, len(operation.members.nodes))
             tuning = wire.Tuning()
-            self._reduce(run, self._all_reduce, recipe.reducer, codec, recipe.layout.elements, recipe.parts, tuning)
+            self._reduce(
+                operation, self._all_reduce, recipe.reducer, codec, recipe.layout.elements, recipe.parts, tuning
+            )
             return
-        local = run.local() or [nothing(recipe.reducer, recipe.layout.elements)]
-        outputs, run.shared = outputs_of(local)
+        local = operation.local() or [nothing(recipe.reducer, recipe.layout.elements)]
+        outputs, operation.shared = outputs_of(local)
         topology = self._topology
         reduces = recipe.signature.kind == "reducescatter"
         compiles = self._kernels_for(recipe.reducer, recipe.layout.elements) if reduces else None
         self._start(
-            run,
+            operation,
             lambda port: collective_exchange(port, recipe, topology, local, outputs, rows, splits),
             compiles=compiles,
         )
 
-    def start_bucket(self, run: Run, state: PlanState, bucket: BucketState) -> None:
-        """Starts the run of a planned bucket.
+    def start_bucket(self, operation: Operation, state: PlanState, bucket: BucketState) -> None:
+        """Starts the operation of a planned bucket.
 
         Raises:
             RequestError: the local members do not agree about who submits what.
         """
-        assert isinstance(state.algorithm, Algorithm)  # one with homes has no runs
+        assert isinstance(state.algorithm, Algorithm)  # one with homes has no exchanges
         tuning = state.plan.tuning or wire.Tuning()
-        self._reduce(run, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts, tuning)
+        self._reduce(
+            operation, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts, tuning
+        )
 
     def can_reduce_at_once(self, recipe: Recipe) -> bool:
         """Whether no kernel has to be compiled for a small all-reduce."""
@@ -198,17 +204,17 @@ class Runner:
         chunk_bytes = min(tuning.chunk_bytes or self.cost.chunk_bytes(settings.chunk_bytes), settings.chunk_bytes)
         return chunk_bytes, tuning.window_bytes or settings.window_bytes
 
-    def reduce_at_once(self, run: Run, recipe: Recipe) -> None:
+    def reduce_at_once(self, operation: Operation, recipe: Recipe) -> None:
         """A small all-reduce of workers of this node: nothing to exchange, and no thread that would be faster."""
-        local = run.local()
-        outputs, run.shared = outputs_of(local)
-        self._trace.record(Kind.RUN_BEGIN, run.key.name, local[0].values.nbytes, run.key.clock)
+        local = operation.local()
+        outputs, operation.shared = outputs_of(local)
+        self._trace.record(Kind.RUN_BEGIN, operation.key.name, local[0].values.nbytes, operation.key.clock)
         recipe.reducer.whole([part.values for part in local], outputs)
-        self._deliver(run, ())
+        self._deliver(operation, ())
 
     def _reduce(
         self,
-        run: Run,
+        operation: Operation,
         algorithm: Algorithm,
         reducer: Reducer,
         codec: BucketCodec,
@@ -216,18 +222,18 @@ class Runner:
         parts: Sequence[tuple[int, int]],
         tuning: wire.Tuning,
     ) -> None:
-        local = run.local()
+        local = operation.local()
         if not local:
             reducer = replace(reducer, prescale=1.0)  # nothing, scaled, would not be nothing in a product
             local = [nothing(reducer, elements)]
-        outputs, run.shared = outputs_of(local)
+        outputs, operation.shared = outputs_of(local)
         contributions, prescaled = contributions_of(local)
         if prescaled:
             reducer = replace(reducer, prescale=1.0)
         sources = [part.values for part in contributions]
         selected = contributions[0].selected if len(contributions) == 1 else None
-        factors = run.parts[min(run.parts)].rescale if run.parts else ()
-        record_codec(codec, self._trace, about_key(run.key))
+        factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
+        record_codec(codec, self._trace, about_key(operation.key))
         first = partial(codec.scale_residual, factors) if factors else None  # a job that comes before all others
         sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
         most = self._settings.chunk_bytes
@@ -238,7 +244,7 @@ class Runner:
             return algorithm.exchange(work)
 
         compiles = self._kernels_for(reducer, elements)
-        self._start(run, exchange, first, compiles, tuning)
+        self._start(operation, exchange, first, compiles, tuning)
 
     def _kernels_for(self, reducer: Reducer, elements: int) -> Job | None:
         """A job that loads or compiles the kernel of a reduction, which may take seconds; None if it is there."""
@@ -248,13 +254,13 @@ class Runner:
 
     def _start(
         self,
-        run: Run,
+        operation: Operation,
         make: Callable[[Port], Exchange],
         first: Job | None = None,
         compiles: Job | None = None,
         tuning: wire.Tuning | None = None,
     ) -> None:
-        """Makes the run's exchange, does the local part of it, and starts it. What `make` raises, this raises.
+        """Makes the operation's exchange, does the local part of it, and starts it. What `make` raises, this raises.
 
         Args:
             first: is done before the local part.
@@ -263,107 +269,109 @@ class Runner:
         """
         settings, tuning = self._settings, tuning or wire.Tuning()
         chunk_bytes, window_bytes = self.limits(tuning)
-        urgency = run.urgency
-        run.port = FlowPort(
-            run.key,
-            run.digest,
-            run.members.nodes,
+        urgency = operation.urgency
+        operation.port = FlowPort(
+            operation.key,
+            operation.digest,
+            operation.members.nodes,
             self._node,
             chunk_bytes,
             window_bytes,
             lambda node, chunk, payload: self._outside.send_chunk(node, chunk, payload, urgency),
-            lambda node, chunks: self._outside.to_node(node, wire.Credit(run.key, chunks)),
-            lambda: self._exchange_finished(run),
+            lambda node, chunks: self._outside.to_node(node, wire.Credit(operation.key, chunks)),
+            lambda: self._exchange_finished(operation),
             self._trace,
         )
-        what = about_key(run.key)
-        nbytes = next((part.values.nbytes for part in run.parts.values()), 0)
+        what = about_key(operation.key)
+        nbytes = next((part.values.nbytes for part in operation.parts.values()), 0)
         self._trace.record(Kind.RUN_BEGIN, what.name, nbytes, what.clock, what.plan)
-        run.exchange = make(run.port)
-        run.port.lends = run.exchange.lends
-        small = run.exchange.local_nbytes <= INLINE_WORK
-        jobs = run.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
-        jobs = recorded_jobs(jobs, self._trace, what, run.exchange.local_nbytes)
+        operation.exchange = make(operation.port)
+        operation.port.lends = operation.exchange.lends
+        small = operation.exchange.local_nbytes <= INLINE_WORK
+        jobs = operation.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
+        jobs = recorded_jobs(jobs, self._trace, what, operation.exchange.local_nbytes)
         before = [job for job in (compiles, first) if job is not None]
         if compiles is not None or (before and jobs and not small):
-            run.working = True
-            then = partial(self._reduce_locally, run, jobs)
-            self._work.do(run.key.plan, [partial(_one_by_one, before)], math.inf, then)
+            operation.working = True
+            then = partial(self._reduce_locally, operation, jobs)
+            self._work.do(operation.key.plan, [partial(_one_by_one, before)], math.inf, then)
         else:
-            run.working = bool(jobs) and not small
-            nbytes = run.exchange.local_nbytes if jobs else 0  # else there is at most a residual to be scaled
-            self._work.do(run.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, run))
+            operation.working = bool(jobs) and not small
+            nbytes = operation.exchange.local_nbytes if jobs else 0  # else there is at most a residual to be scaled
+            self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
 
-    def _reduce_locally(self, run: Run, jobs: Sequence[Job], error: BaseException | None) -> None:
-        """What comes before the local part is done. The run may have failed in the meantime."""
-        assert run.exchange is not None
-        if error is None and self._runs.get(run.key) is run:
-            self._work.do(run.key.plan, jobs, run.exchange.local_nbytes, partial(self._jobs_done, run))
+    def _reduce_locally(self, operation: Operation, jobs: Sequence[Job], error: BaseException | None) -> None:
+        """What comes before the local part is done. The operation may have failed in the meantime."""
+        assert operation.exchange is not None
+        if error is None and self._operations.get(operation.key) is operation:
+            self._work.do(
+                operation.key.plan, jobs, operation.exchange.local_nbytes, partial(self._jobs_done, operation)
+            )
         else:
-            self._jobs_done(run, error)
+            self._jobs_done(operation, error)
 
-    def receive(self, run: Run, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
-        """Gives the exchange of a run that has started a chunk."""
+    def receive(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        """Gives the exchange of an operation that has started a chunk."""
         try:
-            self._receive(run, node, chunk, payload)
+            self._receive(operation, node, chunk, payload)
         except Exception as error:
-            self._failed(run, error)
+            self._failed(operation, error)
 
-    def _jobs_done(self, run: Run, error: BaseException | None) -> None:
-        run.working = False
-        if self._runs.get(run.key) is not run:  # it has failed in the meantime
-            assert run.exchange is not None
-            run.exchange.abandon()
-            run.failed()
+    def _jobs_done(self, operation: Operation, error: BaseException | None) -> None:
+        operation.working = False
+        if self._operations.get(operation.key) is not operation:  # it has failed in the meantime
+            assert operation.exchange is not None
+            operation.exchange.abandon()
+            operation.failed()
             return
         if error is not None:
-            self._failed(run, error)
+            self._failed(operation, error)
             return
-        run.started = True
-        run.since = self._outside.clock()
+        operation.started = True
+        operation.since = self._outside.clock()
         try:
-            assert run.exchange is not None
-            run.exchange.start()
-            while run.early and self._runs.get(run.key) is run:
-                self._receive(run, *run.early.popleft())
+            assert operation.exchange is not None
+            operation.exchange.start()
+            while operation.early and self._operations.get(operation.key) is operation:
+                self._receive(operation, *operation.early.popleft())
         except Exception as failure:
-            self._failed(run, failure)
+            self._failed(operation, failure)
 
-    def _receive(self, run: Run, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
-        assert run.exchange is not None
-        assert run.port is not None
-        run.since = run.heard[node] = self._outside.clock()
-        position = run.members.nodes.index(node)
-        name, clock, plan = about_key(run.key)
+    def _receive(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        assert operation.exchange is not None
+        assert operation.port is not None
+        operation.since = operation.heard[node] = self._outside.clock()
+        position = operation.members.nodes.index(node)
+        name, clock, plan = about_key(operation.key)
         self._trace.record(Kind.REDUCE_BEGIN, name, len(payload), clock, plan, 0, node)
-        run.taking = True
-        run.exchange.receive(position, chunk, payload)
-        run.taking = False
+        operation.taking = True
+        operation.exchange.receive(position, chunk, payload)
+        operation.taking = False
         self._trace.record(Kind.REDUCE_END, name, len(payload), clock, plan, 0, node)
         self._trace.record(Kind.TAKEN, name, len(payload), clock, plan, 0, node)
-        run.port.consumed(position, len(payload))
-        if run.over:
-            self._exchange_finished(run)
+        operation.port.consumed(position, len(payload))
+        if operation.over:
+            self._exchange_finished(operation)
 
-    def _exchange_finished(self, run: Run) -> None:
-        if run.taking:  # workers are answered when it is recorded that the last chunk was taken
-            run.over = True
-        elif self._runs.get(run.key) is run:
-            assert run.exchange is not None
-            self._deliver(run, run.exchange.results)
+    def _exchange_finished(self, operation: Operation) -> None:
+        if operation.taking:  # workers are answered when it is recorded that the last chunk was taken
+            operation.over = True
+        elif self._operations.get(operation.key) is operation:
+            assert operation.exchange is not None
+            self._deliver(operation, operation.exchange.results)
 
-    def _deliver(self, run: Run, results: Sequence[Result]) -> None:
-        """Nothing of the run is under way any more: its workers get their results."""
-        del self._runs[run.key]
-        name, clock, plan = about_key(run.key)
+    def _deliver(self, operation: Operation, results: Sequence[Result]) -> None:
+        """Nothing of the operation is under way any more: its workers get their results."""
+        del self._operations[operation.key]
+        name, clock, plan = about_key(operation.key)
         self._trace.record(Kind.RUN_END, name, 0, clock, plan)
-        inline = None if run.shared is None else run.shared.tobytes()
-        ranks = [rank for rank in run.members.local if rank in run.parts]
+        inline = None if operation.shared is None else operation.shared.tobytes()
+        ranks = [rank for rank in operation.members.local if rank in operation.parts]
         for index, rank in enumerate(ranks):
-            part = run.parts[rank]
+            part = operation.parts[rank]
             self._trace.record(Kind.ANSWERED, name, 0, clock, plan, 0, rank)
             if not results:
-                done = wire.Done(part.handle, inline if part.place is None else None, run.answer)
+                done = wire.Done(part.handle, inline if part.place is None else None, operation.answer)
                 self._outside.to_worker(rank, done)
                 continue
             result = results[index if len(results) > 1 else 0]
@@ -373,7 +381,7 @@ class Runner:
         for result in results:
             if result.segment is not None:
                 result.segment.close()
-        self._delivered(run)
+        self._delivered(operation)
 
 
 def nothing(reducer: Reducer, elements: int) -> Contribution:

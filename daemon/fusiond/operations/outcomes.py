@@ -15,14 +15,14 @@ from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.core.tracing import about_key
 from fusiond.operations.context import Context
-from fusiond.operations.executor import Run
+from fusiond.operations.executor import Operation
 
 _HANDED_OVER = 256  # the latest of them that the coordinator of a new view is told
 _REMEMBERED = 1024  # failed operations kept so that late submissions and chunks meet the same error
 _COMPLETED = 4096  # completed ones that are kept, because other nodes may still wait for them and ask
 
 
-class Failing:
+class Outcomes:
     """The operations of one engine that are over, and what went wrong.
 
     Args:
@@ -52,11 +52,11 @@ class Failing:
         """Whether an operation has failed or completed here, as far as that is remembered."""
         return key in self._failed or key in self._over
 
-    def completed(self, run: Run) -> None:
+    def completed(self, operation: Operation) -> None:
         """The workers have their results."""
-        if len(run.members.nodes) > 1:
-            part = next(iter(run.parts.values()), None)
-            self._over[run.key] = None if part is None else part.signature
+        if len(operation.members.nodes) > 1:
+            part = next(iter(operation.parts.values()), None)
+            self._over[operation.key] = None if part is None else part.signature
             if len(self._over) > _COMPLETED:
                 self._over.popitem(last=False)
 
@@ -86,28 +86,30 @@ class Failing:
             self._failed.popitem(last=False)
         what = about_key(key)
         self._context.trace.record(Kind.FAILED, what.name, 0, what.clock, what.plan)
-        run = self._context.runs.pop(key, None)
-        if run is not None and run.exchange is not None and run.started:
-            run.exchange.abandon()
-        if run is not None and run.working:  # threads still write into the workers' memory
-            run.failed = partial(self._refuse_all, run, error)
-        elif run is not None:
-            self._refuse_all(run, error)
+        operation = self._context.operations.pop(key, None)
+        if operation is not None and operation.exchange is not None and operation.started:
+            operation.exchange.abandon()
+        if operation is not None and operation.working:  # threads still write into the workers' memory
+            operation.failed = partial(self._refuse_all, operation, error)
+        elif operation is not None:
+            self._refuse_all(operation, error)
         self._one_less()
 
-    def _refuse_all(self, run: Run, error: str) -> None:
-        for rank, part in run.parts.items():
-            if part.selected is not None and run.exchange is None:
+    def _refuse_all(self, operation: Operation, error: str) -> None:
+        for rank, part in operation.parts.items():
+            if part.selected is not None and operation.exchange is None:
                 part.selected.disown()
             self.refuse(rank, part.handle, error)
 
     # --- exceptions ---------------------------------------------------------------------------------------------------
 
-    def run_failed(self, run: Run, error: BaseException) -> None:
-        """A run's jobs or its exchange raised this."""
+    def operation_failed(self, operation: Operation, error: BaseException) -> None:
+        """An operation's jobs or its exchange raised this."""
         context = self._context
         if isinstance(error, FusionError):
-            self.everywhere(run.key, f"{run.what} failed on node {context.node} (host {context.host}): {error}")
+            self.everywhere(
+                operation.key, f"{operation.what} failed on node {context.node} (host {context.host}): {error}"
+            )
         else:  # a bug: say where it is
             text = quoted("".join(traceback.format_exception(error)))
             self.on_job_failed(f"the daemon of host {context.host} failed: {text}")
