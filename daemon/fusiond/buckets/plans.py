@@ -238,12 +238,14 @@ class Plans:
             ready.handle,
             values,
             ready.kind,
+            ready.clock,
             rates=ready.rates,
             samples=ready.samples,
             rescale=ready.rescale,
             urgency=ready.urgency,
             share=ready.share,
             passes=ready.passes,
+            gives_up=ready.gives_up,
         )
         if ready.share != wire.OWN and (state.at_homes or found.reducer.op == "adasum"):
             raise RequestError(

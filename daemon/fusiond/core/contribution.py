@@ -44,7 +44,7 @@ class Contribution:
         kind: `post`: of a worker, which waits for an answer; `ask`, `seed`, `reseed`: see `wire.Ready`; `pass`: of a
             worker that waits in another operation and has nothing to contribute at this clock; else what one home
             sends another: see `wire.Piece`.
-        clock: how many its sender had posted before; of what a home sent, its clock.
+        clock: how many its sender had posted before; of what a home sent, its clock; in an exchange, see `wire.Ready`.
         version: of the home, when the sender last heard from it.
         rates: learning rate of each parameter group.
         samples: how many samples it comes from; 0: it has no gradient, and `values` says nothing.
@@ -56,7 +56,7 @@ class Contribution:
         urgency: the less, the sooner the worker needs it.
         selected: what the worker has selected of a bucket, instead of the elements in `values`.
         share: whose contributions `values` has; see `wire.Ready`.
-        passes: see `wire.Ready`.
+        passes, gives_up: see `wire.Ready`.
     """
 
     rank: int
@@ -78,3 +78,4 @@ class Contribution:
     selected: WorkerSelection | None = None
     share: int = wire.OWN
     passes: int = 0
+    gives_up: str = ""

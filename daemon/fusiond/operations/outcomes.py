@@ -28,7 +28,7 @@ class Outcomes:
     Args:
         context: the engine's.
         on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
-        one_less: called when an operation has failed, which others may have waited for.
+        one_less: called when an operation is over, which others may have waited for.
 
     Attributes:
         failure: why the job cannot go on; empty if it can.
@@ -59,6 +59,7 @@ class Outcomes:
             self._over[operation.key] = None if part is None else part.signature
             if len(self._over) > _COMPLETED:
                 self._over.popitem(last=False)
+        self._one_less()
 
     def completed_as(self, key: OpKey) -> wire.Signature | None:
         """What ranks here submitted of an operation that completed here; None if that is nothing, or not known."""

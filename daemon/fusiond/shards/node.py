@@ -32,7 +32,7 @@ class ThisNode:
         failed: called with an exception when something cannot be gone on with.
         trace: what is done is recorded there.
         after: the mark of the operation that was completed last here, which goes with all that is sent.
-        over: the job cannot go on. `ParameterService` says so; then nothing is sent and nothing is begun.
+        failure: why the job cannot go on, and so nothing is sent and nothing is begun; empty if it can.
     """
 
     topology: Topology
@@ -44,7 +44,7 @@ class ThisNode:
     failed: Callable[[BaseException], None]
     trace: Instrument = NULL
     after: int = 0
-    over: bool = False
+    failure: str = ""
 
     def has(self, rank: int) -> bool:
         """Whether a rank is on this node."""
@@ -55,7 +55,7 @@ class ThisNode:
         go on."""
 
         def done(error: BaseException | None) -> None:
-            if self.over:
+            if self.failure:
                 return
             if error is None:
                 then()
@@ -66,6 +66,6 @@ class ThisNode:
 
     def send(self, node: int, message: wire.Piece, payload: memoryview) -> None:
         """Sends a message, whose payload nobody will change, to another node."""
-        if not self.over:
+        if not self.failure:
             for piece, data in pieces(replace(message, after=self.after), payload, self.settings.chunk_bytes):
                 self.outside.send_piece(node, piece, data)

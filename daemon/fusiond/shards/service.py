@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from fusion_rt import wire
 from fusion_rt.errors import FusionError, WireError
-from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
-from fusion_rt.trace import Instrument
-from fusiond.buckets.plans import PlanState
+from fusiond.buckets.plans import BucketState, PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
-from fusiond.core.effects import Effects
+from fusiond.core.dispatch import Handlers
+from fusiond.operations.context import Context
+from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import Checkpoints, group_of
 from fusiond.shards.incoming import Incoming
@@ -27,38 +26,34 @@ from fusiond.shards.timeouts import Waits
 
 
 class ParameterService:
-    """All homes of one engine.
+    """All homes of one engine, and the contributions of its workers to homes anywhere.
 
     Attributes:
         occupied: ranks that wait in other operations.
         waits: what local ranks wait for at homes, and what the homes here wait for.
 
     Args:
-        topology, node: who is where, and which node this is.
-        settings: sizes and time-outs.
-        outside: acts for it.
-        work: the threads.
-        failed: called with an exception when something cannot be gone on with.
+        context, work, progress: the engine's.
         epoch: the membership epoch.
-        trace: what is done is recorded there.
+        failed: called with an exception when something cannot be gone on with.
         operations: see `Occupied`.
     """
 
     def __init__(
         self,
-        topology: Topology,
-        node: int,
-        settings: Settings,
-        outside: Effects,
+        context: Context,
         work: ThreadWork,
-        failed: Callable[[BaseException], None],
+        progress: Progress,
         epoch: int,
-        trace: Instrument,
+        failed: Callable[[BaseException], None],
         operations: Operations,
     ) -> None:
         self._plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been in force
-        self._here = ThisNode(topology, node, settings, outside, epoch, work, failed, trace)
+        self._progress = progress
+        self._here = ThisNode(
+            context.topology, context.node, context.settings, context.outside, epoch, work, failed, context.trace
+        )
         self._codecs = MessageCodecs()
         self._clients = PushPullClients(self._here, self._codecs, lambda plan, rank: self.occupied.answered(plan, rank))
         self._server = HomeServer(
@@ -120,16 +115,21 @@ class ParameterService:
 
     # --- contributions and answers ------------------------------------------------------------------------------------
 
-    def post(self, rank: int, state: PlanState, bucket: wire.Bucket, posted: Contribution) -> None:
+    def post(self, rank: int, state: PlanState, bucket: BucketState, posted: Contribution) -> None:
         """A worker's contribution, or the seed of a home, is in the arena.
 
         Raises:
             RequestError: no worker of ours would post that.
         """
-        client = self._clients.begin(rank, state, bucket, posted)
+        index = bucket.bucket.index
+        self._progress.ready(rank, index)
+        if self._here.failure:
+            self._here.outside.to_worker(rank, wire.Failed(posted.handle, self._here.failure))
+            return
+        client = self._clients.begin(rank, state, bucket.bucket, posted)
         if client is None:
             return
-        node = state.plan.homes[bucket.index] if state.plan.homes else self._here.node
+        node = state.plan.homes[index] if state.plan.homes else self._here.node
         if node != self._here.node:
             self._clients.send(client, posted, node)
         elif posted.kind == "seed":
@@ -138,13 +138,17 @@ class ParameterService:
         else:
             self._server.arrived(client.home_address, posted)
 
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the peers' messages about homes."""
+        return {wire.Piece: self.peer}
+
     def peer(self, node: int, piece: wire.Piece, payload: memoryview) -> None:
         """A piece of a message has come.
 
         Raises:
             WireError: there can be no such message.
         """
-        if piece.epoch != self._here.epoch or self._here.over:
+        if piece.epoch != self._here.epoch or self._here.failure:
             return
         state = self._plans.get(piece.plan)
         if piece.after:
@@ -188,9 +192,9 @@ class ParameterService:
         """Time has passed."""
         self.occupied.tick()
 
-    def fail(self) -> None:
-        """The job cannot go on."""
-        self._here.over = True
+    def fail(self, error: str) -> None:
+        """Forgets everything under way: the job cannot go on, for this reason."""
+        self._here.failure = error
         self.occupied.clear()
         self._clients.forget()
         self._server.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusion_rt import wire
-from fusiond.engine import engine
+from fusiond.engine import exchanges
 from tests.fusiond.network_simulation import Network, job
 
 CHUNK = 4096
@@ -55,7 +55,7 @@ def test_a_peer_that_sends_more_of_an_operation_is_dropped() -> None:
 
 
 def test_a_peer_that_sends_of_too_many_operations_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_MAX_EARLY_BYTES", 100 * CHUNK)
+    monkeypatch.setattr(exchanges, "_MAX_EARLY_BYTES", 100 * CHUNK)
     victim = attacked(1000, 500).daemons[0]
     assert "node 1 (host host1) is lost: 413696 bytes of operations wait" in victim.failure
     assert len(victim.heard) == 101

@@ -209,9 +209,9 @@ def test_operations_that_are_alike_can_be_negotiated_at_the_same_time(layout: li
 
 
 def test_more_operations_than_peers_may_be_ahead_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusiond.engine import engine
+    from fusiond.engine import exchanges
 
-    monkeypatch.setattr(engine, "_MAX_EARLY", 10)
+    monkeypatch.setattr(exchanges, "_MAX_EARLY", 10)
     job = SimulatedJob([1, 1])
     values = floats(job)
     signature = allreduce(values[0])
@@ -228,9 +228,9 @@ def test_more_operations_than_peers_may_be_ahead_by(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_peer_that_is_ahead_by_too_many_operations_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusiond.engine import engine
+    from fusiond.engine import exchanges
 
-    monkeypatch.setattr(engine, "_MAX_EARLY", 10)
+    monkeypatch.setattr(exchanges, "_MAX_EARLY", 10)
     job = SimulatedJob([1, 1])
     values = floats(job)
     signature = allreduce(values[0])

@@ -311,7 +311,7 @@ def test_after_a_failure_nothing_is_done_any_more() -> None:
     workers = Workers([1, 1], "asp", np.zeros(100_000), RATE)
     workers.post(0, np.zeros(100_000), settle=False)
     for node in range(2):
-        homes_of(workers, node).fail()
+        homes_of(workers, node).fail("the job has failed")
     workers.job.settle()
     assert not any(workers.job.is_answered(0, handle) for handle in workers._handles[0])
     homes_of(workers, 0).gone([1])

@@ -1,0 +1,323 @@
+"""The side of an engine that combines contributions by exchanges between nodes; the other one is `shards`. No I/O.
+
+An operation is gathered until all local members have contributed to it, agreed upon (`agreement`) unless its signature
+is known, and then run as an `Exchange` (`operations.executor`). Chunks of peers may come before any of that, and wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Protocol
+
+from fusion_rt import wire
+from fusion_rt.errors import FusionError, StepGivenUp
+from fusion_rt.trace_format import Kind
+from fusion_rt.wire import OpKey
+from fusiond.buckets.plans import BucketState, Plans, PlanState
+from fusiond.collectives.base import Array
+from fusiond.control.coordination import Coordination
+from fusiond.core.contribution import Contribution
+from fusiond.core.dispatch import Handlers
+from fusiond.core.errors import RequestError
+from fusiond.engine.agreement import Agreement
+from fusiond.engine.codec_service import CodecService
+from fusiond.operations.context import Context
+from fusiond.operations.executor import Executor, Operation
+from fusiond.operations.outcomes import Outcomes
+from fusiond.operations.progress import Progress
+from fusiond.operations.thread_work import ThreadWork
+from fusiond.shards import ParameterService
+from fusiond.transport.flow_control import CreditExceeded, window_chunks
+
+_MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them
+_MAX_EARLY_BYTES = 1 << 32  # of these chunks
+
+
+class Route(Protocol):
+    """A side of an engine: exchanges between nodes, or homes. A plan's algorithm says which one its buckets take."""
+
+    def post(self, rank: int, state: PlanState, bucket: BucketState, part: Contribution) -> None:
+        """A local worker's contribution to a bucket is in the arena.
+
+        Raises:
+            RequestError: no worker of ours would post that.
+        """
+
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the peers' messages on this route."""
+
+    def gone(self, ranks: Iterable[int], joined: bool = False) -> None:
+        """These ranks take part no longer; or, if they have joined, until all have."""
+
+    def end(self, error: str) -> None:
+        """Fails everything under way with this sentence."""
+
+    def fail(self, error: str) -> None:
+        """Forgets everything under way: the job cannot go on, for this reason."""
+
+    @property
+    def idle(self) -> bool:
+        """True if no local worker waits for a result."""
+
+
+class Exchanges:
+    """The operations of one engine that are exchanges.
+
+    Args:
+        context, work, plans, homes, codecs, coordination, outcomes, progress: the engine's.
+        epoch: the membership epoch.
+        joined: called with a local rank that joins.
+        disagree: called with an operation about which the ranks do not agree.
+
+    Attributes:
+        agreement: of all nodes on these operations.
+        executor: runs them.
+        completed: how many are complete here; `completed_bytes`: of their contributions on this node.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        work: ThreadWork,
+        plans: Plans,
+        homes: ParameterService,
+        codecs: CodecService,
+        coordination: Coordination,
+        outcomes: Outcomes,
+        progress: Progress,
+        epoch: int,
+        joined: Callable[[int], None],
+        disagree: Callable[[Operation], None],
+    ) -> None:
+        self._context = context
+        self._participants = context.participants
+        self._operations = context.operations
+        self._plans = plans
+        self._homes = homes
+        self._codecs = codecs
+        self._outcomes = outcomes
+        self._disagree = disagree
+        self._progress = progress
+        self._epoch = epoch
+        self._joined = joined
+        self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
+        self.completed = 0
+        self.completed_bytes = 0
+        self.executor = Executor(
+            context.topology,
+            context.node,
+            context.settings,
+            context.outside,
+            work,
+            self._operations,
+            self._delivered,
+            outcomes.operation_failed,
+            context.trace,
+        )
+        self.agreement = Agreement(context, coordination, outcomes, homes, plans, self.executor, disagree)
+
+    # --- from the local workers ---------------------------------------------------------------------------------------
+
+    def submit(self, rank: int, submit: wire.Submit, memory: Array | None) -> None:
+        """A worker submits an operation outside a plan; `memory` is its tensor's bytes (uint8) in the arena, if it is
+        there.
+
+        Raises:
+            RequestError: no worker of ours would submit that.
+        """
+        signature = submit.signature
+        key = OpKey(signature.process_set, 0, submit.name, submit.clock)
+        if why := self._outcomes.why(key):
+            self._outcomes.refuse(rank, submit.handle, why)
+            return
+        try:
+            recipe = self.agreement.recipe(signature)
+            part = recipe.part(rank, submit, memory)
+        except FusionError as error:
+            # The other ranks may have submitted the same and would wait for this one: it fails for all.
+            sentence = f"rank {rank} submitted tensor {submit.name!r} wrongly: {error}"
+            if signature.process_set in self._participants:
+                self._outcomes.everywhere(key, sentence)
+            self._outcomes.refuse(rank, submit.handle, sentence)
+            return
+        if len(recipe.members.nodes) > 1:
+            again = partial(self.submit, rank, submit, memory)
+            if not self._codecs.kernels_of(recipe.codec, [recipe.layout.dtype.name], again):
+                return
+        if self._participants.lost and (why := self._participants.why_not_since(signature.kind, recipe.members)):
+            self._outcomes.here(key, f"tensor {submit.name!r}: {why}")
+            self._outcomes.refuse(rank, submit.handle, f"tensor {submit.name!r}: {why}")
+            return
+        operation = self.agreement.operation(key, recipe.members)
+        if rank in operation.parts:
+            raise RequestError(f"rank {rank} submitted tensor {submit.name!r} twice under one clock")
+        if operation.recipe is None:
+            operation.recipe = recipe
+        operation.parts[rank] = part
+        self._context.trace.record(Kind.READY, submit.name, part.values.nbytes, submit.clock, peer=rank)
+        if signature.kind == "join":
+            self._joined(rank)
+        if operation.recipe is not recipe and operation.recipe.signature.common() != signature.common():
+            self._disagree(operation)
+        else:
+            self.agreement.advance(operation)
+        self._homes.occupied.look(rank)
+
+    def post(self, rank: int, state: PlanState, bucket: BucketState, part: Contribution) -> None:
+        """A worker's contribution to a planned bucket is in the arena.
+
+        Raises:
+            RequestError: the worker has contributed to this run of the bucket.
+        """
+        key = OpKey(state.plan.process_set, state.plan.id, bucket.name, part.clock)
+        if why := self._outcomes.why(key):
+            if part.selected is not None:
+                part.selected.disown()
+            self._outcomes.refuse(rank, part.handle, why)
+            return
+        if part.gives_up:
+            who = self._context.topology.describe([rank])
+            sentence = f"{who} {StepGivenUp.SAYS}: {part.gives_up}; all ranks have to skip this batch"
+            self._outcomes.everywhere(key, sentence)
+            self._outcomes.refuse(rank, part.handle, sentence)
+            return
+        operation = self.agreement.operation(key, state.members)
+        if rank in operation.parts:
+            raise RequestError(f"rank {rank} is ready twice in bucket {bucket.name} of plan {state.plan.id}")
+        self._progress.ready(rank, bucket.bucket.index, self._context.outside.clock() - operation.begun)
+        operation.parts[rank] = part
+        self.agreement.advance(operation)
+        self._homes.occupied.look(rank)
+
+    # --- from the peers -----------------------------------------------------------------------------------------------
+
+    def handlers(self) -> Handlers:
+        """Returns the handlers of the peers' messages about exchanges."""
+        return {wire.Chunk: self._chunk, wire.Credit: self._credit, wire.Began: self._began}
+
+    def _credit(self, node: int, credit: wire.Credit) -> None:
+        operation = self._operations.get(credit.key)
+        if operation is not None and operation.port is not None and node in operation.members.nodes:
+            operation.port.credit(operation.members.nodes.index(node), credit.chunks)
+
+    def _began(self, node: int, message: wire.Began) -> None:
+        operation = self._begun(node, message.key)
+        if operation is not None and not operation.parts:
+            operation.peers_digest = message.digest
+            if message.signature is not None and wire.digest(message.signature) == message.digest:
+                self.agreement.approve(message.key.process_set, message.digest, message.signature)
+            self.agreement.advance(operation)
+
+    def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        if chunk.key.clock // wire.CLOCKS_OF_AN_EPOCH != self._epoch:
+            return
+        operation = self._begun(node, chunk.key)
+        if operation is None or node not in operation.members.nodes:
+            return
+        if operation.digest and not chunk.key.plan and chunk.digest != operation.digest:
+            if not operation.disputed:
+                self._disagree(operation)
+        elif chunk.key.plan and operation.exchange is not None and chunk.digest != operation.digest:
+            self.agreement.disagree_about_passes(operation, node, chunk)
+        elif operation.started:
+            self.executor.receive(operation, node, chunk, payload)
+        else:
+            self._check_credit(operation, node, len(payload))
+            operation.early.append((node, chunk, payload))
+            operation.early_from[node] += 1
+            operation.peers_digest = chunk.digest
+            self.agreement.peer_has_begun(operation)
+
+    def _begun(self, node: int, key: OpKey) -> Operation | None:
+        """Returns the operation that a peer says something about; None if it is over here, or cannot be."""
+        operation = self._operations.get(key)
+        if operation is None and self._may_begin(node, key):
+            operation = self.agreement.operation(key, self._participants.members(key.process_set))
+        return operation
+
+    def _may_begin(self, node: int, key: OpKey) -> bool:
+        """Returns whether a peer may be the first to say anything about an operation here."""
+        if self._outcomes.is_over(key) or self._participants.is_over(key.process_set):
+            return False
+        if key.process_set in self._participants and not self._too_early():
+            return True
+        self._outcomes.on_job_failed(
+            f"node {node} (host {self._context.topology.hosts[node]}) sent data of {key.name!r}, which has no place "
+            "here: it is in an unknown process set, or one of too many operations under way"
+        )
+        return False
+
+    def _too_early(self) -> bool:
+        """Returns whether peers are ahead of the workers here in as many operations as they may be."""
+        count = len(self._operations)
+        return count >= _MAX_EARLY and sum(not found.parts for found in self._operations.values()) >= _MAX_EARLY
+
+    def _check_credit(self, operation: Operation, node: int, nbytes: int) -> None:
+        """A chunk has come that has to wait; for those that wait nothing is granted.
+
+        Raises:
+            CreditExceeded: it is more than the node may send.
+        """
+        found = self._plans.find(operation.key.plan, operation.key.name)
+        if found is not None or not operation.key.plan:
+            tuning = None if found is None else found[0].plan.tuning
+            chunk_bytes, window_bytes = self.executor.limits(tuning or wire.Tuning())
+            granted = window_chunks(window_bytes, chunk_bytes)
+            if operation.early_from[node] >= granted:
+                raise CreditExceeded(
+                    f"it sent more than the {granted} messages of {operation.what} that it was granted"
+                )
+        self._early_bytes += nbytes
+        if self._early_bytes > _MAX_EARLY_BYTES:
+            waiting = (len(payload) for other in self._operations.values() for _, _, payload in other.early)
+            self._early_bytes = nbytes + sum(waiting)
+            if self._early_bytes > _MAX_EARLY_BYTES:
+                raise CreditExceeded(
+                    f"{self._early_bytes} bytes of operations wait that the workers here have not reached, "
+                    f"and no more than {_MAX_EARLY_BYTES} are kept"
+                )
+
+    # --- membership and results ---------------------------------------------------------------------------------------
+
+    def gone(self, ranks: Iterable[int], joined: bool = False) -> None:
+        """These ranks have joined, or are lost. Operations go on without ranks that have joined; those that need a lost
+        rank fail on all ranks. Ranks that have left in good order may still be waited for (`control.stalls`)."""
+        if not joined:
+            if lost := [rank for rank in ranks if rank in self._participants.lost]:
+                self.agreement.lose(lost)
+            return
+        for operation in list(self._operations.values()):
+            if operation.exchange is not None:
+                self.agreement.tell_who_joined(operation)
+            elif operation.kind != "join":
+                self.agreement.advance(operation)
+
+    def end(self, error: str) -> None:
+        """Fails everything under way with this sentence."""
+        for key, operation in list(self._operations.items()):
+            self._outcomes.here(key, f"{operation.what}: {error}")
+
+    def fail(self, error: str) -> None:
+        """Forgets everything under way: the job cannot go on, for this reason."""
+        self._operations.clear()
+
+    @property
+    def idle(self) -> bool:
+        """True if no operation is under way."""
+        return not self._operations
+
+    def submitted(self, rank: int) -> Iterator[int]:
+        """Yields the marks (`wire.mark`) of the operations that a local rank has submitted, and that are not over. A
+        rank that has joined is not expected by anybody, and so its join is left out."""
+        for operation in self._operations.values():
+            if rank in operation.parts and operation.kind != "join":
+                yield wire.mark(operation.key)
+
+    def _delivered(self, operation: Operation) -> None:
+        """The workers have their results."""
+        self.completed += 1
+        self.completed_bytes += sum(part.values.nbytes for part in operation.parts.values())
+        if self._homes.occupied.matters:
+            self._homes.operation_completed(wire.mark(operation.key))
+        self._outcomes.completed(operation)
