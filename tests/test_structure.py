@@ -32,7 +32,6 @@ KNOWN_MODULE_NAMES: set[str] = {
     "selection",
 }
 KNOWN_CLASS_NAMES: set[str] = {
-    "Assembly",
     "Assignment",
     "Bucket",
     "Channel",

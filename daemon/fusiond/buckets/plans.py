@@ -1,4 +1,4 @@
-"""The plans in force on a node: their buckets' state, and the memory of the local workers in which they lie. No I/O."""
+"""The active plans on a node: their buckets' state, and the memory of the local workers in which they lie. No I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fusiond.core.participants import Members
 
 @dataclass(frozen=True)
 class BucketState:
-    """A bucket of a plan in force. `codec` holds its residual, if it has one, from step to step.
+    """A bucket of an active plan. `codec` holds its residual, if it has one, from step to step.
 
     `parts`: first element and number of elements of each tensor.
     """
@@ -43,7 +43,7 @@ class BucketState:
 
 @dataclass(frozen=True)
 class PlanState:
-    """A plan in force. `past`: sums of the statistics of plans that it has replaced."""
+    """An active plan. `past`: sums of the statistics of plans that it has replaced."""
 
     plan: wire.Plan
     members: Members
@@ -74,7 +74,7 @@ class PlanState:
 
 
 class Plans:
-    """All plans in force, by id.
+    """All active plans, by id.
 
     Args:
         team: the threads that a bucket's codec may use.
@@ -90,8 +90,8 @@ class Plans:
         return iter(self._plans.values())
 
     def install(self, plan: wire.Plan, members: Members) -> str:
-        """Puts a plan in force; it replaces the one that its group had, and takes over what that one's codecs remember.
-        Does nothing when it is in force already.
+        """Puts an active plan; it replaces the one that its group had, and takes over what that one's codecs remember.
+        Does nothing when it is active already.
 
         Returns: why a state that had been loaded is not used; empty if there is nothing to say.
         """
@@ -163,7 +163,7 @@ class Plans:
         return codec_state.only_common(waiting) if common else dict(waiting)
 
     def load(self, process_set: int, group: str, state: State, common: bool) -> None:
-        """Gives that back to the plan in force, or keeps it for the next one.
+        """Gives that back to the active plan, or keeps it for the next one.
 
         Args:
             common: what is of another node is left out; does nothing where as many steps have been taken.
@@ -182,19 +182,19 @@ class Plans:
             self._waiting[process_set, group] = {key: value.copy() for key, value in state.items()}
 
     def plan_of(self, process_set: int, group: str) -> int:
-        """The id of a group's plan in force; 0 if there is none."""
+        """The id of a group's active plan; 0 if there is none."""
         found = self._of_group(process_set, group)
         return 0 if found is None else found.plan.id
 
     def get(self, plan: int) -> PlanState:
-        """A plan in force, by its id."""
+        """An active plan, by its id."""
         return self._plans[plan]
 
     def add_memory(self, rank: int, plan: int, memory: Array) -> None:
         """A worker's arena has a segment (its bytes, uint8) for the buckets of a plan. Raises `RequestError`."""
         state = self._plans.get(plan)
         if state is None or len(memory) < state.plan.nbytes or rank not in state.members.local:
-            raise RequestError(f"rank {rank} offers memory for plan {plan}, which is not its plan in force")
+            raise RequestError(f"rank {rank} offers memory for plan {plan}, which is not its active plan")
         self._memory[plan, rank] = memory
 
     def drop_memory(self, rank: int, plan: int) -> None:
@@ -202,7 +202,7 @@ class Plans:
         self._memory.pop((plan, rank), None)
 
     def find(self, plan: int, bucket: str) -> tuple[PlanState, BucketState] | None:
-        """A bucket by its name in operation keys; None when there is no such plan in force, or no such bucket."""
+        """A bucket by its name in operation keys; None when there is no such active plan, or no such bucket."""
         state = self._plans.get(plan)
         if state is None or not bucket.isdecimal() or int(bucket) >= len(state.buckets):
             return None
@@ -219,7 +219,7 @@ class Plans:
         memory = self._memory.get((ready.plan, rank))
         if state is None or memory is None or ready.bucket >= len(state.buckets):
             raise RequestError(
-                f"rank {rank} is ready in bucket {ready.bucket} of plan {ready.plan}, which is not in force"
+                f"rank {rank} is ready in bucket {ready.bucket} of plan {ready.plan}, which is not active"
             )
         found = state.buckets[ready.bucket]
         if ready.rescale and not (

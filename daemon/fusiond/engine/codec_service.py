@@ -24,7 +24,7 @@ class CodecService:
     """The codec service of one engine.
 
     Args:
-        plans: those in force, with their codecs.
+        plans: the active ones, with their codecs.
         homes: of their buckets, on this node.
         operations: those under way, by key.
         outside: acts for it.

@@ -182,12 +182,12 @@ class Proposals:
 
     @property
     def last(self) -> int:
-        """The highest id of a plan that was ever in force here."""
+        """The highest id of a plan that was ever active here."""
         return self._last
 
     @property
     def made(self) -> tuple[wire.MadePlan, ...]:
-        """The plans in force."""
+        """The active plans."""
         return tuple(self._made.values())
 
     @property

@@ -5,7 +5,7 @@ A contribution goes from the worker's arena to its home (encoded, where that is 
 algorithm, and is answered into the arena:
 
     push_pull.py       contributions of local workers, which wait for answers
-    incoming.py        pieces from peers, put together to messages (messages.py); checks.py refuses impossible ones
+    reassembly.py      pieces from peers, put together to messages (messages.py); checks.py refuses impossible ones
     server.py          the homes here, and the threads that work on them; hosted_home.py: one home and its queue
     actions.py         the steps of an algorithm, carried out: answers, messages, refusals
     timeouts.py        contributions that have waited too long

@@ -1,6 +1,6 @@
-"""What an algorithm says (`Step`s), turned into what the event loop is to do about it.
+"""The steps that an algorithm yields (`Step`), turned into calls that the event loop makes.
 
-Called by the thread that is at the home, which encodes values, or puts them where they belong.
+The thread that works on the home does this: it encodes values, or copies them to where they belong.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Actions:
         self._passed = passed
 
     def prepared(self, hosted: HostedHome, steps: Iterable[Step]) -> list[Act]:
-        """What the event loop is to do for these steps. Values are encoded, or where they belong, when this returns."""
+        """Returns the calls that the event loop makes for these steps. Values are then encoded, or in place."""
         acts: list[Act] = []
         for step in steps:
             if isinstance(step, Answer):
@@ -85,7 +85,7 @@ class Actions:
         return partial(self._here.send, self._here.topology.node_of(rank), message, payload)
 
     def _encoded(self, hosted: HostedHome, step: Answer) -> tuple[int, int, memoryview]:
-        """An answer to another node: whether it is added there, whether it is coded, and its bytes.
+        """Encodes an answer to another node. Returns whether it is added there, whether it is coded, and its bytes.
 
         A lossy codec sends the difference to what that node has been told, so that what it leaves out comes later
         (dual-way sparsification: Yan et al., ICPP 2020).

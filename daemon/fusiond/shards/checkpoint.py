@@ -1,4 +1,4 @@
-"""What is saved of a node's homes and clients, and given back to them, or to those of a later plan."""
+"""The saved state of a node's homes and clients, which can be loaded into them or into those of a later plan."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fusiond.shards.server import HomeServer
 
 
 def group_of(state: PlanState) -> tuple[int, str]:
-    """The process set and the group that a plan is of."""
+    """Returns the process set and the group of a plan."""
     return state.plan.process_set, state.plan.group
 
 
 class Checkpoints:
-    """Saves and gives back; keeps what was given back for a plan that is not in force yet.
+    """Saves and loads state; keeps a loaded state for a plan that is not active yet.
 
     Args:
         clients, server: whose state it is.
@@ -40,7 +40,7 @@ class Checkpoints:
         self._loaded: dict[tuple[int, str], dict[str, Array]] = {}  # by process set and group
 
     def save(self, plan: int) -> dict[str, Array]:
-        """What the homes of a plan remember, and what its workers have not sent; copies. The keys begin with
+        """Returns copies of the state of a plan's homes, and of what its workers have not sent. The keys begin with
         `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
         state: dict[str, Array] = {}
         for hosted in self._server:
@@ -54,11 +54,11 @@ class Checkpoints:
         return state
 
     def keep(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
-        """Something is for the next plan of a group."""
+        """Keeps a loaded state for the next plan of a group."""
         self._loaded[process_set, group] = {key: value.copy() for key, value in state.items()}
 
     def begin(self, plan: PlanState) -> None:
-        """Gives a plan that is in force from now on what was kept for it. Raises what `restore` does."""
+        """Loads the state kept for a plan into it, as it becomes active. Raises what `restore` does."""
         loaded = self._loaded.pop(group_of(plan), None)
         if loaded is not None:
             self.restore(plan, loaded)
@@ -68,7 +68,7 @@ class Checkpoints:
         self._loaded = {key: state for key, state in self._loaded.items() if key[0] != process_set}
 
     def restore(self, plan: PlanState, state: Mapping[str, Array]) -> None:
-        """Gives a saved state to a plan in force.
+        """Loads a saved state into an active plan.
 
         Raises:
             FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.
@@ -93,7 +93,7 @@ class Checkpoints:
             self._server.when_free(hosted, partial(self._server.at, hosted, work, math.inf))  # as for a seed
 
     def _checked(self, client: PushPullClient, entries: dict[str, Array]) -> tuple[list[int], BucketCodec | None]:
-        """The counts, and the codec if there was one, of a client that can go on from this."""
+        """Returns the counts, and the codec if there was one, with which a client goes on. Raises `WireError`."""
         bucket, group = client.bucket.index, client.plan.plan.group
         moved = entries.pop("moved", None) is not None  # from other buckets, and so not all that this one's codec has
         counts, codec = _counts(entries.pop("counts", None), 2, f"rank {client.rank} in bucket {bucket}"), None
@@ -150,7 +150,7 @@ def _restore_home(hosted: HostedHome, entries: Mapping[str, Array]) -> list[Act]
 
 
 def _by_owner(state: Mapping[str, Array]) -> dict[tuple[str, int, int], dict[str, Array]]:
-    """The entries of a saved state by what they are of: its kind, bucket and rank. Raises `WireError`."""
+    """Returns the entries of a saved state by the kind, bucket and rank of their owner. Raises `WireError`."""
     found: dict[tuple[str, int, int], dict[str, Array]] = {}
     for key, value in state.items():
         kind, of, whose, name = (*key.split(":", 3), "", "", "")[:4]
@@ -161,7 +161,7 @@ def _by_owner(state: Mapping[str, Array]) -> dict[tuple[str, int, int], dict[str
 
 
 def _counts(saved: Array | None, how_many: int, of: str) -> list[int]:
-    """So many numbers, as they were saved. Raises `WireError` if they are something else."""
+    """Returns so many saved numbers. Raises `WireError` if they are something else."""
     if saved is None or saved.shape != (how_many,) or saved.dtype != np.int64:
         raise WireError(f"the saved state does not have the {how_many} counts of {of}")
     if not all(0 <= count < 2**48 for count in saved.tolist()):

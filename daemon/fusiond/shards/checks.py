@@ -1,4 +1,4 @@
-"""Whether there can be such a contribution, or such a piece of a message."""
+"""Checks of contributions, and of the pieces of messages, before anything is done with them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fusiond.buckets.plans import PlanState
 from fusiond.shards.message_codecs import MessageCodecs
 from fusiond.shards.node import ThisNode
 
-_MAX_SENTENCE = 64 * 1024  # bytes of why a contribution is refused
+_MAX_SENTENCE = 64 * 1024  # bytes of the reason for which a contribution is refused
 
 
 def wrong_rates(state: PlanState, bucket: wire.Bucket, rates: Sequence[float]) -> str:
-    """Why a home cannot take a step at these learning rates; empty if it can."""
+    """Returns why a home cannot take a step at these learning rates; empty if it can."""
     if state.spec.signal is not Signal.GRADIENT:
         return ""
     groups = 1 + max((tensor.group for tensor in bucket.tensors), default=0)
@@ -57,7 +57,7 @@ def check_piece(here: ThisNode, codecs: MessageCodecs, node: int, state: PlanSta
 
 
 def _fits(here: ThisNode, node: int, state: PlanState, piece: wire.Piece) -> bool:
-    """Whether a node sends this kind of piece, of this rank and bucket, to this node."""
+    """Returns whether a node sends this kind of piece, of this rank and bucket, to this node."""
     plan, ranks = state.plan, state.members.set.ranks
     fits = piece.bucket < len(plan.buckets) and piece.rank in ranks
     if fits and plan.homes:

@@ -1,4 +1,4 @@
-"""A home on this node, and what waits for it."""
+"""A home on this node, with the contributions that wait for it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _MAX_WAITING = 64  # parts that may wait at a home, besides 16 of each rank
 
 @dataclass(slots=True)
 class HostedHome:
-    """A home on this node, and what waits for it.
+    """A home on this node, with the contributions that wait for it.
 
     Attributes:
         busy: how many threads are at work on it.
-        later: what is to be done when there is none; until then nothing is taken in.
+        later: calls to be made when there is none; until then nothing is taken in.
         closed: it is being restored.
-        turning: what waits is being handed to threads.
+        turning: waiting parts are being handed to threads.
         notes: of the contribution of each rank that is not answered yet: its staleness, its clock's distance from the
             slowest's, and how long it waited to be read (ms).
-        told: what the node of each rank was told last, to which differences are sent.
+        told: the value that the node of each rank was told last, to which differences are sent.
         joins: how often all ranks have joined while this home was there; clients begin new clocks each time.
     """
 
@@ -51,26 +51,26 @@ class HostedHome:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of the process set, in order of their positions."""
+        """The ranks of the process set, in order of their positions."""
         return self.plan.members.set.ranks
 
     @property
     def seeded(self) -> bool:
-        """Whether contributions can be taken in."""
+        """True if contributions can be taken in."""
         return self.home.rank >= 0 or self.home.value is not None
 
     @property
     def nbytes(self) -> int:
-        """Of the home."""
+        """Bytes of the home's value."""
         return self.home.elements * self.home.dtype.itemsize
 
     @property
     def most_waiting(self) -> int:
-        """More parts than ever wait: ranks that are ahead of others are so by a few clocks for each of them."""
+        """A limit that parts in order never reach: a rank is ahead of others by a few clocks for each of them."""
         return _MAX_WAITING + 16 * self.home.ranks
 
     def may_begin(self) -> bool:
-        """Whether a thread may take in what has waited longest."""
+        """Returns whether a thread may take in the part that has waited longest."""
         if not self.waiting or self.later or self.closed:
             return False
         if self.busy and (self.algorithm.exclusive or not self.seeded):
@@ -78,7 +78,7 @@ class HostedHome:
         return self.seeded or any(part.kind == "seed" for part in self.waiting)
 
     def next(self) -> Contribution:
-        """What is to be taken in now: its seed first."""
+        """Takes the next part from the queue: the seed first."""
         if not self.seeded:
             for part in self.waiting:
                 if part.kind == "seed":
@@ -87,7 +87,7 @@ class HostedHome:
         return self.waiting.popleft()
 
     def begin(self, value: Array) -> None:
-        """The home begins with this value."""
+        """Gives the home its first value."""
         if self.plan.spec.signal is Signal.GRADIENT:
             self.home.optimizer = shard_optimizer.make(self.plan.plan.reduction.optimizer, self.bucket, value)
         self.home.value = value

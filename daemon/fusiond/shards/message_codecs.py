@@ -8,13 +8,13 @@ from fusiond.buckets.plans import PlanState
 
 
 class MessageCodecs:
-    """Opens codecs, and keeps those that all share."""
+    """Opens the codecs of messages, and keeps those that all share."""
 
     def __init__(self) -> None:
         self._decoders: dict[tuple[int, int], BucketCodec] = {}  # by plan and bucket
 
     def open(self, state: PlanState, bucket: wire.Bucket, remembers: bool = True) -> BucketCodec:
-        """A bucket's codec, for one user.
+        """Opens a bucket's codec, for one user.
 
         Args:
             remembers: adds what it has not sent to what it sends next; else that is lost.
@@ -23,7 +23,7 @@ class MessageCodecs:
         return codecs.open_bucket(codec if remembers else codec.without_memory(), layout_of(bucket))
 
     def decoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
-        """Decodes messages of a bucket. That changes nothing, and so several threads may do it at the same time."""
+        """Returns the codec that decodes messages of a bucket. Several threads may use it at the same time."""
         key = state.plan.id, bucket.index
         decoder = self._decoders.get(key)
         if decoder is None:
@@ -31,14 +31,14 @@ class MessageCodecs:
         return decoder
 
     def encoder(self, state: PlanState, bucket: wire.Bucket) -> BucketCodec:
-        """Encodes what a home says, once: a codec that selects has scratch memory of its own even if what it leaves out
-        is lost."""
+        """Returns a codec that encodes one message of a home. One that selects has scratch memory of its own even
+        if what it leaves out is lost."""
         if _codec(state).stateful:
             return self.open(state, bucket, remembers=False)
         return self.decoder(state, bucket)
 
     def drop(self, plan: int) -> None:
-        """The plan is no longer in force."""
+        """The plan is no longer active."""
         self._decoders = {key: decoder for key, decoder in self._decoders.items() if key[0] != plan}
 
 

@@ -1,4 +1,4 @@
-"""What travels to and from homes: all values of a bucket as bytes and back, and in pieces.
+"""Messages to and from homes: all values of a bucket as bytes and back, and cut into pieces.
 
 Unlike the chunks of a collective, a message is there as a whole before anything is done with it, and needs no credit: a
 worker posts again only when it has been answered, so what is under way is bounded by the number of ranks.
@@ -17,12 +17,12 @@ from fusion_rt.errors import WireError
 
 
 def pack(codec: BucketCodec, values: Array) -> memoryview:
-    """All values of a bucket as bytes of their own; changes the state of a codec that remembers."""
+    """Returns all values of a bucket as bytes of their own; changes the state of a codec that remembers."""
     return memoryview(bytes(codec.encode(0, values)))
 
 
 def unpack(codec: BucketCodec, payload: memoryview) -> Array:
-    """The values in a message; possibly a read-only view of it.
+    """Returns the values in a message; possibly a read-only view of it.
 
     Raises:
         CodecError: this is no message of this bucket.
@@ -37,7 +37,7 @@ def pieces(message: wire.Piece, payload: memoryview, chunk_bytes: int) -> Iterat
         yield replace(message, start=start), payload[start : start + chunk_bytes]
 
 
-class Assembly:
+class PartialMessage:
     """A message whose pieces come in any order. It is as large as the first piece says, which was checked, and takes
     memory for what has come."""
 
@@ -64,7 +64,7 @@ class Assembly:
         return None if self._missing else self._buffer.data
 
     def _whole(self) -> bool:
-        """Whether each piece begins where another one ends."""
+        """Returns whether each piece begins where another one ends."""
         end = 0
         while end in self._ends:
             end = self._ends[end]

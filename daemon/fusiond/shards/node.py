@@ -1,4 +1,4 @@
-"""Which node this is, and its way to the others."""
+"""This node, as the parts of this package share it, and its way to the other nodes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ThisNode:
     failure: str = ""
 
     def has(self, rank: int) -> bool:
-        """Whether a rank is on this node."""
+        """Returns whether a rank is on this node."""
         return self.topology.node_of(rank) == self.node
 
     def do(self, plan: int, work: Act, nbytes: float, then: Act) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that wait in other operations than those at a plan's homes: whoever waits for them there has to go on.
+"""Ranks that wait in other operations than those at a plan's homes. Ranks that wait for them there have to go on.
 
 The daemon of a rank knows which operations its worker has submitted and not got. Where the plan has shards, it tells
 them, and tells them again when the rank is free. Where ranks have replicas, neighbours send what they have to the home
@@ -28,7 +28,7 @@ _OTHER_HOME = 0  # the mark of a wait at another plan's home
 _LONG = 1.0  # seconds after which such a wait counts
 
 Operations = Callable[[int], Iterable[int]]
-"""The marks (`wire.mark`) of the operations in which a local rank waits."""
+"""Yields the marks (`wire.mark`) of the operations in which a local rank waits."""
 
 
 class Occupied:
@@ -47,7 +47,7 @@ class Occupied:
         self._server = server
         self._operations = operations
         self._plans: dict[int, PlanState] = {}  # in which somebody may wait for somebody
-        self._latest = 0  # plan that has been in force
+        self._latest = 0  # plan that has been active
         self._told: dict[tuple[int, int], wire.Occupied] = {}  # to shards, by plan and local rank
         self._known: dict[tuple[int, int], wire.Occupied] = {}  # to the shards here, by plan and rank
         self._wanted: dict[tuple[int, int], int] = {}  # the furthest clock of a neighbour, by plan and local rank
@@ -56,11 +56,11 @@ class Occupied:
 
     @property
     def matters(self) -> bool:
-        """Whether anybody may wait for anybody."""
+        """True if a rank may wait for another one at some home."""
         return bool(self._plans)
 
     def open(self, state: PlanState) -> None:
-        """A plan is in force."""
+        """A plan becomes active."""
         self._latest = max(self._latest, state.plan.id)
         if state.home_algorithm.waits:
             self._plans[state.plan.id] = state
@@ -69,7 +69,7 @@ class Occupied:
                     self.told(message)
 
     def drop(self, plan: int) -> None:
-        """The plan is no longer in force."""
+        """The plan is no longer active."""
         self._plans.pop(plan, None)
         self._told = {key: value for key, value in self._told.items() if key[0] != plan}
         self._known = {key: value for key, value in self._known.items() if key[0] != plan}
@@ -89,7 +89,7 @@ class Occupied:
     # --- local ranks --------------------------------------------------------------------------------------------------
 
     def look(self, rank: int) -> None:
-        """What a local rank waits for may have changed."""
+        """Looks again at what a local rank waits for, which may have changed."""
         for state in list(self._plans.values()):
             if rank in state.members.local:
                 if state.plan.homes:
@@ -98,7 +98,7 @@ class Occupied:
                     self._pass(state, rank)
 
     def look_again(self) -> None:
-        """What local ranks wait for that are known to be occupied may have changed."""
+        """Looks again at what the local ranks wait for that are known to be occupied."""
         for rank in {rank for _, rank in self._told}:
             self.look(rank)
 
@@ -115,7 +115,7 @@ class Occupied:
         self.look(rank)
 
     def _occupying(self, state: PlanState, rank: int) -> set[int]:
-        """Marks of what occupies a local rank elsewhere than at the homes of a plan."""
+        """Returns the marks of what occupies a local rank elsewhere than at the homes of a plan."""
         found = {mark for mark in self._operations(rank) if mark not in self._completed}
         if any(whose == rank and plan != state.plan.id for plan, whose in self._long):
             found.add(_OTHER_HOME)
@@ -180,7 +180,7 @@ class Occupied:
     # --- the shards here ----------------------------------------------------------------------------------------------
 
     def told(self, message: wire.Occupied) -> None:
-        """Of any rank: it is occupied, or free."""
+        """A node has told that one of its ranks is occupied, or free."""
         key = message.plan, message.rank
         occupied = any(mark not in self._completed for mark in message.operations)
         early = message.plan > self._latest and len(self._known) < _MAX_KNOWN

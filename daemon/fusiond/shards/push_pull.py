@@ -1,4 +1,4 @@
-"""What local workers have posted to homes anywhere, and wait for."""
+"""The contributions that local workers push to homes anywhere, and the answers that they pull from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOCKS_OF_A_JOIN = 1 << 30  # more than a rank posts between two joins
 
 @dataclass(slots=True)
 class PushPullClient:
-    """A local worker's side of one bucket.
+    """The client side of one bucket: a local worker that contributes to its home.
 
     Attributes:
         plan, bucket, rank: which.
@@ -37,7 +37,7 @@ class PushPullClient:
         version: of the home, in the last answer.
         post: what it has posted and is not answered yet; `awaited`: its clock; and since when (s).
         busy: a thread reads what it has posted, or writes its answer.
-        failed: why it has been given up, and so nothing more of it is exchanged.
+        failed: why it has failed, and so nothing more of it is exchanged; empty if it has not.
     """
 
     plan: PlanState
@@ -61,7 +61,7 @@ class PushPullClient:
 
     @property
     def waits(self) -> bool:
-        """Whether something of it is not over at its home."""
+        """True if something of it is not over at its home."""
         return self.post is not None or self.passing
 
     @property
@@ -69,7 +69,7 @@ class PushPullClient:
         return self.plan.plan.id, self.bucket.index, self.home
 
     def release(self) -> Contribution:
-        """It waits no longer; returns what it had posted."""
+        """Ends the wait for an answer; returns what was posted."""
         assert self.post is not None
         post, self.post = self.post, None
         return post
@@ -84,7 +84,7 @@ class PushPullClients:
         over: called with a plan, and a rank that has been answered in one of its buckets.
 
     Attributes:
-        meters: of what has been answered.
+        meters: of the contributions that have been answered.
     """
 
     def __init__(self, here: ThisNode, codecs: MessageCodecs, over: Callable[[int, int], None]) -> None:
@@ -101,28 +101,28 @@ class PushPullClients:
         return self._clients[address]
 
     def get(self, address: Address) -> PushPullClient | None:
-        """The one at an address, if there is one."""
+        """Returns the client at an address, if there is one."""
         return self._clients.get(address)
 
     def of(self, plan: int, rank: int) -> list[PushPullClient]:
-        """Those of a local rank, in the order of buckets."""
+        """Returns the clients of a local rank, in the order of buckets."""
         return [client for (of, _, whose), client in self._clients.items() if (of, whose) == (plan, rank)]
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for an answer."""
+        """True if nobody waits for an answer."""
         return all(client.post is None for client in self)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def open(self, state: PlanState) -> None:
-        """A plan is in force."""
+        """A plan becomes active."""
         for bucket in state.plan.buckets:
             for rank in state.members.local:
                 self._clients[state.plan.id, bucket.index, rank] = PushPullClient(state, bucket, rank)
 
     def drop(self, plan: int, why: str) -> None:
-        """The plan is no longer in force: whoever waits is told why."""
+        """Drops a plan that is no longer active: workers that wait are told why."""
         for client in self:
             if client.plan.plan.id == plan and client.post is not None:
                 bucket, group = client.bucket.index, client.plan.plan.group
@@ -134,7 +134,7 @@ class PushPullClients:
 
     def begin(self, rank: int, state: PlanState, bucket: wire.Bucket, posted: Contribution) -> PushPullClient | None:
         """A worker's contribution, or the seed of a home, is in the arena: notes its clock and the version that it is
-        based on. Returns whose it is; None if it has been given up, which the worker is told.
+        based on. Returns its client; None if that has failed before, which the worker is told.
 
         Raises:
             RequestError: no worker of ours would post that.
@@ -161,7 +161,7 @@ class PushPullClients:
         return client
 
     def send(self, client: PushPullClient, posted: Contribution, node: int) -> None:
-        """Sends what was posted to its home, on another node."""
+        """Sends a contribution to its home, on another node."""
         if client.codec is None:
             client.codec = self._codecs.open(client.plan, client.bucket)
         codec, source, rescale = client.codec, posted.values, posted.rescale
@@ -193,14 +193,14 @@ class PushPullClients:
         self._here.do(message.plan, encode, source.nbytes, send)
 
     def rebase(self) -> None:
-        """All count their clocks from a new base, the same on all nodes, however many they have posted so far."""
+        """Has all clients count their clocks from a new base, the same on all nodes, however many they have posted."""
         for client in self:
             client.clock = (client.clock // CLOCKS_OF_A_JOIN + 1) * CLOCKS_OF_A_JOIN
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def place(self, plan: int, bucket: int, rank: int) -> Array | None:
-        """Where a worker's answer goes; None if it waits for none (any more). Called by any thread."""
+        """Returns the memory for a worker's answer; None if it waits for none (any more). Called by any thread."""
         client = self._clients.get((plan, bucket, rank))
         post = None if client is None else client.post
         return None if post is None else post.values
@@ -242,7 +242,7 @@ class PushPullClients:
         self._done(client, message.clock, tuple(notes[:1]))
 
     def seeded(self, client: PushPullClient, posted: Contribution) -> None:
-        """What a home begins with is on its way: the worker may have its arena back."""
+        """The seed of a home is on its way: the worker may have its arena back."""
         if client.post is posted:
             self._done(client, posted.clock, ())
 
@@ -259,7 +259,7 @@ class PushPullClients:
             self.fail(client, client.release(), why)
 
     def _waiting(self, message: wire.Piece) -> PushPullClient | None:
-        """Who waits for this answer; None if nobody does (any more)."""
+        """Returns the client that waits for this answer; None if none does (any more)."""
         client = self._clients.get((message.plan, message.bucket, message.rank))
         if client is None or client.post is None or client.awaited != message.clock:
             return None
@@ -268,13 +268,13 @@ class PushPullClients:
     # --- failures -----------------------------------------------------------------------------------------------------
 
     def end(self, error: str) -> None:
-        """Whoever waits for an answer gets this sentence instead."""
+        """Answers all workers that wait with this sentence."""
         for client in self:
             if client.post is not None:
                 self.fail(client, client.release(), error)
 
     def forget(self) -> None:
-        """Nobody waits for an answer any more."""
+        """Forgets all contributions that are not answered."""
         for client in self:
             client.post = None
 

@@ -69,13 +69,13 @@ class HomeServer:
         return self._homes[address]
 
     def get(self, address: Address) -> HostedHome | None:
-        """The one at an address, if there is one."""
+        """Returns the home at an address, if there is one."""
         return self._homes.get(address)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def open(self, state: PlanState) -> None:
-        """A plan is in force: makes those of its homes that are on this node."""
+        """A plan becomes active: makes its homes on this node."""
         plan = state.plan
         shards = state.spec.place is Place.SHARD
         for bucket in plan.buckets:
@@ -98,7 +98,7 @@ class HomeServer:
         self._homes[state.plan.id, bucket.index, rank] = HostedHome(state, bucket, home)
 
     def drop(self, plan: int) -> None:
-        """The plan is no longer in force. Threads that are at its homes finish, and nothing comes of it."""
+        """The plan is no longer active. Threads that are at its homes finish, and nothing comes of it."""
         for key, hosted in self._homes.items():
             if key[0] == plan:
                 hosted.waiting.clear()
@@ -124,10 +124,10 @@ class HomeServer:
         self.arrived((message.plan, message.bucket, message.home), part)
 
     def arrived(self, address: Address, part: Contribution) -> None:
-        """Something is to be taken in."""
+        """Queues a part for a home here, if its plan is active."""
         hosted = self._homes.get(address)
         if hosted is None:
-            return  # its plan is no longer in force
+            return  # its plan is no longer active
         if part.kind != "want":
             hosted.waiting.append(part)
             self._turn(hosted)
@@ -141,7 +141,7 @@ class HomeServer:
                 self._turn(hosted)
 
     def _turn(self, hosted: HostedHome) -> None:
-        """Has threads take in what waits for a home."""
+        """Hands the parts that wait for a home to threads."""
         if hosted.turning:
             return  # a small one has been taken in, on the spot: whoever began it goes on
         hosted.turning = True
@@ -154,7 +154,7 @@ class HomeServer:
         hosted.turning = False
 
     def at(self, hosted: HostedHome, work: Callable[[], list[Act]], nbytes: float) -> None:
-        """Runs `work` on a home, and what it says afterwards in the event loop."""
+        """Runs `work` on a home, and then the calls that it returns in the event loop."""
         acts: list[Act] = []
         hosted.busy += 1
 
@@ -175,10 +175,10 @@ class HomeServer:
         else:
             then()
 
-    # --- what the algorithm is told -----------------------------------------------------------------------------------
+    # --- calls of the algorithm ---------------------------------------------------------------------------------------
 
     def _take_in(self, hosted: HostedHome, part: Contribution) -> list[Act]:
-        """A thread of the kernel pool: the algorithm, and what follows from it, ready to be sent."""
+        """Has the algorithm take in a part, and prepares what follows, on a thread of the kernel pool."""
         home, position = hosted.home, part.rank
         if part.payload is not None:
             part.values = self._decoded(hosted, part, part.payload)
@@ -223,7 +223,7 @@ class HomeServer:
         return unpack(self._codecs.decoder(hosted.plan, hosted.bucket), payload)
 
     def _wake(self, hosted: HostedHome, at: float) -> None:
-        """Has the algorithm look at a home again, at that time (s)."""
+        """Makes the algorithm look at a home again, at that time (s)."""
 
         def look() -> None:
             now = self._here.outside.clock()
@@ -265,11 +265,11 @@ class HomeServer:
         self._without(hosted, position)
 
     def _ask(self, hosted: HostedHome, ask: Callable[[HomeAlgorithm[Any], Home], Iterable[Step]]) -> None:
-        """Has a thread ask the algorithm about a home, and carries out the steps that follow."""
+        """Asks the algorithm about a home, on a thread, and carries out the steps that follow."""
         self.at(hosted, lambda: self._actions.prepared(hosted, ask(hosted.algorithm, hosted.home)), hosted.nbytes)
 
     def _without(self, hosted: HostedHome, position: int) -> None:
-        """What waits for a rank at a home may go on."""
+        """Lets parts that wait for a rank at a home go on."""
         self._ask(hosted, lambda algorithm, home: algorithm.without(home, position))
 
     def returned(self, ranks: set[int]) -> None:
@@ -282,7 +282,7 @@ class HomeServer:
     # --- for those who wait -------------------------------------------------------------------------------------------
 
     def withdraw(self, client: PushPullClient) -> bool:
-        """Lets a worker have its arena back although it has not been answered; whether that is possible now."""
+        """Lets a worker have its arena back although it has not been answered. Returns whether that is possible now."""
         hosted = self._homes.get(client.home_address)
         if hosted is None:
             return True
@@ -299,7 +299,7 @@ class HomeServer:
 
     @staticmethod
     def awaited(hosted: HostedHome) -> tuple[int, ...]:
-        """The ranks that a home here waits for; none if that cannot be told now."""
+        """Returns the ranks that a home here waits for; none if that cannot be told now."""
         if hosted.busy:
             return ()
         if not hosted.seeded:
@@ -307,7 +307,7 @@ class HomeServer:
         return tuple(hosted.ranks[position] for position in hosted.algorithm.awaited(hosted.home))
 
     def statistics(self) -> dict[str, object]:
-        """The homes here, the contributions they have taken in, and by rank how many came `late`."""
+        """Returns the number of `homes` here, of their `updates`, and by rank of contributions that came `late`."""
         late: Counter[str] = Counter()
         for hosted in self:
             for (what, position), count in list(hosted.home.noticed.items()):  # which threads may add to
@@ -324,7 +324,7 @@ def _seed(hosted: HostedHome, part: Contribution) -> list[Act]:
 
 
 def _reseed(hosted: HostedHome, values: Array) -> None:
-    """The home goes on with these values, and its optimizer with what it remembers."""
+    """Sets a home to these values; its optimizer keeps its state."""
     assert hosted.home.value is not None
     np.copyto(hosted.home.value, values)
     for key, kept in hosted.home.aux.items():

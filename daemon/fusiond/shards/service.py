@@ -1,4 +1,4 @@
-"""What the engine asks of homes and their clients: the parts of this package, joined."""
+"""The parameter service: the parts of this package, joined, as the engine uses them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fusiond.operations.context import Context
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.checkpoint import Checkpoints, group_of
-from fusiond.shards.incoming import Incoming
 from fusiond.shards.message_codecs import MessageCodecs
 from fusiond.shards.node import ThisNode
 from fusiond.shards.occupied import Occupied, Operations
 from fusiond.shards.push_pull import PushPullClients
+from fusiond.shards.reassembly import Reassembly
 from fusiond.shards.server import HomeServer
 from fusiond.shards.staleness import Meters
 from fusiond.shards.timeouts import Waits
@@ -49,7 +49,7 @@ class ParameterService:
         operations: Operations,
     ) -> None:
         self._plans: dict[int, PlanState] = {}
-        self._latest = 0  # plan that has been in force
+        self._latest = 0  # plan that has been active
         self._progress = progress
         self._here = ThisNode(
             context.topology, context.node, context.settings, context.outside, epoch, work, failed, context.trace
@@ -66,13 +66,13 @@ class ParameterService:
         work.resume = self._server.resume
         self.occupied = Occupied(self._here, self._clients, self._server, operations)
         self.waits = Waits(self._here, self._clients, self._server)
-        self._incoming = Incoming(self._here, self._codecs)
+        self._reassembly = Reassembly(self._here, self._codecs)
         self._checkpoints = Checkpoints(self._clients, self._server, self._codecs)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def install(self, state: PlanState) -> bool:
-        """A plan is in force whose buckets have homes; it replaces the one that its group had. Returns whether it is
+        """A plan becomes active whose buckets have homes; it replaces the one that its group had. Returns whether it is
         new: a rank that had joined may have asked for it again."""
         plan = state.plan
         if plan.id in self._plans:
@@ -88,7 +88,7 @@ class ParameterService:
             self._checkpoints.begin(state)
         except FusionError as error:
             self._here.outside.warn(f"a state was loaded for {plan.group!r}, and its homes start without: {error}")
-        for node, piece, payload in self._incoming.kept():
+        for node, piece, payload in self._reassembly.kept():
             try:
                 self.peer(node, piece, payload)
             except FusionError as error:  # whoever brought the plan has nothing to do with it
@@ -111,7 +111,7 @@ class ParameterService:
         self._server.drop(plan)
         self.occupied.drop(plan)
         self._codecs.drop(plan)
-        self._incoming.drop(plan)
+        self._reassembly.drop(plan)
 
     # --- contributions and answers ------------------------------------------------------------------------------------
 
@@ -155,9 +155,9 @@ class ParameterService:
             self.occupied.completed(piece.after)
         if state is None:
             if piece.plan > self._latest:
-                self._incoming.keep(node, piece, payload)
+                self._reassembly.keep(node, piece, payload)
             return
-        whole = self._incoming.add(node, state, piece, payload)
+        whole = self._reassembly.add(node, state, piece, payload)
         if whole is None:
             return
         if piece.kind == "refused":
@@ -185,7 +185,7 @@ class ParameterService:
         self.occupied.completed(mark)
 
     def end(self, error: str) -> None:
-        """Whoever waits for an answer gets this sentence instead: this membership epoch is over elsewhere."""
+        """Answers all workers that wait with this sentence: this membership epoch is over elsewhere."""
         self._clients.end(error)
 
     def tick(self) -> None:
@@ -198,21 +198,21 @@ class ParameterService:
         self.occupied.clear()
         self._clients.forget()
         self._server.clear()
-        self._incoming.clear()
+        self._reassembly.clear()
         self._here.work.forget()
 
     @property
     def idle(self) -> bool:
-        """Whether no local worker waits for an answer."""
+        """True if no local worker waits for an answer."""
         return self._clients.idle
 
     @property
     def meters(self) -> Meters:
-        """Of the contributions of local workers."""
+        """The meters of the contributions of local workers."""
         return self._clients.meters
 
     def statistics(self) -> dict[str, object]:
-        """The homes here, the contributions they have taken in, by rank how many came `late`; and the meters."""
+        """Returns the statistics of the homes here (`HomeServer`) and of local workers' contributions (`Meters`)."""
         return {**self._server.statistics(), **self.meters.statistics()}
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -223,13 +223,13 @@ class ParameterService:
         self._here.work.when_quiet(plan, then)
 
     def save(self, plan: int) -> dict[str, Array]:
-        """What the homes of a plan on this node remember, and what its workers have not sent; copies. The keys begin
-        with `home:BUCKET:RANK:` and `client:BUCKET:RANK:`."""
+        """Returns copies of the state of a plan's homes on this node, and of what its workers have not sent. The keys
+        begin with `home:BUCKET:RANK:` and `sender:BUCKET:RANK:`."""
         return self._checkpoints.save(plan)
 
     def load(self, process_set: int, group: str, state: Mapping[str, Array]) -> None:
-        """Gives that back, to the plan in force or to the next one of its group. A state of another optimizer fails the
-        job: that is noticed by the thread that makes the optimizer.
+        """Loads such a state into the active plan of a group, or into its next one. A state of another optimizer fails
+        the job: the thread that makes the optimizer notices it.
 
         Raises:
             FusionError: it is of other buckets, or damaged, or something is under way. Nothing has changed then.

@@ -1,4 +1,4 @@
-"""How stale contributions have been, measured: histograms that cost nothing to keep."""
+"""Meters of how stale contributions have been: histograms that cost next to nothing to keep."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many numbers."""
+        """The number of numbers noted."""
         return self._total
 
     @property
     def mean(self) -> float:
-        """Of them; 0 where there are none."""
+        """The mean of the numbers; 0 where there are none."""
         return self._sum / self._total if self._total else 0.0
 
     def statistics(self) -> dict[str, object]:
@@ -41,7 +41,7 @@ class Histogram:
 
 
 class Meters:
-    """Of the contributions of one node's workers.
+    """The staleness of the contributions of one node's workers.
 
     `version_lag`: updates that the home has seen since the worker last heard from it; `clock_gap`: clocks that the
     worker was ahead of the slowest; `age_ms`: how long a contribution lay at its home before it was read.
@@ -59,7 +59,7 @@ class Meters:
         self.age_ms.note(age_ms)
 
     def statistics(self) -> dict[str, object]:
-        """All of them."""
+        """Returns the statistics of each histogram, by its name."""
         return {
             "version_lag": self.version_lag.statistics(),
             "clock_gap": self.clock_gap.statistics(),

@@ -249,7 +249,7 @@ def test_a_new_plan_of_a_group_replaces_the_old_one() -> None:
     new.step(0)
     for node in job.nodes:
         assert len(node.engine.statistics()["plans"]) == 1  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=f"bucket 0 of plan {old.plan.id}, which is not in force"):
+    with pytest.raises(RequestError, match=f"bucket 0 of plan {old.plan.id}, which is not active"):
         job.ready(0, old.plan, 0, 1)
     job.nothing_is_left()
 
@@ -346,7 +346,7 @@ def test_memory_for_a_plan_has_to_fit_it() -> None:
     job = SimulatedJob([1, 1])
     plan = job.plan(PROPOSAL)
     engine = job.engine(0)
-    with pytest.raises(RequestError, match="rank 0 offers memory for plan 1, which is not its plan in force"):
+    with pytest.raises(RequestError, match="rank 0 offers memory for plan 1, which is not its active plan"):
         engine.add_plan_memory(0, plan.id, np.zeros(plan.nbytes - 1, np.uint8))
     with pytest.raises(RequestError, match="rank 1 offers memory for plan 1"):
         engine.add_plan_memory(1, plan.id, np.zeros(plan.nbytes, np.uint8))
@@ -358,18 +358,18 @@ def test_memory_for_a_plan_has_to_fit_it() -> None:
 def test_being_ready_has_to_make_sense() -> None:
     job = SimulatedJob([2])
     plan = job.plan(PROPOSAL)
-    with pytest.raises(RequestError, match="rank 0 is ready in bucket 0 of plan 1, which is not in force"):
+    with pytest.raises(RequestError, match="rank 0 is ready in bucket 0 of plan 1, which is not active"):
         job.ready(0, plan, 0, 0)  # without memory
     job.add_plan_memory(plan)
-    with pytest.raises(RequestError, match=r"bucket \d+ of plan 1, which is not in force"):
+    with pytest.raises(RequestError, match=r"bucket \d+ of plan 1, which is not active"):
         job.ready(0, plan, len(plan.buckets), 0)
-    with pytest.raises(RequestError, match="bucket 0 of plan 7, which is not in force"):
+    with pytest.raises(RequestError, match="bucket 0 of plan 7, which is not active"):
         job.ready(0, replace(plan, id=7), 0, 0)
     job.ready(0, plan, 0, 0)
     with pytest.raises(RequestError, match="rank 0 is ready twice in bucket 0 of plan 1"):
         job.ready(0, plan, 0, 0)
     job.engine(0).drop_plan_memory(0, plan.id)
-    with pytest.raises(RequestError, match="which is not in force"):
+    with pytest.raises(RequestError, match="which is not active"):
         job.ready(0, plan, 1, 0)
 
 

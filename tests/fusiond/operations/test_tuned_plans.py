@@ -201,7 +201,7 @@ def test_a_tuning_that_makes_no_sense_is_no_message(values: dict[str, Any]) -> N
 
 
 def test_after_a_join_all_propose_even_where_others_have_made_a_plan() -> None:
-    """A rank that has not taken part in the plan in force gets that one; with `anew` it waits for the others."""
+    """A rank that has not taken part in the active plan gets that one; with `anew` it waits for the others."""
     job = SimulatedJob([1, 1])
     job.plan(PROPOSAL)
     made = job.plan(replace(PROPOSAL, clock=1))

@@ -16,7 +16,7 @@ from fusion_rt.codecs import CodecError, Layout, open_bucket
 from fusion_rt.codecs.base import Span
 from fusion_rt.dtypes import DTYPES
 from fusion_rt.errors import WireError
-from fusiond.shards.messages import Assembly, pack, pieces, unpack
+from fusiond.shards.messages import PartialMessage, pack, pieces, unpack
 
 MESSAGE = wire.Piece(0, 1, 2, "post", -1, 3, 4, 5, 0)
 CODECS = ["dense", "fp16", "bf16", "topk(density=0.1, minimum=0)", "randomk(density=0.1, minimum=0)", "int8(minimum=0)",
@@ -47,7 +47,7 @@ def test_pieces_are_what_they_were_cut_from(data: bytes, chunk_bytes: int) -> No
 def test_any_division_and_any_order_gives_the_parcel(data: bytes, places: list[int], shuffle: random.Random) -> None:
     parts = cut(data, places)
     shuffle.shuffle(parts)
-    assembly = Assembly(parts[0][0])
+    assembly = PartialMessage(parts[0][0])
     results = [assembly.add(*part) for part in parts]
     assert results[:-1] == [None] * (len(parts) - 1)
     assert results[-1] is not None
@@ -60,7 +60,7 @@ def test_any_division_and_any_order_gives_the_parcel(data: bytes, places: list[i
     st.lists(st.tuples(st.integers(0, 59), st.integers(1, 60)), min_size=1, max_size=12),
 )
 def test_a_parcel_is_whole_only_if_every_byte_came_once(data: bytes, ranges: list[tuple[int, int]]) -> None:
-    assembly = Assembly(replace(MESSAGE, nbytes=len(data)))
+    assembly = PartialMessage(replace(MESSAGE, nbytes=len(data)))
     came: list[int] = []
     for start, length in ranges:
         if start >= len(data):
@@ -93,14 +93,14 @@ def test_a_parcel_is_whole_only_if_every_byte_came_once(data: bytes, ranges: lis
 def test_a_piece_that_does_not_fit_is_refused(
     first: tuple[wire.Piece, memoryview], second: tuple[wire.Piece, memoryview]
 ) -> None:
-    assembly = Assembly(first[0])
+    assembly = PartialMessage(first[0])
     assert assembly.add(*first) is None
     with pytest.raises(WireError, match=r"of a post of bucket 2 (do|does) not fit the others|of bucket 2 overlap"):
         assembly.add(*second)
 
 
 def test_a_parcel_takes_no_memory_before_it_comes() -> None:
-    assembly = Assembly(replace(MESSAGE, nbytes=1 << 30))
+    assembly = PartialMessage(replace(MESSAGE, nbytes=1 << 30))
     assert assembly.add(replace(MESSAGE, nbytes=1 << 30, start=1 << 29), memoryview(b"abc")) is None
 
 

@@ -70,7 +70,7 @@ def test_a_parcel_may_come_in_many_pieces_and_in_any_order(seed: int) -> None:
     for workers in (whole, cut):
         train(workers, range(3))
     assert (whole.home() == cut.home()).all()
-    assert not any(homes_of(cut, node)._incoming.incomplete for node in (0, 1))
+    assert not any(homes_of(cut, node)._reassembly.incomplete for node in (0, 1))
 
 
 def test_pieces_that_come_before_their_plan_wait_for_it() -> None:
@@ -92,7 +92,7 @@ def test_an_early_piece_that_makes_no_sense_is_its_senders_fault() -> None:
 
 
 def test_no_more_than_so_many_pieces_may_be_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusiond.shards.incoming._MAX_EARLY", 3)
+    monkeypatch.setattr("fusiond.shards.reassembly._MAX_EARLY", 3)
     workers = Workers([1, 1], "asp", START, RATE)
     early = replace(piece_for(workers, 0), plan=99)
     for _ in range(3):
