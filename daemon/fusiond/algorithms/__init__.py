@@ -1,6 +1,6 @@
-"""Training algorithms: who talks to whom, when a result is due, and how it is combined. One small class each.
+"""Training algorithms, one small class each: who talks to whom, when a result is due, and how it is combined.
 
-What a person chooses is in `fusion_rt.algorithms`; here is what it does.
+A person chooses one of `fusion_rt.algorithms`; its behaviour is here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AT_HOMES: dict[type[chosen.Algorithm], type[HomeAlgorithm[Any]]] = {
 
 
 def make(text: str, ranks: int) -> Algorithm | HomeAlgorithm[Any]:
-    """What the algorithm written as `text` does among so many ranks.
+    """Makes the algorithm written as `text`, for so many ranks.
 
     Raises:
         AlgorithmError: there is none (the sentence has the nearest one), or what its package has for daemons cannot be

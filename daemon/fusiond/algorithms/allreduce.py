@@ -20,8 +20,8 @@ _SELECTED_NBYTES = 4  # about what a selected value takes, with its index
 
 
 class AllReduce(Algorithm):
-    """Through shared memory within a node; between nodes by the cheaper of ring and recursive doubling, or in the way
-    that suits a codec with error feedback."""
+    """Nodes reduce through shared memory, and between them by the cheaper of ring and recursive doubling, or in the
+    way that suits a codec with error feedback."""
 
     def exchange(self, work: Work) -> Exchange:
         if work.reducer.op == "adasum":

@@ -24,7 +24,7 @@ class Work:
         reducer: op, dtype and scales.
         codec: the bucket's, with its residual if it has one.
         cost: of messages, by which the way between nodes is chosen (`CostModel.rounded`).
-        sources: of each local member, in rank order.
+        sources: elements of each local member, in rank order.
         outputs: the distinct arrays that the result goes to; in place where one is a source.
         parts: first element and number of elements of each tensor in it; there may be padding between them.
         sparse_route: the setting.
@@ -47,8 +47,8 @@ class Work:
 
 
 class Algorithm(ABC):
-    """How a plan's buckets are combined."""
+    """An algorithm that combines a plan's buckets by exchanges."""
 
     @abstractmethod
     def exchange(self, work: Work) -> Exchange:
-        """What the nodes do with each other to combine this bucket."""
+        """Makes the exchange by which the nodes combine this bucket."""

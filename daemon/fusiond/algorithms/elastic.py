@@ -38,13 +38,13 @@ class SynchronousEASGD(Ordered[algorithms.EASGD]):
 
 
 class EAWild(EASGD):
-    """By several threads at once, without a lock."""
+    """EASGD by several threads at once, without a lock."""
 
     exclusive = False
 
 
 def _difference(home: Home, part: Contribution, alpha: float) -> Array:
-    """alpha (x_i - x)."""
+    """Returns alpha (x_i - x)."""
     assert home.value is not None
     difference: Array = part.values - home.value
     difference *= home.dtype.storage.type(alpha)

@@ -17,7 +17,7 @@ _NOTHING = memoryview(b"")
 
 
 class Gossip(HomeAlgorithm[_Spec]):
-    """Sends what a worker posts to its neighbours' homes, and mixes when everybody's of a clock is there.
+    """Each home sends what its worker posts to its neighbours' homes, and mixes when all parts of a clock are there.
 
     Of a rank that has left, its share of the weights goes to the rank itself. A rank that waits in another operation
     *passes* the clocks at which neighbours wait for it: its home does then what has to be done for the mean of all
@@ -56,7 +56,7 @@ class Gossip(HomeAlgorithm[_Spec]):
         return [rank for rank, _ in self._incoming(home, clock) if rank not in home.slots[clock]]
 
     def _incoming(self, home: Home, clock: int) -> list[tuple[int, float]]:
-        """Neighbours of a clock whose values are there or are to come, with their weights."""
+        """Returns the neighbours of a clock whose values are there or are to come, with their weights."""
         graph, slot = self.graph.incoming(home.rank, clock), home.slots[clock]
         return [(rank, weight) for rank, weight in graph if rank in home.present or rank in slot]
 
@@ -79,20 +79,20 @@ class Gossip(HomeAlgorithm[_Spec]):
                 return  # one clock after the other
 
     def own_weight(self, home: Home, parts: list[tuple[Contribution, float]]) -> float:
-        """What is left of 1 for the rank itself."""
+        """Returns the weight of the rank itself: the rest up to 1."""
         return 1.0 - sum(weight for _, weight in parts)
 
     def outgoing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        """What the neighbours get."""
+        """Returns the message to the neighbours."""
         del home
         return Send(receivers, "mix", part.values, part.clock)
 
     @abstractmethod
     def mixed(self, home: Home, own: Contribution, parts: list[tuple[Contribution, float]]) -> Answer:
-        """What the worker gets; `parts`: its neighbours', with their weights."""
+        """Returns the answer to the worker; `parts`: those of its neighbours, with their weights."""
 
     def passing(self, home: Home, part: Contribution, receivers: list[int]) -> Send:
-        """Neighbours get nothing when this rank passes, so that each keeps this rank's share for itself."""
+        """Returns the message to the neighbours when this rank passes: empty, so that each keeps this rank's share."""
         del home
         return Send(receivers, "pass", part.values, part.clock, payload=_NOTHING)
 
@@ -154,7 +154,7 @@ class SGP(Gossip[algorithms.SGP]):
         aux.update({"x": x, name: omega})
 
     def kept(self, home: Home, clock: int) -> float:
-        """The share of its own that a rank keeps: what it does not push to anybody who is there."""
+        """Returns the share of its own that a rank keeps: all that it does not push to anybody who is there."""
         return 1.0 - sum(weight for rank, weight in self.graph.outgoing(home.rank, clock) if rank in home.present)
 
 
@@ -176,7 +176,7 @@ class Choco(Gossip[algorithms.Choco]):
         return self._difference(home, part.clock, receivers)
 
     def _difference(self, home: Home, clock: int, receivers: list[int]) -> Send:
-        """Q(x_i - x^_i)."""
+        """Sends Q(x_i - x^_i)."""
         assert home.codec is not None
         own = home.aux.setdefault("x_hat", np.zeros(home.elements, home.dtype.storage))
         payload, told = home.codec.tell(home.aux["x"] - own)

@@ -97,9 +97,9 @@ class Home:
         done: how many contributions of each rank have come.
         slots: parts that wait for others, by slot and sender.
         waiting: parts that count already, whose senders may not go on yet.
-        orders: what it was told to do, by clock, and has not done.
-        aux: what else the algorithm remembers, by name; saved with the value.
-        scratch: what it remembers of what is under way, by name; not saved.
+        orders: orders of the first home that are not carried out, with their clocks.
+        aux: other state of the algorithm, by name; saved with the value.
+        scratch: state of what is under way, by name; not saved.
         optimizer: applies gradients to the value.
         codec: encodes what the algorithm encodes itself.
         noticed: sums over contributions: `late` ones of each rank, as (name, rank).
@@ -133,7 +133,7 @@ class Home:
         self._counting = threading.Lock()
 
     def updated(self) -> None:
-        """Counts an update. Several threads may, where they work on the value without a lock."""
+        """Counts an update. Several threads may do so, where they work on the value without a lock."""
         with self._counting:
             self.version += 1
 
@@ -151,12 +151,12 @@ class Home:
         return min((self.done[rank] for rank in self.expected), default=0)
 
     def copy(self, values: Array) -> Array:
-        """Values that stay."""
+        """Returns a copy of values, in the type of the home."""
         kept: Array = np.array(values, self.dtype.storage)
         return kept
 
     def mean(self, values: Sequence[Array], divisor: int) -> Array:
-        """Their sum, in this order, divided."""
+        """Returns the sum of values, in this order, divided."""
         total: Array = np.empty(self.elements, self.dtype.storage)
         cpu.reduce("sum", self.dtype, values, [total], divisor=divisor)
         return total
@@ -166,7 +166,7 @@ _Spec = TypeVar("_Spec", bound=algorithms.Algorithm)
 
 
 class HomeAlgorithm(ABC, Generic[_Spec]):
-    """What one algorithm does at the homes of one plan. Holds no state of a single home.
+    """The behaviour of one algorithm at the homes of one plan. It holds no state of a single home.
 
     Args:
         spec: what was chosen.
@@ -212,7 +212,8 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
         return Answer(part, home.value)
 
     def awaited(self, home: Home) -> list[int]:
-        """Whom a home waits for, as far as can be told: those missing in its oldest slot, or else the slowest."""
+        """Returns the ranks that a home waits for, as far as can be told: those missing in its oldest slot, or else the
+        slowest."""
         if home.slots:
             missing = [rank for rank in sorted(home.expected) if rank not in home.slots[min(home.slots)]]
             if missing:
@@ -230,30 +231,30 @@ def refuse_without(home: Home, why: str) -> Iterator[Step]:
 
 
 class ShardAlgorithm(HomeAlgorithm[_Spec]):
-    """Gradients come to a shard, which applies them: the questions that subclasses answer."""
+    """A shard applies the gradients that come to it; subclasses answer the questions about how and when."""
 
     def slot(self, home: Home, part: Contribution) -> int:
-        """Which of the home's slots a part belongs in."""
+        """Returns the slot of the home that a part belongs in."""
         del home, part
         return 0
 
     def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
-        """Whether a slot is complete."""
+        """Returns whether a slot is complete."""
         del home, slot
         return True
 
     def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
-        """The gradient to be applied, of the parts in a slot that have one, in the order of their ranks."""
+        """Returns the gradient to be applied, of the parts in a slot that have one, in the order of their ranks."""
         del home
         return parts[0].values
 
     def gate(self, home: Home, part: Contribution) -> bool:
-        """Whether the sender of a part that counts already may go on."""
+        """Returns whether the sender of a part that counts already may go on."""
         del home, part
         return True
 
     def apply(self, home: Home, gradient: Array, parts: Sequence[Contribution]) -> None:
-        """Takes the step: a new version."""
+        """Takes the step, which makes a new version."""
         assert home.optimizer is not None
         home.optimizer.step(gradient, parts[-1].rates)
         home.updated()
@@ -284,7 +285,7 @@ class ShardAlgorithm(HomeAlgorithm[_Spec]):
                 home.waiting.append(part)
 
     def answer(self, home: Home, part: Contribution) -> Answer:
-        """What a sender gets when it may go on."""
+        """Returns the answer to a sender that may go on."""
         assert home.value is not None
         return Answer(part, home.value)
 

@@ -1,4 +1,4 @@
-"""Shards whose homes have to agree which contributions an update is made of.
+"""Shards that have to agree which contributions an update is made of.
 
 A worker waits for all its buckets. If each home chose for itself whom it leaves behind, two of them could wait for
 ranks that wait for the other one. So the home of the plan's first bucket decides, and gives orders, which all homes
@@ -16,13 +16,13 @@ from fusiond.algorithms.home import Home, HomeAlgorithm, Step, Tell, _Spec
 from fusiond.core.contribution import Contribution
 
 LATE, UPDATE = 0, 1
-"""What an order is: contributions that come too late for their update; those that make up an update."""
+"""Kinds of orders: contributions that come too late for their update; those that make up an update."""
 IN_TIME = 1
 """The slot of what counts towards the next update, at the first home."""
 
 
 class Ordered(HomeAlgorithm[_Spec]):
-    """An order names contributions by rank and clock; updates are made in the order in which they were decided.
+    """Shards that follow orders, which name contributions by rank and clock. Updates are made as they were ordered.
 
     `slots`: 0 has what has come and waits for an order. `scratch`: how many updates were ordered, and made.
     """
@@ -43,7 +43,7 @@ class Ordered(HomeAlgorithm[_Spec]):
         return self.received(home, part)
 
     def decide(self, home: Home, part: Contribution) -> Iterator[Step]:
-        """At the first home: what follows from a contribution."""
+        """Decides, at the first home, what follows from a contribution."""
         slot = home.slots.setdefault(IN_TIME, {})
         slot[part.rank] = part
         if self.ready(home, slot):
@@ -51,7 +51,7 @@ class Ordered(HomeAlgorithm[_Spec]):
 
     @abstractmethod
     def ready(self, home: Home, slot: dict[int, Contribution]) -> bool:
-        """At the first home: whether what has come makes up an update."""
+        """Returns, at the first home, whether what has come makes up an update."""
 
     @abstractmethod
     def update(self, home: Home, parts: Sequence[Contribution]) -> Iterator[Step]:

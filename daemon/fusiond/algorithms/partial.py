@@ -66,8 +66,8 @@ class Partial(Ordered[algorithms.Partial]):
         yield from self.follow(home)
 
     def _limit(self, home: Home) -> float:
-        """How long after its first part an update waits for the others: median + deadline * MAD of what is usual, and
-        far longer than it ever took while that is being learned."""
+        """Returns for how long after its first part an update waits for the others (s): median + deadline * MAD of what
+        is usual, and far longer than it ever took while that is being learned."""
         if not self.spec.deadline:
             return math.inf
         times = home.aux.get("arrivals", np.zeros(1))

@@ -42,7 +42,7 @@ class ShardOptimizer(ABC):
         """
 
     def state(self) -> dict[str, Array]:
-        """What it remembers, to be saved; copies."""
+        """Returns copies of its state, to be saved."""
         return {}
 
     def load(self, state: Mapping[str, Array]) -> None:
@@ -52,7 +52,7 @@ class ShardOptimizer(ABC):
 
 
 class PlainSGD(ShardOptimizer):
-    """w -= rate * g; `spans`: begin, end and parameter group of each tensor."""
+    """Plain SGD: w -= rate * g; `spans`: begin, end and parameter group of each tensor."""
 
     def __init__(self, value: Array, spans: Sequence[tuple[int, int, int]]) -> None:
         self._value = value
@@ -149,15 +149,15 @@ class TorchOptimizer(ShardOptimizer):
 
 
 def _may_be_of(array: Array, shape: Sequence[int]) -> bool:
-    """Whether an optimizer may remember this of a tensor of that shape: something of it, or of some of its dimensions,
-    or a number."""
+    """Returns whether an optimizer may keep this for a tensor of that shape: something of it, or of some of its
+    dimensions, or a number."""
     if array.ndim != len(shape):
         return array.size == 1
     return all(mine in (1, its) for mine, its in zip(array.shape, shape, strict=True))
 
 
 def make(spec: wire.OptimizerSpec | None, bucket: wire.Bucket, value: Array) -> ShardOptimizer:
-    """The optimizer of a bucket's home, whose elements are `value`.
+    """Makes the optimizer of a bucket's home, whose elements are `value`.
 
     Raises:
         ShardOptimizerError: there is none, or not with these arguments.
@@ -171,7 +171,7 @@ def make(spec: wire.OptimizerSpec | None, bucket: wire.Bucket, value: Array) -> 
 
 
 def is_plain(spec: wire.OptimizerSpec) -> bool:
-    """Whether it is w -= rate * g."""
+    """Returns whether it is w -= rate * g."""
     if spec.name != "SGD":
         return False
     groups = [_arguments(group) for group in spec.groups]
@@ -185,7 +185,7 @@ def prepare(spec: wire.OptimizerSpec | None) -> None:
 
 
 def _torch_class(name: str) -> tuple[Any, Any]:
-    """Torch, and the class of that name in `torch.optim`."""
+    """Returns torch, and the class of that name in `torch.optim`."""
     import torch
 
     kind = vars(torch.optim).get(name)
@@ -199,7 +199,7 @@ def _torch_class(name: str) -> tuple[Any, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a parameter group: numbers, switches, and tuples of numbers."""
+    """Returns the arguments of a parameter group: numbers, switches, and tuples of numbers."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from fusiond.core.contribution import Contribution
 
 
 class BSP(ShardAlgorithm[algorithms.BSP]):
-    """The mean of all ranks' gradients of a clock. The same bits on all ranks, wherever the shard is.
+    """The mean of all ranks' gradients of a clock is applied: the same bits on all ranks, wherever the shard is.
 
     A rank that has joined counts as one with a gradient of zeros, as in an all-reduce; one without a gradient does not
     count.
@@ -43,7 +43,7 @@ class BSP(ShardAlgorithm[algorithms.BSP]):
 
 
 class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
-    """Each gradient on arrival; `aware`: divided by its staleness (arXiv 1511.05950, eq. 3)."""
+    """Each gradient is applied on arrival; `aware`: divided by its staleness (arXiv 1511.05950, eq. 3)."""
 
     def combine(self, home: Home, parts: Sequence[Contribution]) -> Array:
         stale = home.version - parts[0].version
@@ -54,8 +54,8 @@ class ASP(ShardAlgorithm[algorithms.ASP | algorithms.SSP]):
 
 
 class SSP(ASP):
-    """As ASP, but whoever is too far ahead of the slowest rank is answered when that has caught up: with the home as
-    it is then (pull after the gate). A rank that waits in another operation holds nobody back."""
+    """ASP in which a rank too far ahead of the slowest one is answered when that has caught up, with the home as it is
+    then (pull after the gate). A rank that waits in another operation holds nobody back."""
 
     waits = True
 
@@ -84,15 +84,15 @@ class Collecting(ShardAlgorithm[algorithms.Softsync | algorithms.Collaborative])
 
     @abstractmethod
     def weighted(self, home: Home, part: Contribution) -> Array:
-        """What is added up."""
+        """Returns the term of a part in the sum."""
 
     @abstractmethod
     def counts(self, part: Contribution) -> int:
-        """What a part adds to the count."""
+        """Returns the number that a part adds to the count."""
 
     @abstractmethod
     def target(self) -> int:
-        """What the count has to reach."""
+        """Returns the count at which the sum is applied."""
 
 
 class Softsync(Collecting):
@@ -113,7 +113,7 @@ class Softsync(Collecting):
 
 
 class Collaborative(Collecting):
-    """So many samples, whoever they are of; the mean over samples (arXiv 2106.10207, section 3)."""
+    """The mean over so many samples, of any ranks (arXiv 2106.10207, section 3)."""
 
     spec: algorithms.Collaborative
 
@@ -166,7 +166,7 @@ class DCASGD(ShardAlgorithm[algorithms.DCASGD]):
 
 
 class Hogwild(ShardAlgorithm[algorithms.Hogwild]):
-    """As ASP, by several threads at once, without a lock (arXiv 1106.5730)."""
+    """ASP by several threads at once, without a lock (arXiv 1106.5730)."""
 
     exclusive = False
 

@@ -29,7 +29,7 @@ _DTYPES = {**dict.fromkeys(NODE_TENSORS, np.float32), **dict.fromkeys(("step", *
 
 
 def open_bucket(codec: codecs.Codec, layout: Layout, nodes: int, team: Team = ALONE) -> BucketCodec:
-    """The codec of a bucket that so many nodes exchange; dense where the codec does not apply, or nothing is sent.
+    """Opens the codec of a bucket that so many nodes exchange; dense where it does not apply, or nothing is sent.
 
     Args:
         team: the threads that it may use.
@@ -133,7 +133,7 @@ def _is_own(key: str) -> bool:
 
 
 def _fingerprint(codec: BucketCodec) -> Array:
-    """Stands for a codec and a layout."""
+    """Returns a fingerprint of a codec and a layout."""
     text = repr((str(codec.codec), codec.layout)).encode()
     fingerprint: Array = np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), np.int64)
     return fingerprint

@@ -58,18 +58,18 @@ class PlanState:
 
     @property
     def at_homes(self) -> bool:
-        """Whether its buckets have homes, to which contributions go."""
+        """True if its buckets have homes, to which contributions go."""
         return self.spec.at_homes
 
     @property
     def home_algorithm(self) -> HomeAlgorithm[Any]:
-        """The algorithm, of buckets that have homes."""
+        """The algorithm of buckets that have homes."""
         assert isinstance(self.algorithm, HomeAlgorithm)
         return self.algorithm
 
     @property
     def codecs(self) -> list[codecs.BucketCodec]:
-        """Of its buckets."""
+        """The codecs of its buckets."""
         return [bucket.codec for bucket in self.buckets]
 
 
@@ -137,7 +137,7 @@ class Plans:
         return why
 
     def why_not_without(self, nodes: Collection[int], ranks: Collection[int]) -> str:
-        """Why what is planned here cannot go on without these nodes and ranks; empty if it can."""
+        """Returns why the plans here cannot go on without these nodes and ranks; empty if they can."""
         for state in self:
             if state.spec.synchronous and not set(ranks).isdisjoint(state.members.set.ranks):
                 return f"{state.spec} needs every rank"
@@ -155,7 +155,7 @@ class Plans:
             del self._waiting[key]
 
     def save(self, process_set: int, group: str, common: bool) -> State:
-        """What the codecs of a group's plan remember, or will when there is one; copies."""
+        """Returns copies of the state of the codecs of a group's plan, or of what is kept for it until there is one."""
         state = self._of_group(process_set, group)
         if state is not None:
             return codec_state.saved(state.codecs, common)
@@ -163,7 +163,7 @@ class Plans:
         return codec_state.only_common(waiting) if common else dict(waiting)
 
     def load(self, process_set: int, group: str, state: State, common: bool) -> None:
-        """Gives that back to the active plan, or keeps it for the next one.
+        """Loads such a state into the active plan of a group, or keeps it for the next one.
 
         Args:
             common: what is of another node is left out; does nothing where as many steps have been taken.
@@ -182,12 +182,12 @@ class Plans:
             self._waiting[process_set, group] = {key: value.copy() for key, value in state.items()}
 
     def plan_of(self, process_set: int, group: str) -> int:
-        """The id of a group's active plan; 0 if there is none."""
+        """Returns the id of a group's active plan; 0 if there is none."""
         found = self._of_group(process_set, group)
         return 0 if found is None else found.plan.id
 
     def get(self, plan: int) -> PlanState:
-        """An active plan, by its id."""
+        """Returns an active plan, by its id."""
         return self._plans[plan]
 
     def add_memory(self, rank: int, plan: int, memory: Array) -> None:
@@ -198,18 +198,18 @@ class Plans:
         self._memory[plan, rank] = memory
 
     def drop_memory(self, rank: int, plan: int) -> None:
-        """The worker has given that segment up."""
+        """A worker has dropped that segment."""
         self._memory.pop((plan, rank), None)
 
     def find(self, plan: int, bucket: str) -> tuple[PlanState, BucketState] | None:
-        """A bucket by its name in operation keys; None when there is no such active plan, or no such bucket."""
+        """Returns a bucket by its name in operation keys; None when there is no such active plan, or no such bucket."""
         state = self._plans.get(plan)
         if state is None or not bucket.isdecimal() or int(bucket) >= len(state.buckets):
             return None
         return state, state.buckets[int(bucket)]
 
     def part(self, rank: int, ready: wire.Ready) -> tuple[PlanState, BucketState, Contribution]:
-        """What a worker's `Ready` is about.
+        """Returns the plan and the bucket that a worker's `Ready` names, and the contribution that it describes.
 
         Raises:
             RequestError: there is no such bucket, or the worker gave no memory for it, or `rescale` or `tray` makes no
@@ -260,7 +260,7 @@ class Plans:
         return state, found, part
 
     def statistics(self) -> list[Mapping[str, object]]:
-        """Id, group, number of buckets, bytes and codec of each; and `tuning`, what of it was tuned, and why."""
+        """Returns id, group, number of buckets, bytes and codec of each plan; and its `tuning`, with the reasons."""
         return [
             {
                 "id": s.plan.id,
@@ -274,9 +274,9 @@ class Plans:
         ]
 
     def compression(self) -> dict[str, dict[str, float]]:
-        """What compression has saved and cost on this node, by group and in "total": `bytes_dense` that would have been
-        sent to other nodes, `bytes_packed` that were, the share `saved`; how many elements were `asked` for, and
-        `selected`; the `seconds` it took; and the L2 norm of what is left, `residual_norm`."""
+        """Returns what compression has saved and cost on this node, by group and in "total": `bytes_dense` that would
+        have been sent to other nodes, `bytes_packed` that were, the share `saved`; how many elements were `asked` for,
+        and `selected`; the `seconds` it took; and the L2 norm of what is left, `residual_norm`."""
         groups = {}
         for state in self:
             if any(codec.statistics() for codec in state.codecs):
@@ -288,7 +288,7 @@ class Plans:
         return {name: _told(sums) for name, sums in {**groups, "total": total}.items()}
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes that would have been sent to other nodes without compression, and that were, as far as it counts."""
+        """Returns the bytes that would have been sent to other nodes without compression, and those that were."""
         sums: Counter[str] = Counter()
         for state in self:
             sums.update(state.past)
@@ -301,7 +301,7 @@ class Plans:
 
 
 def _sums(state: PlanState) -> Counter[str]:
-    """Of all buckets, and of the plans before this one; `squared_norm` of this one only."""
+    """Returns the statistics of all buckets, and of the plans before this one; `squared_norm` of this one only."""
     sums = Counter(state.past)
     del sums["squared_norm"]
     for codec in state.codecs:

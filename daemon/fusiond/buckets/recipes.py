@@ -1,4 +1,4 @@
-"""A worker's submissions: checked on arrival, and turned into exchanges once every rank's sizes are known."""
+"""Submissions of workers: checked on arrival, and turned into exchanges once every rank's sizes are known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_PLAN = 2**46  # bytes
 
 
 def contributions_of(local: Sequence[Contribution]) -> tuple[list[Contribution], bool]:
-    """The local parts that have anything in them, and whether that is the node's contribution already.
+    """Returns the local parts that have anything in them, and whether that is the node's contribution already.
 
     Raises:
         RequestError: ranks do not agree about who submits their contributions.
@@ -46,7 +46,7 @@ def contributions_of(local: Sequence[Contribution]) -> tuple[list[Contribution],
 
 
 def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None]:
-    """Where an operation of the same result for all writes it, for its local parts.
+    """Returns where an operation with one result for all writes it, for its local parts.
 
     Returns: the distinct arrays, the places in the arena first; and the one that serves all inline parts, if any.
     """
@@ -59,7 +59,7 @@ def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What all operations of one signature have in common, worked out once.
+    """The common properties of all operations of one signature, worked out once.
 
     Attributes:
         layout: dtype and number of elements of one rank's tensor.
@@ -77,7 +77,7 @@ class Recipe:
     local_nbytes: int
 
     def part(self, rank: int, submit: wire.Submit, memory: Array | None) -> Contribution:
-        """The part that a submission of this signature describes.
+        """Returns the contribution that a submission of this signature describes.
 
         Args:
             memory: the tensor's bytes (uint8) in the arena, or None when they are in the message.
@@ -207,7 +207,7 @@ def check_scales(how: wire.Reduction | wire.Signature) -> None:
 
 
 def reducer_of(how: wire.Reduction | wire.Signature, dtype: DType, ranks: int) -> Reducer:
-    """The kernel's parameters: an average is a sum with the number of ranks as divisor."""
+    """Returns the kernel's parameters: an average is a sum with the number of ranks as divisor."""
     op, divisor = ("sum", ranks) if how.op == "average" else (how.op, 1)
     return Reducer(op, dtype, how.prescale, how.postscale, divisor)
 
@@ -221,7 +221,7 @@ def collective_exchange(
     rows: Sequence[int],
     splits: Sequence[Sequence[int]],
 ) -> Exchange:
-    """The exchange of an operation other than all-reduce, on which all ranks agree.
+    """Makes the exchange of an operation other than all-reduce, on which all ranks agree.
 
     Args:
         local: parts of the local members, in rank order.
@@ -263,7 +263,7 @@ def _allgather(
     nbytes: Sequence[int],
     rows: tuple[int, ...],
 ) -> Blocks:
-    """Every member's block to every other node; one result, which the local members share."""
+    """Makes the exchange of every member's block with every other node; the local members share one result."""
     members, nodes, position = len(homes), port.nodes, port.position
     offsets = [sum(nbytes[:m]) for m in range(members)]
     data = {m: part.values.view(np.uint8) for m, part in zip(here, local, strict=True)}
@@ -290,7 +290,7 @@ def _alltoall(
     splits: Sequence[Sequence[int]],
     row_nbytes: int,
 ) -> Blocks:
-    """Rows `splits[i][j]` of member i to member j; each member has a result of its own."""
+    """Makes the exchange of rows `splits[i][j]` from member i to member j; each member has a result of its own."""
     members = len(homes)
     nbytes = [[rows * row_nbytes for rows in splits[m]] for m in range(members)]
     blocks = []

@@ -27,11 +27,11 @@ _METHODS = {
     "write": _DECODE,
     "finish": _DECODE,
 }
-"""Of codecs: where their time goes."""
+"""The methods of codecs in which their time goes."""
 
 
 def record_codec(codec: _Codec, trace: Instrument, what: About) -> _Codec:
-    """Has a bucket's codec record its work from now on, as being about this; returns the codec.
+    """Makes a bucket's codec record its work from now on, as being about this; returns the codec.
 
     A codec without loss does next to nothing, and is left alone. Methods of the object are put before those of its
     class, because exchanges ask of which class a codec is.

@@ -44,7 +44,7 @@ Products = tuple[float, float, float]
 
 
 def tree(members: int) -> tuple[int, list[int]]:
-    """The shape of the tree, for local members and for nodes.
+    """Returns the shape of the tree, for local members and for nodes.
 
     Returns: P, the largest power of two that is not above `members`, and distances 1, 2, 4, ... P / 2. First member
         i + P, wherever there is one, is folded into member i. Then, distance by distance, i and i ^ distance combine
@@ -55,7 +55,7 @@ def tree(members: int) -> tuple[int, list[int]]:
 
 
 def products(a: Array, b: Array, dtype: DType) -> Products:
-    """a·b, ‖a‖² and ‖b‖² of two vectors of `dtype`, in float64 and in the same order on every processor."""
+    """Returns a·b, ‖a‖² and ‖b‖² of two vectors of `dtype`, in float64 and in the same order on every processor."""
     total = [0.0, 0.0, 0.0]
     x, y, product = np.empty((3, min(_BLOCK, len(a))))
     with np.errstate(all="ignore"):  # what overflows, or is not a number, is so in the result
@@ -215,7 +215,7 @@ class Adasum(Exchange):
             self._advance()
 
     def _begin(self, hop: int) -> None:
-        """Begins a round, and takes what has come of it before."""
+        """Begins a round, and takes the chunks of it that have come before."""
         if hop not in (_FOLD, _UNFOLD):
             self._payloads = self._pack([self._value])
             for index in range(min(_AHEAD, self._chunks)):
@@ -274,7 +274,7 @@ class Adasum(Exchange):
     # --- chunks -------------------------------------------------------------------------------------------------------
 
     def _pack(self, arrays: Sequence[Array]) -> list[memoryview]:
-        """Equal arrays as they are sent, by chunk; a lossy codec changes them into what the receiver gets."""
+        """Encodes equal arrays, by chunk; a lossy codec changes them into what the receiver gets."""
         payloads = []
         for index in range(self._chunks):
             low, high = self._range(index)
@@ -295,14 +295,15 @@ class Adasum(Exchange):
         self.port.send(position, 0, index * self._step, hop, payload)
 
     def _range(self, index: int) -> tuple[int, int]:
-        """First and last element (exclusive) of a chunk."""
+        """Returns the first and last element (exclusive) of a chunk."""
         return index * self._step, min((index + 1) * self._step, len(self._value))
 
     def _ordered(self, hop: int, mine: Array, theirs: Array) -> tuple[Array, Array]:
         return (mine, theirs) if self.port.position < self._partners[hop] else (theirs, mine)
 
     def _cut(self) -> list[list[tuple[int, int, int]]]:
-        """For each chunk, the pieces of tensors in it: number of the tensor, first and last element (exclusive)."""
+        """Returns, for each chunk, the pieces of tensors in it: number of the tensor, first and last element
+        (exclusive)."""
         pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(self._chunks)]
         for number, (low, high) in enumerate(self._parts):
             for index in range(low // self._step, (high - 1) // self._step + 1):

@@ -1,4 +1,4 @@
-"""What every collective is made of: the `Exchange` interface, its `Port` to the outside, and the `Reducer`.
+"""The parts of every collective: the `Exchange` interface, its `Port` to the other nodes, and the `Reducer`.
 
 An exchange runs one operation on one node. The engine runs its `jobs` (the node's local part: workers reduced through
 shared memory), calls `start`, and then `receive` for every chunk a peer sends; the exchange acts through its port and
@@ -38,7 +38,7 @@ class ExchangeError(FusionError):
 
 
 class Port(Protocol):
-    """What an exchange may do. Payloads given to `send` stay unchanged until the exchange has finished."""
+    """The way out of an exchange. Payloads given to `send` stay unchanged until the exchange has finished."""
 
     position: int
     nodes: int
@@ -56,7 +56,7 @@ class Exchange(ABC):
 
     Attributes:
         local_nbytes: bytes that `jobs` touch; the engine runs small ones at once instead of in the kernel pool.
-        lends: whether it sends memory that is somebody else's, so that it is over only when peers have consumed that.
+        lends: it sends memory that is somebody else's, so that it is over only when peers have consumed that.
             Where all payloads are `bytes`, which never change, nobody has to wait for that, and no peer has to tell.
         results: for each local member, in rank order, when results do not lie where the inputs lay; else empty.
     """
@@ -91,7 +91,7 @@ class Exchange(ABC):
 
 @dataclass(frozen=True)
 class Reducer:
-    """How elements are combined. `divisor` is the number of ranks when they are averaged, else 1.
+    """A way to combine elements. `divisor` is the number of ranks when they are averaged, else 1.
 
     A sum of integers wraps around, as torch's does. An average of integers is that of their sum in int64, truncated
     toward zero; so partial results of narrower integers are int64 (`partial`).
@@ -105,7 +105,7 @@ class Reducer:
 
     @property
     def widens(self) -> bool:
-        """Says whether partial results are wider than elements."""
+        """True if partial results are wider than elements."""
         return self.divisor != 1 and not self.dtype.is_floating and self.dtype.itemsize < _INT64.itemsize
 
     @property
@@ -114,11 +114,11 @@ class Reducer:
         return _INT64 if self.widens else self.dtype
 
     def whole(self, sources: Sequence[Array], outputs: Sequence[Array]) -> None:
-        """Everything at once, for a process set on one node: prescaled, combined, postscaled."""
+        """Does everything at once, for a process set on one node: prescales, combines, postscales."""
         self._reduce(sources, outputs, self.prescale, self.postscale, self.divisor)
 
     def local(self, sources: Sequence[Array], target: Array) -> None:
-        """This node's contribution: prescaled and combined, not postscaled."""
+        """Computes this node's contribution: prescaled and combined, not postscaled."""
         self._reduce(sources, (target,), self.prescale, 1.0, 1)
 
     def combine(self, first: Array, second: Array, target: Array) -> None:
@@ -130,7 +130,7 @@ class Reducer:
         self._reduce(parts, outputs, 1.0, self.postscale, self.divisor)
 
     def nothing(self, elements: int) -> Array:
-        """What changes no result when it is combined (before scaling), as elements are stored."""
+        """Returns elements that change no result when they are combined (before scaling), as they are stored."""
         dtype = self.dtype
         if self.op in ("min", "max") and dtype.name != "bool":
             largest = self.op == "min"
@@ -146,7 +146,7 @@ class Reducer:
         return np.full(elements, self.op in ("product", "min"), dtype.storage)
 
     def needs_kernel(self, elements: int) -> bool:
-        """Whether it has to be compiled, the first time on a host, to reduce so many elements."""
+        """Returns whether a kernel has to be compiled, the first time on a host, to reduce so many elements."""
         plain = self.op == "sum" and self.dtype.name in _NATIVE and self.prescale == self.postscale == 1
         return elements > _TINY or not plain
 
@@ -183,7 +183,7 @@ class Reducer:
 
 
 def of_partials(reducer: Reducer, codec: BucketCodec) -> BucketCodec:
-    """The codec of partial results, given that of elements."""
+    """Returns the codec of partial results, given that of elements."""
     return Dense().open(Layout(reducer.partial, codec.layout.elements)) if reducer.widens else codec
 
 
@@ -220,10 +220,10 @@ def spoil(outputs: Sequence[Array], dtype: DType) -> None:
 
 
 def raw(array: Array) -> memoryview:
-    """The bytes of a contiguous array, without a copy."""
+    """Returns the bytes of a contiguous array, without a copy."""
     return array.view(np.uint8).data
 
 
 def chunk_starts(length: int, step: int) -> range:
-    """Where the chunks of a part of `length` elements begin; none for an empty part."""
+    """Returns the first elements of the chunks of a part of `length` elements; none for an empty part."""
     return range(0, length, step)

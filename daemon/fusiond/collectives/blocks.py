@@ -1,4 +1,4 @@
-"""Allgather(v) and alltoall(v): every rank's block of rows goes from the node that has it to the nodes that want it.
+"""Allgather(v) and alltoall(v): the block of rows of each rank goes from its node to the nodes that want it.
 
 Each node sends its blocks straight to the others, the next one first, so that no node is everybody's first target.
 That moves the least bytes there are, N - 1 blocks out and in, and needs one hop.
@@ -27,7 +27,7 @@ from fusiond.core.result import Result
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes that go from one node to another as one part.
+    """A block: bytes that go from one node to another as one part.
 
     Attributes:
         part: number of the block in the operation, the same on all nodes.

@@ -12,7 +12,7 @@ from fusiond.collectives.one_node import split_jobs
 
 
 def tree(position: int, root: int, nodes: int, chain: bool) -> tuple[int, list[int]]:
-    """Parent (the root's is itself) and children of a position, in a chain or a binomial tree from `root`."""
+    """Returns the parent (the root's is itself) and the children of a position, in a chain or a binomial tree."""
     distance = (position - root) % nodes
     if chain:
         parent = max(distance - 1, 0)

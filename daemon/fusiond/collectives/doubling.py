@@ -71,7 +71,7 @@ class Doubling(Exchange):
         self._advance()
 
     def _advance(self) -> None:
-        """Takes every round that is due and whose chunk has come."""
+        """Takes the chunk of every round that is due, as far as they have come."""
         while self._awaited and self._awaited[0] in self._early:
             hop = self._awaited.pop(0)
             theirs = self._codec.decoded(0, self._early.pop(hop), len(self._value))
@@ -87,7 +87,7 @@ class Doubling(Exchange):
                 self._end()
 
     def _mine_as_sent(self, hop: int) -> Array:
-        """What the partner used for this node's part: a lossy codec changes it, and both have to add the same."""
+        """Returns this node's part as the partner has it: a lossy codec changes it, and both have to add the same."""
         if self._codec.lossless or hop == _FOLD:
             return self._value
         packed = memoryview(self._codec.encode(0, self._value))

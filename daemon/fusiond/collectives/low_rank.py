@@ -18,7 +18,7 @@ _Early = tuple[int, wire.Chunk, bytes]
 
 
 class _Stage:
-    """The port of one of the two: its parts are numbered apart, and its end is not that of the exchange."""
+    """The port of one of the two all-reduces: its parts are numbered apart, and its end is not that of the exchange."""
 
     def __init__(self, port: Port, number: int, then: Callable[[], None]) -> None:
         self.position, self.nodes, self.chunk_bytes = port.position, port.nodes, port.chunk_bytes
@@ -115,7 +115,7 @@ class LowRank(Exchange):
         self._finish()
 
     def _undo(self) -> None:
-        """On some node the gradient is not finite. All nodes have the same sum, and so all do this."""
+        """Undoes the step: the gradient of some node is not finite. All nodes have the same sum, and so all do this."""
         self._codec.undo(self._values)
         spoil(self._outputs, self._reducer.dtype)
         self._finish()

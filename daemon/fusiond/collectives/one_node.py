@@ -10,7 +10,7 @@ from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, 
 
 
 def local_jobs(reducer: Reducer, sources: Sequence[Array], target: Array, threads: int) -> Sequence[Job]:
-    """Jobs that leave this node's contribution in `target`; none when it is there already."""
+    """Returns jobs that leave this node's contribution in `target`; none when it is there already."""
     if len(sources) == 1 and sources[0] is target and reducer.prescale == 1.0:
         return ()
     if threads == 1:
@@ -24,7 +24,7 @@ def local_jobs(reducer: Reducer, sources: Sequence[Array], target: Array, thread
 
 
 def split_jobs(work: Callable[[int, int], None], length: int, threads: int, itemsize: int) -> list[Job]:
-    """Jobs that call `work(low, high)` for ranges that together are all of `length` elements."""
+    """Returns jobs that call `work(low, high)` for ranges that together are all of `length` elements."""
 
     def job(low: int, high: int) -> Job:
         return lambda: work(low, high)

@@ -66,9 +66,8 @@ class Compressed(Exchange):
         self._mine: Portion = None
         self._revoke: Callable[[], None] = lambda: None  # what this node left out of a sum
         self._values = outputs[0]
-        self._spoiled = self._blanked = (
-            False  # a contribution is not finite; outputs are zeros where nothing is written
-        )
+        self._spoiled = False  # a contribution is not finite
+        self._blanked = False  # outputs are zeros where nothing is written
         self._written = False
         self._tag = self._spoiled_tag = b""
         self._sent_nbytes = 0
@@ -104,7 +103,7 @@ class Compressed(Exchange):
             self._mine = None
 
     def _begin(self) -> None:
-        """After `contribute`: the ranges, and what says that two nodes are at the same point."""
+        """Sets the ranges, and the tag that tells that two nodes are at the same point, after `contribute`."""
         codec = self._codec
         if len(codec.bounds) != self.port.nodes + 1:
             codec.bounds = ranges.expected(codec, self.port.nodes)
@@ -118,7 +117,7 @@ class Compressed(Exchange):
         pieces.send(self.port, position, part, whole)
 
     def _assembled(self, position: int, chunk: wire.Chunk, payload: memoryview, limit: int) -> memoryview | None:
-        """What a peer has sent as a part, without the tag, when it is complete; nothing, where it is `_spoiled`."""
+        """Returns a part that a peer has sent, without its tag, when it is complete; nothing where it is `_spoiled`."""
         key = chunk.part, position
         if position == self.port.position or chunk.hop or key in self._received:
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} does not belong to this exchange")
@@ -161,7 +160,7 @@ class Compressed(Exchange):
 
 
 class Owned(Compressed):
-    """Through the owners of ranges."""
+    """An all-reduce through the owners of ranges."""
 
     def start(self) -> None:
         self._begin()
@@ -244,7 +243,7 @@ class Owned(Compressed):
 
 
 class Gathered(Compressed):
-    """Every node sends all others what it has selected, and all add up alike: k (N - 1) values in one round."""
+    """An all-reduce in which each node sends its selection to all others: k (N - 1) values in one round."""
 
     def start(self) -> None:
         self._begin()

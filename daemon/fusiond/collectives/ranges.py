@@ -1,5 +1,8 @@
-"""Which node owns which range of a bucket, so that all have the same work. All nodes come to the same ranges without a
-message about them: they follow from the codec, and from what the owners say with their results."""
+"""The ranges of a bucket that nodes own, so that all have the same work.
+
+All nodes come to the same ranges without a message about them: they follow from the codec, and from what the owners
+say with their results.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ _Masses: TypeAlias = Sequence[tuple[int, int, float]]  # of disjoint ascending r
 
 
 def expected(codec: SummingBucketCodec, nodes: int) -> tuple[int, ...]:
-    """N + 1 bounds of ranges for the first steps."""
+    """Returns N + 1 bounds of ranges for the first steps."""
     return _divided(codec, nodes, [[(low, high, (high - low) * weight) for low, high, weight in codec.weights()]])
 
 
 def adapted(codec: SummingBucketCodec, counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """N + 1 bounds of ranges that would have had the same number of values.
+    """Returns N + 1 bounds of ranges that would have had the same number of values.
 
     Args:
         counts: the number of selected values in each bin of the range that each node owns, by `codec.bounds`. Within a
@@ -37,12 +40,12 @@ def adapted(codec: SummingBucketCodec, counts: Sequence[Sequence[int]]) -> tuple
 
 
 def bins(low: int, high: int) -> list[int]:
-    """The edges of the bins of a range: BINS + 1."""
+    """Returns the BINS + 1 edges of the bins of a range."""
     return [low + (high - low) * i // BINS for i in range(BINS + 1)]
 
 
 def _divided(codec: SummingBucketCodec, nodes: int, masses: Sequence[_Masses]) -> tuple[int, ...]:
-    """Bounds between which there is the same mass."""
+    """Returns bounds between which there is the same mass."""
     elements, step = codec.layout.elements, codec.alignment
     edges = np.unique([0, elements, *(edge for part in masses for low, high, _ in part for edge in (low, high))])
     total = sum((_cumulative(part, edges) for part in masses), np.zeros(len(edges)))
@@ -53,7 +56,7 @@ def _divided(codec: SummingBucketCodec, nodes: int, masses: Sequence[_Masses]) -
 
 
 def _cumulative(masses: _Masses, at: Array) -> Array:
-    """The mass before each of these elements."""
+    """Returns the mass before each of these elements."""
     if not masses:
         return np.zeros(len(at))
     edges = [edge for low, high, _ in masses for edge in (low, high)]

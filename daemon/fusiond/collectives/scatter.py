@@ -34,7 +34,7 @@ class ReduceScatter(Exchange):
     Args:
         port: N >= 1 nodes.
         reducer, codec: as for `Ring`.
-        sources: of each local member, n elements; they are not changed.
+        sources: n elements of each local member; they are not changed.
         ranges: for each member of the process set, by its index, first and last element (exclusive) of what it gets.
         homes: position of each member's node.
         local: indices of the local members, in rank order.
@@ -120,7 +120,7 @@ class ReduceScatter(Exchange):
 
 
 def rows_of_members(rows: int, members: int) -> list[tuple[int, int]]:
-    """First and last row (exclusive) that each member gets: as equal as possible, the first ones get one more."""
+    """Returns the first and last row (exclusive) of each member: as equal as possible, the first ones get one more."""
     each, more = divmod(rows, members)
     bounds = [m * each + min(m, more) for m in range(members + 1)]
     return list(itertools.pairwise(bounds))

@@ -24,7 +24,7 @@ class Result:
 
     @classmethod
     def allocate(cls, nbytes: int, sizes: tuple[int, ...] = ()) -> Result:
-        """A result of `nbytes` bytes with undefined contents. Raises `ArenaError` when memory is out."""
+        """Makes a result of `nbytes` bytes with undefined contents. Raises `ArenaError` when memory is out."""
         if nbytes <= wire.MAX_INLINE:
             return cls(np.empty(nbytes, np.uint8), None, sizes)
         segment = Segment.create(nbytes)

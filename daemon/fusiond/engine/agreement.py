@@ -66,7 +66,7 @@ class Agreement:
             self._approved.popitem(last=False)
 
     def recipe(self, signature: wire.Signature) -> Recipe:
-        """What is known of every operation with this signature. Raises FusionError when none can be submitted."""
+        """Returns the recipe of all operations with this signature. Raises FusionError when none can be submitted."""
         recipe = self._recipes.get(signature)
         if recipe is None:
             if len(self._recipes) >= _MAX_RECIPES:
@@ -76,7 +76,7 @@ class Agreement:
         return recipe
 
     def operation(self, key: OpKey, members: Members) -> Operation:
-        """The operation under this key; a new one if there is none."""
+        """Returns the operation under this key; a new one if there is none."""
         operation = self._operations.get(key)
         if operation is None:
             operation = self._operations[key] = Operation(key, members, self._outside.clock())
@@ -97,7 +97,7 @@ class Agreement:
             if any(rank not in operation.parts and rank not in away for rank in operation.members.local):
                 return
             if not operation.parts:
-                self._stand_in(operation)
+                self._relay(operation)
                 return
         if operation.kind == "join" and any(r.parts and r is not operation for r in self._global_operations()):
             return  # a rank may join before its operations are done; everybody stays joined until they are
@@ -122,13 +122,13 @@ class Agreement:
                 operation.early = deque(early for early in operation.early if early[0] in operation.members.nodes)
 
     def resume(self) -> None:
-        """What waited for ranks that are lost goes on."""
+        """Lets operations go on that waited for ranks that are lost."""
         for operation in [r for r in self._global_operations() if r.kind == "join" and r.parts]:
             self.advance(operation)
 
     @property
     def approved(self) -> tuple[wire.Signature, ...]:
-        """What all ranks have agreed on, of process sets that there are."""
+        """The signatures that all ranks have agreed on, of process sets that there are."""
         return tuple(s for s in self._approved.values() if s.process_set in self._participants)
 
     @property
@@ -167,7 +167,7 @@ class Agreement:
         return [operation for key, operation in self._operations.items() if key.process_set == GLOBAL_SET]
 
     def _refused_after_join(self, operation: Operation) -> str:
-        """Why an operation cannot do without the local ranks that have joined."""
+        """Returns why an operation cannot do without the local ranks that have joined; empty if it can."""
         kind = operation.kind
         if not operation.parts:  # only peers know what it is
             signature = self._approved.get((operation.key.process_set, operation.peers_digest))
@@ -204,8 +204,8 @@ class Agreement:
             self._context.trace.record(Kind.NEGOTIATE_BEGIN, operation.key.name, 0, operation.key.clock)
             self._coordination.ask(_request(operation))
 
-    def _stand_in(self, operation: Operation) -> None:
-        """All local members have joined, and peers have begun without them: passes on what passes through this node."""
+    def _relay(self, operation: Operation) -> None:
+        """Runs an operation that peers have begun, and all of whose local members have joined, as a relay of chunks."""
         if operation.key.plan:
             if self._plans.find(operation.key.plan, operation.key.name) is not None:
                 self._start_bucket(operation)
@@ -302,7 +302,7 @@ class Agreement:
         )
 
     def _take_effect(self, operation: Operation, signature: wire.Signature, rows: Sequence[int]) -> None:
-        """What an operation without data does on this node. All nodes do it before any of them completes it."""
+        """Does on this node what an operation without data is for. All nodes do it before any of them completes it."""
         if signature.kind == "join":
             self._homes.returned(list(self._participants.joined))
             self._participants.joined.clear()

@@ -188,7 +188,7 @@ class Engine:
         self._plans.add_memory(rank, plan, memory)
 
     def drop_plan_memory(self, rank: int, plan: int) -> None:
-        """The worker has given that segment up."""
+        """A worker has dropped that segment."""
         self._plans.drop_memory(rank, plan)
 
     def ready(self, rank: int, ready: wire.Ready) -> None:
@@ -212,7 +212,7 @@ class Engine:
             route.gone(ranks)
 
     def why_not_without(self, losses: Sequence[wire.Loss]) -> str:
-        """Why this job cannot go on without these nodes and workers, as far as this node knows; empty if it can.
+        """Returns why this job cannot go on without these nodes and workers, as far as is known here; empty if it can.
 
         A node that has no part in any plan leaves that to those that have, unless it coordinates and there is no plan
         yet: then nothing says that the job can.
@@ -347,7 +347,7 @@ class Engine:
 
     @property
     def quiet_seconds(self) -> float:
-        """For how long no operation between ranks has begun or gone on."""
+        """Seconds since an operation between ranks has begun or gone on."""
         return self._outside.clock() - max(
             (operation.since for operation in self._operations.values()), default=-math.inf
         )

@@ -1,4 +1,4 @@
-"""Plans on their way into force: what the local workers have proposed, and what came of it. No I/O."""
+"""Plans before they are active: what the local workers have proposed, and what came of it. No I/O."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Proposals:
             raise plugins.PluginError(f"on node {self._context.node} (host {self._context.host}) {lacking}")
 
     def _has_kernels(self, plan: wire.Plan, again: Callable[[], None]) -> bool:
-        """Whether those of its codec are there, if that is none that was proposed here; else calls back later."""
+        """Returns whether the kernels of a plan's codec are there, if it was not proposed here; else calls back."""
         if plan.tuning is None or not plan.tuning.codec:
             return True
         if len(self._context.participants.members(plan.process_set).nodes) == 1:
@@ -166,14 +166,14 @@ class Proposals:
             del self._made[made]
 
     def end(self, error: str) -> None:
-        """Whoever waits is told that nothing will come."""
+        """Tells all workers that wait that nothing will come."""
         for waiting in self.waiting.values():
             for rank, handle in waiting.items():
                 self._outcomes.refuse(rank, handle, error)
         self.clear()
 
     def clear(self) -> None:
-        """Forgets who waits."""
+        """Forgets all workers that wait for a plan."""
         self.waiting.clear()
         self._since.clear()
         self._proposed.clear()

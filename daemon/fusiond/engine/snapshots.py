@@ -81,7 +81,7 @@ class Snapshots:
             self._homes.load(plan.process_set, plan.group, self.read(plan))
 
     def path(self, plan: wire.Plan) -> str:
-        """Of a plan's group."""
+        """Returns the path of the file of a plan's group."""
         name = hashlib.blake2b(f"{plan.process_set} {plan.group}".encode(), digest_size=6).hexdigest()
         return os.path.join(self._directory, f"{name}.node{self._node}.snapshot")
 
@@ -101,7 +101,7 @@ class Snapshots:
             ) from error
 
     def read(self, plan: wire.Plan) -> dict[str, Array]:
-        """What a group's file has; nothing if there is none.
+        """Returns what a group's file has; nothing if there is none.
 
         Raises:
             SnapshotError: the file is damaged, or of other parameters or another number of nodes.
@@ -148,7 +148,7 @@ def _write_new(path: str, data: memoryview) -> None:
 
 
 def _fingerprint(plan: wire.Plan) -> Array:
-    """Stands for the buckets of a plan, and where their homes are."""
+    """Returns a fingerprint of the buckets of a plan, and of where their homes are."""
     text = repr((plan.buckets, plan.homes, plan.reduction.algorithm, plan.reduction.optimizer))
     fingerprint: Array = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), np.uint8)
     return fingerprint

@@ -1,4 +1,4 @@
-"""What the parts of an engine share."""
+"""The shared state of the parts of an engine."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Context:
 
     @property
     def host(self) -> str:
-        """Of this node."""
+        """The name of this node's host."""
         return self.topology.hosts[self.node]
 
     def other_nodes(self) -> list[int]:
-        """All nodes but this one and those that are lost."""
+        """Returns all nodes but this one and those that are lost."""
         away = {self.node, *self.participants.lost_nodes}
         return [node for node in range(len(self.topology.hosts)) if node not in away]

@@ -92,11 +92,11 @@ class Operation:
 
     @property
     def what(self) -> str:
-        """For people."""
+        """The operation, as it is named in messages to people."""
         return self.key.in_words
 
     def traffic(self, node: int, now: float) -> tuple[wire.Traffic, ...]:
-        """What has gone between this node and its peers, once the exchange is there; now in seconds."""
+        """Returns what has gone between this node and its peers, once the exchange is there; now in seconds."""
         if self.port is None:
             return ()
         found = []
@@ -108,7 +108,7 @@ class Operation:
         return tuple(found)
 
     def local(self) -> list[Contribution]:
-        """The parts that local members have submitted, in order of local_rank."""
+        """Returns the parts that local members have submitted, in order of local_rank."""
         return [self.parts[rank] for rank in self.members.local if rank in self.parts]
 
 
@@ -195,11 +195,11 @@ class Executor:
         )
 
     def can_reduce_at_once(self, recipe: Recipe) -> bool:
-        """Whether no kernel has to be compiled for a small all-reduce."""
+        """Returns whether no kernel has to be compiled for a small all-reduce."""
         return self._kernels_for(recipe.reducer, recipe.layout.elements) is None
 
     def limits(self, tuning: wire.Tuning) -> tuple[int, int]:
-        """Bytes of the largest chunk, and those that may be under way to a peer."""
+        """Returns the bytes of the largest chunk, and those that may be under way to a peer."""
         settings = self._settings
         chunk_bytes = min(tuning.chunk_bytes or self.cost.chunk_bytes(settings.chunk_bytes), settings.chunk_bytes)
         return chunk_bytes, tuning.window_bytes or settings.window_bytes
@@ -247,7 +247,7 @@ class Executor:
         self._start(operation, exchange, first, compiles, tuning)
 
     def _kernels_for(self, reducer: Reducer, elements: int) -> Job | None:
-        """A job that loads or compiles the kernel of a reduction, which may take seconds; None if it is there."""
+        """Returns a job that loads or compiles the kernel of a reduction, in seconds perhaps; None if it is there."""
         if not reducer.needs_kernel(elements) or self._outside.has_kernels(reducer.dtype):
             return None
         return partial(cpu.prepare, [reducer.dtype])
@@ -301,7 +301,7 @@ class Executor:
             self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
 
     def _reduce_locally(self, operation: Operation, jobs: Sequence[Job], error: BaseException | None) -> None:
-        """What comes before the local part is done. The operation may have failed in the meantime."""
+        """Does the local part, after the jobs that come before it. The operation may have failed in the meantime."""
         assert operation.exchange is not None
         if error is None and self._operations.get(operation.key) is operation:
             self._work.do(
@@ -361,7 +361,7 @@ class Executor:
             self._deliver(operation, operation.exchange.results)
 
     def _deliver(self, operation: Operation, results: Sequence[Result]) -> None:
-        """Nothing of the operation is under way any more: its workers get their results."""
+        """Gives workers their results: nothing of the operation is under way any more."""
         del self._operations[operation.key]
         name, clock, plan = about_key(operation.key)
         self._trace.record(Kind.RUN_END, name, 0, clock, plan)
@@ -385,7 +385,7 @@ class Executor:
 
 
 def nothing(reducer: Reducer, elements: int) -> Contribution:
-    """The part of a node whose members have all joined; the result is lost in its own memory."""
+    """Returns the part of a node whose members have all joined; the result is lost in its own memory."""
     values = reducer.nothing(elements)
     return Contribution(-1, values, place=values)
 

@@ -1,4 +1,4 @@
-"""What becomes of operations that fail, and of the job when it cannot go on. No I/O."""
+"""The outcomes of operations, and the failure of a job that cannot go on. No I/O."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Outcomes:
         self._over: OrderedDict[OpKey, wire.Signature | None] = OrderedDict()
 
     def why(self, key: OpKey) -> str:
-        """Why nothing may be submitted under this key; empty if it may."""
+        """Returns why nothing may be submitted under this key; empty if it may."""
         return self.failure or self._failed.get(key, "")
 
     def is_over(self, key: OpKey) -> bool:
-        """Whether an operation has failed or completed here, as far as that is remembered."""
+        """Returns whether an operation has failed or completed here, as far as that is remembered."""
         return key in self._failed or key in self._over
 
     def completed(self, operation: Operation) -> None:
@@ -62,11 +62,12 @@ class Outcomes:
         self._one_less()
 
     def completed_as(self, key: OpKey) -> wire.Signature | None:
-        """What ranks here submitted of an operation that completed here; None if that is nothing, or not known."""
+        """Returns the signature that ranks here submitted of an operation that completed here; None if they submitted
+        none, or it is not known."""
         return self._over.get(key)
 
     def latest(self) -> tuple[wire.OpFailed, ...]:
-        """The latest operations that have failed."""
+        """Returns the latest operations that have failed."""
         return tuple(wire.OpFailed(key, error) for key, error in list(self._failed.items())[-_HANDED_OVER:])
 
     def refuse(self, rank: int, handle: int, error: str) -> None:

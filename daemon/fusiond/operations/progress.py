@@ -1,4 +1,4 @@
-"""How far each local worker is, and by how much it keeps others waiting. No I/O."""
+"""The progress of each local worker, and for how long it keeps others waiting. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RankProgress:
-    """One worker's.
+    """The progress of one worker.
 
     Attributes:
         steps: how often it was ready in the first bucket of a plan.
@@ -23,7 +23,7 @@ class RankProgress:
 
 
 class Progress:
-    """Of the workers of one node."""
+    """The progress of the workers of one node."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = {rank: RankProgress() for rank in ranks}

@@ -71,11 +71,11 @@ class ThreadWork:
             then()
 
     def pauses(self, plan: int) -> bool:
-        """Tells whether somebody waits for a plan to be quiet, so that nothing of it may begin."""
+        """Returns whether somebody waits for a plan to be quiet, so that nothing of it may begin."""
         return any(of == plan for of, _ in self._quiet)
 
     def forget(self) -> None:
-        """Nobody waits for a plan to be quiet any more."""
+        """Forgets all that wait for a plan to be quiet."""
         self._quiet.clear()
 
     def _done(self, plan: int) -> None:

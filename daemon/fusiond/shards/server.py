@@ -178,7 +178,7 @@ class HomeServer:
     # --- calls of the algorithm ---------------------------------------------------------------------------------------
 
     def _take_in(self, hosted: HostedHome, part: Contribution) -> list[Act]:
-        """Has the algorithm take in a part, and prepares what follows, on a thread of the kernel pool."""
+        """Gives a part to the algorithm, and prepares what follows, on a thread of the kernel pool."""
         home, position = hosted.home, part.rank
         if part.payload is not None:
             part.values = self._decoded(hosted, part, part.payload)
