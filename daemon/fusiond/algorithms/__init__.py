@@ -10,7 +10,7 @@ from typing import Any
 from fusion_rt import algorithms as chosen
 from fusiond.algorithms import elastic, gossip, pairwise, partial, shards
 from fusiond.algorithms.allreduce import AllReduce
-from fusiond.algorithms.base import Algorithm
+from fusiond.algorithms.exchange import Algorithm
 from fusiond.algorithms.home import HomeAlgorithm
 
 __all__ = ["Algorithm", "AllReduce", "HomeAlgorithm", "make"]

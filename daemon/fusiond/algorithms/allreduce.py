@@ -7,7 +7,7 @@ from typing import cast
 
 from fusion_rt.codecs.factoring import FactoringBucketCodec
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusiond.algorithms.base import Algorithm, Work
+from fusiond.algorithms.exchange import Algorithm, Work
 from fusiond.collectives.adasum import Adasum
 from fusiond.collectives.base import Exchange
 from fusiond.collectives.doubling import Doubling

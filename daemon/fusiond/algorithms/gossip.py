@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fusion_rt import algorithms, mixing
-from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Step, _Spec
+from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Spec, Step
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution
 
@@ -16,7 +16,7 @@ _BEGIN: Array = np.zeros(1, np.int64)
 _NOTHING = memoryview(b"")
 
 
-class Gossip(HomeAlgorithm[_Spec]):
+class Gossip(HomeAlgorithm[Spec]):
     """Each home sends what its worker posts to its neighbours' homes, and mixes when all parts of a clock are there.
 
     Of a rank that has left, its share of the weights goes to the rank itself. A rank that waits in another operation
@@ -26,7 +26,7 @@ class Gossip(HomeAlgorithm[_Spec]):
 
     waits = True
 
-    def __init__(self, spec: _Spec, ranks: int) -> None:
+    def __init__(self, spec: Spec, ranks: int) -> None:
         super().__init__(spec, ranks)
         self.graph = mixing.parse(spec.topology, ranks)  # type: ignore[attr-defined]  # all gossip has one
 

@@ -162,10 +162,10 @@ class Home:
         return total
 
 
-_Spec = TypeVar("_Spec", bound=algorithms.Algorithm)
+Spec = TypeVar("Spec", bound=algorithms.Algorithm)
 
 
-class HomeAlgorithm(ABC, Generic[_Spec]):
+class HomeAlgorithm(ABC, Generic[Spec]):
     """The behaviour of one algorithm at the homes of one plan. It holds no state of a single home.
 
     Args:
@@ -182,7 +182,7 @@ class HomeAlgorithm(ABC, Generic[_Spec]):
     waits: ClassVar[bool] = False
     tells: ClassVar[bool] = False
 
-    def __init__(self, spec: _Spec, ranks: int) -> None:
+    def __init__(self, spec: Spec, ranks: int) -> None:
         self.spec = spec
         self.ranks = ranks
 
@@ -230,7 +230,7 @@ def refuse_without(home: Home, why: str) -> Iterator[Step]:
                 yield Refuse(part, why)
 
 
-class ShardAlgorithm(HomeAlgorithm[_Spec]):
+class ShardAlgorithm(HomeAlgorithm[Spec]):
     """A shard applies the gradients that come to it; subclasses answer the questions about how and when."""
 
     def slot(self, home: Home, part: Contribution) -> int:

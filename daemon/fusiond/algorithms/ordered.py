@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fusiond.algorithms.home import Home, HomeAlgorithm, Step, Tell, _Spec
+from fusiond.algorithms.home import Home, HomeAlgorithm, Spec, Step, Tell
 from fusiond.core.contribution import Contribution
 
 LATE, UPDATE = 0, 1
@@ -21,7 +21,7 @@ IN_TIME = 1
 """The slot of what counts towards the next update, at the first home."""
 
 
-class Ordered(HomeAlgorithm[_Spec]):
+class Ordered(HomeAlgorithm[Spec]):
     """Shards that follow orders, which name contributions by rank and clock. Updates are made as they were ordered.
 
     `slots`: 0 has what has come and waits for an order. `scratch`: how many updates were ordered, and made.

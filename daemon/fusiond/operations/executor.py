@@ -17,7 +17,7 @@ from fusion_rt.trace import NULL, Instrument
 from fusion_rt.trace_format import Kind
 from fusion_rt.wire import OpKey
 from fusiond import algorithms
-from fusiond.algorithms.base import Algorithm, Work
+from fusiond.algorithms.exchange import Algorithm, Work
 from fusiond.buckets.codec_state import open_bucket
 from fusiond.buckets.plans import BucketState, PlanState
 from fusiond.buckets.recipes import Recipe, collective_exchange, contributions_of, outputs_of

@@ -193,7 +193,7 @@ class PushPullClients:
         self._here.do(message.plan, encode, source.nbytes, send)
 
     def rebase(self) -> None:
-        """Makes all clients count their clocks from a new base, the same on all nodes, however many they have posted."""
+        """Makes all clients count their clocks from a new base, the same on all nodes whatever they have posted."""
         for client in self:
             client.clock = (client.clock // CLOCKS_OF_A_JOIN + 1) * CLOCKS_OF_A_JOIN
 

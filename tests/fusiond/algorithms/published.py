@@ -29,7 +29,7 @@ Event = tuple[str, int] | tuple[str, int, int]  # ("step", i) or ("mix", i, j)
 
 @dataclass
 class Run:
-    """What happened; fields that a rule does not have stay empty. The start is not recorded.
+    """The course of a run; fields that a rule does not have stay empty. The start is not recorded.
 
     Attributes:
         homes: the home's copy after each of its updates; after each event for asynchronous EASGD.

@@ -32,7 +32,7 @@ class StuckError(Exception):
 
 @dataclass
 class Waits:
-    """What a rank waits for: answers to these handles, or a time (s)."""
+    """A wait of a rank: for answers to these handles, or for a time (s)."""
 
     what: str
     handles: Sequence[int] = ()
@@ -227,7 +227,7 @@ class Schedule:
         return waits.until <= self._job.now and all((rank, handle) in self._job.done for handle in waits.handles)
 
     def _pass_time(self, live: set[int]) -> bool:
-        """Until the next moment at which something is due; False if that is only a daemon's tick."""
+        """Passes time until something is due; False if that is only a daemon's tick."""
         job = self._job
         due = [self._waits[rank].until for rank in live if self._waits[rank].until > job.now]
         due += [at for at, _ in job.timers]
@@ -247,16 +247,16 @@ class Schedule:
 
     @property
     def steps(self) -> list[int]:
-        """How many contributions each rank makes to each plan."""
+        """Returns how many contributions each rank makes to each plan."""
         return [sum(epoch[rank] for epoch in self._steps_of) for rank in self._job.ranks]
 
     @property
     def hosted_homes(self) -> list[HostedHome]:
-        """All homes."""
+        """Returns all homes of the job."""
         return [hosted for node in self._job.nodes for hosted in node.engine.homes._server]
 
     def describe(self) -> str:
-        """Who waits for whom."""
+        """Describes who waits for whom."""
         lines = [f"{self._layout}, {self._meetings}, steps {self._steps_of}, then {self._end}"]
         lines += [f"  rank {rank} {waits.what}" for rank, waits in enumerate(self._waits)]
         for node in self._job.nodes:

@@ -79,7 +79,7 @@ class Workers:
         assert all(self.job.is_answered(rank, handle) for handle in handles)
 
     def post(self, rank: int, values: Array, samples: int = 1, settle: bool = True, kind: str = "post") -> None:
-        """A rank posts."""
+        """Posts for a rank."""
         for place, of in self.places(rank):
             place[:] = values[of]
         clock, self.clocks[rank] = self.clocks[rank], self.clocks[rank] + 1
@@ -97,7 +97,7 @@ class Workers:
         return handle
 
     def waits(self, rank: int) -> bool:
-        """Whether a rank has posted and has not got its answer."""
+        """Returns whether a rank has posted and has not got its answer."""
         return rank in self._handles and not all(self.job.is_answered(rank, h) for h in self._handles[rank])
 
     def collect(self, rank: int) -> None:
@@ -129,7 +129,7 @@ class Workers:
         return taken
 
     def home(self) -> Array:
-        """The shards' copy."""
+        """Returns the shards' copy."""
         return self._homes(-1, dict(zip((b.index for b in self.plan.buckets), self.plan.homes, strict=True)))
 
     def replica(self, rank: int) -> Array:

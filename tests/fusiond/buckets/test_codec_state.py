@@ -1,4 +1,4 @@
-"""What codecs remember: saved, given back, moved to another plan, and refused. A whole job in one thread."""
+"""The state of codecs: saved, loaded, moved to another plan, and refused. A whole job in one thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Training:
         self.memory = job.add_plan_memory(self.plan)
 
     def step(self, clock: int, rescale: tuple[float, ...] = ()) -> bytes:
-        """What rank 0 gets."""
+        """Takes a step; returns the result of rank 0."""
         for rank in self.job.ranks:
             for bucket in self.plan.buckets:
                 choose = np.random.default_rng([rank, bucket.index, clock])

@@ -19,7 +19,7 @@ REST = 2.5  # what the worker has taken of its residual
 
 
 class Job(SimulatedJob):
-    """With a plan of one bucket, and a tray on rank 0."""
+    """A job with a plan of one bucket, and a tray on rank 0."""
 
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(ranks, fusion_threshold=1 << 20)

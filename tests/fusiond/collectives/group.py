@@ -92,7 +92,7 @@ class Group:
         return self
 
     def to_started_nodes(self) -> list[Message]:
-        """What is under way to nodes that could take it now."""
+        """Returns the chunks under way to nodes that could take them now."""
         return [message for message in self.under_way if message[1] not in self._to_start]
 
     def _start(self, position: int) -> None:
@@ -143,7 +143,7 @@ def small_values(count: int, op: str, dtype: str, seed: int) -> Array:
 
 
 def combined(op: str, dtype: str, parts: Sequence[Array], divisor: int = 1) -> Array:
-    """What numpy makes of all ranks' values, in the dtype as it is stored."""
+    """Returns all ranks' values as numpy combines them, in the dtype as it is stored."""
     values = np.stack([loaded(part, dtype) for part in parts])
     if dtype == "bool":
         any_or_all = values.any(0) if op in ("sum", "max") else values.all(0)

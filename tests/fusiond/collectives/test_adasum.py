@@ -28,7 +28,7 @@ groups = pytest.mark.parametrize(("nodes", "workers"), [*GROUPS, (8, 1)])
 
 
 def pair(a: Array, b: Array) -> Array:
-    """What the paper says of two vectors in float64."""
+    """Combines two vectors as the paper says, in float64."""
     dot, norm_a, norm_b = a @ b, a @ a, b @ b
     return (1 - dot / (2 * norm_a) if norm_a else 1) * a + (1 - dot / (2 * norm_b) if norm_b else 1) * b
 
@@ -66,7 +66,7 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def gradients(nodes: int, workers: int, dtype: str = "float32", count: int = COUNT) -> list[list[Array]]:
-    """With something in common, so that neither the sum nor the average is right; stored, by node and worker."""
+    """Gradients with something in common: neither sum nor average is right. As they are stored, by node and worker."""
     choose = np.random.default_rng([nodes, workers])
     common = choose.standard_normal(count)
     return [
@@ -184,7 +184,7 @@ def test_equal_gradients_stay_and_orthogonal_ones_are_added(nodes: int, workers:
 @pytest.mark.parametrize(("nodes", "workers"), [(2, 1), (4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_parallel_gradients_of_any_length_are_averaged(nodes: int, workers: int, dtype: str) -> None:
-    """With lengths from the smallest number to the root of the largest, as Horovod tests its stability."""
+    """Lengths go from the smallest number to the root of the largest, as Horovod tests its stability."""
     ranks = nodes * workers
     limits = np.finfo(dtype)
     smallest, largest = float(limits.tiny), float(limits.max) ** 0.5

@@ -49,7 +49,7 @@ SIZES = [4 * 2**power // 3 for power in range(24)]
 
 
 def ways(link: CostModel, chunk: int) -> list[bool]:
-    """Which way arrays of every size go between 2 to 8 nodes."""
+    """Returns which way arrays of every size go between 2 to 8 nodes."""
     whole = link.chunk_bytes(chunk)
     return [
         way

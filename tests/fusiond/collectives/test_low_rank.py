@@ -10,7 +10,7 @@ from fusion_rt.codecs import Layout, Span
 from fusion_rt.codecs.powersgd import PowerSGDBucket
 from fusion_rt.dtypes import DTYPES
 from fusiond.algorithms.allreduce import AllReduce
-from fusiond.algorithms.base import Work
+from fusiond.algorithms.exchange import Work
 from fusiond.collectives.base import Exchange, ExchangeError, Reducer
 from fusiond.collectives.cost import CostModel
 from fusiond.collectives.low_rank import LowRank

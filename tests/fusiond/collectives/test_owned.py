@@ -69,7 +69,7 @@ class Job:
         return np.frombuffer(results.pop(), self.layout.dtype.storage)
 
     def states(self) -> list[dict[str, Array]]:
-        """What each node's codec remembers."""
+        """Returns the state of each node's codec."""
         return [codec.state_dict() for codec in self.codecs]
 
     def residual(self) -> Array:
@@ -91,7 +91,7 @@ def gradients(nodes: int, seed: int, elements: int = ELEMENTS) -> list[Array]:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("nodes", [2, 3, 5])
 def test_nothing_is_lost(kind: Callable[..., Compressed], codec: str, nodes: int) -> None:
-    """What was given = what all got + what waits in residuals."""
+    """The sum of what was given is that of what all got and of what waits in residuals."""
     job = Job(kind, nodes, codec)
     given, got = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
     for step in range(4):

@@ -55,7 +55,7 @@ class Scattered:
         self.group.may_send_last = True
 
     def run(self) -> list[Array]:
-        """What each member gets."""
+        """Returns the result of each member."""
         self.group.run()
         np.testing.assert_array_equal(self.parts, self.before)
         by_node = [iter(exchange.results) for exchange in self.group.exchanges]

@@ -68,7 +68,7 @@ class Worker:
 
 
 class SelectedJob(Job):
-    """As `Job`, with workers that select on these nodes."""
+    """A `Job` with workers that select on these nodes."""
 
     def __init__(self, kind: Callable[..., Compressed], nodes: int, codec: str, positions: Sequence[int]) -> None:
         super().__init__(kind, nodes, codec)
@@ -118,7 +118,7 @@ def test_a_gradient_that_is_not_finite_spoils_one_step_whoever_selects(
 
 
 def as_array(codec: SelectingBucketCodec) -> Array:
-    """What a daemon has of a residual."""
+    """Returns the daemon's part of a residual."""
     if codec.corrections is None:
         return np.zeros(ELEMENTS, np.float32)
     indices, values = codec.corrections._pair
@@ -161,7 +161,7 @@ def test_corrections_that_find_no_room_wait_for_the_next(monkeypatch: pytest.Mon
 
 
 def test_a_daemon_selects_in_between() -> None:
-    """Such as one that stands in for a worker that has joined: what it keeps then comes with the next corrections."""
+    """Such as a substitute for a worker that has joined: what it keeps then comes with the next corrections."""
     job = SelectedJob(Owned, 2, CODECS[1], range(2))
     given, got = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
     away = job.workers[1]

@@ -1,4 +1,4 @@
-"""What a daemon remembers of operations does not grow with their number, and what it forgets does no harm."""
+"""The memory of a daemon for operations does not grow with their number, and what it forgets does no harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in an operation: the same sentence for every rank, that names ranks, host and tensor, and no hang."""
+"""Failures of operations: every rank gets the same sentence, that names ranks, host and tensor, and nobody hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part: ranks that have joined, and process sets that come and go, over every order of events."""
+"""Participants: ranks that have joined, and process sets that come and go, over every order of events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def values_of(rank: int, step: int, elements: int = 300) -> np.ndarray:  # type:
 
 
 def uneven(job: SimulatedJob, seed: int) -> list[int]:
-    """How many steps each rank takes before it joins; some take none."""
+    """Returns how many steps each rank takes before it joins; some take none."""
     return np.random.default_rng(seed).integers(0, 4, job.size).tolist()  # type: ignore[no-any-return]
 
 

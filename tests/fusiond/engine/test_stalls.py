@@ -34,7 +34,7 @@ def loss(worker: VirtualWorker, clock: int) -> int:
 def train(
     worker: VirtualWorker, proposal: wire.Proposal, steps: int, pause: float = 0.0, together: bool = False
 ) -> Iterator[Any]:
-    """In each step, sums up a tensor, fills all buckets, in an order of its own, and waits for them. Checks the sums.
+    """Sums up a tensor in each step, fills all buckets, in an order of its own, and waits for them. Checks the sums.
     `together`: waits for all ranks in the end."""
     network, choose = worker.daemon.network, worker.daemon.network.random
     handle = worker.submit(wire.Propose(next(worker.handles), proposal))

@@ -23,7 +23,7 @@ PROPOSAL = wire.Proposal("opt", 0, 0, wire.Reduction(), TENSORS)
 
 
 class Seen:
-    """What ports and exchanges were made."""
+    """The ports and exchanges that were made."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.chunks: list[int] = []

@@ -16,7 +16,7 @@ from fusion_trace.simulate.ghost_codecs import open_codec
 from fusion_trace.simulate.ghosts import GhostReducer, values
 from fusion_trace.simulate.model import Bucket, Cluster
 from fusiond import algorithms
-from fusiond.algorithms.base import Work
+from fusiond.algorithms.exchange import Work
 from fusiond.collectives.base import Exchange, ExchangeError
 from fusiond.collectives.cost import CostModel
 from fusiond.operations.thread_work import INLINE_WORK
