@@ -20,7 +20,7 @@ from benchmarks import arguments as shared
 from benchmarks import results, sampling, tables
 from benchmarks.results import Measure, Record
 from benchmarks.tables import Table
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
 
 Array = npt.NDArray[Any]

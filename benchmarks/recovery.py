@@ -34,7 +34,7 @@ from benchmarks.results import Measure, Record, Setting
 from benchmarks.tables import Table
 from fusion_rt import wire
 from fusion_rt.client import Client
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 
 NAME = "recovery"
 RAISED, ENDED = "until the last survivor has raised", "until fusionrun has ended"

@@ -31,7 +31,7 @@ from benchmarks.tables import Table
 from fusion_rt.codecs import Layout
 from fusion_rt.codecs.selecting import SelectingBucketCodec
 from fusion_rt.codecs.topk import TopK, TopKBucket
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import cpu
 from fusion_rt.kernels.team import Team
 

@@ -126,8 +126,8 @@ def measure(ranks: int, steps: int, rounds: int) -> Record:
 def event(repeats: int = 300, number: int = 1000) -> list[float]:
     """Measures the seconds that recording an event takes; one sample for each repeat, which is so short that many are
     not interrupted."""
-    from fusion_rt.trace import Owner, Recorder
-    from fusion_rt.trace_format import Kind, Role
+    from fusion_rt.tracing.format import Kind, Role
+    from fusion_rt.tracing.recorder import Owner, Recorder
 
     with tempfile.TemporaryDirectory(prefix="tracing") as directory:
         recorder = Recorder(os.path.join(directory, "ring"), Owner("job", Role.WORKER, 0, 0, 1), 16 << 20)
@@ -141,7 +141,7 @@ def event(repeats: int = 300, number: int = 1000) -> list[float]:
 
 def _events(ring: Path) -> int:
     """Returns the number of records that were written to a ring."""
-    from fusion_rt.trace_format import HEADER_NBYTES, WRITTEN_AT
+    from fusion_rt.tracing.format import HEADER_NBYTES, WRITTEN_AT
 
     with open(ring, "rb") as file:
         return int.from_bytes(file.read(HEADER_NBYTES)[WRITTEN_AT : WRITTEN_AT + 8], "little")

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from fusion_rt import mixing, spec_parser
 from fusion_rt.codecs import CODECS, Codec
-from fusion_rt.errors import FusionError
-from fusion_rt.plugins import Registry
+from fusion_rt.core import mixing, spec_parser
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.plugins import Registry
 
 
 class AlgorithmError(FusionError, ValueError):
@@ -385,7 +385,7 @@ class EAWild(EASGD):
 
 @dataclass(frozen=True)
 class _Gossip(Algorithm):
-    """Ranks mix their parameters with their neighbours' in a graph (`fusion_rt.mixing`)."""
+    """Ranks mix their parameters with their neighbours' in a graph (`fusion_rt.core.mixing`)."""
 
     signal = Signal.PARAMETER
     place = Place.REPLICA

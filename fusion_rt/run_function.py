@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import msgspec
 
-from fusion_rt.bootstrap import decode_line, encode_line
-from fusion_rt.errors import JobError, SettingError
+from fusion_rt.core.errors import JobError, SettingError
+from fusion_rt.host.bootstrap import decode_line, encode_line
 
 LAUNCHER = "fusion_rt.runner.command.function_launcher"
 # Word for word Horovod's, for programs that look for it.

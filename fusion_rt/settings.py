@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.units import ALGORITHM, BYTES, CODEC, COUNT, GIB, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
 
 START, HOSTS, REACH, OUTPUT, ELASTIC, FUSION, STALLS, DAEMON, LOGGING, TIMELINE, AUTOTUNE, COMPATIBLE = GROUPS = (

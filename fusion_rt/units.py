@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 
 KIB = 1024
 MIB = 1024 * KIB

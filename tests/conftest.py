@@ -28,7 +28,7 @@ import hypothesis
 import psutil
 import pytest
 
-from fusion_rt import stacks
+from fusion_rt.host import stacks
 from tests import forks, time_limit
 
 pytest_plugins = ["pytester"]

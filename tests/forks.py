@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from fusion_rt import elastic
+from fusion_rt.local import elastic
 
 ROOT = Path(__file__).resolve().parent.parent
 DAEMON = (

@@ -22,7 +22,7 @@ assert importlib.util.find_spec("horovod.torch") is not None
 assert "torch" not in sys.modules
 
 import horovod.torch as hvd
-import fusion_rt, fusion_rt.errors, fusion_rt.torch
+import fusion_rt, fusion_rt.core.errors, fusion_rt.torch
 assert hvd is fusion_rt.torch is sys.modules["horovod.torch"]
 assert hvd.__name__ == hvd.__spec__.name == "fusion_rt.torch"
 assert horovod.torch is hvd

@@ -16,7 +16,7 @@ import pytest
 
 from fusion_rt import codecs
 from fusion_rt.codecs import Layout
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.launchers import environment
 from fusiond.collectives.base import Exchange, Reducer
 from tests.fusiond.collectives.group import Group, GroupPort

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import fusion_rt
-from fusion_rt.errors import JobError, SettingError
+from fusion_rt.core.errors import JobError, SettingError
 from fusion_rt.run_function import Answer, Request
 from fusion_rt.runner.command.function_launcher import make_request_plan
 

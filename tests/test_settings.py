@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusion_rt import settings_page
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.settings import GROUPS, KNOBS, OF_SETTINGS, Knob, Settings
 from fusion_rt.units import MIB, SECONDS, SWITCH
 

@@ -25,7 +25,7 @@ from types import FrameType
 import psutil
 import pytest
 
-from fusion_rt import stacks
+from fusion_rt.host import stacks
 
 GRACE_S = 90.0  # for fixtures to clean up after a test that was too slow; then its process ends
 _ABORT_S = 5.0  # for a process to write its stacks and end

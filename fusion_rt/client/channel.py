@@ -16,13 +16,14 @@ import socket
 import struct
 import threading
 
-from fusion_rt import local, wire
-from fusion_rt.arena import Segment
+from fusion_rt import wire
 from fusion_rt.client import joining
 from fusion_rt.client.operation import Operation
-from fusion_rt.errors import FusionError, HorovodInternalError, failure_of
-from fusion_rt.trace import NULL, Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.core.errors import FusionError, HorovodInternalError, failure_of
+from fusion_rt.host.arena import Segment
+from fusion_rt.local import packets
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NULL, Instrument
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _DONTWAIT = int(socket.MSG_DONTWAIT)
@@ -74,7 +75,7 @@ class Channel:
         self._operations[operation.handle] = operation
         return operation
 
-    def send(self, packet: local.Packet) -> None:
+    def send(self, packet: packets.Packet) -> None:
         """Sends a message; threads may send concurrently, since a packet is sent as a whole.
 
         Raises:
@@ -199,7 +200,7 @@ class Channel:
                 self.socket.send(wire.encode(wire.Ping()), _DONTWAIT)
 
     def _fail_as_silent(self) -> None:
-        self.fail(joining.silent(self._rank, local.peer_credentials(self.socket)[0], self.patience))
+        self.fail(joining.silent(self._rank, packets.peer_credentials(self.socket)[0], self.patience))
 
     def _wake(self) -> None:
         """Wakes all threads that wait, to check whether their operations have ended."""
@@ -209,7 +210,7 @@ class Channel:
 
     def _read_one(self, flags: int) -> bool:
         try:
-            data, fd = local.receive(self.socket, flags)
+            data, fd = packets.receive(self.socket, flags)
         except BlockingIOError:
             return False
         except OSError:

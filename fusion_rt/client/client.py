@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from fusion_rt import local, named_arrays, stacks, wire
-from fusion_rt.arena import Arena, Region, Segment
+from fusion_rt import wire
 from fusion_rt.client import joining
 from fusion_rt.client.channel import Channel
 from fusion_rt.client.clocks import Clocks
 from fusion_rt.client.operation import Operation, Terms
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import HorovodInternalError
-from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
-from fusion_rt.trace import Instrument
-from fusion_rt.trace_format import Flush, Kind
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
+from fusion_rt.host import stacks
+from fusion_rt.host.arena import Arena, Region, Segment
+from fusion_rt.local import array_codec, packets
+from fusion_rt.tracing.format import Flush, Kind
+from fusion_rt.tracing.recorder import Instrument
 
 _SUBMITTED = int(Kind.SUBMITTED)  # see `channel.py`
 
@@ -64,7 +66,7 @@ class Client:
         stacks_fd, stack_signal = stacks.offer()
         hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal)
         try:
-            self.channel.send(local.Packet(wire.encode(hello), stacks_fd))
+            self.channel.send(packets.Packet(wire.encode(hello), stacks_fd))
             self.welcome = joining.await_welcome(sock, rank, timeout, previous is not None)
         except BaseException:
             sock.close()
@@ -129,7 +131,9 @@ class Client:
         clock = self._clocks.next(process_set, name)
         operation = self.channel.begin(name)
         where = None if place is None else wire.Place(*place)
-        packet = local.Packet(wire.encode(wire.Submit(operation.handle, name, clock, signature, where, inline, splits)))
+        packet = packets.Packet(
+            wire.encode(wire.Submit(operation.handle, name, clock, signature, where, inline, splits))
+        )
         self._clocks.count(process_set, name)
         if not unnamed:
             self._in_flight.add(identity)
@@ -166,7 +170,7 @@ class Client:
         about = operation.about = (f"bucket {bucket}", clock, plan)
         self.channel.trace.record(_SUBMITTED, about[0], nbytes, clock, plan, flush)
         message = wire.Ready(operation.handle, plan, bucket, clock, *terms)
-        self.channel.send(local.Packet(wire.encode(message)))
+        self.channel.send(packets.Packet(wire.encode(message)))
         return operation
 
     def next_clock(self, plan: int, bucket: int) -> int:
@@ -241,7 +245,7 @@ class Client:
         self._send(wire.SaveState(operation.handle, process_set, group, common))
         output = self.wait(operation).output
         data = bytearray(operation.inline or b"") if output is None else output.view
-        return named_arrays.read(np.frombuffer(data, np.uint8))
+        return array_codec.read(np.frombuffer(data, np.uint8))
 
     def load_state(self, process_set: int, group: str, state: Mapping[str, Any], common: bool = False) -> None:
         """Restores codec state that `save_state` returned.
@@ -252,9 +256,9 @@ class Client:
         Raises:
             HorovodInternalError: the state is not of the active plan, or the codecs are at work.
         """
-        nbytes = named_arrays.nbytes_of(state)
+        nbytes = array_codec.nbytes_of(state)
         region = self.allocate(nbytes)
-        named_arrays.write(state, np.frombuffer(region.view, np.uint8)[:nbytes])
+        array_codec.write(state, np.frombuffer(region.view, np.uint8)[:nbytes])
         operation = self.channel.begin(group)
         place = wire.Place(region.segment, region.offset)
         self._send(wire.LoadState(operation.handle, process_set, group, place, nbytes, common))
@@ -344,7 +348,7 @@ class Client:
         self.channel.socket.close()
 
     def _send(self, message: wire.WorkerMessage, fd: int = -1) -> None:
-        self.channel.send(local.Packet(wire.encode(message), fd))
+        self.channel.send(packets.Packet(wire.encode(message), fd))
 
 
 def _nbytes_of(signature: wire.Signature) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 
 _MAX_NAMES = 1 << 20  # in a process set; they take about 100 MB
 _CLOCKS_OF_A_JOIN = 1 << 24  # clocks between one join and the next

@@ -7,8 +7,9 @@ import selectors
 import socket
 import time
 
-from fusion_rt import local, wire
-from fusion_rt.errors import FusionError
+from fusion_rt import wire
+from fusion_rt.core.errors import FusionError
+from fusion_rt.local import packets
 
 
 def connect(path: str, timeout: float, listened: bool) -> socket.socket:
@@ -22,7 +23,7 @@ def connect(path: str, timeout: float, listened: bool) -> socket.socket:
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            local.connect(sock, path)
+            packets.connect(sock, path)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             sock.close()
             if listened:
@@ -60,7 +61,7 @@ def await_welcome(sock: socket.socket, rank: int, timeout: float, skip_answers: 
                 raise FusionError(f"rank {rank} waited {timeout:g} s for the other processes of the job; "
                                   "raise --start-timeout if they need longer to start")  # fmt: skip
             try:
-                data, fd = local.receive(sock)
+                data, fd = packets.receive(sock)
             except ConnectionError:  # the daemon ended without having read Hello
                 data, fd = b"", -1
             if not data:

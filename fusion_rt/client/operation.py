@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fusion_rt import wire
-from fusion_rt.arena import Segment
+from fusion_rt.host.arena import Segment
 
 
 class Terms(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fusion_rt import spec_parser
 from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span, byte_view, check_length, layout_of
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.gaussiank import GaussianK
@@ -19,8 +18,9 @@ from fusion_rt.codecs.powersgd import PowerSGD
 from fusion_rt.codecs.randomk import RandomK
 from fusion_rt.codecs.thresholdk import ThresholdK
 from fusion_rt.codecs.topk import TopK
+from fusion_rt.core import spec_parser
+from fusion_rt.core.plugins import Registry
 from fusion_rt.kernels.team import ALONE, Team
-from fusion_rt.plugins import Registry
 
 __all__ = [
     "CODECS",

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fusion_rt import spec_parser
-from fusion_rt.dtypes import DTYPES, DType
-from fusion_rt.errors import FusionError
+from fusion_rt.core import spec_parser
+from fusion_rt.core.dtypes import DTYPES, DType
+from fusion_rt.core.errors import FusionError
 from fusion_rt.kernels.team import ALONE, Team
 
 if TYPE_CHECKING:

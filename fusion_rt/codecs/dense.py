@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt.codecs.base import Array, BucketCodec, Codec, byte_view, check_length
-from fusion_rt.dtypes import DType
+from fusion_rt.core.dtypes import DType
 
 
 class DenseBucket(BucketCodec):

@@ -10,7 +10,7 @@ import numpy as np
 
 from fusion_rt.codecs.base import Array, BucketCodec, Codec, CodecError, Layout
 from fusion_rt.codecs.tensor_rules import joined
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu, selection
 from fusion_rt.kernels.selection import Range
 from fusion_rt.kernels.team import ALONE, Team

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from fusion_rt.codecs.base import Array, BucketCodec, Codec, Layout, byte_view, check_length
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
 from fusion_rt.kernels.team import ALONE, Team
 

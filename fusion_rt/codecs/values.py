@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from fusion_rt.codecs.base import Array, CodecError
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
 
 BLOCK = 64

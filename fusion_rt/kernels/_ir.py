@@ -10,7 +10,7 @@ from typing import Any
 import llvmlite.binding
 from llvmlite import ir
 
-from fusion_rt.dtypes import DType
+from fusion_rt.core.dtypes import DType
 
 I16, I32, I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 HALF, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()

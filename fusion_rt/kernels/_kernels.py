@@ -14,7 +14,7 @@ import llvmlite.binding
 import numba
 from numba import types
 
-from fusion_rt.dtypes import DType
+from fusion_rt.core.dtypes import DType
 from fusion_rt.kernels import _coding, _low_rank, _quantisation, _selection
 from fusion_rt.kernels._lanes import (
     Wire,

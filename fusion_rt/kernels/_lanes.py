@@ -17,7 +17,7 @@ from numba import extending, types
 from numba.core import imputils
 from numba.extending import models
 
-from fusion_rt.dtypes import DType
+from fusion_rt.core.dtypes import DType
 from fusion_rt.kernels import _ir
 
 _LANE_BYTES = 128  # of one accumulator: two cache lines; 64 and 256 measured no better

@@ -11,7 +11,7 @@ from typing import Any
 import numba
 from numba import extending, types
 
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import _ir
 from fusion_rt.kernels._lanes import Wire, add, lanes, load, multiply, scale, store, total, zeros
 from fusion_rt.kernels._memory import peek64, peek_float, poke_float

@@ -12,7 +12,7 @@ import numba
 from llvmlite import ir
 from numba import extending, types
 
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import _ir
 from fusion_rt.kernels._lanes import INFINITE, Lanes, Wire, add, lanes, load, maximum, store, where_finite, zeros
 from fusion_rt.kernels._memory import peek8, peek64, peek_float, poke8, poke32, poke64, poke_float

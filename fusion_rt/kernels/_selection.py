@@ -11,7 +11,7 @@ from typing import Any
 
 import numba
 
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels._lanes import (
     INFINITE,
     Wire,

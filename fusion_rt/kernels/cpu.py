@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels.machine_code import MAX, MIN, PRODUCT, REQUEST, SUM, MachineCode, cache_folders
 
 Array: TypeAlias = npt.NDArray[Any]

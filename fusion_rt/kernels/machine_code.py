@@ -24,8 +24,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fusion_rt import dtypes
-from fusion_rt.errors import FusionError
+from fusion_rt.core import dtypes
+from fusion_rt.core.errors import FusionError
 
 SUM, PRODUCT, MIN, MAX = range(4)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 
 Array: TypeAlias = npt.NDArray[Any]
 

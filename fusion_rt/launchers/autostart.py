@@ -20,7 +20,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from fusion_rt.bootstrap import (
+from fusion_rt.client import Client
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import (
     DAEMON_COMMAND,
     DaemonConfig,
     Endpoint,
@@ -32,16 +35,13 @@ from fusion_rt.bootstrap import (
     make_private_directory,
     socket_path,
 )
-from fusion_rt.client import Client
-from fusion_rt.errors import FusionError
+from fusion_rt.host.private_files import read_secret
 from fusion_rt.launchers.entries import Arrival
 from fusion_rt.launchers.environment import Environment
 from fusion_rt.launchers.kvstore import Store
 from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.launchers.rendezvous import Rendezvous
-from fusion_rt.private_files import read_secret
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
 
 SECRET_FILE = "~/.fusion_rt_secret"  # where errors and docs suggest to keep a secret
 _STARTS = itertools.count()  # of daemons on one host; all its ranks count alike
@@ -149,7 +149,7 @@ def _meet(
     where: Environment, settings: Settings, meeting: Meeting, rendezvous: Rendezvous
 ) -> tuple[Client, StartedDaemon | None]:
     """Joins a job whose nodes do not know of each other yet."""
-    from fusion_rt.address import address_towards
+    from fusion_rt.host.address import address_towards
 
     arrival = Arrival(where.size, where.local_rank, meeting.node, meeting.host, secrets.token_hex(8))
     assignment = rendezvous.assign(arrival, where.job)

@@ -13,9 +13,9 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from fusion_rt.bootstrap import Job, PeerTable, decode_line, encode_line
-from fusion_rt.errors import FusionError, WireError
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import Job, PeerTable, decode_line, encode_line
 
 _NAMED = 16  # ranks that a message names at most
 _Name = Annotated[str, msgspec.Meta(max_length=255)]

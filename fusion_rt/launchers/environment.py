@@ -18,10 +18,10 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fusion_rt.elastic import EPOCH
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers.meeting import Address, Meeting, addresses_of, hosts_of_uri, identity
 from fusion_rt.launchers.nodelist import expand
+from fusion_rt.local.elastic import EPOCH
 
 _FUSIONRUN = (
     "HOROVOD_RANK",

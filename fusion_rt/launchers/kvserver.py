@@ -9,9 +9,9 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from fusion_rt.address import is_loopback
-from fusion_rt.errors import FusionError
-from fusion_rt.http_server import Request, Server, response
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host.address import is_loopback
+from fusion_rt.host.http_server import Request, Server, response
 from fusion_rt.launchers import kvstore
 from fusion_rt.launchers.kvstore import IDENTITY, show
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from fusion_rt.errors import WireError
-from fusion_rt.http_server import split_message
+from fusion_rt.core.errors import WireError
+from fusion_rt.host.http_server import split_message
 from fusion_rt.launchers.meeting import Address
 
 MAX_VALUE = 1024 * 1024  # bytes

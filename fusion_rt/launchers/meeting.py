@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 
 Address = tuple[str, int]  # host name or IP address, and port
 

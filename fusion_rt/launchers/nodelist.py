@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 
 MAX_HOSTS = 65536
 _MAX_NAME = 255  # characters, as in DNS

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from fusion_rt.bootstrap import Endpoint, PeerTable, StartError
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.host.bootstrap import Endpoint, PeerTable, StartError
 from fusion_rt.launchers.entries import (
     Arrival,
     Assignment,

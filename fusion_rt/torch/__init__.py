@@ -14,7 +14,7 @@ with `synchronize_parameters`; and, in modules of their own, `large_batch` and `
 """
 
 from fusion_rt import algorithms
-from fusion_rt.errors import HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.torch import elastic, mpi_ops
 from fusion_rt.torch.agreement import average_buffers, averaged, consensus, consensus_distance, staleness
 from fusion_rt.torch.core.basics import (

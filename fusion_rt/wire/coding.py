@@ -6,7 +6,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 from fusion_rt.wire.basics import MAX_MESSAGE, PROTOCOL_VERSION
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
 from fusion_rt.wire.data import Began, Chunk, Credit, Piece

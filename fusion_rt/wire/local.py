@@ -6,7 +6,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusion_rt.wire.basics import MAX_INLINE, MAX_PATH, Count, Line, Name, PostKind, Rank, Rates, Text
 from fusion_rt.wire.operations import Place, Signature
 from fusion_rt.wire.plans import Plan, Proposal

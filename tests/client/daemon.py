@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt import local, wire
+from fusion_rt import wire
 from fusion_rt.client import Client, Operation
-from fusion_rt.errors import HorovodInternalError
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.topology import Topology
+from fusion_rt.local import packets
 
 SUM = wire.Signature("allreduce", "float32", (2,))
 WELCOME = wire.Welcome(Topology(("a",), ((0, 1),)), 0, 1 << 20, "allreduce", "dense")
@@ -57,11 +58,11 @@ class Daemon:
         return self.receive_with_descriptor()[0]
 
     def receive_with_descriptor(self) -> tuple[wire.WorkerMessage, int]:
-        data, fd = local.receive(self.sock)
+        data, fd = packets.receive(self.sock)
         return wire.decode_worker_message(data), fd
 
     def send(self, message: wire.DaemonMessage, fd: int = -1) -> None:
-        local.Packet(wire.encode(message), fd).send(self.sock)
+        packets.Packet(wire.encode(message), fd).send(self.sock)
 
     def close(self) -> None:
         self._listener.close()

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.arena import Segment
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError, HorovodInternalError, WireError
+from fusion_rt.core.errors import FusionError, HorovodInternalError, WireError
+from fusion_rt.host.arena import Segment
 from tests.client.daemon import SUM, TIMEOUT_S, WELCOME, Daemon, failure
 
 

@@ -8,11 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from fusion_rt import local, wire
-from fusion_rt.arena import Segment
+from fusion_rt import wire
 from fusion_rt.client import Client
-from fusion_rt.errors import HorovodInternalError
-from fusion_rt.topology import ProcessSet
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.topology import ProcessSet
+from fusion_rt.host.arena import Segment
+from fusion_rt.local import packets
 from tests.client.daemon import SUM, TIMEOUT_S, Daemon, failure
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def test_a_client_that_leaves_says_so(daemon: Daemon) -> None:
     client.close("it raised ValueError")
     assert isinstance(daemon.receive(), wire.Submit)
     assert daemon.receive() == wire.Bye("it raised ValueError")
-    assert local.receive(daemon.sock) == (b"", -1)
+    assert packets.receive(daemon.sock) == (b"", -1)
     assert "has been shut down on this rank" in failure(client, operation)
     with pytest.raises(HorovodInternalError, match="has been shut down"):
         client.submit("y", SUM, inline=bytes(8))
@@ -131,13 +132,13 @@ def test_leaving_wakes_a_thread_that_waits(daemon: Daemon, monkeypatch: pytest.M
     operation = client.submit("x", SUM, inline=bytes(8))
     failures: list[str] = []
     reads = threading.Event()
-    receive = local.receive
+    receive = packets.receive
 
     def announced(sock: socket.socket, flags: int = 0) -> tuple[bytes, int]:
         reads.set()  # and then the interpreter is this thread's until the system call gives it away
         return receive(sock, flags)
 
-    monkeypatch.setattr(local, "receive", announced)
+    monkeypatch.setattr(packets, "receive", announced)
     thread = threading.Thread(target=lambda: failures.append(failure(client, operation)))
     thread.start()
     assert reads.wait(TIMEOUT_S)
@@ -149,7 +150,7 @@ def test_leaving_wakes_a_thread_that_waits(daemon: Daemon, monkeypatch: pytest.M
 def test_a_forked_child_does_not_say_goodbye(daemon: Daemon, client: Client) -> None:
     client._pid += 1  # as a child sees it
     client.close()
-    assert local.receive(daemon.sock) == (b"", -1)
+    assert packets.receive(daemon.sock) == (b"", -1)
 
 
 def test_an_abandoned_connection_cannot_be_used(client: Client) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from fusion_rt.client.clocks import Clocks
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 
 
 def test_each_identity_is_counted_for_itself() -> None:

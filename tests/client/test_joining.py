@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt import stacks, wire
+from fusion_rt import wire
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host import stacks
 from tests.client.daemon import TIMEOUT_S, WELCOME, Daemon
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, open_bucket, parse
 from fusion_rt.codecs.dense import Dense, DenseBucket
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 
 Array = npt.NDArray[Any]
 

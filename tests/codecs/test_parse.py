@@ -16,7 +16,7 @@ from fusion_rt.codecs.half import Bf16, Fp16
 from fusion_rt.codecs.int8 import Int8
 from fusion_rt.codecs.onebit import OneBit
 from fusion_rt.codecs.powersgd import PowerSGD
-from fusion_rt.dtypes import DType
+from fusion_rt.core.dtypes import DType
 
 
 @dataclass(frozen=True)

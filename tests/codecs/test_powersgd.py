@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.powersgd import PowerSGD, PowerSGDBucket
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import low_rank, reference
 from fusion_rt.kernels.team import Team
 

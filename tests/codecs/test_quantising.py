@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.quantising import Quantising, QuantisingBucketCodec
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import quantisation, reference
 from fusion_rt.kernels.random_bits import key
 from fusion_rt.kernels.team import Team

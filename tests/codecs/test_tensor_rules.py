@@ -6,7 +6,7 @@ import pytest
 
 from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.codecs.tensor_rules import TensorRules
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 
 LAYOUT = Layout(
     DTYPES["float32"],

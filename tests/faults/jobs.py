@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from benchmarks.netlab import Netlab
 from fusion_rt import wire
-from fusion_rt.bootstrap import PeerTable, encode_line
 from fusion_rt.client import Client
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.host.bootstrap import PeerTable, encode_line
 from tests.faults.proxy import Proxy
 from tests.fusiond.processes import COMMAND, Daemons, read_line
 

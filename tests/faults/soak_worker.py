@@ -17,7 +17,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from tests.faults.hanging import hold_gil
 from tests.faults.jobs import Array, add, part, total
 

@@ -24,11 +24,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt import local, wire
-from fusion_rt.arena import Segment
-from fusion_rt.bootstrap import RANKS_DIRECTORY, DaemonConfig
-from fusion_rt.errors import ArenaError, FusionError, HorovodInternalError
-from fusion_rt.topology import Topology
+from fusion_rt import wire
+from fusion_rt.core.errors import ArenaError, FusionError, HorovodInternalError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.arena import Segment
+from fusion_rt.host.bootstrap import RANKS_DIRECTORY, DaemonConfig
+from fusion_rt.local import packets
 from fusiond.app.cli import app
 from fusiond.host import leftovers
 from fusiond.host.leftovers import remove_dead
@@ -316,12 +317,12 @@ def test_without_descriptors_nobody_new_comes_and_those_who_are_there_notice_not
         first.connect(workers._path)
         turn()
         second.connect(workers._path)
-        local.Packet(wire.encode(wire.Hello(1, "job", 0, os.getpid()))).send(first)
+        packets.Packet(wire.encode(wire.Hello(1, "job", 0, os.getpid()))).send(first)
         with caplog.at_level(logging.WARNING), limited(resource.RLIMIT_NOFILE, lowest_free_descriptor()):
             for _ in range(20):
                 for _ in range(5):  # turns between two attempts find nothing to do: the loop does not spin
                     turn()
-                    local.Packet(wire.encode(wire.StatusRequest())).send(first)
+                    packets.Packet(wire.encode(wire.StatusRequest())).send(first)
                     turn()
                 clock.now += 1.0
             assert workers.statistics()["connections"] == 1
@@ -342,7 +343,7 @@ def test_an_arena_for_which_there_is_no_descriptor_is_an_error_that_says_so() ->
     with ours, theirs:
         theirs.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.fd]))])
         with limited(resource.RLIMIT_NOFILE, lowest_free_descriptor()), pytest.raises(FusionError, match="ulimit -n"):
-            local.receive(ours)
+            packets.receive(ours)
     segment.close()
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import job_directory, socket_path
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import job_directory, socket_path
 from tests.fusiond.processes import JOB, TIMEOUT_S, Daemons
 
 MakeDaemons = Callable[..., Daemons]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from tests.faults import nemesis
 from tests.faults.jobs import WAIT_S, Workers, add, adding_process, total, wait
 from tests.fusiond.processes import Daemons, kill, read_line
@@ -112,7 +112,7 @@ def both_fail(job: Daemons) -> set[str]:
 def test_a_worker_that_comes_back_too_late_gets_the_same_sentence_and_the_job_goes_on(daemons: MakeDaemons) -> None:
     job = daemons(1, 1, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="3s").start()
     code = """
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from tests.faults.jobs import add
 print("joined", flush=True)
 try:

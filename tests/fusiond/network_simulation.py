@@ -25,10 +25,10 @@ import numpy.typing as npt
 import zmq
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
-from fusion_rt.trace import NULL
+from fusion_rt.tracing.recorder import NULL
 from fusiond.app.daemon import Daemon
 from fusiond.host.loop import Timer
 from fusiond.transport.sockets import MORE

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion_rt import local, wire
-from fusion_rt.bootstrap import (
+from fusion_rt import wire
+from fusion_rt.client import Client
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import (
     DaemonConfig,
     Endpoint,
     PeerTable,
@@ -26,8 +28,7 @@ from fusion_rt.bootstrap import (
     job_directory,
     socket_path,
 )
-from fusion_rt.client import Client
-from fusion_rt.topology import Topology
+from fusion_rt.local import packets
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,8 +137,8 @@ class Daemons:
 
     def ask(self, node: int, request: wire.StatusRequest | wire.StopRequest) -> dict[str, Any]:
         with self.connection(node) as sock:
-            local.Packet(wire.encode(request)).send(sock)
-            answer = wire.decode_daemon_message(local.receive(sock)[0])
+            packets.Packet(wire.encode(request)).send(sock)
+            answer = wire.decode_daemon_message(packets.receive(sock)[0])
         assert isinstance(answer, wire.Status)
         found: dict[str, Any] = json.loads(answer.json)
         return found
@@ -185,9 +186,9 @@ class Daemons:
     def say(self, message: wire.WorkerMessage | bytes, node: int = 0) -> list[wire.DaemonMessage]:
         """Sends one message on a new connection, and reads until the daemon closes it, or answers."""
         with self.connection(node) as sock:
-            local.Packet(message if isinstance(message, bytes) else wire.encode(message)).send(sock)
+            packets.Packet(message if isinstance(message, bytes) else wire.encode(message)).send(sock)
             try:
-                data, _ = local.receive(sock)
+                data, _ = packets.receive(sock)
             except ConnectionResetError:
                 data = b""
         return [wire.decode_daemon_message(data)] if data else []

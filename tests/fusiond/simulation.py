@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
+from fusion_rt.core.topology import ProcessSet, Topology
 from fusion_rt.settings import Settings
-from fusion_rt.topology import ProcessSet, Topology
 from fusiond.core.result import Result
 from fusiond.core.tracing import Job
 from fusiond.engine.engine import Engine

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import DaemonConfig
+from fusion_rt.host.bootstrap import DaemonConfig
 from fusiond.app.peer_dispatch import PeerDispatch
 from fusiond.engine.engine import Engine
 from fusiond.membership.epoch import Membership

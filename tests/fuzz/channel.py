@@ -12,9 +12,10 @@ import tempfile
 from functools import cache
 from typing import get_args
 
-from fusion_rt import local, wire
-from fusion_rt.arena import Segment
-from fusion_rt.errors import FusionError
+from fusion_rt import wire
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host.arena import Segment
+from fusion_rt.local import packets
 from fusiond.host.loop import EventLoop
 from fusiond.host.runtime_directory import listen
 from fusiond.workers.connections import WorkerLink, Workers
@@ -133,7 +134,7 @@ def _seeds() -> list[bytes]:
 
 
 def _receive(data: bytes) -> bool:
-    """What `local.receive` makes of a packet, for a worker."""
+    """What `packets.receive` makes of a packet, for a worker."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         fd = -1
@@ -146,7 +147,7 @@ def _receive(data: bytes) -> bool:
         theirs.sendmsg([b"\0" if fd >= 0 else data[: wire.MAX_PACKET]], rights)
         if fd >= 0:
             os.close(fd)
-        received, attached = local.receive(ours)
+        received, attached = packets.receive(ours)
         assert attached == -1
         assert received == (data[: wire.MAX_PACKET] if fd < 0 else data)
         if received:

@@ -11,7 +11,7 @@ import numpy as np
 from fusion_rt import codecs
 from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.codecs.summing import SummingBucketCodec
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from tests.fuzz.engine import Target
 
 ELEMENTS = 3000

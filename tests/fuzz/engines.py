@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from fusion_rt import named_arrays, wire
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt import wire
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.local import array_codec
 from tests.fusiond.simulation import SimulatedJob
 from tests.fuzz.engine import Target
 
@@ -116,8 +117,8 @@ def _act(job: SimulatedJob, program: _Program, ranks: Sequence[int], handle: int
             job.engine(rank).codecs.save_state(rank, save)
     else:
         arrays = {program.of(("0:step", "0:residual/x", "home:0:-1:value")): np.zeros(program.byte() % 4)}
-        data = np.empty(named_arrays.nbytes_of(arrays), np.uint8)
-        named_arrays.write(arrays, data)
+        data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
+        array_codec.write(arrays, data)
         load = _checked(wire.LoadState(handle, program.of((0, 0, 1)), "g", wire.Place(1, 0), len(data)))
         for rank in ranks:
             job.engine(rank).codecs.load_state(rank, load, data)

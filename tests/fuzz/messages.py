@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from fusion_rt import elastic, run_function, wire
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, Phase, StartError, decode_line, encode_line
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt import run_function, wire
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable, Phase, StartError, decode_line, encode_line
 from fusion_rt.launchers import entries, kvstore
+from fusion_rt.local import elastic
 from fusion_rt.runner.protocol import agent_messages
-from fusion_rt.topology import Topology
 from fusiond.transport import delivery
 from tests.fuzz.engine import Target
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fusion_rt import codecs, named_arrays, wire
+from fusion_rt import codecs, wire
 from fusion_rt.codecs import CodecError, Layout, Span
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.local import array_codec
 from fusion_rt.settings import Settings
 from fusiond.buckets import codec_state
 from fusiond.engine.snapshots import SnapshotError, Snapshots
@@ -52,8 +53,8 @@ def targets(torch: bool = True) -> list[Target]:
 
 
 def _packed(arrays: dict[str, Any]) -> bytes:
-    data = np.empty(named_arrays.nbytes_of(arrays), np.uint8)
-    named_arrays.write(arrays, data)
+    data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
+    array_codec.write(arrays, data)
     return data.tobytes()
 
 
@@ -64,7 +65,7 @@ def _arrays(empty: bool = False) -> bytes:
 
 
 def _read(data: bytes) -> bool:
-    for array in named_arrays.read(np.frombuffer(data, np.uint8)).values():
+    for array in array_codec.read(np.frombuffer(data, np.uint8)).values():
         assert array.nbytes <= len(data)
         array.tobytes()
     return True
@@ -91,7 +92,7 @@ def _bucket(number: int) -> Any:
 
 def _restore(data: bytes) -> bool:
     bucket = _bucket(data[0] if data else 0)
-    codec_state.restore([bucket], named_arrays.read(np.frombuffer(data[1:], np.uint8)))
+    codec_state.restore([bucket], array_codec.read(np.frombuffer(data[1:], np.uint8)))
     bucket.encode(0, np.ones(600, np.float32))  # it goes on from whatever it was given
     return True
 
@@ -135,7 +136,7 @@ class _Homes:
         return [_packed(self._owner.homes.save(self._workers.plan.id))]
 
     def restore(self, data: bytes) -> bool:
-        arrays = named_arrays.read(np.frombuffer(data, np.uint8))
+        arrays = array_codec.read(np.frombuffer(data, np.uint8))
         engine, plan = self._owner, self._workers.plan
         engine.homes.load(plan.process_set, plan.group, arrays)
         try:

@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusion_rt import codecs, elastic, local, named_arrays, stack_text, wire
-from fusion_rt.bootstrap import Endpoint, decode_line, encode_line
+from fusion_rt import codecs, wire
 from fusion_rt.codecs import CodecError, Layout, Span
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import FusionError, SettingError, WireError
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import FusionError, SettingError, WireError
+from fusion_rt.host.bootstrap import Endpoint, decode_line, encode_line
 from fusion_rt.launchers.nodelist import expand
+from fusion_rt.local import array_codec, elastic, packets, stack_text
 from fusion_rt.runner.command import config_file
 from fusion_rt.runner.protocol import agent_messages
 from fusion_rt.units import parse_seconds, parse_size
@@ -32,7 +33,7 @@ def test_an_empty_packet_with_a_descriptor_leaves_no_descriptor_behind() -> None
         before = len(os.listdir("/proc/self/fd"))
         theirs.sendmsg([b""], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))])
         with pytest.raises(WireError, match="a descriptor and no message"):
-            local.receive(ours)
+            packets.receive(ours)
         assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -71,7 +72,7 @@ def test_an_empty_array_of_an_impossible_shape_is_a_wire_error(shape: tuple[int,
     header = msgspec.msgpack.encode([("a", "float32", shape)])
     data = np.frombuffer(len(header).to_bytes(8, "little") + header + bytes(64), np.uint8)
     with pytest.raises(WireError, match="cannot have the shape"):
-        named_arrays.read(data)
+        array_codec.read(data)
 
 
 @pytest.mark.parametrize(

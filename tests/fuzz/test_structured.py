@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt import codecs, named_arrays, wire
+from fusion_rt import codecs, wire
 from fusion_rt.codecs import CodecError, Layout
 from fusion_rt.codecs.packing import HEADER
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import WireError
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import WireError
+from fusion_rt.local import array_codec
 
 CHANNELS = {
     "worker": (wire.WorkerMessage, wire.decode_worker_message),
@@ -66,7 +67,7 @@ def test_no_header_of_named_arrays_gives_more_than_there_is(entries: list[Any], 
     size = len(header) if length is None or length < 0 else length % 2**64
     data = np.frombuffer(size.to_bytes(8, "little") + header + bytes(room), np.uint8)
     try:
-        arrays = named_arrays.read(data)
+        arrays = array_codec.read(data)
     except WireError:
         return
     assert sum(array.nbytes for array in arrays.values()) <= room + 8

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from fusion_rt import algorithms, codecs, mixing, stack_text, wire
+from fusion_rt import algorithms, codecs, wire
 from fusion_rt.algorithms import AlgorithmError
 from fusion_rt.codecs import CodecError
-from fusion_rt.errors import FusionError, SettingError
+from fusion_rt.core import mixing
+from fusion_rt.core.errors import FusionError, SettingError
+from fusion_rt.core.mixing import MixingError
 from fusion_rt.launchers import meeting
 from fusion_rt.launchers.environment import detect
 from fusion_rt.launchers.nodelist import expand
-from fusion_rt.mixing import MixingError
+from fusion_rt.local import stack_text
 from fusion_rt.runner.command import config_file
 from fusion_rt.runner.launch.host_list import parse_hostfile, parse_hosts
 from fusion_rt.runner.launch.worker_errors import echo_of, excerpt, in_a_line, last_error

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import _ir, _kernels, cpu, machine_code, reference
 
 Array = npt.NDArray[Any]

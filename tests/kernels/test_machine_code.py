@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import cpu, machine_code
 from fusion_rt.kernels.machine_code import KernelError, MachineCode, cache_folders
 
@@ -50,7 +50,7 @@ def test_the_second_process_compiles_nothing(tmp_path: Path, compiled: list[str]
 
 def test_a_process_that_uses_kernels_does_not_import_numba() -> None:
     code = (
-        "import sys, numpy as np; from fusion_rt.kernels import cpu; from fusion_rt.dtypes import DTYPES\n"
+        "import sys, numpy as np; from fusion_rt.kernels import cpu; from fusion_rt.core.dtypes import DTYPES\n"
         "a = np.ones(3, np.float32); cpu.reduce('sum', DTYPES['float32'], [a, a], [a])\n"
         "assert a.tolist() == [2.0] * 3; sys.exit('numba' in sys.modules)"
     )
@@ -67,7 +67,7 @@ def test_importing_the_package_loads_neither_numba_nor_llvm() -> None:
 FILL_THE_ADDRESS_SPACE = """
 import ctypes, mmap, sys
 import numpy as np
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import cpu
 
 PRIVATE_ANONYMOUS_WITHOUT_RESERVE, PAGE = 0x4022, 4096

@@ -16,9 +16,10 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from fusion_rt.bootstrap import Endpoint, PeerTable
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError, HorovodInternalError
+from fusion_rt.core.errors import FusionError, HorovodInternalError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import Endpoint, PeerTable
 from fusion_rt.launchers import autostart, rendezvous
 from fusion_rt.launchers.entries import Introduction, seal
 from fusion_rt.launchers.environment import Environment, detect
@@ -26,7 +27,6 @@ from fusion_rt.launchers.kvstore import Store
 from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.launchers.rendezvous import Rendezvous, open_store
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
 from fusion_rt.wire import Signature
 from tests.launchers.conftest import logs
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_rt.bootstrap import Endpoint, StartError
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.host.bootstrap import Endpoint, StartError
 from fusion_rt.launchers.entries import Arrival, Refusal, Word, assemble, name_ranks, seal, unseal
 
 MESSAGES = [

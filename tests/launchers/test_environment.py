@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers.environment import Environment, detect
 
 FUSIONRUN = {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.launchers import kvserver, kvstore
 from fusion_rt.launchers.kvserver import HttpServer
 from fusion_rt.launchers.kvstore import MAX_VALUE, HttpStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers.meeting import addresses_of, hosts_of_uri, identity
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from fusion_rt.bootstrap import Endpoint, PeerTable, StartError
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import Endpoint, PeerTable, StartError
 from fusion_rt.launchers.entries import Arrival, Assignment, Refusal, Word, seal
 from fusion_rt.launchers.kvserver import HttpServer
 from fusion_rt.launchers.kvstore import HttpStore
 from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.launchers.rendezvous import Rendezvous, open_store
-from fusion_rt.topology import Topology
 
 MEETING = Meeting("rank0", (("127.0.0.1", 1),), "scope", "n", "h", secret=b"secret")
 NODES = ("x", "y", "x", "y", "z")  # of ranks 0 to 4

@@ -51,7 +51,7 @@ def test_every_way_to_fail_is_told(fusionrun, how: str, code: int, words: str) -
 def test_survivors_that_report_the_death_do_not_hide_it(fusionrun) -> None:
     echo = "time.sleep(0.2)\nraise HorovodInternalError('rank 2 is gone')"
     die = "if rank == 2: os.kill(os.getpid(), 9)\n"
-    code = f"{RANK}from fusion_rt.errors import HorovodInternalError\n{MEET}{die}{echo}"
+    code = f"{RANK}from fusion_rt.core.errors import HorovodInternalError\n{MEET}{die}{echo}"
     result = fusionrun.python(code, np=3, TEST_SETTLE="60")
     assert result.returncode == 1
     assert result.stderr.count("HorovodInternalError: rank 2 is gone\n") == 2  # they had the time to say so
@@ -60,7 +60,8 @@ def test_survivors_that_report_the_death_do_not_hide_it(fusionrun) -> None:
 
 
 def test_an_error_of_all_ranks_is_told_once(fusionrun) -> None:
-    code = "from fusion_rt.errors import HorovodInternalError as E\nraise E('shapes differ: rank 0 (2,), rank 1 (3,)')"
+    error = "HorovodInternalError('shapes differ: rank 0 (2,), rank 1 (3,)')"
+    code = f"from fusion_rt.core.errors import HorovodInternalError\nraise {error}"
     result = fusionrun.python(code)
     assert result.returncode == 1
     assert last_line(result.stderr).endswith("HorovodInternalError: shapes differ: rank 0 (2,), rank 1 (3,)")

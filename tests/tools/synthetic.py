@@ -13,7 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusion_rt.trace_format import (
+from fusion_rt.tracing.format import (
     HEADER,
     HEADER_NBYTES,
     MAGIC,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.errors import FusionError
-from fusion_rt.trace_format import Flush, Kind, Role
+from fusion_rt.core.errors import FusionError
+from fusion_rt.tracing.format import Flush, Kind, Role
 from fusion_trace.analyse import bucket_times as bucket_finder
 from fusion_trace.analyse import summary as summary_finder
 from fusion_trace.analyse import tensor as tensor_finder

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.trace_format import Flush, Kind
+from fusion_rt.tracing.format import Flush, Kind
 from fusion_trace.analyse import bucket_times, summary, tensor
 from fusion_trace.analyse.overlap import partitions
 from fusion_trace.read import job as jobs

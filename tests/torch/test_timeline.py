@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusion_trace.analyse import critical_path
 from fusion_trace.export import torch_profiles
 from fusion_trace.read.job import load

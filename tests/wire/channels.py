@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fusion_rt import wire
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 
 SOME_TOPOLOGIES = st.sampled_from([Topology(("a",), ((0,),)), Topology(("a", "b"), ((2, 0), (1,)))])
 CHANNELS = {

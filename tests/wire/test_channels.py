@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_rt import wire
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 from tests.wire.channels import CHANNELS, MESSAGES, every_channel
 
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.errors import WireError
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import WireError
+from fusion_rt.core.topology import Topology
 from tests.wire.channels import CHANNELS, every_channel
 
 LIMITS: dict[str, tuple[Callable[[int], msgspec.Struct], int]] = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_rt.settings import Settings
 from fusion_trace.read.choice import ChoiceError, parse_steps
 
@@ -378,7 +378,7 @@ def topology(
     as_json: AsJson = False,
 ) -> None:
     """Shows a mixing graph for decentralised training: how fast it averages, at what cost, and what can use it."""
-    from fusion_rt.mixing import parse
+    from fusion_rt.core.mixing import parse
     from fusion_trace.report import mixing_page
 
     mixing = parse(graph, ranks)

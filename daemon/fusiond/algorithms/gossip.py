@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fusion_rt import algorithms, mixing
+from fusion_rt import algorithms
+from fusion_rt.core import mixing
 from fusiond.algorithms.home import Answer, Home, HomeAlgorithm, Passed, Send, Spec, Step
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution

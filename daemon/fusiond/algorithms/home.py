@@ -20,7 +20,7 @@ import numpy as np
 
 from fusion_rt import algorithms
 from fusion_rt.codecs.base import BucketCodec
-from fusion_rt.dtypes import DType
+from fusion_rt.core.dtypes import DType
 from fusion_rt.kernels import cpu
 from fusiond.algorithms.shard_optimizer import ShardOptimizer
 from fusiond.collectives.base import Array

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 
 Array = npt.NDArray[Any]
 _REFUSED = ("LBFGS", "SparseAdam")  # need a closure, or sparse gradients

@@ -15,11 +15,12 @@ from typing import Annotated
 
 import typer
 
-from fusion_rt import bootstrap, wire
-from fusion_rt.errors import FusionError
-from fusion_rt.local_daemons import Found, ask, find
+from fusion_rt import wire
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host import bootstrap
+from fusion_rt.local.daemons import Found, ask, find
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
 
 app = typer.Typer(
     help="The fusion_rt daemon: one on each node of a job, owner of all its communication.",
@@ -168,12 +169,12 @@ def stop(job: JobOption = "", node: NodeOption = -1) -> None:
 def clean() -> None:
     """Removes what dead daemons of this user have left on this host: sockets, locks, logs, and records of jobs that do
     not run any more. Others are left alone."""
-    from fusion_rt import trace_files
+    from fusion_rt.tracing import files
     from fusiond.host.leftovers import remove_dead
 
     settings = Settings.from_env()
     gone = remove_dead(settings.runtime_root(), logs=True)
-    for path in (*gone, *trace_files.remove_dead(settings.trace_root())):
+    for path in (*gone, *files.remove_dead(settings.trace_root())):
         typer.echo(f"removed what was left in {path}")
 
 

@@ -13,11 +13,13 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fusion_rt import bootstrap, trace_files, wire
-from fusion_rt.errors import FusionError, WireError
-from fusion_rt.private_files import read_secret
-from fusion_rt.quoting import quoted
+from fusion_rt import wire
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.core.traceback_format import quoted
+from fusion_rt.host import bootstrap
+from fusion_rt.host.private_files import read_secret
 from fusion_rt.settings import Settings
+from fusion_rt.tracing import files
 from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.app.ending import Ending
 from fusiond.app.peer_dispatch import PeerDispatch
@@ -124,7 +126,7 @@ class Daemon:
             config.topology, config.node, self._figures, self._effects.to_node, self._loop.call_later
         )
         self._rings = RingFiles(
-            trace_files.directory_of(settings.trace_root(), config.job),
+            files.directory_of(settings.trace_root(), config.job),
             config.topology,
             config.node,
             self._effects.to_node,

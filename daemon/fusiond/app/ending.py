@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fusion_rt import bootstrap, wire
+from fusion_rt import wire
+from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.membership.epoch import Membership

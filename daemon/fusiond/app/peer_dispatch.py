@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError, WireError
-from fusion_rt.quoting import quoted
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.core.topology import Topology
+from fusion_rt.core.traceback_format import quoted
 from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop
 from fusiond.membership.epoch import Membership

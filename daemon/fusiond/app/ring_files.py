@@ -12,8 +12,9 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from fusion_rt import trace_files, wire
-from fusion_rt.topology import Topology
+from fusion_rt import wire
+from fusion_rt.core.topology import Topology
+from fusion_rt.tracing import files
 from fusiond.core.dispatch import Handlers, send_anywhere
 from fusiond.core.queries import Rounds
 
@@ -103,7 +104,7 @@ class RingFiles:
     def _names(self) -> list[str]:
         """The names of the rings that this node may have."""
         ranks = self._topology.ranks[self._node]
-        return [trace_files.ring_name("node", self._node), *(trace_files.ring_name("rank", rank) for rank in ranks)]
+        return [files.ring_name("node", self._node), *(files.ring_name("rank", rank) for rank in ranks)]
 
     def _here(self) -> tuple[wire.RingFile, ...]:
         found = []

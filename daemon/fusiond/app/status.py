@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from fusion_rt import __version__, bootstrap, wire
+from fusion_rt import __version__, wire
+from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusiond.host.log_writer import LogWriter
 from fusiond.membership.epoch import Membership

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from fusion_rt import bootstrap, wire
+from fusion_rt import wire
+from fusion_rt.host import bootstrap
 from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.app.ending import Ending
 from fusiond.app.ring_files import RingFiles

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fusion_rt import bootstrap, wire
-from fusion_rt.quoting import quoted
+from fusion_rt import wire
+from fusion_rt.core.traceback_format import quoted
+from fusion_rt.host import bootstrap
 from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.app.ending import Ending
 from fusiond.app.tool_dispatch import ToolDispatch

@@ -13,7 +13,7 @@ import msgspec
 from fusion_rt import algorithms as chosen
 from fusion_rt import codecs, wire
 from fusion_rt.codecs import CodecError, layout_of
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels.team import ALONE, Team
 from fusiond import algorithms
 from fusiond.algorithms import Algorithm, HomeAlgorithm

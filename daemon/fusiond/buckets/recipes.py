@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt import algorithms, codecs, wire
-from fusion_rt.dtypes import DTYPES, DType
-from fusion_rt.topology import GLOBAL_SET, Topology
+from fusion_rt.core.dtypes import DTYPES, DType
+from fusion_rt.core.topology import GLOBAL_SET, Topology
 from fusiond.collectives.base import Array, Exchange, Port, Reducer
 from fusiond.collectives.blocks import Block, Blocks
 from fusiond.collectives.broadcast import Broadcast

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fusion_rt.codecs import BucketCodec
-from fusion_rt.trace import Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import Instrument
 from fusiond.core.tracing import About
 
 _Codec = TypeVar("_Codec", bound=BucketCodec)

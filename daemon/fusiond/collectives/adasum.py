@@ -29,7 +29,7 @@ import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec
-from fusion_rt.dtypes import DTYPES, DType
+from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, Reducer, chunk_starts
 

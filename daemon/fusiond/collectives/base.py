@@ -20,8 +20,8 @@ import numpy.typing as npt
 from fusion_rt import wire
 from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.dense import Dense
-from fusion_rt.dtypes import DTYPES, DType
-from fusion_rt.errors import FusionError
+from fusion_rt.core.dtypes import DTYPES, DType
+from fusion_rt.core.errors import FusionError
 from fusion_rt.kernels import cpu
 from fusiond.core.result import Result
 

@@ -1,8 +1,8 @@
-"""The model of the cost of collectives (`fusion_rt.cost`), made of measurements."""
+"""The model of the cost of collectives (`fusion_rt.core.cost`), made of measurements."""
 
 from __future__ import annotations
 
-from fusion_rt.cost import CostModel
+from fusion_rt.core.cost import CostModel
 
 __all__ = ["CostModel", "measured", "worst"]
 

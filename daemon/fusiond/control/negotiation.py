@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fusion_rt import algorithms, plugins, wire
+from fusion_rt import algorithms, wire
+from fusion_rt.core import plugins
 from fusion_rt.settings import Settings
 from fusion_rt.wire import OpKey
 from fusiond.control import planning

@@ -19,9 +19,9 @@ from itertools import groupby
 from msgspec.structs import replace
 
 from fusion_rt import algorithms
-from fusion_rt.arena import ALIGNMENT
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.topology import Topology
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.arena import ALIGNMENT
 from fusion_rt.wire import Bucket, Plan, PlannedTensor, Proposal, TensorSpec
 from fusiond.core.participants import Participants
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from fusion_rt import wire
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.control.coordination import Coordination
 from fusiond.control.questions import Questions

@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from fusion_rt import stack_text, wire
-from fusion_rt.topology import Topology
+from fusion_rt import wire
+from fusion_rt.core.topology import Topology
+from fusion_rt.local import stack_text
 from fusion_rt.wire import OpKey
 
 MOST_SHOWN = 8  # ranks whose stacks go into a warning or an error

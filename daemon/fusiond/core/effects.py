@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fusion_rt import wire
-from fusion_rt.dtypes import DType
+from fusion_rt.core.dtypes import DType
 from fusiond.core.result import Result
 from fusiond.core.tracing import Job
 

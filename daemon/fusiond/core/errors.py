@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 
 
 class RequestError(FusionError):

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion_rt.errors import FusionError
-from fusion_rt.topology import GLOBAL_SET, ProcessSet, Topology
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
 
 # Operations that go on without the ranks that have joined.
 JOINABLE_KINDS = frozenset({"allreduce", "barrier"})

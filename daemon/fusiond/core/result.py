@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.arena import Segment
+from fusion_rt.host.arena import Segment
 from fusiond.core.contribution import Array
 
 

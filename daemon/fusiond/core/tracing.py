@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from fusion_rt import algorithms, bootstrap, trace_files, wire
-from fusion_rt.dtypes import DTYPES
+from fusion_rt import algorithms, wire
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
-from fusion_rt.trace import Instrument, Owner, Record, Recorder, open_recorder
-from fusion_rt.trace_format import Kind, Role
+from fusion_rt.tracing import files
+from fusion_rt.tracing.format import Kind, Role
+from fusion_rt.tracing.recorder import Instrument, Owner, Record, Recorder, open_recorder
 from fusion_rt.wire import OpKey
 
 Job: TypeAlias = Callable[[], None]
@@ -33,7 +35,7 @@ class Trace:
 
     def __init__(self, config: bootstrap.DaemonConfig, settings: Settings) -> None:
         try:
-            trace_files.begin_job(settings.trace_root(), config.job, settings.trace_jobs)
+            files.begin_job(settings.trace_root(), config.job, settings.trace_jobs)
         except OSError as error:
             _log.warning("records of earlier jobs in %s cannot be removed: %s", settings.trace_root(), error.strerror)
         self._owner = Owner(config.job, Role.DAEMON, config.node, config.node, len(config.topology.hosts))

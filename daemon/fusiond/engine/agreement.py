@@ -6,8 +6,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from fusion_rt import wire
-from fusion_rt.topology import GLOBAL_SET
-from fusion_rt.trace_format import Kind
+from fusion_rt.core.topology import GLOBAL_SET
+from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import Plans
 from fusiond.buckets.recipes import Recipe, make_recipe

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 
-from fusion_rt import named_arrays, wire
+from fusion_rt import wire
 from fusion_rt.codecs import Codec, Layout
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import FusionError
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import FusionError
+from fusion_rt.local import array_codec
 from fusion_rt.wire import OpKey
 from fusiond.buckets.codec_state import State
 from fusiond.buckets.plans import Plans
@@ -67,8 +68,8 @@ class CodecService:
 
         def collect() -> None:
             state = self._plans.save(asked.process_set, asked.group, asked.common) | of_homes
-            result.append(Result.allocate(named_arrays.nbytes_of(state)))
-            named_arrays.write(state, result[0].array)
+            result.append(Result.allocate(array_codec.nbytes_of(state)))
+            array_codec.write(state, result[0].array)
 
         def answer(error: BaseException | None) -> None:
             if error is not None:
@@ -89,7 +90,7 @@ class CodecService:
         if not self._may_touch_state(rank, given):
             return
         try:
-            state = named_arrays.read(data)
+            state = array_codec.read(data)
             of_homes = {key: value for key, value in state.items() if key.startswith(("home:", "sender:"))}
             of_codecs = {key: value for key, value in state.items() if key not in of_homes}
             self._plans.load(given.process_set, given.group, of_codecs, given.common)

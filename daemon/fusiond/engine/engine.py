@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.topology import Topology
 from fusion_rt.kernels.team import Team
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
-from fusion_rt.trace import NULL, Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NULL, Instrument
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import Plans, PlanState
 from fusiond.collectives.base import Array

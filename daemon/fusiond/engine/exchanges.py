@@ -11,8 +11,8 @@ from functools import partial
 from typing import Protocol
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError, StepGivenUp
-from fusion_rt.trace_format import Kind
+from fusion_rt.core.errors import FusionError, StepGivenUp
+from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import BucketState, Plans, PlanState
 from fusiond.collectives.base import Array

@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
-from fusion_rt import codecs, plugins, wire
+from fusion_rt import codecs, wire
 from fusion_rt.algorithms import parse
-from fusion_rt.errors import FusionError
+from fusion_rt.core import plugins
+from fusion_rt.core.errors import FusionError
 from fusion_rt.wire import OpKey
 from fusiond import algorithms
 from fusiond.buckets.plans import Plans

@@ -13,8 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from fusion_rt import named_arrays, wire
-from fusion_rt.errors import FusionError
+from fusion_rt import wire
+from fusion_rt.core.errors import FusionError
+from fusion_rt.local import array_codec
 from fusion_rt.settings import Settings
 from fusiond.buckets.plans import Plans
 from fusiond.collectives.base import Array
@@ -88,8 +89,8 @@ class Snapshots:
     def write(self, plan: wire.Plan, state: dict[str, Array]) -> None:
         """Replaces a group's file. Raises `SnapshotError` where that is not possible; then the one before is left."""
         arrays = {**state, _PLAN: _fingerprint(plan)}
-        data = np.empty(named_arrays.nbytes_of(arrays), np.uint8)
-        named_arrays.write(arrays, data)
+        data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
+        array_codec.write(arrays, data)
         path = self.path(plan)
         try:
             os.makedirs(self._directory, exist_ok=True)
@@ -114,7 +115,7 @@ class Snapshots:
                     raise FusionError(
                         f"it belongs to user {status.st_uid} or can be written by others, and is not believed"
                     )
-                arrays = named_arrays.read(np.frombuffer(file.read(), np.uint8))
+                arrays = array_codec.read(np.frombuffer(file.read(), np.uint8))
         except FileNotFoundError:
             return {}
         except (OSError, FusionError) as error:

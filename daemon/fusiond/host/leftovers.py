@@ -15,8 +15,8 @@ import shutil
 import stat
 import time
 
-from fusion_rt import bootstrap
-from fusion_rt.local_daemons import OWN_STACKS
+from fusion_rt.host import bootstrap
+from fusion_rt.local.daemons import OWN_STACKS
 
 # Of a daemon's directory, as `bootstrap.job_directory` has it, or of an agent's (`fusion_rt.runner.agent.agent`).
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}\.(agent)?[0-9]{1,9}")

@@ -10,10 +10,10 @@ import socket
 import time
 from contextlib import suppress
 
-from fusion_rt import bootstrap
-from fusion_rt.errors import FusionError
-from fusion_rt.local_daemons import OWN_STACKS
-from fusion_rt.stacks import STACK_SIGNAL
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host import bootstrap
+from fusion_rt.host.stacks import STACK_SIGNAL
+from fusion_rt.local.daemons import OWN_STACKS
 from fusiond.host import leftovers
 
 _BACKLOG = 256

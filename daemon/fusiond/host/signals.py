@@ -6,8 +6,8 @@ import os
 import signal
 from typing import Protocol
 
-from fusion_rt import bootstrap
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.host import bootstrap
 from fusiond.host.loop import EventLoop
 
 

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError
-from fusion_rt.local_daemons import NoAnswer, ask, find
+from fusion_rt.core.errors import FusionError
+from fusion_rt.local.daemons import NoAnswer, ask, find
 from fusiond.live.rates import Rates, compare
 
 _ANSWER = 5.0  # seconds for a daemon, which waits for the others up to `figures.PATIENCE`

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusiond.live.client import Lookout
 from fusiond.live.rates import Rates
 from fusiond.live.web import Page, WebServer

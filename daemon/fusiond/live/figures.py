@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from fusion_rt import wire
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusiond.core.dispatch import Handlers, send_anywhere
 from fusiond.core.queries import Rounds
 

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.topology import Topology
 from fusiond.host.loop import EventLoop
 from fusiond.live.web import Page, WebServer
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qs, quote
 
-from fusion_rt import http_server
-from fusion_rt.errors import FusionError
-from fusion_rt.http_server import Request, response
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host import http_server
+from fusion_rt.host.http_server import Request, response
 
 LOOPBACK = "127.0.0.1"
 _REQUEST = 5.0  # seconds for a request and its answer

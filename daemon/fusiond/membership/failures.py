@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fusion_rt import wire
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusion_rt.wire import Loss, View
 from fusiond.core.dispatch import Handlers
 from fusiond.core.effects import Effects

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
-from fusion_rt import bootstrap, wire
+from fusion_rt import wire
+from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop, Timer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fusion_rt.core.topology import Topology
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
-from fusion_rt.trace import NULL, Instrument
+from fusion_rt.tracing.recorder import NULL, Instrument
 from fusion_rt.wire import OpKey
 from fusiond.core.effects import Effects
 from fusiond.core.participants import Participants

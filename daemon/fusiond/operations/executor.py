@@ -10,11 +10,11 @@ from functools import partial
 
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
+from fusion_rt.core.topology import Topology
 from fusion_rt.kernels import cpu
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
-from fusion_rt.trace import NULL, Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NULL, Instrument
 from fusion_rt.wire import OpKey
 from fusiond import algorithms
 from fusiond.algorithms.exchange import Algorithm, Work

@@ -9,9 +9,9 @@ from functools import partial
 
 from fusion_rt import wire
 from fusion_rt.codecs import Codec
-from fusion_rt.errors import FusionError
-from fusion_rt.quoting import quoted
-from fusion_rt.trace_format import Kind
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.traceback_format import quoted
+from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.core.tracing import about_key
 from fusiond.operations.context import Context

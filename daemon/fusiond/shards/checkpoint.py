@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from fusion_rt.codecs import BucketCodec
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 from fusiond.algorithms.home import Home
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array

@@ -8,8 +8,8 @@ from typing import get_args
 
 from fusion_rt import wire
 from fusion_rt.algorithms import Signal
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import WireError
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import WireError
 from fusiond.buckets.plans import PlanState
 from fusiond.shards.message_codecs import MessageCodecs
 from fusiond.shards.node import ThisNode

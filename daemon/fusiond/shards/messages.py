@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from fusion_rt import wire
 from fusion_rt.codecs.base import Array, BucketCodec
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 
 
 def pack(codec: BucketCodec, values: Array) -> memoryview:

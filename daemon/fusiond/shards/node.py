@@ -9,9 +9,9 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from fusion_rt import wire
+from fusion_rt.core.topology import Topology
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
-from fusion_rt.trace import NULL, Instrument
+from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.effects import Effects
 from fusiond.operations.thread_work import Act, ThreadWork
 from fusiond.shards.messages import pieces

@@ -10,7 +10,7 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec, layout_of
 from fusion_rt.codecs.dense import Dense
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution

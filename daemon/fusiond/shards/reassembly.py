@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from fusion_rt import wire
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 from fusiond.buckets.plans import PlanState
 from fusiond.shards.checks import check_piece
 from fusiond.shards.message_codecs import MessageCodecs

@@ -19,9 +19,9 @@ from fusion_rt import wire
 from fusion_rt.algorithms import Place
 from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.dense import Dense
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import WireError
-from fusion_rt.trace_format import Kind
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import WireError
+from fusion_rt.tracing.format import Kind
 from fusiond.algorithms.home import Home, HomeAlgorithm, Step
 from fusiond.buckets.plans import PlanState
 from fusiond.collectives.base import Array

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.errors import FusionError, WireError
 from fusiond.buckets.plans import BucketState, PlanState
 from fusiond.collectives.base import Array
 from fusiond.core.contribution import Contribution

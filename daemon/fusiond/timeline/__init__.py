@@ -1,6 +1,6 @@
 """Horovod's timeline: a file of all operations that chrome://tracing and Perfetto show.
 
-It is made of the records in the daemon's ring (`fusion_rt.trace_format`), which a process of its own reads while they
+It is made of the records in the daemon's ring (`fusion_rt.tracing.format`), which a process of its own reads while they
 are written (`writer_process.py`, `ring_follower.py`), turns into Horovod's lines (`writer.py`) and appends to a file
 that is a valid JSON array after every write (`array_file.py`). `controller.py` starts and ends that process when a
 setting or a worker wants a timeline.

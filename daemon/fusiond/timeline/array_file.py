@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Sequence
 
-from fusion_rt.private_files import open_private
+from fusion_rt.host.private_files import open_private
 
 _OPENING = b"[\n"
 _BETWEEN = b",\n"

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import msgspec
 
 from fusion_rt import wire
+from fusion_rt.core.topology import Topology
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
-from fusion_rt.trace import Recorder
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import Recorder
 from fusiond.core.tracing import Trace, record_tensor
 from fusiond.host.loop import EventLoop
 from fusiond.timeline.writer import Order

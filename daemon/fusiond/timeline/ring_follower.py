@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fusion_rt.trace_format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, Kind
+from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, Kind
 
 _RECORDS_AT = HEADER_NBYTES + NAMES_NBYTES
 _MOST = 4096  # records that are read at a time

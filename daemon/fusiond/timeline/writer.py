@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusiond.core.tracing import PUSH_PULL
 from fusiond.timeline.ring_follower import Event, Gap
 

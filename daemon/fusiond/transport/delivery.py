@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 
 ACK_MESSAGES = 256  # received and not acknowledged: then the receiver does not wait for a message to ride on
 ACK_BYTES = 4 * 1024 * 1024

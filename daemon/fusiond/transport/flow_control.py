@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError
-from fusion_rt.trace import NULL, Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.core.errors import FusionError
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.tracing import about_key
 
 BORROW_FROM = 64 * 1024  # bytes; a smaller payload is copied when it is sent, a larger one borrowed

@@ -17,7 +17,7 @@ from functools import partial
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusiond.host.loop import EventLoop
 from fusiond.transport.delivery import SendWindow
 from fusiond.transport.sockets import CONTROL_FRAME, LINGER, MORE, NOW, Socket, Sockets, bracketed

@@ -25,12 +25,12 @@ from functools import partial
 import zmq
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable
-from fusion_rt.clocks import measure
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.clocks import measure
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable
 from fusion_rt.settings import Settings
-from fusion_rt.trace import NULL, Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.dispatch import Handlers
 from fusiond.core.tracing import About, about
 from fusiond.host.loop import EventLoop

@@ -27,8 +27,8 @@ from enum import Enum
 from statistics import NormalDist
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import Endpoint
-from fusion_rt.clocks import ClockFilter
+from fusion_rt.core.clocks import ClockFilter
+from fusion_rt.host.bootstrap import Endpoint
 from fusiond.transport import delivery
 from fusiond.transport.delivery import ReceiveWindow, Sending
 from fusiond.transport.links import Link

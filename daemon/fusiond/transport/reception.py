@@ -17,11 +17,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fusion_rt import wire
-from fusion_rt.errors import WireError
-from fusion_rt.pending import Pending
+from fusion_rt.core.errors import WireError
+from fusion_rt.host.pending import Pending
 from fusion_rt.settings import Settings
-from fusion_rt.trace import Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import Instrument
 from fusiond.core.dispatch import Handlers
 from fusiond.core.tracing import about
 from fusiond.host.loop import EventLoop

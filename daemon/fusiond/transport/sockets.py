@@ -32,7 +32,7 @@ import itertools
 
 import zmq
 
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.settings import Settings
 from fusiond.transport.accepted_sockets import AcceptedSockets
 

@@ -18,9 +18,10 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from fusion_rt import local, wire
-from fusion_rt.arena import Segment
-from fusion_rt.errors import ArenaError, FusionError, WireError
+from fusion_rt import wire
+from fusion_rt.core.errors import ArenaError, FusionError, WireError
+from fusion_rt.host.arena import Segment
+from fusion_rt.local import packets
 from fusiond.collectives.base import Array
 from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop
@@ -71,7 +72,7 @@ class WorkerLink:
     plans: dict[int, int] = field(default_factory=dict)  # segment: the plan whose buckets it holds
     memory: dict[int, Array] = field(default_factory=dict)  # segment: its bytes
     stacks: Source | None = None
-    outgoing: deque[local.Packet] = field(default_factory=deque)
+    outgoing: deque[packets.Packet] = field(default_factory=deque)
     closed: bool = False
 
     def forget_stacks(self) -> None:
@@ -123,7 +124,7 @@ class Workers:
 
     def send(self, link: WorkerLink, message: wire.DaemonMessage, fd: int = -1) -> None:
         """Sends a message, and a descriptor, which this takes over; what the socket has no room for waits."""
-        packet = local.Packet(wire.encode(message), fd)
+        packet = packets.Packet(wire.encode(message), fd)
         if link.closed:
             packet.close()
             return
@@ -183,7 +184,7 @@ class Workers:
                 return
             self._pausing = False
             sock.setblocking(False)
-            pid, uid, _ = local.peer_credentials(sock)
+            pid, uid, _ = packets.peer_credentials(sock)
             if uid not in (os.getuid(), 0):
                 self.refused += 1
                 sock.close()
@@ -197,7 +198,7 @@ class Workers:
         if link.closed:
             return
         try:
-            data, fd = local.receive(link.sock)
+            data, fd = packets.receive(link.sock)
         except BlockingIOError:
             return
         except ConnectionError:
@@ -286,7 +287,7 @@ class Workers:
             self._loop.remove_writer(link.sock.fileno())
 
     @staticmethod
-    def _send_now(link: WorkerLink, packet: local.Packet) -> bool:
+    def _send_now(link: WorkerLink, packet: packets.Packet) -> bool:
         """Returns whether the packet is gone; if not, the socket is full."""
         try:
             packet.send(link.sock)

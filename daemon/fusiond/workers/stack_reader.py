@@ -1,4 +1,4 @@
-"""Where the local workers are: the stacks of their main threads, which they write without knowing (`fusion_rt.stacks`).
+"""Where the local workers are: the stacks of their main threads, which they write unasked (`fusion_rt.host.stacks`).
 
 A worker is asked with a signal, through a descriptor of its process, so that it cannot reach another process that has
 got its number; and only if the signal is one that it handles, since it would else be its end. What it writes is read
@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fusion_rt import stack_text, wire
-from fusion_rt.errors import WireError
-from fusion_rt.stacks import SEALS, STACK_BYTES, is_handled
+from fusion_rt import wire
+from fusion_rt.core.errors import WireError
+from fusion_rt.host.stacks import SEALS, STACK_BYTES, is_handled
+from fusion_rt.local import stack_text
 from fusiond.host.loop import EventLoop
 
 _LOOK = 0.03  # seconds between looks at what a worker has written

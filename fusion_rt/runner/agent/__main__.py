@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 
-from fusion_rt.bootstrap import decode_line
+from fusion_rt.host.bootstrap import decode_line
 from fusion_rt.runner.agent.agent import DRAIN_S, LOST_GRACE, Agent
 from fusion_rt.runner.agent.preflight import check_versions
 from fusion_rt.runner.protocol.agent_messages import Job, Refused, Versions

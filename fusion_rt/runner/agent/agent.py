@@ -17,10 +17,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from fusion_rt import elastic
-from fusion_rt.address import listen_address
-from fusion_rt.bootstrap import DaemonConfig, StartError
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.host.address import listen_address
+from fusion_rt.host.bootstrap import DaemonConfig, StartError
+from fusion_rt.local import elastic
 from fusion_rt.runner.agent import preflight, worker_variables
 from fusion_rt.runner.agent.daemon_process import Daemon
 from fusion_rt.runner.agent.function_call import FunctionFile, ResultFile

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fusion_rt.bootstrap import (
+from fusion_rt.host.bootstrap import (
     DAEMON_COMMAND,
     DaemonConfig,
     Endpoint,

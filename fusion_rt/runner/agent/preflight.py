@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Callable
 
 import fusion_rt
-from fusion_rt.bootstrap import make_private_directory
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host.bootstrap import make_private_directory
 from fusion_rt.runner.protocol.agent_messages import Job, Versions
 from fusion_rt.units import MIB
 

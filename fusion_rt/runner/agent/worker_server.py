@@ -1,4 +1,4 @@
-"""An agent's connections to the workers of its host (`fusion_rt.elastic`), over a Unix SEQPACKET socket."""
+"""An agent's connections to the workers of its host (`fusion_rt.local.elastic`), over a Unix SEQPACKET socket."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from fusion_rt import elastic
-from fusion_rt.bootstrap import make_private_directory
-from fusion_rt.errors import FusionError, WireError
-from fusion_rt.local import peer_credentials
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.host.bootstrap import make_private_directory
+from fusion_rt.local import elastic
+from fusion_rt.local.packets import peer_credentials
 
 _MOST_PATH = 107  # bytes of the path of a Unix socket
 _WAITING = 64  # connections that wait to be accepted

@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from fusion_rt import elastic
-from fusion_rt.bootstrap import socket_path
+from fusion_rt.host.bootstrap import socket_path
+from fusion_rt.local import elastic
 from fusion_rt.runner.protocol.agent_messages import Epoch, Job
 
 _OWN_OF_HOST = re.compile(rb"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|XDG_RUNTIME_DIR")

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fusion_rt.errors import FusionError, SettingError
+from fusion_rt.core.errors import FusionError, SettingError
 from fusion_rt.runner.agent.worker_variables import forwarded
 from fusion_rt.runner.command import config_file, flags
 from fusion_rt.runner.command.flags import make_parser

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.option_values import Choice
 from fusion_rt.settings import KNOBS, Knob
 from fusion_rt.units import CODEC, SWITCH, TEXT

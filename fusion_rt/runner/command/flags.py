@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fusion_rt
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.option_values import Choice
 from fusion_rt.settings import GROUPS, KNOBS, Knob
 from fusion_rt.units import SWITCH

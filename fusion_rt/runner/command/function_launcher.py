@@ -14,8 +14,8 @@ import signal
 import sys
 from typing import NoReturn
 
-from fusion_rt.bootstrap import decode_line, encode_line
-from fusion_rt.errors import FusionError, SettingError
+from fusion_rt.core.errors import FusionError, SettingError
+from fusion_rt.host.bootstrap import decode_line, encode_line
 from fusion_rt.run_function import Answer, Request
 from fusion_rt.runner.command.cli import make_plan
 from fusion_rt.runner.command.flags import make_parser

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fusion_rt.bootstrap import Phase, decode_line
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
+from fusion_rt.host.bootstrap import Phase, decode_line
 from fusion_rt.runner.launch.printer import Printer
 from fusion_rt.runner.launch.worker_output import Lines
 

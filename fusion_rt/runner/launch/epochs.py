@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.launch.blacklist import Blacklist
 from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.job_control import JobControl

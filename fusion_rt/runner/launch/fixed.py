@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.job_control import JobControl
 from fusion_rt.runner.launch.outcome import Failure, HostFailure

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 
 MAX_SLOTS = 4096  # workers of one host; more is a typing mistake
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.outcome import Failure
 from fusion_rt.runner.launch.places import Place, Places

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fusion_rt.bootstrap import Endpoint, PeerTable
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import Endpoint, PeerTable
 from fusion_rt.runner.agent.preflight import versions
 from fusion_rt.runner.launch import phases, remote_shell
 from fusion_rt.runner.launch.agent_link import AgentLink, Event, Lost
@@ -41,7 +42,6 @@ from fusion_rt.runner.launch.worker_output import WorkerOutput
 from fusion_rt.runner.protocol import agent_messages
 from fusion_rt.runner.protocol.child_processes import Children
 from fusion_rt.runner.protocol.pipes import BEATS
-from fusion_rt.topology import Topology
 
 if TYPE_CHECKING:
     from fusion_rt.runner.launch.epochs import Epochs

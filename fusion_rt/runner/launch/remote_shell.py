@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.agent.worker_variables import absolute_path_list
 from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.launch_plan import LaunchPlan

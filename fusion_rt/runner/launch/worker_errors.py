@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from fusion_rt.quoting import MARGIN, TRACEBACK
+from fusion_rt.core.traceback_format import MARGIN, TRACEBACK
 
 _ECHO = re.compile(r"[\w.]*\bHorovodInternalError\b")
 _CHAINED = (

@@ -11,7 +11,7 @@ import os
 import time
 from typing import Protocol
 
-from fusion_rt.private_files import open_private, open_private_directory
+from fusion_rt.host.private_files import open_private, open_private_directory
 from fusion_rt.runner.protocol.agent_messages import Stream
 
 MAX_LINE = 1024 * 1024  # bytes that are kept of a line whose end has not come

@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from fusion_rt.bootstrap import Endpoint, PeerTable
-from fusion_rt.bootstrap import Job as JobId
-from fusion_rt.errors import WireError
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import WireError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import Endpoint, PeerTable
+from fusion_rt.host.bootstrap import Job as JobId
 
 MAX_AGENT_LINE = 256 * 1024  # bytes of one line from an agent
 FUNCTION_CHUNK = 1024 * 1024  # bytes of a function in one message
@@ -147,7 +147,7 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
 
 
 class Changed(msgspec.Struct, frozen=True, tag="changed"):
-    """To be passed on to all workers: hosts have come or gone (`fusion_rt.elastic.HostsChanged`)."""
+    """To be passed on to all workers: hosts have come or gone (`fusion_rt.local.elastic.HostsChanged`)."""
 
     timestamp: float
     added: bool
@@ -213,7 +213,7 @@ class Result(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Asked(msgspec.Struct, frozen=True, tag="asked"):
-    """The worker in a slot of an elastic job has left an epoch and asks for the next (`fusion_rt.elastic.Rejoin`)."""
+    """The worker in a slot of an elastic job has left an epoch and asks for the next (`local.elastic.Rejoin`)."""
 
     slot: int
     epoch: int

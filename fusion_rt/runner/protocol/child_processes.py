@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fusion_rt.bootstrap import MAX_LINE
+from fusion_rt.host.bootstrap import MAX_LINE
 from fusion_rt.runner.protocol.pipes import Channel, Reader
 
 _PR_SET_PDEATHSIG = 1

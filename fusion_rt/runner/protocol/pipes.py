@@ -13,8 +13,8 @@ from typing import IO
 
 import msgspec
 
-from fusion_rt.bootstrap import MAX_LINE, encode_line
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
+from fusion_rt.host.bootstrap import MAX_LINE, encode_line
 from fusion_rt.runner.protocol.agent_messages import OUTPUT_CHUNK
 
 _IDLE_S = 0.25  # of silence after which the output of a process that has ended is taken for complete

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fusion_rt import wire
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.torch.autotune.candidates import Setting
 
 UNMEASURED = 2  # steps of a plan that say nothing: in the first nothing overlaps, in the second memory is new

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from fusion_rt import wire
-from fusion_rt.cost import CostModel
+from fusion_rt.core.cost import CostModel
 from fusion_rt.settings import Settings
 from fusion_rt.torch.autotune import cache
 from fusion_rt.torch.autotune.candidates import Setting, Space

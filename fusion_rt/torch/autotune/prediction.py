@@ -3,7 +3,7 @@
 A step is predicted for each candidate by a small model. Gradients arrive evenly over the backward pass, two thirds of
 the time that a step computes; a bucket leaves when it is full and the one before has left; what is left when the
 backward pass ends is waited for. With updates one step late, buckets leave at the end of a step and have the next one
-to travel in. A bucket costs a fixed overhead, its codec's work, and the bytes of `fusion_rt.cost`; latencies, and the
+to travel in. A bucket costs a fixed overhead, its codec's work, and the bytes of `core.cost`; latencies, and the
 way of the last chunk through all nodes, count once.
 
 Where a candidate has been tried, what it took counts. Candidates with the same mathematics make up a class. Of the
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fusion_rt.cost import CostModel
+from fusion_rt.core.cost import CostModel
 from fusion_rt.torch.autotune.candidates import Setting
 from fusion_rt.torch.autotune.codec_costs import CODECS, CodecCost
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fusion_rt import elastic
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers import autostart, environment
+from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import process_sets as sets
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
@@ -27,8 +27,8 @@ from fusion_rt.torch.core.runtime import (
     runtime,
     step_out,
 )
-from fusion_rt.trace import Instrument, Owner, open_recorder
-from fusion_rt.trace_format import Role
+from fusion_rt.tracing.format import Role
+from fusion_rt.tracing.recorder import Instrument, Owner, open_recorder
 
 __all__ = [
     "ProcessSet",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusion_rt.arena import Segment
+from fusion_rt.host.arena import Segment
 from fusion_rt.torch.core.sides import Side
 
 

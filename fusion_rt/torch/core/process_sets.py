@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.torch.core.runtime import is_initialized, runtime
 
 

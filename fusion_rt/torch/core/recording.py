@@ -20,8 +20,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fusion_rt.trace import NULL, Instrument
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NULL, Instrument
 
 
 class _Passes:

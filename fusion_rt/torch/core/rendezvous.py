@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 from fusion_rt.launchers import kvstore, rendezvous
 from fusion_rt.launchers.meeting import Meeting
 

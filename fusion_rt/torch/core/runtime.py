@@ -22,11 +22,11 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers import autostart, environment
 from fusion_rt.torch.core import recording
 from fusion_rt.torch.core.device import Copying
-from fusion_rt.trace import NULL, Instrument
+from fusion_rt.tracing.recorder import NULL, Instrument
 
 _LAST_TO_LEAVE = 10.0  # seconds that a worker which is alone waits for its daemon to end
 

@@ -16,7 +16,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime, runtime
 

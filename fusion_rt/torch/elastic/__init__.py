@@ -21,8 +21,8 @@ import functools
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
-from fusion_rt import elastic as membership
-from fusion_rt.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.core.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.local import elastic as membership
 from fusion_rt.torch.core.basics import init, shutdown
 from fusion_rt.torch.elastic.loop import train
 from fusion_rt.torch.elastic.sampler import ElasticSampler

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fusion_rt import elastic
-from fusion_rt.errors import HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.local import elastic
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.basics import init
 from fusion_rt.torch.core.runtime import leave, runtime

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from fusion_rt import elastic
-from fusion_rt.errors import HostsUpdatedInterrupt
+from fusion_rt.core.errors import HostsUpdatedInterrupt
+from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import rank
 from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusion_rt import algorithms, bootstrap, wire
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt import algorithms, wire
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.device import Copying

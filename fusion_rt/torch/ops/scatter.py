@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fusion_rt import wire
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.compressors import Compression, codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.runtime import Runtime, runtime

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 import torch
 
 from fusion_rt import codecs, wire
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import dtype_name

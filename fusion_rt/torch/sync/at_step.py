@@ -22,7 +22,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Terms
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.sync import backward
@@ -30,7 +30,7 @@ from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When, no_pass
 from fusion_rt.torch.sync.weights import Weights, not_finite
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
 

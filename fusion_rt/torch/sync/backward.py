@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.sync.synchroniser import When
 
 _POLL = 1e-3  # seconds

@@ -15,7 +15,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation, Terms
-from fusion_rt.errors import HorovodInternalError, failure_of
+from fusion_rt.core.errors import HorovodInternalError, failure_of
 from fusion_rt.torch import ops
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.process_sets import ProcessSet
@@ -24,7 +24,7 @@ from fusion_rt.torch.node.reduction import Combining, NodeReduction
 from fusion_rt.torch.sync.selections import BucketSelector
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.strategies import Applied, Posted
-from fusion_rt.trace_format import Flush, Kind
+from fusion_rt.tracing.format import Flush, Kind
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _FULL, _COPY_BEGIN, _COPY_END = int(Kind.FULL), int(Kind.COPY_BEGIN), int(Kind.COPY_END)

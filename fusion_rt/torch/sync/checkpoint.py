@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from fusion_rt import codecs, wire
-from fusion_rt.topology import GLOBAL_SET
+from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.torch import ops
 from fusion_rt.torch.ops.objects import allgather_object
 from fusion_rt.torch.sync import carried

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from fusion_rt.client import Terms
-from fusion_rt.errors import HorovodInternalError, StepGivenUp
-from fusion_rt.quoting import quoted
+from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
+from fusion_rt.core.traceback_format import quoted
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.compressors import Compression
 from fusion_rt.torch.core.process_sets import takes_part
@@ -33,7 +33,7 @@ from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When, no_pass
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
 _KNOWN_TO = "_known_to_fusion_rt"  # of an exception: the synchronisers that have seen to it; it is not to be kept alive

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from fusion_rt import algorithms, codecs, wire
-from fusion_rt.arena import Segment
 from fusion_rt.client import Terms
 from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.worker_selection import ALIGNMENT, Shape, Tray
+from fusion_rt.host.arena import Segment
 from fusion_rt.torch.core import device
 from fusion_rt.torch.node.reduction import NodeReduction
 from fusion_rt.torch.sync.gpu_selection import BucketSelection

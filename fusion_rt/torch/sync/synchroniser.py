@@ -21,7 +21,7 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Terms
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.core.recording import Steps
@@ -33,7 +33,7 @@ from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Named, Trained
 from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot, in_order
-from fusion_rt.trace_format import Flush
+from fusion_rt.tracing.format import Flush
 
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "

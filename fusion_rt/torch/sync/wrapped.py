@@ -19,7 +19,7 @@ from fusion_rt.torch.sync.checkpoint import KEY
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.parameters import Trained
 from fusion_rt.torch.sync.synchroniser import OptimizerStatistics, Synchroniser, When
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 
 _OWN = "fusion_rt_local"
 """Of a `state_dict`: the steps taken, and an outer optimizer, where ranks take local steps."""

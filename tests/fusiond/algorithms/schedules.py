@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusion_rt import algorithms, wire
-from fusion_rt.topology import ProcessSet
+from fusion_rt.core.topology import ProcessSet
 from fusiond.shards.hosted_home import HostedHome
 from fusiond.shards.timeouts import key_of
 from tests.fusiond.simulation import Array, SimulatedJob

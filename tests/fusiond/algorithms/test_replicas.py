@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusion_rt import codecs, mixing, wire
+from fusion_rt import codecs, wire
 from fusion_rt.codecs import layout_of
-from fusion_rt.errors import WireError
+from fusion_rt.core import mixing
+from fusion_rt.core.errors import WireError
 from fusiond.shards.messages import pack, unpack
 from tests.fusiond.algorithms import published
 from tests.fusiond.algorithms.training import Workers

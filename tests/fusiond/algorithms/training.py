@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fusion_rt import algorithms, wire
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from tests.fusiond.simulation import Array, SimulatedJob
 
 SGD = wire.OptimizerSpec("SGD", ("{}",))

@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import DaemonConfig, StartError, decode_line, encode_line, job_directory, socket_path
 from fusion_rt.client import Client
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.host.bootstrap import DaemonConfig, StartError, decode_line, encode_line, job_directory, socket_path
 from fusiond.app.cli import app
 from tests.fusiond.processes import COMMAND, JOB, TIMEOUT_S, Daemons, kill
 

@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion_rt import local, wire
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, StartError, decode_line, encode_line, job_directory
+from fusion_rt import wire
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError, HorovodInternalError
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import FusionError, HorovodInternalError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, StartError, decode_line, encode_line, job_directory
+from fusion_rt.local import packets
 from tests.fusiond.processes import COMMAND, JOB, NO_LIMITS, TIMEOUT_S, Daemons, kill, quiet, read_line, together
 
 pytestmark = pytest.mark.multiprocess
@@ -214,8 +215,8 @@ def test_who_does_not_belong_is_told_why_and_nobody_else_is_disturbed(running: D
         assert job.say(message) == []
     for message in (b"garbage", wire.encode(HELLO), wire.encode(wire.Bye())) * 3:
         with job.connection() as sock:  # a descriptor that comes with it is closed there
-            local.Packet(message, os.dup(0)).send(sock)
-            assert local.receive(sock) == (b"", -1)
+            packets.Packet(message, os.dup(0)).send(sock)
+            assert packets.receive(sock) == (b"", -1)
     with job.connection():  # and somebody who comes and goes
         pass
     for result in job.on_clients(add).values():
@@ -319,7 +320,7 @@ def test_a_worker_that_says_goodbye_twice_harms_nobody(daemons: MakeDaemons) -> 
     job = daemons(2).start()
     job.join()
     for _ in range(2):
-        local.Packet(wire.encode(wire.Bye())).send(job.clients[1].channel.socket)
+        packets.Packet(wire.encode(wire.Bye())).send(job.clients[1].channel.socket)
     job.wait_until(lambda status: status["left"] == [1])
     assert job.status()["state"] == "running"
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import DaemonConfig
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import DaemonConfig
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
 from fusiond.app.ending import Ending
 from fusiond.membership.epoch import Membership
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.errors import WireError
-from fusion_rt.topology import Topology
+from fusion_rt.core.errors import WireError
+from fusion_rt.core.topology import Topology
 from fusiond.app.ring_files import RingFiles
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import DaemonConfig
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import DaemonConfig
 from fusiond.app.tool_dispatch import ToolDispatch
 from fusiond.control.waiting import Survey
 from fusiond.membership.epoch import Membership

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from fusion_rt import named_arrays, wire
+from fusion_rt import wire
+from fusion_rt.local import array_codec
 from fusiond.buckets.codec_state import State, only_common, steps_of
 from fusiond.core.errors import RequestError
 from tests.fusiond.simulation import SimulatedJob
@@ -39,13 +40,13 @@ def save(job: SimulatedJob, rank: int, common: bool = False) -> State:
     handle = job._handles
     job.engine(rank).codecs.save_state(rank, wire.SaveState(handle, 0, "opt", common))
     job.settle()
-    return named_arrays.read(job.result(rank, handle, "uint8").copy())
+    return array_codec.read(job.result(rank, handle, "uint8").copy())
 
 
 def load(job: SimulatedJob, rank: int, state: State, common: bool = False) -> str:
     """The error, if there is one."""
-    data = np.zeros(named_arrays.nbytes_of(state), np.uint8)
-    named_arrays.write(state, data)
+    data = np.zeros(array_codec.nbytes_of(state), np.uint8)
+    array_codec.write(state, data)
     job._handles += 1
     message = wire.LoadState(job._handles, 0, "opt", wire.Place(1, 0), len(data), common)
     job.engine(rank).codecs.load_state(rank, message, data)

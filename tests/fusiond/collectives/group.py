@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_rt import wire
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives.base import Exchange
 
 Array = npt.NDArray[Any]

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from fusion_rt import codecs, wire
 from fusion_rt.codecs import CodecError, Layout
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives import adasum
 from fusiond.collectives.adasum import Adasum
 from fusiond.collectives.base import ExchangeError, Reducer

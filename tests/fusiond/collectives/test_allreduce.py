@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusion_rt import codecs
 from fusion_rt.codecs import CodecError, Layout
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives.base import Exchange, ExchangeError, Reducer
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.one_node import OneNode

@@ -8,7 +8,7 @@ import pytest
 from fusion_rt import codecs
 from fusion_rt.codecs import Layout, Span
 from fusion_rt.codecs.powersgd import PowerSGDBucket
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusiond.algorithms.allreduce import AllReduce
 from fusiond.algorithms.exchange import Work
 from fusiond.collectives.base import Exchange, ExchangeError, Reducer

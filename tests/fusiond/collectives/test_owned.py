@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusion_rt import codecs
 from fusion_rt.codecs import CodecError, Layout, Span
 from fusion_rt.codecs.selecting import SelectingBucketCodec
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives import ranges
 from fusiond.collectives.base import ExchangeError, Reducer
 from fusiond.collectives.owned import Compressed, Gathered, Owned

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from fusion_rt import codecs
 from fusion_rt.codecs import CodecError, Layout
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives.base import Exchange, ExchangeError, Reducer
 from fusiond.collectives.scatter import ReduceScatter, rows_of_members
 from tests.fusiond.collectives.group import Array, Group, GroupPort, combined, loaded, small_values, stored

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusion_rt.wire import Loss, OpKey, View
 from fusiond.control.handover import PLANS_OF_A_VIEW, inherit, settle_sets
 from fusiond.core.participants import Participants

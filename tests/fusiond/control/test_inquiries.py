@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from fusion_rt import wire
+from fusion_rt.core.topology import GLOBAL_SET, Topology
 from fusion_rt.settings import Settings
-from fusion_rt.topology import GLOBAL_SET, Topology
 from fusiond.control.negotiation import Coordinator
 from fusiond.control.waiting import Subject, describe, explain
 from fusiond.core.participants import Participants

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_rt.arena import ALIGNMENT
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.topology import Topology
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.arena import ALIGNMENT
 from fusion_rt.wire import Plan, Proposal, Reduction, TensorSpec
 from fusiond.control.planning import disagreement, make_plan, merge
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fusion_rt import wire
+from fusion_rt.core.topology import Topology
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
 from fusion_rt.wire import OpKey
 from fusiond.control.questions import PATIENCE, Questions
 from fusiond.core.participants import Participants

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusion_rt.wire import OpKey
 from fusiond.control.waiting import (
     MOST_SHOWN,

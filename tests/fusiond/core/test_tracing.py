@@ -14,7 +14,7 @@ import pytest
 from benchmarks.netlab import Netlab, preflight
 from fusion_rt import wire
 from fusion_rt.client import Client
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusion_trace.read import ring_reader
 from fusion_trace.read.ring_reader import Ring
 from tests.fusiond.processes import COMMAND, JOB, TIMEOUT_S, Daemons

@@ -494,8 +494,8 @@ def test_what_arrives_after_the_end_is_ignored() -> None:
 
 
 def test_memory_that_is_out_fails_the_operation_and_not_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusion_rt.arena import Segment
-    from fusion_rt.errors import ArenaError
+    from fusion_rt.core.errors import ArenaError
+    from fusion_rt.host.arena import Segment
 
     def full(nbytes: int) -> Segment:
         raise ArenaError(f"{nbytes} bytes of shared memory are not to be had")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.dtypes import DType
+from fusion_rt.core.dtypes import DType
+from fusion_rt.core.topology import ProcessSet
 from fusion_rt.kernels import cpu
-from fusion_rt.topology import ProcessSet
 from fusiond.operations import executor, thread_work
 from tests.fusiond.simulation import Array, SimulatedJob
 
@@ -347,7 +347,7 @@ def test_a_barrier_waits_for_everybody(layout: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int64", "int8", "bool"])
 def test_every_dtype_travels(dtype: str) -> None:
-    from fusion_rt.dtypes import DTYPES
+    from fusion_rt.core.dtypes import DTYPES
 
     job = SimulatedJob([2, 1, 3])
     storage = DTYPES[dtype].storage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusiond.live import figures
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))

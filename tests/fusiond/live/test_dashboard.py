@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusiond.live.client import Lookout
 from fusiond.live.dashboard import Latest, serve
 from fusiond.live.rates import Rates, compare

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusiond.host.loop import EventLoop
 from fusiond.live.metrics import Metrics, families
 from tests.fusiond.live.looks import TOPOLOGY, link, rank, told

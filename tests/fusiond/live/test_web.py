@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusiond.live import web
 from fusiond.live.web import Page, WebServer
 

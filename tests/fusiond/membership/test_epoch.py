@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusion_rt.wire import Loss, View
 from fusiond.membership.epoch import Membership
 

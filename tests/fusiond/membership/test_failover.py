@@ -16,7 +16,7 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.client import Client
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from tests.fusiond.processes import JOB, TIMEOUT_S, Daemons, kill, together
 
 pytestmark = pytest.mark.multiprocess

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from fusion_rt import wire
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusion_rt.wire import Loss, View
 from fusiond.engine.engine import Engine
 from fusiond.membership.epoch import Membership

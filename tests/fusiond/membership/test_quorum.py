@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_rt import wire
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
 from fusion_rt.wire import Loss, View
 from fusiond.membership.quorum import PATIENCE, Views, coordinator_of, is_quorum
 

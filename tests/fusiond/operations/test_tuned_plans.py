@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.ring import Ring
 from fusiond.control.planning import make_plan

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from fusion_rt import codecs, wire
 from fusion_rt.codecs import CodecError, Layout, open_bucket
 from fusion_rt.codecs.base import Span
-from fusion_rt.dtypes import DTYPES
-from fusion_rt.errors import WireError
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.core.errors import WireError
 from fusiond.shards.messages import PartialMessage, pack, pieces, unpack
 
 MESSAGE = wire.Piece(0, 1, 2, "post", -1, 3, 4, 5, 0)

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt.core.errors import FusionError, WireError
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
 from fusiond.shards import ParameterService

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.trace import Owner, Recorder
-from fusion_rt.trace_format import HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT, Kind, Role
+from fusion_rt.tracing.format import HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT, Kind, Role
+from fusion_rt.tracing.recorder import Owner, Recorder
 from fusiond.timeline import ring_follower
 from fusiond.timeline.ring_follower import Event, Gap, RingFollower
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_rt.trace_format import NOBODY, Kind
+from fusion_rt.tracing.format import NOBODY, Kind
 from fusiond.timeline.ring_follower import Event, Gap
 from fusiond.timeline.writer import Order, TimelineWriter
 

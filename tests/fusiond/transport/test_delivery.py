@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 from fusiond.transport import delivery
 from fusiond.transport.delivery import ReceiveWindow, SendWindow
 

@@ -16,9 +16,9 @@ import pytest
 import zmq
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import DaemonConfig, PeerTable, encode_line
 from fusion_rt.client import Client
-from fusion_rt.errors import FusionError, HorovodInternalError
+from fusion_rt.core.errors import FusionError, HorovodInternalError
+from fusion_rt.host.bootstrap import DaemonConfig, PeerTable, encode_line
 from tests.fusiond.processes import NO_LIMITS, TIMEOUT_S, Daemons, kill, read_line
 
 pytestmark = pytest.mark.multiprocess

@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusiond.transport import reception
 from tests.faults.jobs import FAST, Workers
 from tests.fusiond.processes import NO_LIMITS, TIMEOUT_S, Daemons, kill

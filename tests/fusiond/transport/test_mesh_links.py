@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable
 from fusion_rt.settings import Settings
-from fusion_rt.topology import Topology
 from fusiond.host.loop import EventLoop
 from fusiond.transport import delivery, links
 from fusiond.transport.flow_control import BORROW_FROM

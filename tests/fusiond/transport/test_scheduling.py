@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import codecs, wire
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusiond.collectives.base import Reducer
 from fusiond.collectives.ring import Ring
 from fusiond.transport import delivery

@@ -13,7 +13,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.settings import Settings
 from fusiond.transport import sockets
 from fusiond.transport.zap import KeyGate

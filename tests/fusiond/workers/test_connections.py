@@ -11,9 +11,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from fusion_rt import local, stacks, wire
-from fusion_rt.arena import Segment
-from fusion_rt.errors import FusionError, WireError
+from fusion_rt import wire
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.host import stacks
+from fusion_rt.host.arena import Segment
+from fusion_rt.local import packets
 from fusiond.host.loop import EventLoop
 from fusiond.host.runtime_directory import listen
 from fusiond.workers import connections as workers_module
@@ -79,7 +81,7 @@ class Channel:
 
     def send(self, message: wire.WorkerMessage | bytes, fd: int = -1, sock: socket.socket | None = None) -> None:
         data = message if isinstance(message, bytes) else wire.encode(message)
-        local.Packet(data, fd).send(sock or self.sock)
+        packets.Packet(data, fd).send(sock or self.sock)
         self.turn()
 
     def join(self) -> WorkerLink:
@@ -88,7 +90,7 @@ class Channel:
 
     def is_closed(self) -> bool:
         try:
-            return local.receive(self.sock, socket.MSG_DONTWAIT) == (b"", -1)
+            return packets.receive(self.sock, socket.MSG_DONTWAIT) == (b"", -1)
         except ConnectionResetError:
             return True
         except BlockingIOError:
@@ -282,7 +284,7 @@ def test_answers_wait_for_room_and_keep_their_order(channel: Channel) -> None:
     for _ in range(2 * len(sent)):
         channel.turn()
         try:
-            data, fd = local.receive(channel.sock, socket.MSG_DONTWAIT)
+            data, fd = packets.receive(channel.sock, socket.MSG_DONTWAIT)
         except BlockingIOError:
             continue
         message = wire.decode_daemon_message(data)
@@ -309,7 +311,7 @@ def test_a_long_answer_arrives_whole(channel: Channel) -> None:
     link = channel.join()
     status = wire.Status("x" * 200_000)
     channel.workers.send(link, status)
-    assert wire.decode_daemon_message(local.receive(channel.sock)[0]) == status
+    assert wire.decode_daemon_message(packets.receive(channel.sock)[0]) == status
 
 
 def test_a_stale_socket_is_replaced(runtime_dir: Path) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt import local, stacks, wire
-from fusion_rt.errors import WireError
+from fusion_rt import wire
+from fusion_rt.core.errors import WireError
+from fusion_rt.host import stacks
+from fusion_rt.local import packets
 from fusiond.host.loop import EventLoop
 from fusiond.workers.stack_reader import Source, StackReader
 
@@ -23,11 +25,13 @@ TIMEOUT_S = 60.0
 # What a worker does: it says where its stacks are to be seen, says that it is ready, and does the rest.
 OFFER = """\
 import ctypes, os, signal, socket, sys, time
-from fusion_rt import local, stacks, wire
+from fusion_rt import wire
+from fusion_rt.local import packets
+from fusion_rt.host import stacks
 
 sock = socket.socket(fileno=int(sys.argv[1]))
 fd, number = stacks.offer()
-local.Packet(wire.encode(wire.Hello(1, "job", 3, os.getpid(), number)), fd).send(sock)
+packets.Packet(wire.encode(wire.Hello(1, "job", 3, os.getpid(), number)), fd).send(sock)
 
 def slow():
     {body}
@@ -55,7 +59,7 @@ class Asked:
                 stdin=subprocess.PIPE,
                 cwd=directory,
             )
-        data, memfd = local.receive(self.sock)
+        data, memfd = packets.receive(self.sock)
         hello = wire.decode_worker_message(data)
         assert isinstance(hello, wire.Hello)
         self.source = Source.open(self.process.pid, hello, memfd)
@@ -133,7 +137,7 @@ def test_a_worker_that_sleeps_is_shown_with_the_line(daemon: Daemon, worker: Wor
     daemon.turn_until(lambda: sleeps(asked.process))
     (found,) = daemon.ask(asked)
     assert (found.rank, found.pid, found.state, found.why_not) == (0, asked.process.pid, "sleeping (S)", "")
-    where = wire.Frame(str(tmp_path / "train.py"), 9, "slow", "ready(); time.sleep(300)")
+    where = wire.Frame(str(tmp_path / "train.py"), 11, "slow", "ready(); time.sleep(300)")
     assert found.stack.frames[0] == where
     assert [frame.function for frame in found.stack.frames] == ["slow", "<module>"]
     daemon.turn_until(lambda: sleeps(asked.process))

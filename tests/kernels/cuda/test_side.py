@@ -22,7 +22,7 @@ from fusion_rt import codecs
 from fusion_rt.codecs import worker_selection
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.worker_selection import Tray
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import reference
 from fusion_rt.kernels.cuda import selection, side
 from fusion_rt.kernels.cuda.selection import Found, words

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fusion_rt.bootstrap import encode_line
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import encode_line
 from fusion_rt.runner.agent.preflight import versions
 from fusion_rt.runner.protocol import agent_messages
-from fusion_rt.topology import Topology
 from tests.runner.conftest import FAKE_DAEMON, LASTING, ROOT
 
 pytestmark = pytest.mark.multiprocess

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from fusion_rt.bootstrap import encode_line
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import encode_line
 from fusion_rt.runner.agent.preflight import versions
 from fusion_rt.runner.protocol import agent_messages
-from fusion_rt.topology import Topology
 from tests.runner.conftest import FAKE_DAEMON, ROOT
 
 pytestmark = pytest.mark.multiprocess
@@ -24,7 +24,7 @@ ONE = Topology(("here",), ((0, 1),))
 TURNED = Topology(("here",), ((1, 0),))
 REJOIN = """
 import os, sys
-from fusion_rt.elastic import AgentConnection, Assignment
+from fusion_rt.local.elastic import AgentConnection, Assignment
 agent = AgentConnection(os.environ)
 while True:
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "FUSION_JOB_ID", "FUSION_ELASTIC_SLOT", "FUSION_ELASTIC_EPOCH")

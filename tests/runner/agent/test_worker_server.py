@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fusion_rt import elastic
-from fusion_rt.elastic import AgentConnection, Assignment, HostsChanged, Rejoin, Removed
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
+from fusion_rt.local import elastic
+from fusion_rt.local.elastic import AgentConnection, Assignment, HostsChanged, Rejoin, Removed
 from fusion_rt.runner.agent import worker_server
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusiond.host.leftovers import remove_dead

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_rt import elastic
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
+from fusion_rt.core.topology import Topology
+from fusion_rt.local import elastic
 from fusion_rt.runner.agent.worker_variables import absolute_path_list, forwarded, of_worker, on_host, place_of_worker
 from fusion_rt.runner.protocol.agent_messages import Epoch, Job
-from fusion_rt.topology import Topology
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
 

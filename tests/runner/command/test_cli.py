@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fusion_rt
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.cli import main, make_parser, make_plan
 from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan, Limits

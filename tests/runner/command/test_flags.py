@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.flags import choices_in, make_parser
 from fusion_rt.runner.command.option_values import Choices
 from fusion_rt.settings import GROUPS, KNOBS

@@ -240,7 +240,7 @@ def test_training_goes_on_without_rank_0_and_with_a_new_worker(start) -> None:
 
 def where_and_who() -> tuple[str, str]:
     """What `fusion_rt.run` calls: it loses a worker in the first epoch."""
-    from fusion_rt.elastic import AgentConnection, Assignment
+    from fusion_rt.local.elastic import AgentConnection, Assignment
 
     rank, agent = os.environ["HOROVOD_RANK"], AgentConnection(os.environ)
     if agent.epoch == 1:

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from fusion_rt.client import Client
-from fusion_rt.elastic import AgentConnection, Removed
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
+from fusion_rt.local.elastic import AgentConnection, Removed
 from fusion_rt.wire import Signature
 
 PACE_S = 0.01

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.errors import FusionError, SettingError
+from fusion_rt.core.errors import FusionError, SettingError
 from fusion_rt.runner.launch.discovery import Discovery
 from fusion_rt.runner.launch.host_list import Host
 

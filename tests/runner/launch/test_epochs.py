@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.launch.blacklist import Blacklist
 from fusion_rt.runner.launch.epochs import Epochs
 from fusion_rt.runner.launch.host_list import Host, parse_hosts

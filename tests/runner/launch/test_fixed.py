@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusion_rt.bootstrap import Endpoint
+from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.runner.launch.fixed import QUOTED_S, SETTLE_S, Fixed
 from fusion_rt.runner.launch.host_list import parse_hosts
 from fusion_rt.runner.launch.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.launch.host_list import MAX_SLOTS, Host, parse_hostfile, parse_hosts
 
 

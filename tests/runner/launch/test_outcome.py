@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_rt.quoting import quoted
+from fusion_rt.core.traceback_format import quoted
 from fusion_rt.runner.launch.outcome import (
     DaemonFailure,
     HostFailure,
@@ -25,7 +25,7 @@ ValueError: boom
 ECHO = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
     hvd.allreduce(x)
-fusion_rt.errors.HorovodInternalError: rank 1 (host b) ended
+fusion_rt.core.errors.HorovodInternalError: rank 1 (host b) ended
 """
 
 
@@ -66,17 +66,17 @@ def test_an_error_that_only_tells_of_another_one_never_hides_it(real: WorkerFail
 def test_when_all_ranks_fail_together_the_first_speaks_for_them() -> None:
     failures = [worker(1, stderr=ECHO), worker(0, stderr=ECHO)]
     assert tell(failures)[-1] == (
-        "fusionrun: rank 1 on host b failed first: fusion_rt.errors.HorovodInternalError: rank 1 (host b) ended"
+        "fusionrun: rank 1 on host b failed first: fusion_rt.core.errors.HorovodInternalError: rank 1 (host b) ended"
     )
 
 
 QUOTE = """Traceback (most recent call last):
   File "train.py", line 9, in <module>
     hvd.allreduce(x)
-fusion_rt.errors.HorovodInternalError: rank 0 (host a) failed: Traceback (most recent call last):
+fusion_rt.core.errors.HorovodInternalError: rank 0 (host a) failed: Traceback (most recent call last):
       File "train.py", line 9, in <module>
         hvd.allreduce(x)
-    fusion_rt.errors.HorovodInternalError: shapes differ
+    fusion_rt.core.errors.HorovodInternalError: shapes differ
 
 """
 
@@ -86,8 +86,8 @@ def test_a_rank_that_quotes_another_ones_traceback_is_the_last_to_be_chosen() ->
     quote = worker(2, stderr=QUOTE)
     assert first_cause([quote, own]) is own
     assert tell([quote])[-1] == (
-        "fusionrun: rank 2 on host b failed first: fusion_rt.errors.HorovodInternalError: rank 0 (host a) failed: "
-        "fusion_rt.errors.HorovodInternalError: shapes differ"
+        "fusionrun: rank 2 on host b failed first: fusion_rt.core.errors.HorovodInternalError: rank 0 (host a) failed: "
+        "fusion_rt.core.errors.HorovodInternalError: shapes differ"
     )
 
 
@@ -167,14 +167,14 @@ Traceback (most recent call last):
     hvd.allreduce(x)
   File "arena.py", line 67, in create
     raise ArenaError(
-fusion_rt.errors.ArenaError: 4194304 bytes of shared memory are not to be had on this host ([Errno 27] File too large)
+fusion_rt.core.errors.ArenaError: 4194304 bytes of memory are not to be had on this host ([Errno 27] File too large)
 """
 ECHO_OF_CHAIN = f"""Traceback (most recent call last):
   File "train.py", line 7, in <module>
     hvd.allreduce(x)
   File "client.py", line 295, in wait
     raise HorovodInternalError(operation.error)
-fusion_rt.errors.HorovodInternalError: rank 1 (host b) failed: {quoted(CHAIN)}
+fusion_rt.core.errors.HorovodInternalError: rank 1 (host b) failed: {quoted(CHAIN)}
 """
 
 
@@ -182,12 +182,12 @@ def test_an_echo_of_an_error_that_had_a_cause_of_its_own_is_no_cause() -> None:
     echo, cause = worker(0, stderr=ECHO_OF_CHAIN), worker(1, stderr=CHAIN)
     assert first_cause([echo, cause]) is cause
     assert tell([echo, cause])[-1] == (
-        "fusionrun: rank 1 on host b failed first: fusion_rt.errors.ArenaError: 4194304 bytes of shared memory are not "
+        "fusionrun: rank 1 on host b failed first: fusion_rt.core.errors.ArenaError: 4194304 bytes of memory are not "
         "to be had on this host ([Errno 27] File too large)"
     )
     assert tell([echo])[-1] == (
-        "fusionrun: rank 0 on host b failed first: fusion_rt.errors.HorovodInternalError: rank 1 (host b) failed: "
-        "fusion_rt.errors.ArenaError: 4194304 bytes of shared memory are not to be had on this host ([Errno 27] File "
+        "fusionrun: rank 0 on host b failed first: fusion_rt.core.errors.HorovodInternalError: rank 1 (host b) failed: "
+        "fusion_rt.core.errors.ArenaError: 4194304 bytes of memory are not to be had on this host ([Errno 27] File "
         "too large)"
     )
 
@@ -196,7 +196,7 @@ def test_an_echo_is_known_as_one_even_where_too_long_to_be_shown() -> None:
     frames = "".join(f'  File "x.py", line {number}, in f\n    f()\n' for number in range(20))
     error = f"Traceback (most recent call last):\n{frames}ValueError: no such file\n"
     message = f"rank 1 (host a) failed: {quoted(error)}"
-    stderr = f"Traceback (most recent call last):\n{frames}fusion_rt.errors.HorovodInternalError: {message}\n"
+    stderr = f"Traceback (most recent call last):\n{frames}fusion_rt.core.errors.HorovodInternalError: {message}\n"
     echo = WorkerFailure("a", 0, 1, stderr)
     assert echo.echo == 2
     assert len(echo.tell()) < 40

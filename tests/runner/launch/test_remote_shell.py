@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.launch.host_list import Host, parse_hosts
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.places import fill

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.errors import SettingError
+from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.launch import discovery
 from fusion_rt.runner.launch.discovery import Discovery
 from fusion_rt.runner.launch.host_list import Host

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fusion_rt.errors import HorovodInternalError
-from fusion_rt.quoting import quoted
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.traceback_format import quoted
 from fusion_rt.runner.launch.worker_errors import echo_of, in_a_line, last_error
 
 TRACEBACK = """some warning
@@ -17,7 +17,7 @@ Traceback (most recent call last):
     main()
 ValueError: boom
 """
-ECHO = "fusion_rt.errors.HorovodInternalError: "
+ECHO = "fusion_rt.core.errors.HorovodInternalError: "
 
 
 def boom() -> None:

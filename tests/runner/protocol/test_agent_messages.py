@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_rt.bootstrap import Endpoint, PeerTable, decode_line, encode_line
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import Endpoint, PeerTable, decode_line, encode_line
 from fusion_rt.runner.protocol import agent_messages
-from fusion_rt.topology import Topology
 
 ENDPOINT = Endpoint(0, 1, "127.0.0.1", 1, 2, "k" * 40)
 FROM_AGENT = [

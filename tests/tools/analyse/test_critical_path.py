@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.trace_format import Kind, Role
+from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.analyse import critical_path
 from fusion_trace.analyse.critical_path import Path as CriticalPath
 from fusion_trace.analyse.critical_path import Place

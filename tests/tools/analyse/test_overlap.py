@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fusion_rt.trace_format import Kind, Role
+from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.analyse.overlap import PARTS, Partition, document, overview, partitions
 from fusion_trace.read import job as jobs
 from fusion_trace.read.choice import StepRange

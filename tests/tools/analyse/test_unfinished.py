@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.errors import FusionError
-from fusion_rt.trace_format import Flush, Kind, Role
+from fusion_rt.core.errors import FusionError
+from fusion_rt.tracing.format import Flush, Kind, Role
 from fusion_trace.cli import app
 from tests.tools.synthetic import START, Tape
 

@@ -19,7 +19,7 @@ import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 from typer.testing import CliRunner
 
-from fusion_rt.trace_format import Kind, Role
+from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.cli import app
 from fusion_trace.export import chrome, torch_profiles
 from fusion_trace.export.picture import Slice, draw, lanes

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion_rt.trace_format import Kind, Role
+from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.read import job as jobs
 from fusion_trace.read.ring_reader import TraceError
 from tests.tools.synthetic import MS, START, US, Job, S, Tape, simulate

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.trace_format import Flush, Kind, Role
+from fusion_rt.tracing.format import Flush, Kind, Role
 from fusion_trace.read import job as jobs
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import Key, all_steps, operations, phases, steps_of

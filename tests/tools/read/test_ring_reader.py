@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion_rt.trace_format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITTEN_AT, Kind, Role
+from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITTEN_AT, Kind, Role
 from fusion_trace.read import ring_reader
 from fusion_trace.read.ring_reader import TraceError, read
 from tests.tools.synthetic import MS, START, Tape

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_trace.cli import app
 from fusion_trace.report.hang_page import MOST_RANKS, MOST_WAITING, lines
 

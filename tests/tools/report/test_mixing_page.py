@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.mixing import parse
+from fusion_rt.core.mixing import parse
 from fusion_trace.cli import app, main
 from fusion_trace.report.mixing_page import drawing, fits, speed
 

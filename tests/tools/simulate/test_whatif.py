@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fusion_rt.errors import FusionError
-from fusion_rt.trace_format import Kind
+from fusion_rt.core.errors import FusionError
+from fusion_rt.tracing.format import Kind
 from fusion_trace.cli import app
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import load

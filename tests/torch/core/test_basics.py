@@ -122,7 +122,7 @@ def test_a_forked_child_cannot_communicate_and_disturbs_nothing() -> None:
         lambda: (model.zero_grad(), loss_of(model, my_batch(2)).backward()),
     ):
         text = in_fork(operation)
-        assert text.startswith("fusion_rt.errors.FusionError: this process"), text
+        assert text.startswith("fusion_rt.core.errors.FusionError: this process"), text
         assert refused in text
     assert in_fork(hvd.shutdown) == "None"
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.arena import Arena, Segment
+from fusion_rt.host.arena import Arena, Segment
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import runtime
 from tests.harness import on_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from tests.harness import Job, on_ranks
 from tests.torch.ops.reference import combined, mine, rows_of, tensor_of
 

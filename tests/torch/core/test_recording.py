@@ -10,7 +10,7 @@ import torch
 
 from fusion_rt.torch.core import recording
 from fusion_rt.torch.core.recording import Steps
-from fusion_rt.trace_format import NOBODY, Kind
+from fusion_rt.tracing.format import NOBODY, Kind
 
 
 class Listed:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from fusion_rt.errors import WireError
+from fusion_rt.core.errors import WireError
 from fusion_rt.launchers import kvstore
 from fusion_rt.launchers.kvstore import HttpStore
 from fusion_rt.launchers.meeting import Meeting

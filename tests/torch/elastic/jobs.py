@@ -23,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fusion_rt import elastic
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, decode_line, encode_line, socket_path
-from fusion_rt.topology import Topology
+from fusion_rt.core.topology import Topology
+from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable, decode_line, encode_line, socket_path
+from fusion_rt.local import elastic
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[3]

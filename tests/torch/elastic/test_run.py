@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.core.errors import FusionError, HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.torch.elastic import State, loop, run_fn
 from tests.harness import on_ranks
 

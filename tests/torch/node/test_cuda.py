@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from tests.harness import Job, on_ranks
 from tests.torch.node.test_reduction import in_node, reduced
 from tests.torch.training import assert_same, everybodys_batch, loss_of, make_model, my_batch

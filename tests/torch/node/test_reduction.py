@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.node import groups

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.runtime import runtime
 from tests.harness import on_ranks
 from tests.torch.ops.reference import DTYPES, OPS, can, combined, mine, rows_of, tensor_of

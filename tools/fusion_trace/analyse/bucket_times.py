@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fusion_rt.trace_format import Flush, Kind
+from fusion_rt.tracing.format import Flush, Kind
 from fusion_trace.analyse.overlap import median, operations_of_steps, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace

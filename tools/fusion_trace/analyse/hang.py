@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 
-from fusion_rt import stack_text, wire
-from fusion_rt.errors import FusionError
-from fusion_rt.local_daemons import OWN_STACKS, Found, NoAnswer, ask, find
-from fusion_rt.stacks import STACK_BYTES, STACK_SIGNAL, is_handled
+from fusion_rt import wire
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host.stacks import STACK_BYTES, STACK_SIGNAL, is_handled
+from fusion_rt.local import stack_text
+from fusion_rt.local.daemons import OWN_STACKS, Found, NoAnswer, ask, find
 
 _PATIENCE = 1.0  # seconds for a daemon to write its own stack
 _LOOK = 0.03  # seconds between looks at it

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import chain
 
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import Operation, Step, all_steps, operations, pairs, script, within

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from fusion_rt.trace_format import NOBODY, Kind
+from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.analyse import stragglers
 from fusion_trace.analyse.overlap import Overview, Partition, by_rank, overview, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusion_trace.analyse.bucket_times import Plan, gradients, plans
 from fusion_trace.analyse.overlap import Partition, median, operations_of_steps, partitions
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import Operation, operations
 

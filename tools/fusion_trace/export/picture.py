@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusion_rt.trace_format import NOBODY, Kind, Role
+from fusion_rt.tracing.format import NOBODY, Kind, Role
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import DaemonPart, Key, Operation, WorkerPart, operations, pairs, script, steps_of

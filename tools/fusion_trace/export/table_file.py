@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 
-from fusion_rt.trace_format import NOBODY, Kind, Role
+from fusion_rt.tracing.format import NOBODY, Kind, Role
 from fusion_trace.read.job import JobTrace
 
 COLUMNS = ("time_ns", "role", "rank", "node", "host", "kind", "name", "clock", "plan", "value", "extra", "peer")

@@ -17,8 +17,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_rt.clocks import MOST_DRIFT
-from fusion_rt.trace_format import Kind
+from fusion_rt.core.clocks import MOST_DRIFT
+from fusion_rt.tracing.format import Kind
 from fusion_trace.read.ring_reader import Records
 
 PIECE = 16 * 10**9  # ns between corners, at least

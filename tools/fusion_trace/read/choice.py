@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 
 
 class ChoiceError(FusionError, ValueError):

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 from fusion_trace.read.job import Process
 
 _OF_LINKS = (Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)

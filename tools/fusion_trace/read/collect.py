@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.errors import FusionError
-from fusion_rt.local_daemons import Found, NoAnswer, ask, find
-from fusion_rt.private_files import open_private
-from fusion_rt.trace_format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host.private_files import open_private
+from fusion_rt.local.daemons import Found, NoAnswer, ask, find
+from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, WRITERS, WRITTEN_AT
 from fusion_trace.read.ring_reader import RECORD_DTYPE, RECORDS_AT, Header, Records, TraceError, header_of
 
 MOST_NBYTES = 4 << 30  # of a ring

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fusion_rt.trace_format import Kind, Role
+from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.read import alignment
 from fusion_trace.read.alignment import Offset
 from fusion_trace.read.ring_reader import RECORD_DTYPE, Records, Ring, TraceError, is_ring, read, read_header

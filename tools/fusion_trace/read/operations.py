@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from fusion_rt.trace_format import Flush, Kind
+from fusion_rt.tracing.format import Flush, Kind
 from fusion_trace.read.chunks import Chunk, Id, Row, by_operation, chunks_of
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.ring_reader import Records

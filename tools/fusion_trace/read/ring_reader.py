@@ -1,4 +1,4 @@
-"""Reads a ring, the records of one process. The format is that of `fusion_rt.trace_format`.
+"""Reads a ring, the records of one process. The format is that of `fusion_rt.tracing.format`.
 
 A ring may be written while it is read, its writer may have been killed in the middle of a record, and the file may be
 cut off or be no ring at all. What can be read is read; what could not be is said in `Ring.problems`.
@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_rt.errors import FusionError
-from fusion_rt.trace_format import HEADER, HEADER_NBYTES, MAGIC, NAMES_NBYTES, RECORD, VERSION, WRITERS, Kind, Role
+from fusion_rt.core.errors import FusionError
+from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, MAGIC, NAMES_NBYTES, RECORD, VERSION, WRITERS, Kind, Role
 
 RECORD_DTYPE = np.dtype(
     [

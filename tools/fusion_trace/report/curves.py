@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.simulate.changes import Change, answer

@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fusion_rt import stack_text, wire
-from fusion_rt.topology import Topology
+from fusion_rt import wire
+from fusion_rt.core.topology import Topology
+from fusion_rt.local import stack_text
 from fusion_trace.analyse.unfinished import Ending
 from fusion_trace.report.wording import count, numbers
 

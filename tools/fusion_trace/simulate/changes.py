@@ -11,7 +11,7 @@ import msgspec
 
 from fusion_rt import algorithms as chosen
 from fusion_rt import codecs
-from fusion_rt.errors import FusionError
+from fusion_rt.core.errors import FusionError
 from fusion_trace.simulate import measuring
 from fusion_trace.simulate.model import FRAMED, Bucket, Cluster, CodecCosts, Costs, Link
 from fusion_trace.simulate.programs import Action, Compute, Submit, Wait, around_steps

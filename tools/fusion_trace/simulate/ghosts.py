@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from fusion_rt.dtypes import DTYPES
+from fusion_rt.core.dtypes import DTYPES
 from fusion_trace.simulate.model import Costs
 from fusiond.collectives.base import Array, Reducer
 

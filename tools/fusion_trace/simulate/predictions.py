@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fusion_rt import algorithms as chosen
-from fusion_rt import mixing
+from fusion_rt.core import mixing
 from fusion_trace.simulate.ghost_codecs import wire_nbytes
 from fusion_trace.simulate.model import Bucket, Cluster, Costs, Link, equal
 from fusion_trace.simulate.programs import Action, Compute, Submit, Wait, around_steps

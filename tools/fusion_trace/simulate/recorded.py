@@ -19,8 +19,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from fusion_rt.errors import FusionError
-from fusion_rt.trace_format import NOBODY, Kind
+from fusion_rt.core.errors import FusionError
+from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process

@@ -1,5 +1,5 @@
 """The exceptions."""
 
-from fusion_rt.errors import HorovodInternalError, HostsUpdatedInterrupt
+from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

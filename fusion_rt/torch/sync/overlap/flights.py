@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_rt.client import Operation
-from fusion_rt.errors import HorovodInternalError
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core import device
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.slots import memory_order

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from fusion_rt import algorithms, wire
-from fusion_rt.errors import HorovodInternalError, StepGivenUp
+from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import watching
 from fusion_rt.torch.sync.buckets import Bucket
@@ -35,7 +35,7 @@ from fusion_rt.torch.sync.overlap.updates import Update
 from fusion_rt.torch.sync.overlap.uses import Uses
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import Closure, Synchroniser, no_pass
-from fusion_rt.trace_format import Kind
+from fusion_rt.tracing.format import Kind
 
 WAYS = ("none", "forward", "stale")
 

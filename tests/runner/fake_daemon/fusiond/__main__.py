@@ -1,11 +1,11 @@
-"""Stands in for the daemon where a test is about the launcher: keeps the contract of `fusion_rt.bootstrap`, and
+"""Stands in for the daemon where a test is about the launcher: keeps the contract of `fusion_rt.host.bootstrap`, and
 misbehaves as FAKE_DAEMON says (a word, or `word@node` for one node only)."""
 
 import os
 import signal
 import sys
 
-from fusion_rt.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line, encode_line
+from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line, encode_line
 
 
 def say(message):

@@ -1,0 +1,1 @@
+"""Ground types that every part shares."""

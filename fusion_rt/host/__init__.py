@@ -1,0 +1,1 @@
+"""What a process has of its host: memory, files, sockets, stacks."""

@@ -1,0 +1,260 @@
+"""The arena: shared memory between a worker and its daemon, as sealed memfds passed by file descriptor.
+
+A memfd has no name, so nothing is left in /dev/shm whatever dies; sealed against resizing, it cannot be truncated
+under the process that reads it; and `posix_fallocate` turns "no memory left" into an `ArenaError` here instead of a
+SIGBUS later. An arena is made of *segments* (one memfd each); a *region* is an allocated part of a segment.
+
+Rejected: `multiprocessing.shared_memory`, which fails on all three points.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fusion_rt.core.errors import ArenaError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+ALIGNMENT = 64  # bytes; a cache line, so that no two regions share one
+_SLAB = 4 * 1024 * 1024  # bytes of a segment that holds many small regions
+_HUGE_PAGE = 2 * 1024 * 1024  # bytes; larger regions have a segment of their own
+_PATIENCE = 100  # small regions allocated in a row, after which large ones count as unused
+
+
+class Segment:
+    """One sealed memfd, mapped.
+
+    Attributes:
+        nbytes: its length.
+        view: writable view of all of it.
+        address: address at which it is mapped in this process.
+        on_close: called before it is unmapped; set by code that has registered its pages with a device.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, private: bool = False) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.on_close: Callable[[], None] | None = None
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        self._map = mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        if nbytes >= _HUGE_PAGE:
+            self._map.madvise(mmap.MADV_HUGEPAGE)  # where the system allows it, faults in 2 MiB at a time
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """Makes a segment of `nbytes` zero bytes, all of it allocated.
+
+        Raises:
+            ArenaError: there is not enough memory (or room in the memory control group, or descriptors).
+        """
+        try:
+            fd = os.memfd_create("fusion_rt-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise ArenaError(f"no shared memory segment can be made: {error.strerror}") from error
+        try:
+            os.ftruncate(fd, nbytes)
+            segment = cls(fd, nbytes)  # mapped first: its advice decides the size of the pages allocated next
+            os.posix_fallocate(fd, 0, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except (OSError, OverflowError) as error:
+            os.close(fd)
+            raise ArenaError(
+                f"{nbytes} bytes of shared memory are not to be had on this host ({error}); "
+                "use a smaller model or fusion threshold, or raise the limit that was met"
+            ) from error
+        return segment
+
+    @classmethod
+    def open(cls, fd: int, nbytes: int, *, private: bool = False) -> Segment:
+        """Maps a segment that another process created; takes ownership of the descriptor, also on failure.
+
+        Args:
+            fd: the descriptor received.
+            nbytes: the length that the sender declared.
+            private: changes stay in this process (copy on write).
+
+        Raises:
+            ArenaError: it is not a memfd, not sealed against resizing, or of another length than declared; or there
+                is no room to map it.
+        """
+        try:
+            try:
+                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            except OSError as error:
+                raise ArenaError("the descriptor offered as an arena segment is not a memfd") from error
+            if seals & _SEALS != _SEALS:
+                raise ArenaError("the memfd offered as an arena segment is not sealed against resizing")
+            actual = os.fstat(fd).st_size
+            if actual != nbytes or nbytes == 0:
+                raise ArenaError(f"the arena segment is {actual} bytes long, not the {nbytes} declared")
+            try:
+                return cls(fd, nbytes, private=private)
+            except OSError as error:
+                raise ArenaError(f"an arena segment of {nbytes} bytes cannot be mapped ({error.strerror})") from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close_fd(self) -> None:
+        """Closes the descriptor, once it has been passed on; the mapping stays."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def close(self) -> None:
+        """Unmaps the segment now, or when the last view of it (a tensor, an array) goes away."""
+        # Neither the view nor the map is closed by force: a tensor may still look into it, which would raise.
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
+        self.close_fd()
+        self.view = memoryview(b"")
+        del self._map
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """An allocated part of a segment, `nbytes` long from `offset` (both in bytes)."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    view: memoryview
+    address: int
+
+
+class Arena:
+    """A worker's segments and the regions allocated in them.
+
+    Small regions share slabs, by size class; a large one has a segment of its own, kept for the next region of its
+    size. Not thread-safe, but `free` may be called from anywhere, finalizers included: it only notes the region.
+
+    Args:
+        offer: called with (segment id, segment, plan id or 0) when a segment is made; passes it to the daemon.
+        drop: called with a segment id when a segment is dropped.
+        spare_nbytes: bytes of unused large segments to keep. A segment is unused if it was free when the latest large
+            region was allocated, or if none has been allocated for long.
+    """
+
+    def __init__(
+        self,
+        offer: Callable[[int, Segment, int], None],
+        drop: Callable[[int], None],
+        spare_nbytes: int = 1 << 30,
+    ) -> None:
+        self._offer = offer
+        self._drop = drop
+        self._spare_limit = spare_nbytes
+        self._segments: dict[int, Segment] = {}
+        self._next_id = 1
+        self._free: dict[int, list[Region]] = {}  # by class size: regions ready for use
+        self._returned: deque[Region] = deque()
+        self._since_large = 0  # how many small regions have been asked for since
+        self._slab_tail: tuple[int, int] | None = None  # segment id and offset of the unused end of the last slab
+
+    def new_segment(self, nbytes: int, plan: int = 0) -> tuple[int, Segment]:
+        """Makes a segment and offers it to the daemon; `plan` is the id of the plan whose buckets it is for, or 0.
+
+        Returns: its id, and the segment.
+
+        Raises:
+            ArenaError: no memory.
+        """
+        segment_id, self._next_id = self._next_id, self._next_id + 1
+        segment = Segment.create(nbytes)
+        self._segments[segment_id] = segment
+        self._offer(segment_id, segment, plan)
+        return segment_id, segment
+
+    def allocate(self, nbytes: int) -> Region:
+        """Allocates a region of at least `nbytes` bytes, aligned to a cache line, with undefined contents.
+
+        Raises:
+            ArenaError: no memory.
+        """
+        self._collect()
+        size = _size_class(nbytes)
+        ready = self._free.get(size)
+        found = ready.pop() if ready else None
+        self._since_large = 0 if size > _HUGE_PAGE else self._since_large + 1
+        if self._since_large in (0, _PATIENCE):  # only now: a region that an operation takes again is not spare
+            self._trim()
+        return found or self._make(size)
+
+    def _make(self, size: int) -> Region:
+        if size > _HUGE_PAGE:
+            segment_id, segment = self.new_segment(size)
+            return Region(segment_id, 0, size, segment.view, segment.address)
+        if self._slab_tail is None or self._slab_tail[1] + size > _SLAB:
+            self._slab_tail = (self.new_segment(_SLAB)[0], 0)
+        segment_id, offset = self._slab_tail
+        self._slab_tail = (segment_id, offset + size)
+        segment = self._segments[segment_id]
+        return Region(segment_id, offset, size, segment.view[offset : offset + size], segment.address + offset)
+
+    def free(self, region: Region) -> None:
+        """Returns a region to the arena. Safe in a finalizer and from any thread."""
+        self._returned.append(region)
+
+    def drop_segment(self, segment_id: int) -> None:
+        """Unmaps a segment, here and at the daemon."""
+        self._segments.pop(segment_id).close()
+        self._drop(segment_id)
+
+    def segment(self, segment_id: int) -> Segment:
+        """Returns a segment by its id."""
+        return self._segments[segment_id]
+
+    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Returns segment id and offset of memory that is wholly inside the arena, else None."""
+        for segment_id, segment in self._segments.items():
+            offset = address - segment.address
+            if 0 <= offset <= segment.nbytes - nbytes:
+                return segment_id, offset
+        return None
+
+    def statistics(self) -> dict[str, int]:
+        """Returns the number of `segments`, their `nbytes`, and `spare_nbytes` in free regions."""
+        return {
+            "segments": len(self._segments),
+            "nbytes": sum(segment.nbytes for segment in self._segments.values()),
+            "spare_nbytes": sum(size * len(regions) for size, regions in self._free.items()),
+        }
+
+    def close(self) -> None:
+        """Unmaps all segments, without telling the daemon (this worker leaves it)."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._free.clear()
+        self._returned.clear()
+        self._slab_tail = None
+
+    def _collect(self) -> None:
+        while self._returned:
+            region = self._returned.popleft()
+            if region.segment in self._segments:  # else the arena was closed in between
+                self._free.setdefault(region.nbytes, []).append(region)
+
+    def _trim(self) -> None:
+        """Drops unused large segments beyond the limit, the largest first."""
+        large = [size for size in self._free if size > _HUGE_PAGE and self._free[size]]
+        spare = sum(size * len(self._free[size]) for size in large)
+        for size in sorted(large, reverse=True):
+            while spare > self._spare_limit and self._free[size]:
+                self.drop_segment(self._free[size].pop().segment)
+                spare -= size
+
+
+def _size_class(nbytes: int) -> int:
+    """Returns the allocated size for a request: eight classes to each power of two, so at most an eighth is wasted."""
+    size = max(nbytes, ALIGNMENT)
+    step = max(ALIGNMENT, 1 << (size.bit_length() - 4))
+    return -(-size // step) * step

@@ -1,0 +1,101 @@
+"""Files of this user in places where other users can write as well, such as /tmp."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+
+from fusion_rt.core.errors import FusionError
+
+_LONGEST_SECRET = 4096  # bytes
+_SHORTEST_SECRET = 16
+
+
+def open_private(path: str, directory: int | None = None) -> int:
+    """Opens an empty file for writing and returns its descriptor. A new file has mode 0600.
+
+    An existing file is truncated, and keeps its mode, if it belongs to this user and has no other name; a device of
+    root's, such as /dev/null, is used, too. Links are not followed: anybody who can write to the directory could have
+    made one to another file of this user.
+
+    Args:
+        path: of the file.
+        directory: descriptor of the directory that `path` is relative to; None: the working directory.
+
+    Raises:
+        OSError: the file cannot be made, or is somebody else's; `strerror` says so.
+    """
+    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    with suppress(FileExistsError):
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory)
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK, dir_fd=directory)  # a pipe without a reader is an error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link, and is not followed", path) from None
+        raise
+    try:
+        found = os.fstat(fd)
+        regular = stat.S_ISREG(found.st_mode)
+        if found.st_uid != os.getuid() and (regular or found.st_uid != 0):
+            raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", path)
+        if regular and found.st_nlink > 1:
+            raise PermissionError(errno.EPERM, "it has a second name (a hard link)", path)
+        if regular:
+            os.ftruncate(fd, 0)
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_private_directory(path: str) -> int:
+    """Makes a directory that only this user can enter, with its parents, or opens one that belongs to this user.
+
+    Returns:
+        Its descriptor, through which files are made in it even if the path is renamed.
+
+    Raises:
+        OSError: it cannot be made, is a link, or belongs to another user.
+    """
+    with suppress(FileExistsError):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        os.mkdir(path, 0o700)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    owner = os.fstat(fd).st_uid
+    if owner != os.getuid():
+        os.close(fd)
+        raise PermissionError(errno.EPERM, f"it belongs to user {owner}", path)
+    return fd
+
+
+def read_secret(path: str, variable: str) -> bytes:
+    """Reads a secret from a file that only this user can read, without white space around it.
+
+    Args:
+        path: of the file; `~` is the home directory.
+        variable: the environment variable or flag that names it, for errors.
+
+    Raises:
+        FusionError: the file cannot be read, is another user's, may be read by others, or has no such secret.
+    """
+    name = f"{variable}={path}"
+    try:
+        with open(
+            os.path.expanduser(path), "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+        ) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o077:
+                raise FusionError(f"{name} is not a file that only user {os.getuid()} can read: make it yours, with "
+                                  f"mode 0600 (it belongs to user {found.st_uid} and has mode "
+                                  f"{stat.S_IMODE(found.st_mode):04o})")  # fmt: skip
+            secret = file.read(_LONGEST_SECRET + 1).strip()
+    except OSError as error:
+        raise FusionError(f"{name} cannot be read: {error.strerror}") from None
+    if not _SHORTEST_SECRET <= len(secret) <= _LONGEST_SECRET:
+        raise FusionError(f"{name} has to hold a secret of {_SHORTEST_SECRET} to {_LONGEST_SECRET} bytes, such as "
+                          "`openssl rand -hex 32` prints")  # fmt: skip
+    return secret

@@ -1,0 +1,1 @@
+"""Messages and files between the processes of one host."""

@@ -1,0 +1,1 @@
+"""The ring of recorded events: its writer, its files and its format."""
