@@ -29,13 +29,13 @@ class ActivePlan:
         options: how the optimizer's parameters are exchanged.
         trained: asked for the groups of parameters.
         checkpoint: what daemons remember.
-        selections: what of that is with this worker.
+        selections: the part of that which this worker keeps itself.
 
     Attributes:
         here: the membership that it belongs to.
         group: name of the plans of this optimizer, the same on all ranks.
         made: there is one.
-        agreed: it, as ranks have agreed upon it; also after it has been given up, until there is another one.
+        agreed: the plan that ranks have agreed upon; also after it has been dropped, until there is another one.
         buckets: of the plan; empty while there is none.
         node: what combines gradients in this node, if anything but the daemon does.
         count: how often there was a new plan.
@@ -57,11 +57,11 @@ class ActivePlan:
         self._segment: int | None = None
 
     def where(self) -> Where:
-        """Where daemons have what belongs to it."""
+        """Returns where daemons keep the state that belongs to it."""
         return Where(self.here, self._options.process_set, self.group, self.agreed)
 
     def is_first(self) -> bool:
-        """Whether this rank is the first of those that take part."""
+        """Tells whether this rank is the first of those that take part."""
         return self.here.rank == self.here.client.process_sets[self.where().process_set].ranks[0]
 
     def propose(
@@ -90,7 +90,7 @@ class ActivePlan:
         self._proposed = self.here.client.propose(proposal)
 
     def is_proposed_in_vain(self) -> bool:
-        """Whether one has been asked for, and is not there yet."""
+        """Tells whether a plan has been proposed that has not arrived yet."""
         return self._proposed is not None and not self.here.client.poll(self._proposed)
 
     def await_agreement(self) -> wire.Plan | None:
@@ -134,7 +134,7 @@ class ActivePlan:
             device.layer.pin(segment)
 
     def give_up(self, here: Runtime) -> None:
-        """There is no plan any more. `here`: the membership that the next one will belong to."""
+        """Drops the plan. `here`: the membership that the next one will belong to."""
         self.made, self.buckets, self._proposed = False, [], None
         if here is self.here:
             self._selections.lay_down(self.where())
@@ -148,7 +148,7 @@ class ActivePlan:
             self._segment = None
 
     def release(self) -> None:
-        """Nobody needs it any more. Called by a finalizer, and so at any moment: nothing is sent here."""
+        """Releases the plan's resources. Called by a finalizer, and so at any moment: sends nothing."""
         if self._segment is not None:
             self.here.retired.append(self._segment)
             self._segment = None
@@ -164,7 +164,7 @@ class ActivePlan:
         return self.here.next_group(self._options.process_set.process_set_id)
 
     def _spec(self, slot: Slot) -> wire.TensorSpec:
-        """What is proposed of a slot."""
+        """Makes the spec with which a slot is proposed."""
         options = self._options
         value = options.posted.value(slot)
         sparse = value.sparse_dim() if value is not None and value.is_sparse and not options.sparse_as_dense else 0

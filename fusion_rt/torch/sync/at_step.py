@@ -59,8 +59,8 @@ class AtStep(When):
         steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
 
     def _follow(self) -> None:
-        """Has slots for the parameters that are trained now, before the step that changes them is taken. Where that are
-        others than before it is an operation on all ranks."""
+        """Updates slots to the parameters that are trained now, before the step that changes them is taken. If they
+        have changed this is an operation on all ranks."""
         sync = self.sync
         if not sync.has_changed():
             return
@@ -83,11 +83,11 @@ class AtStep(When):
         sync.note_waited(began)
 
     def _contribution(self, values: bool) -> Terms:
-        """What is said of this rank's values."""
+        """Returns the terms that are sent with this rank's values."""
         return Terms(samples=self.samples if values else 0)
 
     def _share_of_mean(self) -> float:
-        """By what results are multiplied."""
+        """Returns the factor by which results are multiplied."""
         return 1.0
 
     def _collect(self) -> None:
@@ -295,11 +295,11 @@ class LocalSteps(AtStep):
 
     @property
     def _leaves_out_joined(self) -> bool:
-        """Whether a mean is taken of all ranks, of which some may have joined, and post zeros."""
+        """True if a mean is taken over all ranks, of which some may have joined and post zeros."""
         return not (self._algorithm.at_shards or self._algorithm.overlaps)
 
     def _share_of_mean(self) -> float:
-        """By what a mean is multiplied to be that over those ranks which have contributed, and not joined."""
+        """Returns the factor that turns a mean over all ranks into one over those that have not joined."""
         if self._contributors is None:
             return 1.0
         handle, self._contributors = self._contributors, None

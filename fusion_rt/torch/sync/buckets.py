@@ -34,10 +34,10 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class Carriage:
-    """How values get from parameters into buckets, and results back.
+    """Rules for moving values from parameters into buckets, and results back.
 
     Attributes:
-        posted, applied: what is exchanged, and what becomes of it.
+        posted, applied: the signal that is exchanged, and how the result is applied.
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         terms: what is said of a bucket when it is sent.
     """
@@ -48,13 +48,13 @@ class Carriage:
     terms: Callable[[Sequence[Slot]], Terms]
 
     def is_direct(self, slot: Slot) -> bool:
-        """Whether a slot's `p.grad` may be its place in the arena."""
+        """Tells whether a slot's `p.grad` may be its place in the arena."""
         return self.applied.to_gradients and self.compressor is None and device.layer.is_host(slot.parameter)
 
 
 @dataclass(frozen=True)
 class SparseGradient:
-    """How a sparse gradient is reduced: everybody gets the rows of all, as in Horovod.
+    """Reduction of a sparse gradient: every rank gets the rows of all, as in Horovod.
 
     Attributes:
         sparse: number of sparse dimensions.
@@ -195,7 +195,7 @@ class Bucket:
         self.submit()
 
     def outgoing(self, slot: Slot) -> torch.Tensor | None:
-        """What is to be copied into a slot's view; the view itself if it is there already, None for zeros."""
+        """Returns the value to copy into a slot's view; the view itself if it is there already, None for zeros."""
         value = self.carriage.posted.value(slot)
         if value is not None and value is not slot.view:
             if self.carriage.applied.to_gradients:
@@ -209,7 +209,7 @@ class Bucket:
         return value
 
     def submit(self) -> None:
-        """Submits what is in the arena already."""
+        """Adds what is owed to the values in the arena, and submits them."""
         while self.owed:
             place, value = self.owed.pop()
             place.add_(value)
@@ -222,7 +222,7 @@ class Bucket:
         self._operation = self._here.client.ready(*self._identity, said, self.nbytes, self.flush)
 
     def give_up(self, why: str) -> None:
-        """This rank has no part of this step: where it can be said, the step fails on all ranks. `why`: a sentence."""
+        """Reports that this rank has no part of this step, so that all ranks fail it if possible. `why`: a sentence."""
         if self.rows is not None:
             self.send()
             return
@@ -233,7 +233,7 @@ class Bucket:
         self.sent = True
 
     def post(self, wait: bool) -> bool:
-        """Goes on with what could not be submitted at once, having waited for it or if it is ready; whether it was."""
+        """Submits a copied or combined bucket if it is ready, or after waiting. Returns whether it is submitted."""
         if self._copying is None:
             return True
         if wait:
@@ -281,7 +281,7 @@ class Bucket:
         self._share = wire.OF_NODE if node.is_leader else wire.ELSEWHERE
 
     def _follow(self, values: torch.Tensor) -> device.Copying:
-        """Starts to bring what the node contributes, on its device (1-D), to the arena, or to select from it."""
+        """Starts to copy the node's contribution (1-D, on its device) to the arena, or to select from it."""
         assert self.flat is not None
         if self.selection is not None and self.selection.here:
             return self.selection.follow(values, self.carriage.terms(self.slots))
@@ -327,12 +327,12 @@ class Bucket:
             self.land(self._operation, share)
 
     def hand_over(self) -> Operation:
-        """The exchange that is under way, which the caller has to `land` before the bucket is sent again."""
+        """Returns the running exchange, which the caller has to `land` before the bucket is sent again."""
         assert self._operation is not None
         return self._operation
 
     def land(self, operation: Operation, share: float = 1.0) -> None:
-        """As `receive`, for an operation that was handed over."""
+        """Waits for an operation that was handed over, and applies its results as `receive` does."""
         self.await_end(operation)
         _, clock, plan = operation.about
         record = self._here.trace.record
@@ -355,7 +355,7 @@ class Bucket:
             self.carriage.applied.take(slots, landings, added)
 
     def _landing(self, slot: Slot) -> torch.Tensor:
-        """Where the results in a slot's view have to be copied to first; the view itself if nowhere."""
+        """Returns the tensor to which results in a slot's view are copied first; the view itself if none is needed."""
         assert slot.view is not None
         if self.carriage.compressor is not None:
             return torch.empty_like(slot.view, device=slot.parameter.device)
@@ -380,7 +380,7 @@ class Bucket:
             self.selection.correct()
 
     def abandon(self) -> None:
-        """Waits for the exchange, whatever comes of it."""
+        """Waits for the exchange, and ignores its results."""
         if self._rows_of_all is not None:
             self._rows_of_all()
         elif self._operation is not None and not (self._operation.done and self.selection is None):

@@ -1,5 +1,5 @@
-"""What an optimizer's node remembers, on its way from one membership epoch to the next, whose nodes, buckets and homes
-are others.
+"""State of an optimizer that a node carries from one membership epoch to the next, which has other nodes, buckets and
+homes.
 
 The daemon saves it by bucket and rank (`fusiond.buckets.codec_state`, `fusiond.shards.checkpoint`). Here it is taken
 apart by tensor, and put together for the buckets of another plan:
@@ -33,7 +33,7 @@ _LEFT_BEHIND = ("aux/w_bak/", "aux/arrivals", "version", "done")  # of homes: of
 
 @dataclass(frozen=True)
 class Carried:
-    """What one worker carries for its node.
+    """State that one worker carries for its node.
 
     Attributes:
         residuals, velocities: by tensor; float32, 1-D.
@@ -58,7 +58,7 @@ def collect(state: Mapping[str, Array], plan: wire.Plan | None, rates: Mapping[s
     """Takes apart what a node's daemon has saved of a plan.
 
     Args:
-        plan: in force; None if there was none yet.
+        plan: the active one; None if there was none yet.
         rates: see `Carried`.
     """
     found = Carried(rates=dict(rates))
@@ -82,7 +82,7 @@ def collect(state: Mapping[str, Array], plan: wire.Plan | None, rates: Mapping[s
 
 
 def _remember(found: Carried, name: str, value: Array) -> str:
-    """Adds a residual or velocity. Returns of which tensor, or nothing if it is something else."""
+    """Adds a residual or velocity. Returns its tensor's name; empty if it is something else."""
     kind, _, tensor = name.partition("/")
     memory = {"residual": found.residuals, "velocity": found.velocities}.get(kind)
     if memory is None:
@@ -97,7 +97,7 @@ def add(first: Mapping[str, Array], second: Mapping[str, Array]) -> Arrays:
 
 
 def united(homes: Iterable[Mapping[str, Arrays]]) -> dict[str, Arrays]:
-    """The homes' tensors of several nodes; of one that several have, the first."""
+    """Merges the homes' tensors of several nodes; of a tensor that several have, the first counts."""
     found: dict[str, Arrays] = {}
     for each in homes:
         found = {**each, **found}
@@ -108,7 +108,7 @@ def united(homes: Iterable[Mapping[str, Arrays]]) -> dict[str, Arrays]:
 
 
 def codec_state(common: Carried, residuals: Arrays, velocities: Arrays, sizes: Mapping[str, int]) -> Arrays:
-    """What a node's daemon is to load for an all-reduce, whether there is a plan yet or not.
+    """Returns the state that a node's daemon loads for an all-reduce, with or without a plan.
 
     Args:
         common: what all nodes start from.
@@ -126,7 +126,7 @@ def codec_state(common: Carried, residuals: Arrays, velocities: Arrays, sizes: M
 
 
 def sender_state(bucket: wire.Bucket, rank: int, residuals: Arrays, velocities: Arrays) -> Arrays:
-    """What a worker's sender to the home of a bucket, on another node, is to load; empty if there is nothing."""
+    """Returns the state for a worker's sender to the home of a bucket on another node; empty if there is none."""
     prefix = f"sender:{bucket.index}:{rank}"
     state: Arrays = {}
     for tensor in bucket.tensors:
@@ -140,7 +140,7 @@ def sender_state(bucket: wire.Bucket, rank: int, residuals: Arrays, velocities: 
 
 
 def home_state(bucket: wire.Bucket, ranks: int, homes: Mapping[str, Arrays], values: Mapping[str, Array]) -> Arrays:
-    """What the home of a bucket is to load; empty if nobody has anything of its tensors.
+    """Returns the state that the home of a bucket loads; empty if nobody has any of its tensors.
 
     Args:
         ranks: how many take part.
@@ -168,7 +168,7 @@ def home_state(bucket: wire.Bucket, ranks: int, homes: Mapping[str, Arrays], val
 
 
 def _pieces(bucket: wire.Bucket, entries: Mapping[str, Array]) -> dict[str, Arrays]:
-    """What a home remembers of each of its tensors."""
+    """Splits a home's state by tensor; tensors without a value are left out."""
     found: dict[str, Arrays] = {tensor.name: {} for tensor in bucket.tensors}
     ordered = _in_groups(bucket)
     for entry, array in entries.items():
@@ -185,7 +185,7 @@ def _pieces(bucket: wire.Bucket, entries: Mapping[str, Array]) -> dict[str, Arra
 
 
 def _joined(bucket: wire.Bucket, entry: str, known: Mapping[str, Arrays]) -> Array:
-    """What an algorithm remembers of a bucket: element by element, or, if it is a number, the largest."""
+    """Joins an algorithm's state of a bucket: element by element, or, if it is a number, the largest."""
     pieces = [(t, known[t.name][entry]) for t in bucket.tensors if entry in known.get(t.name, {})]
     if any(array.size != tensor.numel for tensor, array in pieces):
         return max((array for _, array in pieces), key=lambda array: array.sum())

@@ -1,7 +1,7 @@
-"""What daemons remember of one optimizer, on the side of the worker: saved, given back, and carried from one membership
-epoch to the next.
+"""The worker's access to the state that daemons keep for one optimizer: to save it, to load it, and to carry it from
+one membership epoch to the next.
 
-That is what codecs have not sent, and what homes have of shards. From here daemons learn that learning rates have
+This state is what codecs have not sent, and what homes have of shards. From here daemons learn that learning rates have
 changed, so that residuals are rescaled (as in BytePS: what a residual holds will be applied with the new rate). What
 this worker itself owes to the others because its node's daemon cannot have it (`carried`) goes along with its next
 gradients.
@@ -29,11 +29,11 @@ from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot, memory_order
 
 KEY = "fusion_rt"
-"""Of a distributed optimizer's `state_dict`; torch's own optimizers ignore it."""
+"""Key in a distributed optimizer's `state_dict`; torch's own optimizers ignore it."""
 
 
 class Source(Protocol):
-    """Whoever knows where daemons have it."""
+    """Knows where daemons keep an optimizer's state."""
 
     selections: Selections
 
@@ -42,12 +42,12 @@ class Source(Protocol):
         """Slots of all parameters that are exchanged."""
 
     def where(self) -> Where | None:
-        """Where it is; None if nothing is remembered, or this worker is no member of a job. Raises `ValueError` if
-        gradients are under way."""
+        """Returns where it is; None if there is none, or this worker is in no job. Raises `ValueError` if gradients are
+        under way."""
 
 
 class Checkpoint:
-    """What daemons remember of one optimizer.
+    """State that daemons keep for one optimizer.
 
     Args:
         source: asked where it is.
@@ -70,7 +70,7 @@ class Checkpoint:
         self.remembers = self._homes or codecs.parse(self._codec).stateful
 
     def use(self, codec: str) -> None:
-        """Gradients are compressed by this codec from now on; what another one remembered is for daemons to keep."""
+        """Switches to a codec; daemons keep what another one remembered."""
         if codec == self._codec:
             return
         before, self._codec = self.remembers, codec
@@ -82,7 +82,7 @@ class Checkpoint:
     # --- learning rates -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins: notes by what residuals are to be multiplied."""
+        """Begins a step: notes the factors by which residuals are to be multiplied."""
         if (seen := self._trained.group_rates()) == self._seen:
             return
         self._seen = seen
@@ -95,25 +95,25 @@ class Checkpoint:
                 self._factors[name] = factor
 
     def rescale(self, slots: Sequence[Slot]) -> tuple[float, ...]:
-        """By what the residuals of these slots are to be multiplied; empty when nothing has changed. Told once."""
+        """Returns the factors of these slots' residuals, once; empty when no rate has changed."""
         if not self._factors:
             return ()
         factors = tuple(self._factors.pop(slot.name, 1.0) for slot in slots)
         return factors if any(factor != 1.0 for factor in factors) else ()
 
     def _resume(self, rates: Mapping[str, float]) -> None:
-        """Residuals were meant for these rates; the next step compares."""
+        """Sets the rates for which residuals were meant; the next step compares."""
         self._seen, self._rates, self._factors = None, dict(rates), {}
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def pay(self, name: str) -> carried.Array | None:
-        """What is owed of a parameter, flat, and is to be sent now; None if nothing is."""
+        """Removes and returns a parameter's owed gradient, flat, for sending now; None if nothing is owed."""
         return self._owed.pop(name, None)
 
     def move(self) -> None:
-        """Has homes, and what their workers have not sent, go on in the next plan, of other buckets. An operation on
-        all ranks, when nothing is under way."""
+        """Carries homes, and what their workers have not sent, over to the next plan, which has other buckets. An
+        operation on all ranks, when nothing is under way."""
         if not self._at_shards:
             return
         where = self._source.where()
@@ -125,8 +125,8 @@ class Checkpoint:
         self._arriving = kept, replace(mine, homes={}), where.is_first_of_node
 
     def planned(self, where: Where, plan: wire.Plan, slots: Mapping[str, Slot]) -> None:
-        """There is a new plan of these slots, of which nothing has been sent: gives homes and senders what was carried,
-        before anything comes to them, and before the homes' seed."""
+        """Gives homes and senders of a new plan of these slots what was carried, before anything comes to them, and
+        before the homes' seed."""
         if self._arriving is None:
             return
         common, mine, loads = self._arriving
@@ -152,7 +152,7 @@ class Checkpoint:
     # --- in checkpoints -----------------------------------------------------------------------------------------------
 
     def codec_state(self) -> dict[str, Any] | None:
-        """What a checkpoint of this node has to have: tensors, numbers and texts; None if there is nothing.
+        """Returns this node's part of a checkpoint: tensors, numbers and texts; None if there is nothing.
 
         Raises:
             ValueError: gradients are under way.
@@ -170,7 +170,8 @@ class Checkpoint:
         }
 
     def load_codec_state(self, saved: Mapping[str, Any]) -> None:
-        """Gives that back; does nothing without such a codec. Another node's residuals are left out, with a warning.
+        """Loads a `codec_state`; without such a codec does nothing. Warns of another node's residuals, and leaves
+        them out.
 
         Raises:
             ValueError: it is nothing that `codec_state` returned, or of other parameters; or as for `codec_state`.
@@ -218,12 +219,12 @@ class Checkpoint:
                 )
 
     def common_codec_state(self) -> dict[str, Any]:
-        """What the codec remembers alike on all nodes, such as the number of steps."""
+        """Returns the codec's state that is the same on all nodes, such as the number of steps."""
         where = self._source.where()
         return {} if where is None else where.here.client.save_state(where.process_set, where.group, common=True)
 
     def load_common_codec_state(self, state: dict[str, Any]) -> None:
-        """Lets this node go on where another one is. Residuals stay if it is there already; else there are none."""
+        """Loads a `common_codec_state`. Residuals stay if this node is at that step already; else they are dropped."""
         where = self._source.where()
         if where is not None and not self._source.selections.led:
             self._source.selections.lay_down(where)
@@ -234,7 +235,7 @@ class Checkpoint:
 
     @property
     def carries(self) -> bool:
-        """Whether there is anything to be carried to another membership epoch; the same on all ranks."""
+        """True if there is state to carry to another membership epoch; the same on all ranks."""
         return self.remembers and bool(list(self._source.slots)) and self._is_global
 
     def sizes(self) -> dict[str, int]:
@@ -242,7 +243,7 @@ class Checkpoint:
         return self._trained.sizes()
 
     def carry(self) -> Carried | None:
-        """What this node remembers; None on all but one of its ranks, and where there is nothing.
+        """Returns this node's state to carry; None on all but one of its ranks, and where there is nothing.
 
         Raises:
             ValueError: gradients are under way.
@@ -287,7 +288,7 @@ class Checkpoint:
             self._owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
 
     def _still_carried(self) -> Carried | None:
-        """What has been carried here and waits for a plan."""
+        """Returns the state that was carried here and waits for a plan."""
         if self._arriving is None:
             return None
         common, mine, loads = self._arriving

@@ -1,5 +1,5 @@
-"""What a worker on a GPU does instead of its daemon: it keeps the residual of a bucket there, adds gradients to it, and
-selects what is to be sent, so that only that is copied to the host.
+"""Selection on a worker's GPU, instead of in its daemon: it keeps the residual of a bucket there, adds gradients to it,
+and selects the elements to send, so that only those are copied to the host.
 
 It computes what `codecs.topk` does, in the same order, so that results and residuals are the same bits (but for `clip`,
 whose norm is added up in another order, and for what is left after a step that is undone, which is as near). All but
@@ -102,7 +102,7 @@ class BucketSelection(device.Copying):
         self._under_way = self._owes = True
 
     def _send_always(self, gradient: torch.Tensor) -> None:
-        """As the selectors, of the elements that are always sent."""
+        """Adds gradients to the residuals of the elements that are always sent, as selectors do, and takes the sums."""
         added, before = gradient[self._always], self._residual[self._always]
         if self._velocity is None:
             finite = torch.isfinite(before + added)

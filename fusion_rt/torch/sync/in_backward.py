@@ -175,7 +175,7 @@ class InBackward(When):
             self._give_up()
 
     def _pass_was_raised(self) -> bool:
-        """Whether the script is handling what a backward pass of these parameters raised before any gradient came."""
+        """Tells whether the script handles an exception that a backward pass raised before the first gradient."""
         error = sys.exc_info()[1]
         if error is None or not self.sync.idle or isinstance(error, HorovodInternalError):
             return False

@@ -1,4 +1,4 @@
-"""How an optimizer's gradients or parameters are exchanged, as it was asked for; and where daemons keep their part."""
+"""Options of an optimizer's exchanges, and where daemons keep their part of its state."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fusion_rt.torch.sync.strategies import Applied, Gradients, Posted, ToOptimi
 
 @dataclass(frozen=True)
 class Options:
-    """What does not change about an optimizer's exchanges.
+    """Fixed options of an optimizer's exchanges.
 
     Attributes:
         reduction: how the ranks' contributions are combined.
         process_set: the ranks that take part.
-        posted, applied: what is posted, and what becomes of the answer.
+        posted, applied: the signal that is posted, and how the answer is applied.
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         sparse_as_dense: sparse gradients are reduced as dense ones.
-        replanning: makes what replaces plans by others; None: they are for ever.
+        replanning: makes the object that replaces plans by others; None: plans are never replaced.
     """
 
     reduction: wire.Reduction
@@ -37,13 +37,13 @@ class Options:
 
     @property
     def algorithm(self) -> algorithms.Algorithm:
-        """How the ranks' work becomes one model."""
+        """The algorithm by which the ranks' work becomes one model."""
         return algorithms.parse(self.reduction.algorithm)
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where daemons have what they remember of an optimizer.
+    """Place of an optimizer's state in the daemons.
 
     Attributes:
         here: this worker's membership.
@@ -71,5 +71,5 @@ class Where:
 
     @property
     def is_first_of_node(self) -> bool:
-        """Whether this worker is the first of those on its node."""
+        """True if this worker is the first of those on its node."""
         return self.here.rank == self.nodes()[self.here.client.welcome.node][0]

@@ -97,7 +97,7 @@ class Trained:
         self._process_set = process_set
 
     def named(self) -> list[Named]:
-        """The same, with what else has to be known about them."""
+        """Returns the parameters with their names and groups."""
         names = self.optimizer()._parameter_names
         return [
             Named(names.get(parameter) or _default_name(i, j), parameter, self._together.get(parameter, 0))
@@ -105,7 +105,7 @@ class Trained:
         ]
 
     def sizes(self) -> dict[str, int]:
-        """How many elements they have, by name."""
+        """Number of elements of each parameter, by name."""
         return {named.name: named.parameter.numel() for named in self.named()}
 
     def group_rates(self) -> list[float]:

@@ -47,11 +47,11 @@ class BucketSelector:
 
     @property
     def here(self) -> bool:
-        """Whether this worker selects in this step."""
+        """True if this worker selects in this step."""
         return self._selections.here
 
     def places(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Where gradients are to be put on their device.
+        """Returns the tensors into which gradients are put, on their device.
 
         Args:
             flat: the bucket's place in the arena (1-D).
@@ -81,12 +81,12 @@ class BucketSelector:
         return self._memory
 
     def terms(self) -> Terms | None:
-        """What is to be said of what has been selected, once; None if nothing has been."""
+        """Returns the terms of the last selection, once; None if there is none."""
         now, self._now = self._now, None
         return now
 
     def correct(self) -> None:
-        """The step is over."""
+        """Ends the step; see `BucketSelection.correct`."""
         self._memory.correct()
 
 
@@ -101,11 +101,11 @@ class _Chosen:
 
 
 class Selections:
-    """Those of one exchange's plan.
+    """Selections from the buckets of one plan.
 
     Args:
         compressor: a script's own, which leaves nothing to select from; or None.
-        allowed: whether it is wanted at all.
+        allowed: workers may select at all.
 
     Attributes:
         buckets: that select, by index.
@@ -162,7 +162,7 @@ class Selections:
         return nbytes
 
     def selector(self, bucket: wire.Bucket, segment: Segment, slots: Sequence[Slot]) -> BucketSelector | None:
-        """What selects from a bucket of the plan; None if the daemon does."""
+        """Makes the selector of a bucket of the plan; None if the daemon selects."""
         chosen = self._chosen.get(bucket.index)
         if chosen is None:
             return None
@@ -177,7 +177,7 @@ class Selections:
     # --- residuals, here or in the daemon -----------------------------------------------------------------------------
 
     def move(self, place: Where, here: bool) -> None:
-        """Has the residuals here, or in the daemon. Raises as `Client.save_state`."""
+        """Moves the residuals here, or to the daemon. Raises as `Client.save_state`."""
         if here:
             self._pick_up(place)
         else:
@@ -200,7 +200,7 @@ class Selections:
             self.here = False
 
     def saved(self, place: Where) -> dict[str, Any]:
-        """What `Client.save_state` says, with what is here. Raises as that."""
+        """Returns the state of `Client.save_state` with the residuals that are here. Raises as that."""
         state = place.here.client.save_state(place.process_set, place.group)
         if self.here:
             for index, selection in self.buckets.items():
@@ -209,7 +209,7 @@ class Selections:
         return state
 
     def forget(self) -> None:
-        """The plan is over, and what is here with it."""
+        """Forgets the plan and the residuals that are here."""
         self._plan, self._chosen, self.buckets = None, {}, {}
         self.here = self.led = False
 

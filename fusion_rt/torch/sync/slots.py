@@ -130,7 +130,7 @@ class Slot:
         self.view = shaped(flat, self.parameter) if self.compressed is None else flat.view(self.compressed.shape)
 
     def compress(self, compressor: Any, value: torch.Tensor | None) -> torch.Tensor:
-        """What the script's compressor makes of a value; of zeros, if there is none.
+        """Compresses a value, or zeros if there is none, by the script's compressor.
 
         Raises:
             ValueError: it is of another form than in earlier steps.

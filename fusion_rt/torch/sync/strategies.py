@@ -1,5 +1,5 @@
-"""What an optimizer posts of its parameters, and what becomes of the answer: a signal and a way to apply it, which the
-algorithm names. (When that is done is the third strategy: `in_backward.py`, `later.py`, `at_step.py`.)
+"""Strategies that an algorithm names: the signal that an optimizer posts, and how the answer is applied. (The third
+strategy decides when that is done: `in_backward.py`, `later.py`, `at_step.py`.)
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from fusion_rt.torch.sync.slots import Slot
 
 
 class Posted(ABC):
-    """A signal: what is posted of a parameter."""
+    """A signal: the value that is posted for each parameter."""
 
     @abstractmethod
     def value(self, slot: Slot) -> torch.Tensor | None:
-        """What is posted; None stands for zeros."""
+        """Returns the value to post for a slot; None means zeros."""
 
     def anchor(self, slots: Iterable[Slot], anew: bool) -> None:
-        """The next local step is taken from where parameters are, which is the same on all ranks.
+        """Sets the start of the next local step to the present parameters, which are the same on all ranks.
 
         Args:
-            anew: even where that has been said before.
+            anew: even for slots that have a start already.
         """
         return
 
@@ -44,7 +44,7 @@ class Parameters(Posted):
 
 
 class Differences(Posted):
-    """By how much this rank has moved its parameters away from where they were after the last exchange."""
+    """Differences between the parameters after the last exchange and this rank's present ones."""
 
     def value(self, slot: Slot) -> torch.Tensor | None:
         return None if slot.start is None else slot.start - slot.parameter.detach()
@@ -56,7 +56,7 @@ class Differences(Posted):
 
 
 class Applied(ABC):
-    """What becomes of the answer.
+    """A way to apply the answer.
 
     Attributes:
         to_gradients: it becomes `p.grad`, which may be its place in the arena.
@@ -127,7 +127,7 @@ def posted(algorithm: Algorithm) -> Posted:
 
 
 def applied(algorithm: Algorithm) -> Applied:
-    """What an algorithm has done with answers."""
+    """The way in which an algorithm applies answers."""
     return OuterStep(*algorithm.outer) if algorithm.apply is Apply.OUTER else _APPLIED[algorithm.apply]()
 
 

@@ -1,8 +1,8 @@
-"""The synchroniser of one optimizer: what is under way of a step, from the first gradient to the last result.
+"""The synchroniser of one optimizer: the state of a step, from its first gradient to its last result.
 
-It owns the state of the step: slots, buckets, what has arrived, what is being copied, what has been counted. What it
-does not know is asked of three strategies, which the algorithm and the options have chosen: *what* is posted, what
-*becomes* of the answer (`strategies.py`), and *when* that happens (`When`).
+It owns slots, buckets, arrived gradients, pending copies and counters. It delegates to three strategies, which the
+algorithm and the options have chosen: *what* is posted, how the answer is *applied* (`strategies.py`), and *when* that
+happens (`When`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _all: weakref.WeakSet[Synchroniser] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class OptimizerStatistics:
-    """What an optimizer's communication has cost this worker so far.
+    """Cost of an optimizer's communication to this worker so far.
 
     Attributes:
         steps: how often gradients were reduced.
@@ -68,11 +68,11 @@ class OptimizerStatistics:
 
 
 def no_pass() -> None:
-    """In place of a reference to a backward pass, where none is running."""
+    """Substitutes for a reference to a backward pass while none is running."""
 
 
 class When:
-    """A strategy: when an optimizer's synchroniser exchanges, and what `step()` and its like do therefore.
+    """A strategy that decides when an optimizer's synchroniser exchanges, and so what `step()` and its like do.
 
     Args:
         sync: the synchroniser, which asks this one.
@@ -172,14 +172,14 @@ class When:
     # --- in checkpoints -----------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any] | None:
-        """What belongs into checkpoints besides the script's optimizer, the same on all ranks; None if nothing does."""
+        """Returns this strategy's state for checkpoints, the same on all ranks; None if there is none."""
         return None
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Goes on from an `own_state`, and the parameters that belong to it."""
+        """Resumes from an `own_state` and the parameters that belong to it."""
 
     def homes_are_loaded(self) -> None:
-        """Homes have a checkpoint's parameters, as the model has, or is about to."""
+        """Called when homes have a checkpoint's parameters, which the model has, too, or is about to."""
 
     # --- what the synchroniser says -----------------------------------------------------------------------------------
 
@@ -187,36 +187,36 @@ class When:
         """A step begins."""
 
     def reduction(self) -> wire.Reduction:
-        """What is to be proposed."""
+        """Returns the reduction to propose."""
         return self.sync.options.reduction
 
     def tuned(self, tuning: wire.Tuning | None) -> None:
-        """A plan is about to be made that is tuned so."""
+        """Called before a plan with this tuning is made."""
 
     def check_sparse(self, slot: Slot) -> None:
-        """Raises `ValueError` if a sparse gradient cannot be exchanged so."""
+        """Raises `ValueError` if this strategy cannot exchange a sparse gradient."""
 
     def planned(self) -> None:
         """There is a new plan."""
 
     def terms(self, slots: Sequence[Slot]) -> Terms:
-        """What is said of a bucket of these slots."""
+        """Returns the terms that are sent with a bucket of these slots."""
         checkpoint = self.sync.checkpoint
         return Terms(checkpoint.rescale(slots) if checkpoint.remembers else ())
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
-        """How urgent buckets are, in the order of their arrival. `step()` waits for all of them: alike, and behind
-        operations that a script waits for by themselves."""
+        """Returns the urgency of each bucket, in the order of their arrival: all alike, since `step()` waits for all of
+        them, and less urgent than operations that a script waits for by themselves."""
         return [1] * len(buckets)
 
     def submitting(self) -> None:
-        """What has not been sent of this step is about to be."""
+        """Called before the unsent rest of this step is sent."""
 
     def sending(self, bucket: Bucket) -> None:
         """A bucket is about to be sent."""
 
     def holds_back(self, bucket: Bucket) -> bool:
-        """Whether a bucket that is full waits for the end of the backward pass all the same."""
+        """Tells whether a full bucket still waits for the end of the backward pass."""
         return False
 
     def await_flights(self) -> None:
@@ -226,10 +226,10 @@ class When:
         """A step has ended, well or not."""
 
     def plan_given_up(self, anew: bool) -> None:
-        """The plan is about to be given up. `anew`: with the membership."""
+        """Called before the plan is dropped. `anew`: because the membership has changed."""
 
     def watched(self) -> None:
-        """Parameters are about to be others."""
+        """Called before the set of parameters changes."""
 
     def released(self) -> None:
         """The optimizer is gone."""
@@ -240,7 +240,7 @@ class Synchroniser:
 
     Args:
         options: how.
-        trained: asked before a step; what is to be exchanged.
+        trained: the parameters to exchange; asked before each step.
         when: makes the strategy that says when.
 
     Attributes:
@@ -250,7 +250,7 @@ class Synchroniser:
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
         plan: the active plan.
         checkpoint: what daemons remember.
-        selections: what of that is with this worker instead.
+        selections: the part of that which this worker keeps itself.
         steps: the steps that it is part of, as they are recorded.
         replanning: replaces the plan by others, if anything does.
         released: the optimizer is gone.
@@ -288,14 +288,14 @@ class Synchroniser:
 
     @property
     def name(self) -> str:
-        """The same on all ranks, and no other synchroniser's."""
+        """The synchroniser's unique name, the same on all ranks."""
         return self.plan.group
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins, with its first gradient or, without any, its exchange: sees to the plan. Raises `ValueError`
-        if a parameter belongs to another optimizer now."""
+        """Begins a step, at its first gradient or, without any, its exchange; drops an outdated plan. Raises
+        `ValueError` if a parameter belongs to another optimizer now."""
         if self.lost:
             raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
                              "was made; a parameter can be reduced by one of them only")  # fmt: skip
@@ -359,19 +359,19 @@ class Synchroniser:
             raise
 
     def post(self) -> None:
-        """Submits what is on its way from a device."""
+        """Waits for the copies from devices, and submits their buckets."""
         while self.copying:
             self.copying.popleft().post(wait=True)
 
     def await_sent(self) -> None:
-        """Waits until nothing that was sent is being exchanged, whatever comes of it."""
+        """Waits until all exchanges that were sent have ended, well or not."""
         for bucket in self.plan.buckets:
             if bucket.sent:
                 with contextlib.suppress(HorovodInternalError):
                     bucket.abandon()
 
     def end_step(self) -> None:
-        """A step has ended, well or not; the next one begins."""
+        """Ends a step, well or not, and resets the state for the next one."""
         for bucket in self.plan.buckets:
             bucket.rewind()
         self.copying.clear()
@@ -385,22 +385,22 @@ class Synchroniser:
         self.idle = True
 
     def stepped(self) -> None:
-        """A step counts, whose results are not waited for here."""
+        """Counts a step whose results are not waited for here."""
         self._steps += 1
 
     def note_waited(self, began: float, again: bool = False) -> None:
-        """The script has waited since a time of `time.perf_counter`; `again`: not for the first time in this step."""
+        """Adds the time since `began` (`time.perf_counter`, s) to the wait; `again`: not the first in this step."""
         elapsed = time.perf_counter() - began
         self._last_waited = elapsed + (self._last_waited if again else 0.0)
         self._waited += elapsed
 
     def note_step(self, all_here: bool) -> None:
-        """Tells what tunes plans of a step. `all_here`: its gradients have come."""
+        """Reports a step to the tuner of plans, if there is one. `all_here`: its gradients have come."""
         if self.replanning is not None:
             self.replanning.stepped(self._waited, all_here)
 
     def statistics(self) -> OptimizerStatistics:
-        """What it has cost so far."""
+        """Returns the cost of communication so far."""
         plan = self.plan
         return OptimizerStatistics(
             self._steps, plan.count, len(plan.buckets), plan.nbytes, self._waited, self._last_waited
@@ -415,7 +415,7 @@ class Synchroniser:
             self.copying.append(bucket)
 
     def _full(self, bucket: Bucket) -> Iterable[Bucket]:
-        """What can be sent now that this bucket is full. What is combined in the node goes in the plan's order."""
+        """Returns the buckets to send now that this one is full; those combined in the node in the plan's order."""
         node = self.plan.node
         if node is None or not node.reduces or bucket.rows is not None:
             return (bucket,)
@@ -425,7 +425,7 @@ class Synchroniser:
     # --- parameters, and the plan -------------------------------------------------------------------------------------
 
     def has_changed(self) -> bool:
-        """Whether other parameters are trained than before."""
+        """Tells whether other parameters are trained than before."""
         groups = self.trained.optimizer().__dict__["param_groups"]
         now = [id(p) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
         return now != self._ids and self._takes_part
@@ -455,7 +455,7 @@ class Synchroniser:
             self.plan.propose(self._in_order(), self.when.reduction(), self.replanning, may_be_late)
 
     def is_planned(self) -> bool:
-        """Whether `submit` would not wait for a plan."""
+        """Tells whether `submit` can go on without waiting for a plan."""
         return not self.plan.is_proposed_in_vain()
 
     def make_plan(self) -> None:
@@ -477,7 +477,7 @@ class Synchroniser:
         self.when.planned()
 
     def give_up_plan(self, here: Runtime) -> None:
-        """There is no plan any more. `here`: the membership that the next one will belong to."""
+        """Drops the plan. `here`: the membership that the next one will belong to."""
         anew = here is not self.plan.here
         self.when.plan_given_up(anew)
         for slot in self.slots:
@@ -487,16 +487,16 @@ class Synchroniser:
             self.steps.trace = here.trace
 
     def enter(self, here: Runtime) -> None:
-        """Belongs to another membership from now on."""
+        """Moves to a membership, and drops the plan if that is another one."""
         if here is not self.plan.here:
             self.give_up_plan(here)
 
     def is_of(self, here: Runtime) -> bool:
-        """Whether it has a plan in this membership."""
+        """Tells whether there is a plan in this membership."""
         return self.plan.here is here and self.plan.made
 
     def where(self) -> Where | None:
-        """Where daemons remember what is its; None if nothing is remembered, or this worker is no member of a job.
+        """Returns where daemons keep this optimizer's state; None if there is none, or this worker is in no job.
 
         Raises:
             ValueError: gradients are under way.
@@ -511,14 +511,14 @@ class Synchroniser:
         return self.plan.where()
 
     def prioritise(self) -> None:
-        """Tells the buckets in which order their results are needed."""
+        """Sets the buckets' urgencies by the order in which their results are needed."""
         if self._prioritises:
             dense = [bucket for bucket in self.plan.buckets if bucket.rows is None]
             for bucket, urgency in zip(dense, self.when.urgencies(dense), strict=True):
                 bucket.urgency = urgency
 
     def release(self) -> None:
-        """The optimizer is gone. Called by a finalizer, and so at any moment: nothing is sent here."""
+        """Releases all slots of a deleted optimizer. Called by a finalizer, and so at any moment: sends nothing."""
         self.released = True
         self.when.released()
         for slot in self.slots:
@@ -530,7 +530,7 @@ class Synchroniser:
         return {slot.name: slot for slot in in_order([*self.arrivals, *self.slots])}
 
     def _move_selections(self) -> None:
-        """Has this worker select in this step, or its daemon, if others of its node contribute to it too."""
+        """Moves selection to this worker, or to its daemon if other workers of the node contribute to it, too."""
         mine = self.plan.made and (self.plan.node is None or self.plan.node.reduces)
         if self.selections.buckets and self.selections.here != mine:
             self.when.await_flights()
@@ -538,21 +538,21 @@ class Synchroniser:
 
 
 def everyone() -> list[Synchroniser]:
-    """Synchronisers of all optimizers, in the order of their making, which is the same on all ranks."""
+    """Returns the synchronisers of all optimizers in the order of their creation, the same on all ranks."""
     return sorted((sync for sync in _all if not sync.released), key=lambda sync: sync.serial)
 
 
 def enter_all(here: Runtime) -> None:
-    """Lets all optimizers belong to another membership. Their plans are named by the order of their making, in which
-    they have to be told: a worker that is new makes its own in that order."""
+    """Moves all optimizers to a membership, in the order of their creation, which names their plans: a new worker makes
+    its own in the same order."""
     for sync in everyone():
         if list(sync.slots):
             sync.enter(here)
 
 
 def stand_in(here: Runtime) -> None:
-    """This worker is about to join: takes part, with what changes no result, in the steps that other ranks of its node
-    have begun and cannot take without it (`node.ledger`); in all at once, since others may take them in any order.
+    """Contributes neutral values, before this worker joins, to the steps that other ranks of its node have begun and
+    cannot take without it (`node.ledger`); to all at once, since others may take them in any order.
 
     Raises:
         HorovodInternalError: one of them failed, on all ranks.

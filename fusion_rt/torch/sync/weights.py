@@ -10,15 +10,15 @@ from fusion_rt.torch.sync.slots import Slot
 
 
 class Weights:
-    """What parameters were when the optimizer saw them last. A script may have set them since: by `load_state_dict`, or
-    through `p.data`, which has no version that would tell."""
+    """Copies of the parameters as the optimizer saw them last. A script may have set them since: by `load_state_dict`,
+    or through `p.data`, which has no version that would tell."""
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
         self._copies: list[torch.Tensor] = []
 
     def note(self, slots: Iterable[Slot]) -> None:
-        """Parameters are what they should be."""
+        """Copies the parameters, which are as they should be."""
         slots = list(slots)
         values = [slot.parameter.detach() for slot in slots]
         if slots and slots == self._slots and all(map(_alike, values, self._copies)):
@@ -27,7 +27,7 @@ class Weights:
             self._slots, self._copies = slots, [value.clone() for value in values]
 
     def forget(self) -> None:
-        """Whatever parameters are is right."""
+        """Drops the copies: any values are right."""
         self._slots, self._copies = [], []
 
     def changed(self) -> str:

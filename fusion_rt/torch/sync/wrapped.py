@@ -1,8 +1,8 @@
-"""How a distributed optimizer is made of the script's.
+"""A distributed optimizer, made from the script's.
 
 It is an instance of a class made for it, which derives from the script's, so that `isinstance`, LR schedulers and
-`state_dict` see what they know. It shares the original's state and parameter groups. What it does about other ranks is
-its synchroniser's.
+`state_dict` see what they know. It shares the original's state and parameter groups. Its
+synchroniser talks to the other ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fusion_rt.torch.sync.synchroniser import OptimizerStatistics, Synchroniser,
 from fusion_rt.tracing.format import Kind
 
 _OWN = "fusion_rt_local"
-"""Of a `state_dict`: the steps taken, and an outer optimizer, where ranks take local steps."""
+"""Key in a `state_dict`: the steps taken, and an outer optimizer, where ranks take local steps."""
 _APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
 
 
 class Wrapped(torch.optim.Optimizer):
-    """What is put in front of the script's optimizer class. Instances come from `wrap` only.
+    """Mixin in front of the script's optimizer class. Instances come from `wrap` only.
 
     Attributes:
         op, gradient_predivide_factor, sparse_as_dense, process_set: as they were given.
@@ -78,8 +78,8 @@ class Wrapped(torch.optim.Optimizer):
         return self._sync.when.skip_synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the script's optimizer's. If the last `backward()` has failed, no rank takes this step: on the others,
-        `backward()` raises `HorovodInternalError`, which names this rank and its exception.
+        """Resets gradients as the script's optimizer does. If the last `backward()` has failed, no rank takes this
+        step: on the others, `backward()` raises `HorovodInternalError`, which names this rank and its exception.
 
         Raises:
             AssertionError: gradients are being reduced.
@@ -122,15 +122,16 @@ class Wrapped(torch.optim.Optimizer):
         self._sync.when.samples = count
 
     def statistics(self) -> OptimizerStatistics:
-        """What the communication of this optimizer has cost so far."""
+        """Returns the cost of this optimizer's communication so far."""
         return self._sync.statistics()
 
     # --- in checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As the script's optimizer's. With a codec that remembers what it has not sent, this node's memory is under
-        "fusion_rt", so that a checkpoint of each node (of one of its ranks) has to be kept. Where ranks take local
-        steps, their number is there too; what is under way is waited for and taken, so save the model after this."""
+        """Returns the script's optimizer's state. With a codec that remembers what it has not sent, this node's memory
+        is under "fusion_rt", so that a checkpoint of each node (of one of its ranks) has to be kept. Where ranks take
+        local steps, their number is there too; what is under way is waited for and taken, so save the model after
+        this."""
         own = self.own_state()
         state = self.plain_state_dict()
         remembered = self._sync.checkpoint.codec_state()
@@ -147,12 +148,12 @@ class Wrapped(torch.optim.Optimizer):
         return self._sync.when.own_state()
 
     def load_own_state(self, own: dict[str, Any] | None) -> None:
-        """Goes on from an `own_state`, and the parameters that belong to it."""
+        """Resumes from an `own_state` and the parameters that belong to it."""
         if own is not None:
             self._sync.when.load_own_state(own)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the script's optimizer's; gradients that have arrived since the last step are forgotten."""
+        """Loads a `state_dict`; gradients that have arrived since the last step are forgotten."""
         when = self._sync.when
         when.finish_or_drop()
         when.discard()
@@ -163,8 +164,8 @@ class Wrapped(torch.optim.Optimizer):
         self.load_own_state(state_dict.get(_OWN))
 
     def __reduce__(self) -> Any:
-        """What is pickled or copied is the script's optimizer, with its state: a connection cannot be, and the copy's
-        parameters are others. Wrap it again."""
+        """Pickles or copies the script's optimizer, with its state, without the connection. The copy, whose parameters
+        are others, has to be wrapped again."""
         self._sync.when.finish()
         return _new, (self._script_class,), self.__getstate__()
 
@@ -180,12 +181,12 @@ class Wrapped(torch.optim.Optimizer):
         return result
 
     def _note_step(self) -> None:
-        """A scheduler made for the original asks this of it, and would warn that it was never stepped."""
+        """Marks the original as stepped: a scheduler made for it would warn that it never was."""
         self._script_optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _overflowed(self) -> bool:
-        """Whether a `GradScaler`, which calls `step()`, found that gradients are not finite. If it has left it to the
-        optimizer to unscale them, that is done."""
+        """Tells whether a `GradScaler`, which calls `step()`, found that gradients are not finite. Unscales them if it
+        has left that to the optimizer."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             inverse = scale.double().reciprocal().float()
@@ -212,7 +213,7 @@ def wrap(
         names: of its parameters.
         together: numbers of the groups of those that are reduced together.
         options: how its parameters are exchanged.
-        when: makes the strategy that says when.
+        when: makes the strategy that decides when it exchanges.
     """
     script_class = type(optimizer)
     space = {"__module__": "fusion_rt.torch.optimizer", "_script_class": script_class}

@@ -69,23 +69,23 @@ class Flight:
             self.bucket.await_end(self.operation)
 
     def mark(self) -> None:
-        """The script must not change the parameters from now on, and who copies them is told."""
+        """Marks the parameters, which the script must not change from now on."""
         self._marks = [_mark(parameter) for parameter in self.parameters]
 
     def touched(self) -> Iterator[torch.Tensor]:
-        """The parameters that have changed since."""
+        """Yields the parameters that have changed since `mark`."""
         for parameter, mark in zip(self.parameters, self._marks, strict=True):
             if _mark(parameter) != mark:
                 yield parameter
 
     def unmark(self) -> None:
-        """Nobody who copies parameters has to be told any more."""
+        """Removes the hooks for copying from the parameters."""
         for parameter in self.parameters:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 parameter.__dict__.pop(name, None)
 
     def leave_arena(self) -> None:
-        """Keeps the gradients, or why there are none, elsewhere than in the arena."""
+        """Moves the gradients, or the reason why there are none, out of the arena."""
         try:
             self.receive()
         except HorovodInternalError as error:
@@ -94,7 +94,7 @@ class Flight:
         self.gradients = [gradient if gradient is None else gradient.clone() for gradient in self.gradients]
 
     def _landed(self, bucket: Bucket, operation: Operation) -> list[torch.Tensor | None]:
-        """The gradients, which `land` leaves with the parameters, in memory of their own."""
+        """Returns the gradients, which `land` leaves with the parameters, in memory of their own."""
         kept = [slot.parameter.grad for slot in bucket.slots]
         try:
             for slot in bucket.slots:
@@ -107,8 +107,8 @@ class Flight:
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:
-    """What changes with a parameter's elements: its version, and the sum of their bits, since `p.data` has another
-    version; not on a device, where that would have to be waited for."""
+    """Returns a parameter's version and the sum of its elements' bits, which change with the elements (writes through
+    `p.data` do not change the version). The sum is 0 on a device, where it would have to be waited for."""
     version: int = parameter._version
     if not device.layer.is_host(parameter):
         return version, 0

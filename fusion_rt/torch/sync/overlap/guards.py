@@ -1,6 +1,7 @@
-"""What is in `p.grad` between `backward()` and `step()` with overlap, while the gradient itself is being reduced.
+"""Guards that are in `p.grad` between `backward()` and `step()` with overlap, while the gradient itself is reduced.
 
-Whoever touches it (`clip_grad_norm_`, a `GradScaler`, a log of norms) waits for the reduction, and works on the result.
+Whoever touches a guard (`clip_grad_norm_`, a `GradScaler`, a log of norms) waits for the reduction, and works on the
+result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fusion_rt.torch.sync.slots import Slot
 
 
 class GradientUnderWay(torch.Tensor):
-    """A tensor that stands for a gradient, and has its shape, but none of its elements.
+    """A tensor that substitutes for a gradient, and has its shape, but none of its elements.
 
     Attributes:
         slot: of the gradient.

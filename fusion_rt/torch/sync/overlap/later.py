@@ -71,7 +71,7 @@ class Later(InBackward):
 
     @property
     def waits(self) -> bool:
-        """Whether an update has not been applied."""
+        """True if an update has not been applied."""
         return bool(self._flights)
 
     def begins(self) -> None:
@@ -208,8 +208,8 @@ class Later(InBackward):
             self._rest()
 
     def _is_given_up(self) -> bool:
-        """Whether a rank has given up the step whose gradients wait, so that no rank takes it; waits until that is
-        known. No part of an update is applied before: ranks would have different parts."""
+        """Waits for the step to be reduced, and tells whether a rank has cancelled it, so that no rank takes it.
+        No part of an update is applied before: ranks would have different parts."""
         if self._last is None:
             return False
         try:
@@ -225,12 +225,12 @@ class Later(InBackward):
         return False
 
     def _copied(self, parameter: torch.Tensor, memo: Any) -> Any:
-        """`copy.deepcopy` of a parameter that has an update to come."""
+        """Copies a parameter that has an update to come, as `copy.deepcopy`, after that update."""
         self.finish()
         return copy.deepcopy(parameter, memo)
 
     def _reduced(self, parameter: torch.Tensor, protocol: Any) -> Any:
-        """As `object.__reduce_ex__`, of a parameter that has an update to come."""
+        """Pickles a parameter that has an update to come, as `object.__reduce_ex__`, after that update."""
         self.finish()
         reduce: Any = parameter.__reduce_ex__
         return reduce(protocol)
@@ -264,7 +264,7 @@ class Later(InBackward):
                 parameter.grad = gradient
 
     def _drop(self) -> None:
-        """Gives up what waits, and waits until nobody writes to its place in the arena any more."""
+        """Drops the waiting update, and waits until nobody writes to its place in the arena any more."""
         flights = list(dict.fromkeys(self._flights.values()))
         self._flights = {}
         self._rest()
@@ -316,7 +316,7 @@ class Later(InBackward):
             self._land_all_of(module)
 
     def before_loading(self, module: torch.nn.Module) -> None:
-        """As before saving. An update that failed has nothing to spoil, and is only warned of."""
+        """Applies what waits before a module is loaded. An update that failed has nothing to spoil, and only warns."""
         if any(id(parameter) in self._flights for parameter in module._parameters.values()):
             self.finish_or_drop()
 
@@ -385,7 +385,7 @@ class Later(InBackward):
             slot.parameter.grad, slot.closed = slot.guard, True
 
     def _await_gradients(self) -> None:
-        """Somebody touches a gradient. If those of a step have been computed, and are under way, waits for them."""
+        """Waits for a step's gradients, one of which is touched, if they have been computed and are under way."""
         if not (self.sync.idle or self._applying) and self.passes_left <= 0:
             self._reduce()
 
@@ -420,8 +420,8 @@ class Later(InBackward):
         super().sending(bucket)
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
-        """By the order in which the next forward pass needs them; `step()` waits for what nobody was seen to use. Until
-        that is known, those of the first layers are those whose gradients arrive last."""
+        """Orders buckets as the next forward pass needs them; `step()` waits for what nobody was seen to use. Until
+        that is known, the buckets whose gradients arrive last count as those of the first layers."""
         if self._late:
             return super().urgencies(buckets)
         needed_at = self._uses.needed_at
@@ -454,7 +454,7 @@ class Later(InBackward):
 def chosen_overlap(
     asked: str | None, optimizer: torch.optim.Optimizer, spec: algorithms.Algorithm, adasum: bool
 ) -> str:
-    """Which of `WAYS` an optimizer is to have; None: what FUSION_OVERLAP says.
+    """Returns which of `WAYS` an optimizer has. `asked`: None for the one that FUSION_OVERLAP names.
 
     Raises:
         ValueError: there is no such way, or it makes no sense with the rest.

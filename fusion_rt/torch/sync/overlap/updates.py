@@ -20,7 +20,7 @@ _OF_THE_SCALER = ("grad_scale", "found_inf")  # what a GradScaler tells an optim
 
 
 class Update:
-    """What a call of `step()` will do, with the hyperparameters that are in force now.
+    """A deferred call of `step()`, with the hyperparameters as they were when it was asked for.
 
     Args:
         optimizer: the distributed one.
@@ -39,7 +39,7 @@ class Update:
         self.whole = not _is_separable(optimizer._script_class) or _has_hooks(optimizer)
 
     def parameters(self) -> list[torch.Tensor]:
-        """All of the optimizer."""
+        """Returns all parameters of the optimizer."""
         return [parameter for group in self.optimizer.__dict__["param_groups"] for parameter in group["params"]]
 
     def apply(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -107,8 +107,8 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def _outside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Outside of what a forward pass runs in: state that is made in inference mode could not be used elsewhere, and
-    autocast would have an optimizer multiply matrices in another precision."""
+    """Leaves inference mode and autocast, in which a forward pass may run: state that is made in inference mode could
+    not be used elsewhere, and autocast would have an optimizer multiply matrices in another precision."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -1,5 +1,4 @@
-"""Which module's forward pass is the first to need a parameter, and in which order: learned in the first step, by
-watching.
+"""Records, in the first step, which module's forward pass is the first to need each parameter, and in which order.
 
 Most parameters are used by the module that has them. Some are used by another one, and the forward pass of the module
 that has them never runs: `torch.nn.MultiheadAttention` uses the weight of its `out_proj`, a model those of its
@@ -20,7 +19,7 @@ from fusion_rt.torch.core import watching
 
 
 class Uses:
-    """Of one optimizer's parameters.
+    """Uses of one optimizer's parameters by forward passes.
 
     Attributes:
         recording: forward passes are being noted.
@@ -38,7 +37,7 @@ class Uses:
         self._late = False
 
     def restart(self) -> None:
-        """Parameters have changed, and are used by forward passes that have been, and were not noted."""
+        """Records anew: parameters have changed, and the forward passes that used them were not noted."""
         self.recording = self._late = True
 
     def called(self, module: torch.nn.Module) -> None:
@@ -46,7 +45,7 @@ class Uses:
         self._called.setdefault(module, len(self._called))
 
     def conclude(self, parameters: Sequence[torch.Tensor]) -> None:
-        """A step has been taken in which these parameters may have been used."""
+        """Ends the record of a step in which these parameters may have been used."""
         ids = {id(parameter) for parameter in parameters}
         if not ids:
             return
@@ -99,5 +98,5 @@ class Uses:
 
 
 def _is_scripted(module: torch.nn.Module) -> bool:
-    """Whether it cannot tell of being saved or loaded."""
+    """Tells whether a module takes no hooks for being saved or loaded."""
     return isinstance(module, torch.jit.ScriptModule)
