@@ -1,4 +1,4 @@
-"""One model from many: what to call before the model is evaluated or saved when ranks have copies of their own."""
+"""Functions that make one model of the ranks' own copies, to be called before it is evaluated or saved."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
 
 
 def agree_after_join(last: int) -> None:
-    """All ranks have joined, `last` after all others: it alone has taken part in every exchange. So its number of steps
-    and its outer optimizer become those of all ranks, which then exchange in the same steps again."""
+    """Gives all ranks, which have joined, the number of steps and the outer optimizer of `last`, which joined after all
+    others and alone has taken part in every exchange. All then exchange in the same steps again."""
     here = runtime()
     local = [sync for sync in everyone() if sync.when.local]
     if not local:  # on no rank, since all make the same optimizers
@@ -49,7 +49,7 @@ def consensus(*optimizers: Any, model: torch.nn.Module | None = None) -> None:
 
 
 def _chosen(optimizers: Sequence[Any]) -> list[Synchroniser]:
-    """Synchronisers of these optimizers; without any, of all that have parameters elsewhere."""
+    """Returns the synchronisers of these optimizers; without any, of all that have parameters elsewhere."""
     chosen = [optimizer._sync for optimizer in optimizers]
     return chosen or [sync for sync in everyone() if sync.when.own_gradients]
 
@@ -78,8 +78,8 @@ def average_buffers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator[None]:
-    """Inside of this, all ranks have the same parameters, as after `consensus`; afterwards each has its own again. For
-    evaluation. To be called on all ranks."""
+    """A context for evaluation, in which all ranks have the same parameters, as after `consensus`; afterwards each has
+    its own again. To be called on all ranks."""
     chosen = _chosen(optimizers)
     for sync in chosen:
         if sync.when.local:
@@ -98,7 +98,7 @@ def averaged(*optimizers: Any, model: torch.nn.Module | None = None) -> Iterator
 
 
 def consensus_distance(*optimizers: Any) -> float:
-    """mean over ranks of |x_i - mean x|^2, over all parameters. To be called on all ranks.
+    """Mean over ranks of |x_i - mean x|^2, over all parameters. To be called on all ranks.
 
     Raises:
         HorovodInternalError: it failed, on all ranks.
@@ -110,7 +110,7 @@ def consensus_distance(*optimizers: Any) -> float:
 
 
 def staleness() -> dict[str, Any]:
-    """How stale contributions to homes have been, as measured by this rank's node: for its workers, `version_lag`
+    """Returns the staleness of contributions to homes, as measured by this rank's node: for its workers, `version_lag`
     (updates that the home had seen since the worker last heard from it), `clock_gap` (steps ahead of the slowest rank)
     and `age_ms` (how long a contribution waited to be read), each with `count`, `mean`, `max` and `histogram`; for the
     homes here, the number of `updates` and, by rank, of contributions that came `late`. The fourth meter,

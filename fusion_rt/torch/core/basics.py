@@ -1,4 +1,4 @@
-"""Joining and leaving the job, who this worker is in it, and what Horovod's scripts ask about the installation."""
+"""Functions to join and leave the job, and Horovod's queries of this worker's place and the installation."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def shutdown() -> None:
 
 
 def is_homogeneous() -> bool:
-    """Whether all nodes have the same number of workers."""
+    """Tells whether all nodes have the same number of workers."""
     return len({len(ranks) for ranks in runtime().client.topology.ranks}) == 1
 
 
@@ -185,12 +185,12 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether tensors of CUDA devices are taken: whether torch was built with CUDA."""
+    """Tells whether tensors of CUDA devices are accepted, which is so if torch was built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether tensors of ROCm devices are taken: whether torch was built with ROCm."""
+    """Tells whether tensors of ROCm devices are accepted, which is so if torch was built with ROCm."""
     return torch.version.hip is not None
 
 

@@ -1,4 +1,4 @@
-"""What is made smaller on its way between nodes, and the interface by which a script brings a compressor of its own.
+"""Compression between nodes, and the interface by which a script brings a compressor of its own.
 
 `Compression.fp16` and `.bf16` name a codec of the daemon: tensors stay exact in shared memory, where casting them would
 cost more than it saves, and only what travels between nodes is halved. Their `compress` and `decompress` cast as
@@ -137,7 +137,7 @@ def codec_of(compression: Any) -> str | None:
 
 
 def compression_stats() -> dict[str, dict[str, float]]:
-    """What compression has saved and cost this node so far.
+    """Returns the savings and costs of compression on this node so far.
 
     Returns: for each distributed optimizer whose codec keeps count (`"optimizer.1"`, in the order in which they were
         made) and in `"total"`: `bytes_dense` that would have been sent to other nodes, `bytes_packed` that were sent,

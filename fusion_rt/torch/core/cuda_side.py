@@ -18,7 +18,7 @@ from fusion_rt.torch.core.sides import Selector
 
 
 class PinnedLayer(TorchLayer):
-    """Of which the memory of the host that it copies to is pinned already, as a part of the arena."""
+    """A layer that copies to memory of the host that is pinned already, as a part of the arena."""
 
     def pin(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
@@ -28,7 +28,7 @@ class PinnedLayer(TorchLayer):
 
 
 class CudaSide:
-    """One GPU.
+    """One GPU, which selects on a stream of its own.
 
     Args:
         index: its number.

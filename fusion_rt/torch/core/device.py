@@ -25,7 +25,7 @@ class Copying:
 
     Args:
         events: one on each stream, after the last copy there.
-        tensors: what has to stay until the copies have been made.
+        tensors: kept alive until the copies have been made.
     """
 
     def __init__(self, events: Sequence[torch.cuda.Event] = (), tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -33,7 +33,7 @@ class Copying:
         self._tensors = tensors
 
     def done(self) -> bool:
-        """Whether they have been made."""
+        """Tells whether they have been made."""
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -43,7 +43,7 @@ class Copying:
 
 
 class Layer:
-    """What is done about tensors that do not lie in this process's memory."""
+    """Operations on tensors that may lie on a device instead of in this process's memory."""
 
     def __init__(self) -> None:
         self._warned = False
@@ -51,7 +51,7 @@ class Layer:
         self._sides: dict[torch.device, Side | None] = {}
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in this process's memory."""
+        """Tells whether a tensor lies in this process's memory."""
         return tensor.is_cpu
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Layer:
         return Copying(events, [*to, *source])
 
     def side(self, tensor: torch.Tensor) -> Side | None:
-        """What selects on the device of a tensor; None, with a warning, where nothing can."""
+        """Returns the side that selects on a tensor's device; None, with a warning, where there is none."""
         where = tensor.device
         if where not in self._sides:
             self._sides[where] = self._find_side(where)
@@ -126,7 +126,7 @@ class Layer:
             return None
 
     def _beside(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream for copies to the host, which goes on when the current one has come as far as now."""
+        """Returns the stream for copies to the host, which continues when the current one has come as far as now."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

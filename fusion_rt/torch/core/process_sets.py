@@ -65,7 +65,7 @@ class ProcessSet:
         return members.index(runtime().rank)
 
     def included(self) -> bool | None:
-        """Whether this worker is a member, registered or not; None before `init`."""
+        """Tells whether this worker is a member of the set, registered or not; None before `init`."""
         return runtime().rank in self.ranks if is_initialized() else None
 
     def _known(self) -> bool:
@@ -139,7 +139,7 @@ def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def takes_part(process_set: ProcessSet) -> bool:
-    """Whether this worker has anything to reduce: it is a member, and not the only one.
+    """Tells whether this worker has anything to reduce: it is a member, and not the only one.
 
     As in Horovod, a worker that is alone is left to itself (its gradients stay where autograd puts them), except in an
     elastic job, where others may come.
@@ -150,7 +150,7 @@ def takes_part(process_set: ProcessSet) -> bool:
 
 
 def register(process_sets: Sequence[ProcessSet]) -> None:
-    """What `init` does about process sets, when this worker is in a job: all ranks pass the same ones.
+    """Registers the process sets that `init` was given; all ranks pass the same ones.
 
     Raises:
         ValueError: one of them is there twice, has the ranks of the whole job, or ranks that there are not.

@@ -1,4 +1,4 @@
-"""When a worker's model runs forward and backward, and its optimizer steps, for the recorder.
+"""Records when a worker's model runs forward and backward, and when its optimizer steps.
 
 A distributed optimizer gets parameters and not modules, and hooks that stay on a script's modules would be copied,
 pickled and compiled with them. So after each step one hook waits for the next forward pass of any module: the first
@@ -25,7 +25,7 @@ from fusion_rt.tracing.recorder import NULL, Instrument
 
 
 class _Passes:
-    """Forward and backward passes of this process: there is one of this, since modules know nothing of optimizers."""
+    """Forward and backward passes of this process: a single instance, since modules know nothing of optimizers."""
 
     def __init__(self) -> None:
         self._trace: Instrument = NULL
@@ -35,7 +35,7 @@ class _Passes:
         self._backward = False
 
     def belong_to(self, trace: Instrument, step: int) -> None:
-        """From now on they are part of this step."""
+        """Counts passes to this step from now on."""
         self._trace, self._step = trace, step
 
     def watch(self) -> None:
@@ -44,7 +44,7 @@ class _Passes:
             self._waiting = register_module_forward_pre_hook(self.forward_begins)
 
     def unwatch(self) -> None:
-        """Waits for none."""
+        """Does not wait for a forward pass any more."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.remove()
@@ -69,7 +69,7 @@ class _Passes:
         self.watch()
 
     def backward_begins(self, gradients: Any = None) -> None:
-        """A part of a backward pass runs."""
+        """Records the beginning of a backward pass, of which a part runs."""
         if self._backward:
             return
         self._backward = True
@@ -99,17 +99,17 @@ class Steps:
         self.number = 0
 
     def first_gradient(self) -> None:
-        """The first gradient of a step has come, or somebody asks for the reduction without any."""
+        """Notes the first gradient of a step, or the request for its reduction without any."""
         if torch._C._current_graph_task_id() != -1:
             _passes.belong_to(self.trace, self.number)
             _passes.backward_begins()
 
     def begin(self) -> None:
-        """`step()` was called."""
+        """Records that `step()` was called."""
         self.trace.record(Kind.STEP_BEGIN, "", 0, self.number)
 
     def end(self) -> None:
-        """`step()` is about to return."""
+        """Records that `step()` is about to return."""
         self.trace.record(Kind.STEP_END, "", 0, self.number)
         self.number += 1
         _passes.belong_to(self.trace, self.number)
@@ -117,7 +117,7 @@ class Steps:
 
 
 def forget(trace: Instrument) -> None:
-    """What is recorded there is over."""
+    """Ends recording passes there."""
     if _passes._trace is trace:
         _passes.unwatch()
         _passes.belong_to(NULL, 0)
@@ -131,13 +131,13 @@ _Passes.forward_begins._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _compiles() -> bool:
-    """Whether torch has compiled anything in this process."""
+    """Tells whether torch has compiled anything in this process."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return bool(counters and counters.get("frames", {}).get("total", 0))
 
 
 def _node_of(output: Any) -> Any:
-    """The end of the graph that a module's forward pass has built; None if that is not easily seen."""
+    """Returns the end of the graph that a module's forward pass has built; None if not easily found."""
     if isinstance(output, Mapping):
         output = list(output.values())
     parts = output if isinstance(output, (tuple, list)) else (output,)

@@ -38,7 +38,7 @@ class Runtime:
         client: the connection to the daemon; in a forked child, something that refuses every use.
         pending: operations whose handles the script holds, by handle.
         allocating: held by whoever allocates in the arena or collects.
-        retired: arena segments of plans that nobody uses any more; noted by finalizers, given up by `collect`.
+        retired: arena segments of plans that nobody uses any more; noted by finalizers, released by `collect`.
         where: this worker's place, from its environment.
         daemon: the one that this worker started, if it did.
         copying: copies of results from the arena to a device that may be under way.
@@ -75,12 +75,12 @@ class Runtime:
         sys.excepthook = _excepthook
 
     def next_group(self, process_set: int | None) -> str:
-        """A name for a group of tensors to plan, the same on all members that make their optimizers in one order."""
+        """Returns a name for an optimizer's plans, the same on all members that make optimizers in the same order."""
         self._groups[process_set] += 1
         return f"optimizer.{self._groups[process_set]}"
 
     def collect(self) -> None:
-        """Gives up what nobody uses any more: segments of plans, and the memory that results were copied from."""
+        """Releases memory that nobody uses any more: segments of plans, and memory that results were copied from."""
         while self.retired:
             self.client.arena.drop_segment(self.retired.popleft())
         while self.copying and self.copying[0].done():
@@ -111,15 +111,15 @@ class Runtime:
             self.daemon.wait(_LAST_TO_LEAVE)
 
     def forget(self) -> None:
-        """Another has taken over the connection, or it is closed: nothing is to be done at exit any more."""
+        """Cancels the work at exit: another has taken over the connection, or it is closed."""
         self._finalizer.cancel()
 
     def previous_hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """What handled unhandled exceptions before `init`."""
+        """Calls the `sys.excepthook` that there was before `init`."""
         self._previous_hook(kind, error, trace)
 
     def after_fork(self) -> None:
-        """In a forked child: leaves the connection to the parent."""
+        """Leaves the connection to the parent, in a forked child."""
         self.client.abandon()
         self.in_node.clear()
         self.daemon = None
@@ -131,7 +131,7 @@ class Runtime:
 
 
 class _NoClient:
-    """Stands in for the client in a forked child."""
+    """Substitutes for the client in a forked child."""
 
     def __init__(self, sentence: str) -> None:
         self._sentence = sentence
@@ -160,7 +160,7 @@ _left: Runtime | None = None  # by `shutdown`, with its connection, over which `
 
 
 def is_initialized() -> bool:
-    """Whether this worker is in a job: between `init` and `shutdown`."""
+    """Tells whether this worker is in a job: between `init` and `shutdown`."""
     return _runtime is not None
 
 
@@ -206,7 +206,7 @@ def cross_size() -> int:
 
 
 def enter(entered: Runtime) -> None:
-    """This worker has joined a job."""
+    """Sets this worker's membership of the job that it has joined."""
     global _runtime
     _runtime = entered
 
@@ -232,7 +232,7 @@ def step_out() -> None:
 
 
 def returning(where: environment.Environment) -> Runtime | None:
-    """What this worker has left by `step_out`, if it was the same place; its caller has to make use of it."""
+    """Returns the membership that `step_out` left, if it was in the same place; its caller has to make use of it."""
     global _left
     found, _left = _left, None
     if found is not None and found.where != where:
@@ -251,8 +251,8 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _at_exit() -> None:
-    """At the end of the interpreter; or of a process of `multiprocessing`, which runs no `atexit` handlers, but this,
-    and while the exception that ends it is on its way."""
+    """Leaves the job at the end of the interpreter, or of a process of `multiprocessing`, which runs no `atexit`
+    handlers, but this, and while the exception that ends it is on its way."""
     error = sys.exc_info()[1]
     leave("".join(traceback.format_exception(error)) if isinstance(error, Exception) else "")
 

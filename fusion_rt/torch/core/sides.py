@@ -1,4 +1,4 @@
-"""What selects from gradients on their device: interfaces, for `kernels.cuda` and for tests without a GPU."""
+"""Interfaces of selection from gradients on their device, for `kernels.cuda` and for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Selector(Protocol):
         them to the host, with whether all of it could be added."""
 
     def ready(self) -> bool:
-        """Whether that is done."""
+        """Tells whether the step is done."""
 
     def finish(self) -> object:
-        """Waits for it."""
+        """Waits for the end of the step."""
 
 
 class Side(Protocol):
     """A device that selects beside training."""
 
     def beside(self) -> AbstractContextManager[Any]:
-        """While it lasts, what is done with tensors is queued where selections are."""
+        """A context in which work on tensors is queued where selections are."""
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """What is queued there from now on comes after what has been queued for training, and uses this tensor."""
+        """Orders work that is queued there from now on, and uses this tensor, after what is queued for training."""
 
     def zeros(self, n: int) -> torch.Tensor:
         """A new tensor of float32, filled there."""
@@ -46,7 +46,7 @@ class Side(Protocol):
         momentum: float,
         nesterov: bool,
     ) -> Selector:
-        """Makes what selects from ranges of a residual, with or without a velocity.
+        """Makes a selector from ranges of a residual, with or without a velocity.
 
         Args:
             out: int32, pinned: the words of `codecs.worker_selection` for a group.

@@ -1,4 +1,4 @@
-"""How tensors get to the daemon and back: their types, and the memory through which they go.
+"""Transfer of tensors to the daemon and back: their types, and the memory through which they go.
 
 Small tensors travel inside messages, all others through the arena. A result that was reduced in the arena is a tensor
 over that memory, which goes back to the arena when the last tensor that looks into it is gone. What is not dense memory
@@ -25,7 +25,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAM
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a dtype is called on the wire.
+    """Returns the name of a dtype on the wire.
 
     Raises:
         ValueError: tensors of that type cannot be communicated.
@@ -61,7 +61,7 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of its elements. Raises `ValueError` when it is not dense."""
+    """Returns the bytes of a tensor's elements. Raises `ValueError` when it is not dense."""
     if tensor.layout is not torch.strided:
         raise ValueError(f"Tensor type {tensor.type()} is not supported: it is sparse; use sparse_allreduce_async, or "
                          "tensor.to_dense()")  # fmt: skip
@@ -77,7 +77,7 @@ class Memory:
     Args:
         nbytes: how much.
         on_device: tensors of another device are copied to it or from it.
-        small: whether it may be ordinary memory.
+        small: it may be ordinary memory.
 
     Attributes:
         view: all of it.
@@ -135,7 +135,7 @@ def received(operation: Operation) -> memoryview:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense memory of this process, in order."""
+    """Tells whether the tensor is dense memory of this process, in order."""
     return device.layer.is_host(tensor) and tensor.is_contiguous()
 
 

@@ -18,18 +18,18 @@ from fusion_rt.torch.core.runtime import before_leaving
 
 
 class Watcher(Protocol):
-    """Somebody who wants to know."""
+    """An object that is told when a module is about to use, save or load its parameters."""
 
     serial: int
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """The module's forward pass begins."""
+        """Called when a module's forward pass begins."""
 
     def before_saving(self, module: torch.nn.Module) -> None:
-        """The module's `state_dict` is about to be made."""
+        """Called before a module's `state_dict` is made."""
 
     def before_loading(self, module: torch.nn.Module) -> None:
-        """The module's own parameters are about to be overwritten."""
+        """Called before a module's own parameters are overwritten."""
 
     def finish(self) -> None:
         """Applies what waits. Raises `HorovodInternalError` if its reduction failed."""
@@ -43,7 +43,7 @@ _handle: RemovableHandle | None = None
 
 
 def watch(watcher: Watcher) -> None:
-    """Tells it of modules from now on; it is kept alive."""
+    """Adds a watcher, and keeps it alive."""
     global _handle
     _watchers[watcher.serial] = watcher
     if _handle is None:
@@ -51,7 +51,7 @@ def watch(watcher: Watcher) -> None:
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Tells it no more."""
+    """Removes a watcher."""
     global _handle
     _watchers.pop(watcher.serial, None)
     if not _watchers and _handle is not None:
@@ -60,7 +60,7 @@ def unwatch(watcher: Watcher) -> None:
 
 
 def hook(modules: Iterable[torch.nn.Module]) -> list[RemovableHandle]:
-    """Has these modules tell when they are about to be saved or loaded. Returns what takes the hooks off."""
+    """Has these modules tell when they are about to be saved or loaded. Returns the handles that remove the hooks."""
     handles: list[RemovableHandle] = []
     for module in modules:
         handles.append(module.register_state_dict_pre_hook(_before_saving))  # type: ignore[no-untyped-call]
@@ -85,8 +85,8 @@ def synchronize_parameters(*optimizers: Any) -> None:
 
 
 def finish_before_leaving() -> None:
-    """As `synchronize_parameters`, for a worker that is about to leave the job: of a reduction that failed it is only
-    warned, because that must not keep anybody in it."""
+    """Applies waiting updates of a worker that is about to leave the job. Only warns of a reduction that failed, which
+    must not keep anybody in it."""
     for watcher in _chosen(()):
         watcher.finish_or_drop()
 

@@ -46,14 +46,14 @@ class DistributedHandler:
         self.save()
 
     def save(self) -> None:
-        """Keeps what it has now. What is under way is taken first, which may change the parameters."""
+        """Saves the present state. What is under way is taken first, which may change the parameters."""
         self._drain()
         self._saved: dict[str, Any] = {"plain": copy.deepcopy(self.value.plain_state_dict())}
         self._saved[_OWN] = copy.deepcopy(self.value.own_state())
         self._kept = self._checkpoint.carry() if self._pending is None else self._pending
 
     def restore(self) -> None:
-        """Goes back to what was kept; codecs and homes do when it is dealt."""
+        """Restores what was saved; codecs and homes go back in `deal`."""
         # A copy, because an optimizer goes on working on the very tensors that it is given.
         self.value.load_state_dict(copy.deepcopy(self._saved["plain"]))
         self.value.load_own_state(copy.deepcopy(self._saved[_OWN]))
@@ -70,7 +70,7 @@ class DistributedHandler:
             self.value.load_own_state(broadcast_object(self.value.own_state(), root))
 
     def hand_over(self, leaving: bool) -> None:
-        """Before a membership epoch is left in good order: keeps what codecs and homes remember now.
+        """Saves the state of codecs and homes before all leave a membership epoch in good order.
 
         Args:
             leaving: some nodes will not be in the next; the same on all ranks, and an operation on all of them, if so.
@@ -86,7 +86,7 @@ class DistributedHandler:
         self._pending = mine
 
     def deal(self) -> None:
-        """Gives back, in a new membership epoch, what was kept. An operation on all ranks.
+        """Loads, in a new membership epoch, the saved state of codecs and homes. An operation on all ranks.
 
         Raises:
             HorovodInternalError: a rank is gone, or a daemon cannot use it.
@@ -132,7 +132,7 @@ def _common(mine: Carried) -> Carried:
 
 
 def _summed(checkpoint: Checkpoint, mine: Carried | None) -> Carried:
-    """What this worker keeps, with the sum of what all have."""
+    """Returns what this worker keeps, with the sums over all workers."""
     kept = mine or Carried()
     has = allgather_object((bool(kept.residuals), bool(kept.velocities)))
     sizes = checkpoint.sizes()

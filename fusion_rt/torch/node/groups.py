@@ -1,4 +1,4 @@
-"""What combines tensors of a node's ranks: NCCL on their GPUs; gloo in the host's memory, for tests without GPUs.
+"""Groups that combine tensors of a node's ranks: NCCL on their GPUs; gloo in the host's memory, for tests without GPUs.
 
 A group is a process group of torch that is made directly: torch.distributed's default group, and the groups that a
 script has, are not touched. Its ranks find each other by a file, and listen on the loopback interface only.
@@ -29,7 +29,7 @@ class UnderWay(Protocol):
     """A reduction, and what follows it on the rank that has its result."""
 
     def done(self) -> bool:
-        """Whether all of it is. Raises `RuntimeError` if it failed."""
+        """Tells whether it is done with all that follows. Raises `RuntimeError` if it failed."""
 
 
 class Group(ABC):
@@ -48,14 +48,14 @@ class Group(ABC):
 
     @abstractmethod
     def settle(self, tensor: torch.Tensor) -> None:
-        """The tensor, which was reduced in an earlier step, is about to be written to on the current stream."""
+        """Prepares a tensor that was reduced in an earlier step for being written to on the current stream."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends it, with whatever is under way. Waits for nobody."""
+        """Ends the group and its reductions, without waiting."""
 
     def try_out(self, rank: int, size: int, device: torch.device, limit: float) -> None:
-        """A small reduction, so that what does not work here shows before gradients depend on it.
+        """Tries a small reduction, so that failures show before gradients depend on it.
 
         Raises:
             RuntimeError: it did not work, or has taken more than `limit` seconds.
@@ -90,7 +90,7 @@ def _options(op: str) -> dist.ReduceOptions:
 
 
 def _abort(group: Any) -> None:
-    """By the method that this version of torch has for it."""
+    """Aborts a process group by the method that this version of torch has."""
     for name in ("abort", "_abort", "shutdown", "_shutdown"):
         method = getattr(group, name, None)
         if method is not None:
@@ -99,7 +99,7 @@ def _abort(group: Any) -> None:
 
 
 class _Followed:
-    """A reduction whose end nobody is told: what follows it begins when somebody looks."""
+    """A reduction without notice of its end: what follows it begins when somebody calls `done`."""
 
     def __init__(self, work: Any, then: Callable[[], Copying] | None) -> None:
         self._work = work
@@ -116,7 +116,7 @@ class _Followed:
 
 
 class GlooGroup(Group):
-    """For tensors in the host's memory.
+    """A group for tensors in the host's memory.
 
     Args:
         store: path of the file in which the ranks find each other.
@@ -140,14 +140,14 @@ class GlooGroup(Group):
         return _Followed(self._group.reduce([tensor], _options(op)), then)
 
     def settle(self, tensor: torch.Tensor) -> None:
-        """Nothing is under way any more: its result has been there."""
+        """Does nothing: the reduction has ended, since its result was used."""
 
     def abort(self) -> None:
         _abort(self._group)
 
 
 class NcclGroup(Group):
-    """For tensors on CUDA devices. Arguments and errors as of `GlooGroup`; `device` is this rank's.
+    """A group for tensors on CUDA devices. Arguments and errors as of `GlooGroup`; `device` is this rank's.
 
     A reduction runs on a stream of NCCL's, which waits for the current one, and the copies that follow it on one of
     this group's, which waits for NCCL's; the current stream waits for neither, so that the backward pass goes on.
@@ -188,7 +188,7 @@ def _delta(seconds: float) -> timedelta:
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """These variables have these values inside, unless they have others already."""
+    """A context in which environment variables have these values, unless they have others already."""
     unset = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in unset})
     try:
@@ -199,10 +199,10 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 class Backend(Protocol):
-    """Makes groups, and says of which tensors."""
+    """Makes groups for tensors on one kind of device."""
 
     def device_of(self, tensors: list[torch.Tensor]) -> str:
-        """What tells the device of these from those of other ranks; empty if they are not for it."""
+        """Returns an identity of the tensors' device that other ranks' devices do not have; empty if unsuitable."""
 
     def connect(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> Group:
         """See `GlooGroup`."""
@@ -237,4 +237,4 @@ class Nccl:
 
 
 BACKENDS: dict[str, Backend] = {"nccl": Nccl(), "gloo": Gloo()}
-"""By the name that the setting has for them."""
+"""Backends by their names in the setting."""

@@ -1,4 +1,4 @@
-"""In which steps of a plan the ranks of a node combine their gradients themselves: agreed upon in a file of the node.
+"""Agreement, in a file of the node, on the steps of a plan in which its ranks combine their gradients themselves.
 
 Whoever takes part in such a reduction waits for all others, and the daemon cannot tell one rank to wait for another.
 So all ranks of the node have to decide alike about each step, before the first bucket of it is sent, and without
@@ -32,14 +32,14 @@ _Answer = TypeVar("_Answer")
 
 
 class State(msgspec.Struct):
-    """What the ranks of a node have agreed upon, by their position among them.
+    """State that the ranks of a node have agreed upon; lists are by position among them.
 
     Attributes:
         offers: with what each can combine gradients: BACKEND:DEVICE; empty while it has not said; or `REFUSED`.
         seen: the latest step that each has decided about, or enrolled in; -1: none.
         connected: whether each has connected to the others.
         begins, ends: the first step in which gradients are combined, and the first one in which not any more.
-        broken: why none can be any more, if so.
+        broken: why none can be combined any more; empty if they can.
     """
 
     offers: list[str]
@@ -51,52 +51,52 @@ class State(msgspec.Struct):
 
     @classmethod
     def of(cls, ranks: int) -> State:
-        """Nobody has said anything."""
+        """Makes the state in which no rank has said anything."""
         return cls([""] * ranks, [-1] * ranks, [False] * ranks)
 
     def enrol(self, position: int, offer: str, step: int) -> None:
-        """A rank says what it can, in a step in which it still goes by itself."""
+        """Enrols a rank with its offer, in a step in which it does not combine yet."""
         self.offers[position] = offer
         self.seen[position] = max(self.seen[position], step)
         if self.suitable():
             self.begins = max(self.seen) + 1
 
     def suitable(self) -> bool:
-        """Whether all have enrolled with the same backend and devices of their own."""
+        """Tells whether all have enrolled with the same backend and devices of their own."""
         backends = {offer.partition(":")[0] for offer in self.offers}
         return len(backends) == 1 and len(set(self.offers)) == len(self.offers) and not backends & {"", REFUSED}
 
     def decide(self, position: int, step: int) -> bool:
-        """Whether the gradients of a step, which a rank begins, are combined."""
+        """Notes that a rank begins a step, and tells whether its gradients are combined."""
         self.seen[position] = max(self.seen[position], step)
         return self.includes(step)
 
     def includes(self, step: int) -> bool:
-        """Whether those of a step are combined, as far as is decided."""
+        """Tells whether a step's gradients are combined, as far as is decided."""
         return self.begins <= step < self.ends
 
     def withdraw(self) -> None:
-        """A rank is about to join."""
+        """Ends combining after the steps that have begun, since a rank is about to join."""
         self.ends = min(self.ends, max(self.seen) + 1)
 
     def connect(self, position: int) -> None:
-        """A rank has connected to the others."""
+        """Notes that a rank has connected to the others."""
         self.connected[position] = True
 
     def refuse(self, position: int) -> None:
-        """A rank cannot connect: no step is combined, unless all have connected in the meantime."""
+        """Notes that a rank cannot connect: no step is combined, unless all have connected in the meantime."""
         if not all(self.connected):
             self.offers[position] = REFUSED
             self.ends = -1
 
     def outcome(self) -> bool | None:
-        """Whether all have connected; None while that is open."""
+        """Tells whether all have connected; None while that is open."""
         if self.broken or REFUSED in self.offers:
             return False
         return all(self.connected) or None
 
     def give_up(self, why: str) -> None:
-        """None can be combined any more; the first reason counts. Steps that some rank has begun fail, no others."""
+        """Ends combining for good; the first reason counts. Steps that some rank has begun fail, no others."""
         self.broken = self.broken or why[:_MAX_WHY] or "a rank of this node has given up"
         self.withdraw()
 
@@ -151,7 +151,7 @@ class Ledger:
             state.give_up(why)
 
     def read(self) -> State:
-        """As it is now."""
+        """Reads the present state."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
         try:
             return self._read()
@@ -159,7 +159,7 @@ class Ledger:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """This rank needs it no more. May be called again."""
+        """Closes the file. May be called again."""
         if self._fd >= 0:
             self._unlink()
             os.close(self._fd)

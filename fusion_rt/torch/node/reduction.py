@@ -1,4 +1,4 @@
-"""An exchange's part in combining its node's gradients on their devices: which steps, which memory, and what if not.
+"""Reduction of one plan's gradients within a node, on their devices: its steps, its memory, and its failures.
 
 When a bucket is full it is copied into a tensor of its own on the device, its *staging*, and combined with those of the
 other ranks of the node into the staging of the first one, the *leader*. Only the leader's goes on to the arena. Every
@@ -57,7 +57,7 @@ class Staging:
 
 
 class NodeReduction:
-    """Of one plan.
+    """Reduction of one plan's gradients within this node.
 
     Args:
         here: this worker's membership.
@@ -65,10 +65,10 @@ class NodeReduction:
         ranks: those of this node that take part in it.
         backend: its name, and what makes groups.
         where: the device of its gradients, and what tells that from the other ranks'.
-        before: of the plan before, whose connection is used again.
+        before: the reduction of the plan before, whose connection is used again.
 
     Attributes:
-        reduces: whether this step's buckets are reduced so.
+        reduces: this step's buckets are reduced so.
         is_leader: this rank submits the node's buckets.
     """
 
@@ -106,7 +106,7 @@ class NodeReduction:
     # --- which steps --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins: sets `reduces`. Once a reduction in the node has failed, the daemon reduces instead.
+        """Begins a step: sets `reduces`. Once a reduction in the node has failed, the daemon reduces instead.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -120,8 +120,8 @@ class NodeReduction:
         self.reduces = self._ledger.decide(self._step()) and self._is_connected()
 
     def withdraw(self) -> bool:
-        """This worker is about to join. Returns whether it has to take part in a step before, which others of its node
-        have begun; in that one, it `reduces`.
+        """Withdraws this worker, which is about to join. Returns whether it has to take part in a step before, which
+        others of its node have begun; in that one, it `reduces`.
 
         Raises:
             HorovodInternalError: as for `begin`.
@@ -134,12 +134,12 @@ class NodeReduction:
         return self.reduces
 
     def give_up(self, why: str) -> None:
-        """A reduction has failed, or this rank leaves: whoever waits in the node is told."""
+        """Tells the node's other ranks, since a reduction has failed or this rank leaves, and aborts the group."""
         self._ledger.give_up(why)
         self._abort()
 
     def close(self, connected: bool = False) -> None:
-        """This plan is over, and so is the connection, unless another plan has it (`connected`)."""
+        """Ends this plan's part, and the connection, unless another plan has it (`connected`)."""
         if connected:
             self._group = None
         else:
@@ -150,14 +150,14 @@ class NodeReduction:
         self._here.in_node.discard(self)
 
     def leave(self) -> None:
-        """This worker leaves the job."""
+        """Ends its part because this worker leaves the job."""
         self.give_up(f"rank {self._here.rank} has left the job")
         self.close()
 
     # --- a bucket -----------------------------------------------------------------------------------------------------
 
     def staging(self, index: int, flat: torch.Tensor, views: Sequence[torch.Tensor], like: torch.Tensor) -> Staging:
-        """Where to put this rank's elements of a bucket, whose place in the arena is `flat` (1-D).
+        """Returns the memory for this rank's elements of a bucket, whose place in the arena is `flat` (1-D).
 
         Args:
             views: of its tensors, in `flat`.
@@ -171,7 +171,7 @@ class NodeReduction:
         return found
 
     def fill_with_nothing(self, staging: Staging) -> None:
-        """What this rank contributes changes no result."""
+        """Fills the staging with the neutral value, which changes no result."""
         value = _NEUTRAL[self._op]
         if not staging.values.is_floating_point() and self._op in ("min", "max"):
             limits = torch.iinfo(staging.values.dtype)
@@ -201,7 +201,7 @@ class NodeReduction:
         return combining
 
     def watch(self) -> str:
-        """Something is waited for that needs all ranks of the node. Returns why it will not come, or nothing.
+        """Checks for failures while all ranks of the node are waited for. Returns the reason; empty if there is none.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -214,7 +214,7 @@ class NodeReduction:
         return self._ledger.read().broken
 
     def failed(self, error: Exception) -> None:
-        """A reduction has failed here: tells the other ranks of the node."""
+        """Tells the other ranks of the node that a reduction has failed here."""
         who = f"rank {self._here.rank}"
         why = f"{who} could not reduce gradients with the other ranks of its node by {self._kind}: {error}"
         if not self._ledger.read().broken:
@@ -249,11 +249,11 @@ class NodeReduction:
         return Staging(values, places)
 
     def _is_connected(self) -> bool:
-        """Whether it is, was, or could be connected to the other ranks; see `_connect`."""
+        """Connects to the other ranks, if it never was. Returns whether it is or was connected; see `_connect`."""
         return self._group is not None or bool(self._ledger.read().broken) or self._connect()
 
     def _connect(self) -> bool:
-        """Connects to the other ranks of the node, which do so in the same step; whether all of them have.
+        """Connects to the other ranks of the node, which do so in the same step. Returns whether all of them have.
 
         Raises:
             HorovodInternalError: the job has failed meanwhile.
@@ -309,11 +309,11 @@ class NodeReduction:
 def reduction_in_node(
     here: Runtime, plan: wire.Plan, parameters: list[torch.Tensor], before: NodeReduction | None
 ) -> NodeReduction | None:
-    """How this worker's node combines the gradients of a plan; None: its daemon does, as it does without this.
+    """Makes the reduction of a plan's gradients within this worker's node; None if the daemon combines them.
 
     Args:
         parameters: of all of the plan's buckets.
-        before: of the plan that this one replaces; it is over now.
+        before: the reduction of the plan that this one replaces; it is over now.
     """
     made = None
     if (found := _suitable(here, plan, parameters)) is not None:
@@ -327,7 +327,7 @@ def reduction_in_node(
 def _suitable(
     here: Runtime, plan: wire.Plan, parameters: list[torch.Tensor]
 ) -> tuple[Sequence[int], tuple[str, Backend], tuple[torch.device, str]] | None:
-    """Its ranks on this node, and arguments of `NodeReduction`, if they can do it as far as this one knows."""
+    """Returns the plan's ranks on this node, backend and device, if they can combine as far as this rank knows."""
     wanted = Settings.from_env().node_reduction
     ranks = here.client.process_sets[plan.process_set].local(here.client.topology, here.client.welcome.node)
     if wanted == "daemon" or len(ranks) < 2 or not plan.buckets:
@@ -358,7 +358,7 @@ class Combining(Copying):
     """A reduction in the node, and on the leader its copy to the arena.
 
     Attributes:
-        why: it has failed, here or on another rank of the node, and why; empty while it has not.
+        why: the reason if it has failed, here or on another rank of the node; else empty.
         under_way: the reduction.
     """
 
@@ -370,7 +370,7 @@ class Combining(Copying):
         self._watched = time.monotonic()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Tells whether it has ended, well or not."""
         if self.why:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Who decomposes what."""
+"""Assignment of layers' decompositions to ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kronecker factors on their way: from the hook that sees a batch to running averages that are the same on all ranks.
+"""Exchange of Kronecker factors, from the hook that sees a batch to running averages that all ranks share.
 
 Factors are symmetric, so only upper triangles travel. Those of several layers make a bucket, in an order that is the
 same on all ranks and roughly that of the backward pass. In the first update it is only counted how often each layer
@@ -39,7 +39,7 @@ def _triangle(size: int, device: torch.device) -> torch.Tensor:
 
 
 class LayerState:
-    """What is known of a layer.
+    """State of one layer's factors.
 
     Attributes:
         layer: the layer.
@@ -48,7 +48,7 @@ class LayerState:
         fresh: they have changed since they were decomposed.
         expected_runs: how often it ran in the last update in which it did; 0 if that is not known.
         runs: how often it has run since the last update.
-        bucket: what it is sent with.
+        bucket: the layers that it is sent with.
     """
 
     bucket: Bucket
@@ -157,8 +157,8 @@ class FactorExchange:
     def arrived(
         self, state: LayerState, factors: Callable[[], tuple[torch.Tensor, torch.Tensor] | None], decay: float
     ) -> None:
-        """A layer has run forward and backward. `factors` makes its contribution; it is not wanted any more if the
-        layer has run as often as in its last update and was sent."""
+        """Takes in a layer that has run forward and backward. `factors` makes its contribution; it is not wanted any
+        more if the layer has run as often as in its last update and was sent."""
         self._begin(decay)
         state.runs += 1
         if state.bucket.sent:
@@ -250,7 +250,7 @@ def _result(sent: _Sent) -> Sequence[torch.Tensor]:
 
 
 def _buckets(states: Sequence[LayerState], name: str) -> list[Bucket]:
-    """From the last layer to the first, about `BUCKET_NBYTES` in each."""
+    """Puts layers into buckets, from the last to the first, of about `BUCKET_NBYTES` each."""
     groups: list[list[LayerState]] = []
     filled = 0
     for state in reversed(states):

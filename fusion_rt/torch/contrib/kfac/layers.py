@@ -1,4 +1,4 @@
-"""What a layer contributes: its inputs and the gradients of its outputs as Kronecker factors, and its gradient.
+"""Contributions of a layer: its inputs and the gradients of its outputs as Kronecker factors, and its gradient.
 
 For one example a layer does s_t = W a_t at locations t = 1 ... T: T = 1 for a `Linear` of a matrix, the positions of
 the kernel for a `Conv2d`, whose a_t are the patches, and what lies in between for a `Linear` of [N, ..., features].
@@ -172,7 +172,7 @@ def find_layers(model: torch.nn.Module, skip: Iterable[str] = ()) -> tuple[list[
 
 
 def _reason_against(module: torch.nn.Module, users: Counter[int]) -> str:
-    """Why a module with parameters cannot be preconditioned; empty if it can."""
+    """Returns why a module with parameters cannot be preconditioned; empty if it can."""
     if not isinstance(module, (torch.nn.Linear, torch.nn.Conv2d)):
         return "neither Linear nor Conv2d"
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")

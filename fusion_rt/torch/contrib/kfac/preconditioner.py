@@ -26,7 +26,7 @@ _SAVED_OPTIONS = ("lr", "damping", "factor_decay", "kl_clip", "factor_update_ste
 
 @dataclass(frozen=True)
 class KFACStatistics:
-    """What a preconditioner has done on this rank so far.
+    """Work of a preconditioner on this rank so far.
 
     Attributes:
         steps: how often gradients were preconditioned.
@@ -143,7 +143,7 @@ class KFAC:
         self._steps += 1
 
     def owners(self) -> dict[str, int]:
-        """Which rank decomposes each layer, by the layer's name: every rank about as much (see `assign`)."""
+        """Returns the rank that decomposes each layer, by the layer's name, with work about equal (see `assign`)."""
         costs = {
             state.layer.name: float(decomposition_cost((state.layer.a_size, state.layer.g_size)))
             for state in self._states.values()
@@ -151,7 +151,7 @@ class KFAC:
         return assign(costs, self._process_set.ranks if takes_part(self._process_set) else [0])
 
     def statistics(self) -> KFACStatistics:
-        """What has been done so far."""
+        """Returns the work done so far."""
         exchange = self._exchange
         return KFACStatistics(
             self._steps,
@@ -170,7 +170,7 @@ class KFAC:
         self._exchange.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` goes on from: options that are numbers, and the layers' factors and decompositions.
+        """Returns the state for `load_state_dict`: options that are numbers, and layers' factors and decompositions.
 
         To be called between steps. It waits for what all ranks have sent, and sends nothing: one rank may call it
         alone. All ranks have the same state.
@@ -207,7 +207,7 @@ class KFAC:
             self._load(state, saved[state.layer.name])
 
     def _ran(self, module: torch.nn.Module, inputs: torch.Tensor, output: torch.Tensor) -> None:
-        """A layer has run forward: looks at the gradient of its output when it comes."""
+        """Registers a hook on the output of a layer that has run forward, for the output's gradient."""
         state = self._states.get(module)
         if state is None or not module.training or not output.requires_grad:
             return
@@ -254,7 +254,7 @@ class KFAC:
                           f"gradients as they are until it does: {', '.join(never)}", stacklevel=4)  # fmt: skip
 
     def _forget(self) -> None:
-        """After a failure: decompositions may be missing, so that all are made anew in the next step."""
+        """Forgets all decompositions after a failure, so that the next step makes them anew."""
         self._exchange.drop()
         self._decompositions = {}
         for state in self._states.values():
@@ -309,7 +309,7 @@ class KFAC:
 
 
 class _Hook:
-    """What the layers call. Copies of the model, and pickled ones, have hooks that do nothing."""
+    """Forward hook of the layers. Copies of the model, and pickled ones, have hooks that do nothing."""
 
     def __init__(self, kfac: KFAC | None = None) -> None:
         self._kfac = None if kfac is None else weakref.ref(kfac)

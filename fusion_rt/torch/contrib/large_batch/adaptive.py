@@ -1,4 +1,4 @@
-"""What LARS and LAMB have in common: a learning rate for each tensor, from the norms of the whole tensor.
+"""Common base of LARS and LAMB: a learning rate for each tensor, from the norms of the whole tensor.
 
 A step measures all tensors first and then changes them, so that the norms of tensors that are split over ranks are
 summed in one message. Norms stay on the device of the tensors; nothing waits for their values on the host.
@@ -78,11 +78,11 @@ class LayerAdaptive(torch.optim.Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which keep what is no option of a group; torch keeps the rest only."""
+        """Returns the state for copies, with attributes that are no option of a group; torch keeps the rest only."""
         return {**super().__getstate__(), "_exclude": self._exclude, "norms": self.norms}
 
     def _updates(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each parameter: the vector whose norm its trust ratio is made of."""
+        """Returns, for each parameter, the vector whose norm makes its trust ratio."""
         raise NotImplementedError
 
     def _trust(self, group: dict[str, Any], weights: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:

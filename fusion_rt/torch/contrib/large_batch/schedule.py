@@ -100,7 +100,7 @@ class LinearScaling(torch.optim.lr_scheduler.LRScheduler):
 
     @property
     def scale(self) -> float:
-        """What the rates are multiplied by when the warm-up is over."""
+        """Factor of the rates after the warm-up."""
         begin, start, steps = self._ramp
         done = self.last_epoch - begin
         return self._target() if done >= steps else start + (self._target() - start) * done / steps
@@ -124,12 +124,12 @@ class LinearScaling(torch.optim.lr_scheduler.LRScheduler):
         return [float(rate) * factor for rate in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """How far training has come. What the script says when it makes the scheduler is not in it, so that a job with
-        another batch can go on from it: it moves to its own rates within `rewarm_steps`."""
+        """Returns the progress of training. The scheduler's arguments are not in it, so that a job with another batch
+        can resume from it: it moves to its own rates within `rewarm_steps`."""
         return {name: self.__dict__[name] for name in _SAVED}
 
     def _follow(self) -> None:
-        """Takes note of a change of the batch."""
+        """Notes a change of the batch."""
         batch = self._current_batch()
         if batch == self._batch:
             return
