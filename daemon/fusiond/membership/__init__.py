@@ -1,1 +1,1 @@
-"""Which workers and nodes are in the job, and what happens when some are lost."""
+"""Membership of workers and nodes in the job, and its changes when some are lost."""

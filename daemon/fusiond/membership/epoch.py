@@ -1,4 +1,4 @@
-"""Who has come, who has left: from the first `Hello` to the moment when every process of the job is up. No I/O.
+"""Record of the workers that have come and left, from the first `Hello` until every process of the job is up. No I/O.
 
 A node is *up* when all its workers have said hello and its connections to the other nodes stand. The coordinator
 hears it from every node, measures the links, and tells all to start; then each daemon welcomes its workers.
@@ -52,14 +52,14 @@ class Membership:
         return [rank for rank in self.local if rank not in self.lost]
 
     def lose(self, rank: int) -> None:
-        """A local rank will not come back."""
+        """Notes that a local rank will not come back."""
         self.lost.add(rank)
         self.left.add(rank)
         self._returned.discard(rank)
 
     def view_begins(self, view: View, coordinator: int) -> None:
-        """These nodes go on, and one of them coordinates. When all workers of this node have come back that are not
-        lost, a new epoch begins."""
+        """Takes over a view's nodes and coordinator. When all workers of this node that are not lost have come back, a
+        new epoch begins."""
         self.nodes, self.coordinator = view.nodes, coordinator
         self._lost = {loss.rank for loss in view.lost}
         self._begin_if_all_are_back()
@@ -69,7 +69,7 @@ class Membership:
         return not self._lost.issuperset(self._topology.ranks[node])
 
     def may_join(self, rank: int) -> str:
-        """Why a worker may not join, as a sentence; empty when it may."""
+        """Returns why a worker may not join, as a sentence; empty when it may."""
         host = self._topology.hosts[self._node]
         if rank not in self.local:
             return f"rank {rank} does not belong on node {self._node} (host {host}), whose ranks are {list(self.local)}"
@@ -78,7 +78,7 @@ class Membership:
         return ""
 
     def join(self, rank: int) -> None:
-        """A worker has come, or come back. When all of this node have come back, a new epoch begins."""
+        """Notes that a worker has come, or come back. When all of this node have come back, a new epoch begins."""
         if rank in self.joined:
             self._returned.add(rank)
         self.joined.add(rank)
@@ -93,8 +93,8 @@ class Membership:
             self.started = self._reported = False
 
     def follow(self, epochs: Mapping[int, int]) -> bool:
-        """Returns whether a node that awaits no workers begins a new epoch: once every node that has workers is in it,
-        since until then some may still wait for something of the epoch before.
+        """Begins a new epoch on a node that awaits no workers, and returns whether it did: once every node that has
+        workers is in it, since until then some may still wait for something of the epoch before.
 
         Args:
             epochs: of the other nodes, by node; 0 where there is none.
@@ -107,7 +107,7 @@ class Membership:
         return True
 
     def became_up(self) -> bool:
-        """Returns whether this node is up, said once in an epoch."""
+        """Returns whether this node has come up; true once in an epoch."""
         if self._reported or not self.mesh_up or len(self.joined) < len(self.local):
             return False
         self._reported = True
@@ -124,7 +124,7 @@ class Membership:
         return len(self.left) == len(self.local) > 0 and not self._returned
 
     def missing(self) -> str:
-        """Who has not come up yet, as far as this node knows."""
+        """Returns a sentence on who has not come up yet, as far as this node knows."""
         ranks = [rank for rank in self.local if rank not in self.joined]
         if ranks:
             return f"{self._topology.describe(ranks)} did not connect to the daemon"
@@ -138,7 +138,7 @@ class Membership:
 
 
 def not_ours(hello: wire.Hello, job: str) -> str:
-    """Why whoever says this is no worker of a job, as a sentence; empty when it may be."""
+    """Returns why the sender of a `Hello` is no worker of a job, as a sentence; empty when it may be."""
     if hello.version != wire.PROTOCOL_VERSION:
         return (
             f"rank {hello.rank} speaks version {hello.version} of the protocol and its daemon "

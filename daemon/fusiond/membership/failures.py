@@ -1,4 +1,4 @@
-"""Losses of nodes and workers, from each of which follows nothing, the next view, or the end of the job. No I/O.
+"""Losses of nodes and workers, each of which leads to nothing, the next view, or the end of the job. No I/O.
 
 Without `tolerate_losses` every loss ends the job; so do those that an algorithm cannot do without. The sentence is that
 of whoever decides (`views`), so that all ranks are told the same.
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 
 class JobControl(Protocol):
-    """The part of a daemon that says what goes on, and with whom."""
+    """The part of a daemon that decides what goes on, and with whom."""
 
     def current_engine(self) -> Engine:
         """Returns the engine of this membership epoch."""
 
     def begin_epoch(self) -> None:
-        """The next membership epoch begins here."""
+        """Begins the next membership epoch here."""
 
     def departed(self) -> None:
-        """Workers have left in good order, here or elsewhere."""
+        """Called when workers have left in good order, here or elsewhere."""
 
     def is_over(self) -> bool:
         """Returns whether nothing is left to be done for anybody here."""
 
     def peers_gone(self, nodes: Sequence[int], why: str) -> None:
-        """The daemon need not hear these nodes any more."""
+        """Called when the daemon need not hear these nodes any more."""
 
     def drop_peer(self, node: int, why: str) -> None:
-        """Nothing more is taken from a peer, which is lost."""
+        """Takes no more messages from a lost peer."""
 
     def fail(self, error: str, tell_peers: bool = True) -> None:
-        """The job cannot go on."""
+        """Fails the job, which cannot go on."""
 
 
 class Losses:
@@ -51,7 +51,7 @@ class Losses:
 
     Args:
         topology, node: who is where, and which node this is.
-        tolerate: whether a loss may be tolerated at all.
+        tolerate: losses may be tolerated at all.
         membership: who has come here.
         effects: sends, waits and warns.
         job: acts.
@@ -82,7 +82,7 @@ class Losses:
         self._ended: dict[int, str] = {}  # nodes that are not missed, and why they are gone
 
     def peer_lost(self, node: int, why: str) -> None:
-        """A peer cannot be heard any more."""
+        """Suspects a peer that cannot be heard any more, or lets it go if nobody needs it."""
         if node not in self.views.view.nodes:
             return
         if self._job.is_over() or (self._has_left(node) and node != self.views.coordinator):
@@ -91,7 +91,7 @@ class Losses:
         self._suspect(node, why)
 
     def departed(self) -> None:
-        """Workers have left in good order. Where they were the last, that is why connections seemed to be lost."""
+        """Lets go of suspected nodes whose last workers have left in good order, which explains the suspicion."""
         over = self._job.is_over()
         for node in self.views.view.nodes:
             nobody_needs_it = over or (self._has_left(node) and node != self.views.coordinator)
@@ -99,7 +99,7 @@ class Losses:
                 self._let_go(node, "its workers have left")
 
     def worker_lost(self, rank: int, error: str) -> None:
-        """A worker of this node has failed."""
+        """Suspects a failed worker of this node, or fails the job if losses are not tolerated."""
         if self._may_tolerate:
             self._membership.lose(rank)
             self.views.suspect(Loss(self._node, error, rank))
@@ -107,22 +107,22 @@ class Losses:
             self._job.fail(error, True)
 
     def gone_on_without(self, why: str) -> None:
-        """This node ends, and the others decide what becomes of the job."""
+        """Resigns this node, which ends; the others decide on the rest of the job."""
         host = self._topology.hosts[self._node]
         self.views.resign(f"node {self._node} (host {host}) is lost: {why}")
 
     def handlers(self) -> Handlers:
-        """Returns the handlers of what nodes of the view say about views."""
+        """Returns the handlers of the view's nodes' messages about views."""
         return {**self.views.handlers(), wire.Handover: self._handed_over}
 
     def _handed_over(self, node: int, handover: wire.Handover) -> None:
-        """A node hands over to the coordinator of a view; kept for the engine of the next epoch, too."""
+        """Takes in a node's handover to a view's coordinator; kept for the engine of the next epoch, too."""
         self._handovers[node] = handover
         self._job.current_engine().peer_message(node, handover)
 
     def epoch_begins(self, epoch: int, engine: Engine) -> None:
-        """A membership epoch begins here, with a new engine, in the view that there is. The others hear of it first:
-        what an engine says before is to them of the epoch before, and dropped, and nobody says it again.
+        """Begins a membership epoch here, with a new engine, in the active view. The others hear of it first: what an
+        engine says before is to them of the epoch before, and dropped, and nobody says it again.
 
         Nodes that were not needed any more when they went are missed now."""
         for node in range(len(self._topology.hosts)):

@@ -1,4 +1,4 @@
-"""Which nodes go on with the job, agreed upon. No I/O.
+"""Agreement on the nodes that go on with the job. No I/O.
 
 A *view* is a number, the nodes in it and what has been lost so far. The next one is decided by one instance of Paxos
 (Lamport: Paxos made simple, 2001), whose acceptors are the nodes of the view before. A quorum is more than half of
@@ -47,23 +47,23 @@ ViewMessage = (
 
 
 class ViewEvents(Protocol):
-    """The part of a node that views are for."""
+    """Callbacks of a node about its views."""
 
     def why_not_without(self, losses: Sequence[Loss]) -> str:
-        """Why the job cannot go on without these, as a sentence; empty if it can."""
+        """Returns why the job cannot go on without these, as a sentence; empty if it can."""
 
     def view_begins(self, view: View, news: Sequence[Loss]) -> None:
-        """A view is active, with these further losses."""
+        """Called when a view becomes active, with its further losses."""
 
     def is_over(self) -> bool:
         """Returns whether nothing is left to be done for anybody here, so that losses do not matter."""
 
     def job_ends(self, error: str, tell: bool) -> None:
-        """The job cannot go on; `tell`: on the other nodes neither."""
+        """Called when the job cannot go on; `tell`: on the other nodes neither."""
 
 
 def coordinator_of(view: View, topology: Topology) -> int:
-    """The lowest of a view's nodes with workers left; the lowest of all if none has."""
+    """Returns the lowest of a view's nodes with workers left; the lowest of all if none has."""
     lost = {loss.rank for loss in view.lost}
     return min(view.nodes, key=lambda node: (lost.issuperset(topology.ranks[node]), node))
 
@@ -83,12 +83,12 @@ class _Canvass:
 
 
 class Views:
-    """One node's part in agreeing.
+    """One node's part in the agreement on views.
 
     Args:
         topology, node: who is where, and which node this is.
         effects: sends and waits.
-        events: is told what is decided.
+        events: called with the decisions.
 
     Attributes:
         view: the active one.
@@ -128,11 +128,11 @@ class Views:
         return coordinator_of(self.view, self._topology)
 
     def handlers(self) -> Handlers:
-        """Returns the handlers of what nodes of the view say about views."""
+        """Returns the handlers of the view's nodes' messages about views."""
         return dict.fromkeys(self._takes, self.message)
 
     def admits(self, node: int, message: wire.PeerMessage) -> bool:
-        """Returns whether a node's message is to be taken. One that was declared lost is told so instead."""
+        """Returns whether a node's message is accepted. A node that was declared lost is told so instead."""
         if node in self.view.nodes:
             return True
         self.fenced += 1
@@ -143,14 +143,14 @@ class Views:
     # --- suspicions ---------------------------------------------------------------------------------------------------
 
     def suspect(self, loss: Loss) -> None:
-        """Something seems to be lost, as seen from here: a peer, or a worker of this node."""
+        """Notes that a peer, or a worker of this node, seems to be lost, as seen from here."""
         if loss.rank < 0:
             self._unheard.add(loss.node)
         self._note(self._node, [loss])
         self._consider()
 
     def forgive(self, node: int) -> bool:
-        """A peer is gone because nobody needs it any more; returns whether it was suspected."""
+        """Drops the suspicion of a peer that nobody needs any more; returns whether there was one."""
         found = [key for key in self._suspected if key[1:] == (node, -1)]
         for key in found:
             del self._suspected[key]
@@ -158,14 +158,14 @@ class Views:
         return bool(found)
 
     def resign(self, why: str) -> None:
-        """This node cannot go on, and the others may."""
+        """Tells the other nodes, which may go on, that this one cannot."""
         self._over = True
         for node in self.view.nodes:
             if node != self._node:
                 self._effects.to_node(node, wire.Suspected(self.view.number, self._node, (Loss(self._node, why),)))
 
     def end(self) -> None:
-        """The job is over: nothing more is decided here."""
+        """Ends deciding: the job is over."""
         self._over = True
 
     def _note(self, by: int, losses: Iterable[Loss]) -> None:
@@ -187,7 +187,7 @@ class Views:
         return [key for key in self._suspected if (key[0], -1) not in chosen and key[1:] not in chosen]
 
     def _losses(self, of: Collection[tuple[int, int, int]] | None = None) -> tuple[Loss, ...]:
-        """Returns what is to be declared lost, all suspicions considered, or of the disputed ones only these."""
+        """Returns the losses to declare, from all suspicions, or, of the disputed ones, only from these."""
         chosen = self._sure()
         while True:
             links = [key for key in self._disputed(chosen) if of is None or key in of]
@@ -221,7 +221,7 @@ class Views:
         return self._over or not self._suspected or self._events.is_over()
 
     def _consider(self) -> None:
-        """Something is suspected, or suspicions are left: decides, or has it decided."""
+        """Decides on suspicions, or has the decider do so."""
         if self._nothing_to_do:
             return
         decider = self._decider()
@@ -242,7 +242,7 @@ class Views:
         return SETTLE if self._topology.ranks[self._node] else _LAST_NEWS
 
     def _no_news(self) -> None:
-        """The decider has had its time: if it were well, and the job could not go on, it would have said so."""
+        """Decides without the decider, whose time is up: were it well, it would have ended a job that cannot go on."""
         if self._nothing_to_do:
             return
         error = self._events.why_not_without(self._losses())
@@ -282,12 +282,12 @@ class Views:
             self._decide()
 
     def _without(self, losses: Iterable[Loss]) -> list[int]:
-        """The nodes that are left."""
+        """Returns the nodes that are left after these losses."""
         whole = {loss.node for loss in losses if loss.rank < 0}
         return [node for node in self.view.nodes if node not in whole]
 
     def _give_up(self, error: str) -> None:
-        """The job does not go on here. Where most of the nodes may be, it is not ended for all."""
+        """Ends the job on this node; for all nodes only if a quorum is on this side."""
         enough = bool(error) and is_quorum(self._heard(), self.view, self._topology)
         host = self._topology.hosts[self._node]
         reasons = "; ".join(dict.fromkeys(loss.why for loss in self._losses()))
@@ -304,7 +304,7 @@ class Views:
     # --- agreeing -----------------------------------------------------------------------------------------------------
 
     def message(self, node: int, message: ViewMessage) -> None:
-        """A node that is admitted has said something about views."""
+        """Handles a message about views from an admitted node."""
         if not self._over:
             self._takes[type(message)](node, message)
 
@@ -368,8 +368,8 @@ class Views:
             self._send(canvass.supports, wire.ViewProposal(canvass.ballot, canvass.proposal))
 
     def _value(self, canvass: _Canvass) -> View | None:
-        """Returns what to propose: what may have been decided already, or else a view without what is lost; None if the
-        job cannot go on without that."""
+        """Returns the view to propose: one that may have been decided already, or else one without the losses; None if
+        the job cannot go on without these."""
         accepted = [s for s in canvass.supports.values() if s.accepted is not None]
         if accepted:
             return max(accepted, key=lambda support: support.accepted_ballot).accepted
@@ -380,7 +380,7 @@ class Views:
         return View(self.view.number + 1, tuple(left), (*self.view.lost, *losses))
 
     def _new_view(self, view: View) -> None:
-        """A view has been decided."""
+        """Makes a decided view active."""
         if view.number <= self.view.number:
             return
         before, self.view = self.view, view

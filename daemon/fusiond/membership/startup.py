@@ -1,4 +1,4 @@
-"""How a job starts, from the first `Hello` on: nodes come up, the coordinator measures the links and says `Start`."""
+"""Start of a job, from the first `Hello` on: nodes come up, the coordinator measures the links and says `Start`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("fusiond")
 
 
 class Starting:
-    """One daemon's part in it.
+    """One daemon's part in the start of a job.
 
     Args:
         config, settings: who this node is; the time-out.
@@ -56,7 +56,7 @@ class Starting:
         self._began = time.monotonic()
 
     def begin(self) -> None:
-        """From now on time runs."""
+        """Starts the timer of the start's time-out."""
         self._timer = self._loop.call_later(self._settings.start_timeout, self._timed_out)
 
     def check_up(self) -> None:
@@ -69,7 +69,7 @@ class Starting:
             self._send(self._membership.coordinator, wire.Up(self._membership.epoch))
 
     def handlers(self) -> Handlers:
-        """Returns the handlers of what nodes say while the job starts."""
+        """Returns the handlers of nodes' messages while the job starts."""
         return {
             wire.Up: lambda node, up: self.node_up(node, up.epoch),
             wire.Probe: lambda node, probe, payload: self._send(node, wire.Echo(probe.serial)),
@@ -78,7 +78,7 @@ class Starting:
         }
 
     def node_up(self, node: int, epoch: int) -> None:
-        """A node is up, in this membership epoch (the coordinator's to hear)."""
+        """Notes, at the coordinator, that a node is up in this membership epoch; measures links once all are."""
         from fusiond.transport.probe import LinkProbe
 
         self._membership.nodes_up[node] = epoch
@@ -91,12 +91,12 @@ class Starting:
             self._send_probe(self._probe.begin())
 
     def echo(self, node: int, echo: wire.Echo) -> None:
-        """A probe has come back."""
+        """Takes in a probe that has come back, and sends the next one."""
         if self._probe is not None:
             self._send_probe(self._probe.echo(node, echo.serial))
 
     def start(self, start: wire.Start) -> None:
-        """The coordinator says that every node is up."""
+        """Starts the job here: the coordinator says that every node is up."""
         self._membership.started = True
         if self._timer is not None:
             self._timer.cancel()
@@ -107,7 +107,7 @@ class Starting:
             self.report("first_done")  # there is none to wait for
 
     def report(self, phase: Literal["joined", "connected", "started", "first_done"]) -> None:
-        """Tells whoever attends how far the start has come."""
+        """Reports to an attending process how far the start has come."""
         if self._config.attached:
             with suppress(BrokenPipeError):  # not everybody who starts a daemon wants to know
                 os.write(1, bootstrap.encode_line(bootstrap.Phase(phase)))

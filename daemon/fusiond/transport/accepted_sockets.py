@@ -1,4 +1,4 @@
-"""The connections that libzmq has accepted, by their descriptors: whose they are, and how to end one.
+"""Connections that libzmq has accepted, by their descriptors: their addresses, and how to end one.
 
 libzmq accepts whoever comes and has no limit for it. Its monitor tells the descriptor of a connection, which another
 thread may close, and use for something else, at any time. So a descriptor is duplicated first, and what is then found
@@ -29,7 +29,7 @@ class AcceptedSockets:
         self._reserve = os.dup(self._nothing)
 
     def address(self, descriptor: int) -> Address | None:
-        """Where a connection comes from; None if it has ended already."""
+        """Returns the address that a connection comes from; None if it has ended already."""
         return self._look(descriptor, None)
 
     def shut_down(self, descriptor: int, address: Address) -> None:
@@ -37,12 +37,12 @@ class AcceptedSockets:
         self._look(descriptor, address)
 
     def close(self) -> None:
-        """Gives the reserve back."""
+        """Closes the reserved descriptors."""
         os.close(self._reserve)
         os.close(self._nothing)
 
     def _look(self, descriptor: int, end: Address | None) -> Address | None:
-        """The address of a connection, which is ended if it is `end`."""
+        """Returns the address of a connection, and ends it if that is `end`."""
         try:
             os.dup2(descriptor, self._reserve, inheritable=False)
         except OSError:  # closed

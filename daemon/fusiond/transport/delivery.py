@@ -62,7 +62,7 @@ def control_head(serial: int, received: Sequence[int]) -> bytes:
 
 
 def split_control(data: memoryview) -> tuple[int, tuple[int, ...], memoryview]:
-    """Serial, acknowledgements and the message itself.
+    """Splits a control frame into serial, acknowledgements and the message itself.
 
     Raises:
         WireError: it is too short for that.
@@ -76,7 +76,7 @@ def split_control(data: memoryview) -> tuple[int, tuple[int, ...], memoryview]:
 
 
 def split_payload_head(data: memoryview) -> tuple[int, memoryview]:
-    """Serial, and the message itself.
+    """Splits a payload's head into serial and the message itself.
 
     Raises:
         WireError: it is too short for that.
@@ -135,7 +135,7 @@ class SendWindow:
         self._kept.append(Kept(frame, payload, nbytes, copied))
 
     def acknowledge(self, serial: int) -> None:
-        """The peer has received everything up to `serial`; one that is older than what it said before changes nothing.
+        """Drops the messages up to `serial`, which the peer has received; an older serial changes nothing.
 
         Raises:
             WireError: nothing with that serial was ever sent.
@@ -149,11 +149,11 @@ class SendWindow:
             self._copied -= gone.copied
 
     def unacknowledged(self) -> Iterator[Kept]:
-        """Returns what a new connection has to carry first, in order."""
+        """Returns the messages that a new connection has to carry first, in order."""
         return iter(tuple(self._kept))
 
     def forget(self) -> None:
-        """The peer is lost: nothing will be sent again."""
+        """Drops all messages to a lost peer."""
         self._kept.clear()
         self.nbytes = self._copied = 0
 
@@ -181,7 +181,7 @@ class ReceiveWindow:
 
 
 class PayloadLink(Protocol):
-    """A connection, as far as it matters here."""
+    """Interface of a connection for payloads."""
 
     number: int
     out: SendWindow
@@ -208,7 +208,7 @@ class _Message:
 
 
 class _After:
-    """Something to be done when messages are received.
+    """A callback for when messages are received.
 
     Attributes:
         number: of the last of them.
@@ -251,7 +251,7 @@ class Sending:
         self._after: deque[_After] = deque()
 
     def __len__(self) -> int:
-        """Messages that wait."""
+        """Number of messages that wait."""
         return self._waiting
 
     @property
@@ -274,7 +274,7 @@ class Sending:
         self.go_on()
 
     def go_on(self) -> None:
-        """To be called when a connection stands, or something was acknowledged: sends what may leave now."""
+        """Sends what may leave now. To be called when a connection stands, or something was acknowledged."""
         self._send_waiting()
         while self._after and self._is_received(self._after[0]):
             self._after.popleft().then()
@@ -285,7 +285,7 @@ class Sending:
         self.go_on()
 
     def hurry(self) -> None:
-        """Calls back now where that was to happen once messages are received."""
+        """Calls back at once instead of when messages are received."""
         while self._after:
             self._after.popleft().then()
 
@@ -310,20 +310,20 @@ class Sending:
             self._post(link, message)
 
     def flush(self) -> None:
-        """Hands over everything, because this node leaves."""
+        """Hands over all messages at once, because this node leaves."""
         self.credit = 0
         self.go_on()
         self.hurry()
 
     def forget(self) -> None:
-        """The peer is lost: nothing will be sent, and nothing is waited for."""
+        """Drops all messages to a lost peer, and waits for none."""
         self._by_urgency.clear()
         self._by_age.clear()
         self._waiting = self.nbytes = self._copied = 0
         self.hurry()
 
     def _link_for(self, message: _Message) -> PayloadLink | None:
-        """The connection with the least under way; None if none stands that has room."""
+        """Returns the connection with the least under way; None if none stands that has room."""
         best = None
         for link in self.links:
             if link.stands and (best is None or link.out.nbytes < best.out.nbytes):

@@ -119,7 +119,7 @@ class FlowPort:
         self._check()
 
     def consumed(self, position: int, nbytes: int) -> None:
-        """A chunk of that position has been taken by the exchange."""
+        """Notes that the exchange has taken a chunk of that position."""
         flow = self._flows[position]
         flow.taken += 1
         flow.consumed += 1
@@ -128,7 +128,7 @@ class FlowPort:
             self._grant_consumed(position, flow)
 
     def credit(self, position: int, count: int) -> None:
-        """That position has consumed `count` more chunks."""
+        """Notes that a position has consumed `count` more chunks."""
         flow = self._flows[position]
         flow.under_way -= count
         while flow.waiting and flow.under_way < self._window:

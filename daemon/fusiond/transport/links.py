@@ -52,11 +52,11 @@ class Link:
 
     Attributes:
         out: what was sent on it.
-        stands: whether messages leave at once.
+        stands: messages leave at once.
         down_since: when it broke (s, of `clock`); None while it stands, and before it first stood.
         reconnections: how often it came back.
         resent: messages sent again.
-        stood: whether it has stood.
+        stood: it has stood.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name in messages to people."""
         return f"payload connection {self.number}" if self.number else "control connection"
 
     def open(self, token: bytes = b"") -> None:
@@ -129,7 +129,7 @@ class Link:
             self.send(frame, payload)
 
     def send(self, frame: bytes, payload: bytes | memoryview | None = None) -> None:
-        """Sends a message if the link stands, and does not care whether it arrives."""
+        """Sends a message that need not arrive, if the link stands."""
         if self._socket is None or not self.stands:
             return
         try:
@@ -152,7 +152,7 @@ class Link:
         return now - self._stuck_since
 
     def close(self, linger: int = 0) -> None:
-        """Gives the link up; `linger`: ms that what was sent on it may still take."""
+        """Closes the link for good; `linger`: ms that what was sent on it may still take."""
         self._closed = True
         self.stands = False
         self._drop_socket(linger)
@@ -187,7 +187,7 @@ class Link:
                 self._broke()
 
     def _check_attempt(self, outbox: Socket) -> None:
-        """libzmq says nothing at all where it finds no descriptor for a connection."""
+        """Ends an attempt without any sign of it: libzmq gives none where it finds no descriptor for a connection."""
         if self._socket is outbox and not self._attempt_begun:
             self._broke()
 
@@ -212,7 +212,7 @@ class Link:
         self.down_since = None
 
     def _broke(self) -> None:
-        """The end of an attempt, or of a connection."""
+        """Handles the end of an attempt, or of a connection."""
         if self._socket is None:
             return
         self.stands = False
@@ -252,7 +252,8 @@ class Link:
     # --- whether the peer's process is there --------------------------------------------------------------------------
 
     def _ask_whether_anybody_listens(self) -> None:
-        """libzmq does not say why it could not connect, and a host that is cut off is not a process that is gone."""
+        """Tries a TCP connection, to tell a process that is gone from a host that is cut off: libzmq does not say why
+        it could not connect."""
         if self._question is not None:
             return
         version = ipaddress.ip_address(self._endpoint.address).version

@@ -106,12 +106,12 @@ class Mesh:
             ) from error
 
     def take_with(self, on_message: Callable[..., None]) -> None:
-        """Sets what is called with the node, the message, and its payload if it has one, for every valid message of a
+        """Sets the callback for the node, the message, and its payload if it has one, for every valid message of a
         peer that is not about its connections."""
         self._reception.on_message = on_message
 
     def endpoint(self, pid: int) -> Endpoint:
-        """Where peers reach this node."""
+        """Returns the endpoint at which peers reach this node."""
         public = self._sockets.public.decode()
         return Endpoint(self._config.node, pid, self._config.address, *self._reception.ports, public)
 
@@ -145,8 +145,8 @@ class Mesh:
         self._loop.call_every(self._look_every, self._look)
 
     def limit(self, credit: int, acknowledged: int) -> None:
-        """From now on, so many bytes may be under way on each payload connection (0: any number), and so many are
-        received before they are acknowledged, at most."""
+        """Limits, from now on, the bytes under way on each payload connection (`credit`; 0: any number), and those that
+        are received before they are acknowledged (`acknowledged`)."""
         for peer in self._peers.values():
             peer.limit(credit, acknowledged)
             peer.sending.go_on()
@@ -183,7 +183,7 @@ class Mesh:
             self._peers[node].sending.when_received(partial(received, node))
 
     def hurry(self) -> None:
-        """Waits no longer for payloads before it sends what was to be sent after them."""
+        """Sends messages that wait for payloads without waiting any longer."""
         for peer in self._peers.values():
             peer.sending.hurry()
 
@@ -214,7 +214,7 @@ class Mesh:
         return borrowed
 
     def _posted(self, peer: Peer, sent: tuple[About, int], link: PayloadLink) -> None:
-        """A message with a payload was handed to a connection."""
+        """Records that a message with a payload was handed to a connection."""
         what, nbytes = sent
         number = peer.number_of(link.out.serial, link.number)
         self._trace.record(Kind.SENT, what.name, nbytes, what.clock, what.plan, number, peer.node)
@@ -294,11 +294,11 @@ class Mesh:
         self.lose(link.node, why or _CLOSED)
 
     def missing(self) -> list[int]:
-        """Nodes that have not come up yet."""
+        """Returns the nodes that have not come up yet."""
         return [peer.node for peer in self._peers.values() if not peer.connected]
 
     def lose(self, node: int, why: str) -> None:
-        """Gives a peer up."""
+        """Declares a peer lost."""
         peer = self._peers[node]
         if peer.lost or self._closed:
             return
@@ -359,7 +359,7 @@ class Mesh:
                 peer.mention(wire.Heartbeat(peer.asked_at))
 
     def _beaten(self, peer: Peer, heartbeat: wire.Heartbeat) -> None:
-        """A heartbeat of a peer has come, or its answer to one of ours."""
+        """Takes in a heartbeat of a peer, or its answer to one of ours."""
         came = self._clock()
         if not heartbeat.echoed:
             peer.suspicion.beat(self._awake())
@@ -374,7 +374,7 @@ class Mesh:
         self._trace.record(Kind.CLOCK, "", measured.offset, 0, 0, trip, peer.node)
 
     def _look(self) -> None:
-        """Looks who is silent, and who is slow."""
+        """Looks for peers that are silent, and for slow ones."""
         now = self._awake()
         if not self._up or self._closed:
             return

@@ -1,4 +1,4 @@
-"""The peers of this node: their connections, whether they are alive and keep up, and what people are told of that.
+"""The peers of this node: their connections, whether they are alive and keep up, and messages about that to people.
 
 A peer's heartbeats are sent by its event loop, so silence means that its loop, its host or the way there stands still.
 How long is too long is learnt from the times between heartbeats (Hayashibara, Defago, Yared and Katayama: The phi
@@ -93,14 +93,14 @@ class Suspicion:
         self.longest = 0.0
 
     def heard(self, now: float) -> None:
-        """Anything has come from it."""
+        """Notes that anything has come from it."""
         silence = now - self._heard_at
         if silence > self.longest:
             self.longest = silence
         self._heard_at = now
 
     def beat(self, now: float) -> None:
-        """A heartbeat has come from it."""
+        """Notes that a heartbeat has come from it."""
         if not math.isnan(self._beat_at):
             self._times.append(now - self._beat_at)
             if len(self._times) >= _ENOUGH:
@@ -108,7 +108,7 @@ class Suspicion:
         self._beat_at = now
 
     def silence(self, now: float) -> float:
-        """Seconds since anything came from it."""
+        """Returns the seconds since anything came from it."""
         return now - self._heard_at
 
     def _learnt(self) -> float:
@@ -133,7 +133,7 @@ class Flapping:
 
     Attributes:
         episodes: how often they began to break again and again.
-        under_way: whether they do, as of the last break.
+        under_way: they did so at the last break.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Flapping:
         self.episodes = 0
 
     def broke(self, now: float) -> Break:
-        """One has broken."""
+        """Counts a break."""
         if self._breaks and now - self._breaks[-1] > _SPAN:
             self._breaks.clear()
             self.under_way = False
@@ -193,8 +193,8 @@ class Peer:
 
     Attributes:
         links: to it: the control connection, then those for payloads, once it has told their tokens.
-        incoming: what has come on its connections to this node, in the same order.
-        sending: what is on its way to it on connections for payloads.
+        incoming: messages that have come on its connections to this node, in the same order.
+        sending: payloads on their way to it.
         greeted: its `PeerHello` has come.
         leaving: it has said that it ends.
         lost: it was declared so; what it sends is fenced, unless it is leaving: those are its last words.
@@ -239,7 +239,7 @@ class Peer:
         return self.greeted and len(self.links) == len(self.incoming) and all(link.stood for link in self.links)
 
     def number_of(self, serial: int, connection: int) -> int:
-        """A number for a payload message, which both sides know; with one connection, the serial."""
+        """Returns a number for a payload message that both sides know; with one connection, the serial."""
         return (serial - 1) * (len(self.incoming) - 1) + connection
 
     def add_link(self, link: Link, heartbeat_interval: float, now: float) -> None:
@@ -249,8 +249,8 @@ class Peer:
         self.slowness.append(Slowness(max(_SLOW, 3 * heartbeat_interval), now))
 
     def limit(self, credit: int, acknowledged: int) -> None:
-        """So many bytes may be under way on each payload connection (0: any number), and so many are received before
-        they are acknowledged, at most. The peer does the same: each counts on what the other acknowledges."""
+        """Limits the bytes under way on each payload connection (`credit`; 0: any number), and those that are received
+        before they are acknowledged (`acknowledged`). The peer does the same, and each relies on the other's."""
         self.sending.credit = credit
         self.owes_from = min(delivery.ACK_BYTES, acknowledged, credit // 3 if credit else delivery.ACK_BYTES)
         self.sending.unacknowledged = self.owes_from
@@ -273,7 +273,7 @@ class Peer:
             link.close()
 
     def _control_frame(self, serial: int, message: wire.PeerMessage) -> bytes:
-        """A control message to it, which carries all acknowledgements that it is owed."""
+        """Makes a control message to it, which carries all acknowledgements that it is owed."""
         if self.links[0].stands:
             self.owed = self.owed_bytes = 0
         return delivery.control_head(serial, [incoming.received for incoming in self.incoming]) + wire.encode(message)
@@ -315,7 +315,7 @@ class Peer:
     # --- what people are told -----------------------------------------------------------------------------------------
 
     def look_for_slowness(self, now: float) -> None:
-        """Says, once an episode, that it does not take what is sent to it."""
+        """Warns, once an episode, that it does not take the messages sent to it."""
         for link, slowness in zip(self.links, self.slowness, strict=True):
             if slowness.look(now, link.out.acknowledged, len(link.out)):
                 _log.warning(
@@ -326,7 +326,7 @@ class Peer:
                 )  # fmt: skip
 
     def broke(self, link: Link, now: float) -> None:
-        """Says so where it happens again and again, once an episode."""
+        """Logs a break; warns, once an episode, where connections break again and again."""
         what = self.flapping.broke(now)
         if what is Break.BEGINS:
             _log.warning(
@@ -338,7 +338,7 @@ class Peer:
             _log.info("the %s to node %d (host %s) broke and is made again", link.name, self.node, self.host)
 
     def came_back(self, link: Link, seconds: float) -> None:
-        """A connection that had broken stands again."""
+        """Logs that a connection that had broken stands again."""
         level = logging.DEBUG if self.flapping.under_way else logging.WARNING
         _log.log(
             level,
@@ -347,7 +347,7 @@ class Peer:
         )  # fmt: skip
 
     def figures(self) -> wire.LinkFigures:
-        """Returns what has gone to it and come from it."""
+        """Returns the figures of the traffic with it."""
         return wire.LinkFigures(
             self.node,
             self.sent_bytes,
@@ -358,7 +358,7 @@ class Peer:
         )
 
     def statistics(self, now: float) -> dict[str, object]:
-        """For `fusiond status`; times in seconds, `unacknowledged` of what was sent to it."""
+        """Returns figures for `fusiond status`; times in seconds, `unacknowledged` of what was sent to it."""
         return {
             "node": self.node,
             "host": self.host,

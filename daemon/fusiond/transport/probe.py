@@ -35,11 +35,11 @@ class LinkProbe:
         self.seconds_per_byte: dict[int, float] = {}
 
     def begin(self) -> Probe | None:
-        """The first probe, if there is a link to measure."""
+        """Returns the first probe; None if there is no link to measure."""
         return self._next()
 
     def echo(self, node: int, serial: int) -> Probe | None:
-        """An echo came: the next probe, or None when there is none, or when the echo is not the one awaited."""
+        """Takes in an echo. Returns the next probe; None when there is none, or the echo is not the one awaited."""
         if self.cost is not None or serial != self._serial or not self._todo or self._todo[0][0] != node:
             return None
         measurement = self._todo.pop(0)

@@ -1,4 +1,4 @@
-"""Receiving from peers: who may speak, whose a message is, and whether it is new.
+"""Reception from peers: it admits them, and finds a message's sender and whether it is new.
 
 A payload connection is known by its routing id, a random *token* that this node has told one peer over the control
 channel, for one of its connections; it is good for one connection of TCP. When that breaks, the peer gets another one.
@@ -43,7 +43,7 @@ Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
 
 @dataclass(slots=True)
 class Holder:
-    """Whose a token is: that node's connection `number`; `descriptor`: where it came first, -1 until then."""
+    """Holder of a token: that node's connection `number`; `descriptor`: where it came first, -1 until then."""
 
     node: int
     number: int
@@ -62,7 +62,7 @@ class Tokens:
         self.stale = 0
 
     def issue(self, node: int, number: int) -> bytes:
-        """A new token for a connection, instead of the one that it had."""
+        """Returns a new token for a connection, which replaces the one that it had."""
         before = self._current.get((node, number))
         if before is not None:
             self._end(before)
@@ -71,8 +71,8 @@ class Tokens:
         return holder.token
 
     def holder(self, token: bytes, descriptor: int) -> Holder | None:
-        """Whose message it is that came with this token on this descriptor, which is negative if unknown; None, counted
-        if stale: nobody's."""
+        """Returns the holder of a token that came on this descriptor (negative if unknown); None if it is nobody's,
+        which is counted if stale."""
         holder = self._holders.get(token)
         if holder is None or descriptor < 0:
             self.stale += self.is_stale(token)
@@ -85,7 +85,7 @@ class Tokens:
         return holder
 
     def node_of_new(self, token: bytes) -> int | None:
-        """Whose token it is; None if it is nobody's, or has come on a connection already."""
+        """Returns the node of a token; None if it is nobody's, or has come on a connection already."""
         holder = self._holders.get(token)
         return holder.node if holder is not None and holder.descriptor < 0 else None
 
@@ -106,7 +106,7 @@ class Inbox:
     there are more than any message has. Closes connections of strangers when there are too many.
 
     Args:
-        socket, monitor, connections: a listening socket, what tells of its connections, and these themselves.
+        socket, monitor, connections: a listening socket, the monitor of its connections, and these themselves.
         peers: connections that the peers may be opening at a time, all of them from one host.
 
     Attributes:
@@ -143,7 +143,7 @@ class Inbox:
         self._loop.remove(self._socket.fileno())
 
     def heard(self, descriptor: int) -> None:
-        """A peer has spoken on that connection."""
+        """Notes that a connection is a peer's, which has spoken on it."""
         self._peers.add(descriptor)
         self._forget(descriptor)
 
@@ -186,7 +186,7 @@ class Inbox:
                     self.strangers += 1
 
     def _admit(self, descriptor: int) -> None:
-        """A new connection, for which an older one may have to go: libzmq accepts as many as there are."""
+        """Notes a new connection, for which an older one may be closed: libzmq accepts as many as there are."""
         address = self._accepted_sockets.address(descriptor)
         if address is None:
             return  # it has ended already
@@ -256,7 +256,7 @@ class Reception:
         self.ports = control_port, payload_port
 
     def start(self) -> None:
-        """Lets peers in, and takes what they say."""
+        """Begins to admit peers, and to take their messages."""
         self._started = True
         self._loop.add_reader(self.gate.socket.fileno(), self.gate.answer)
         self._loop.call_soon(self.gate.answer)
@@ -271,7 +271,7 @@ class Reception:
             self._payload.close()
 
     def statistics(self) -> dict[str, object]:
-        """Keys `admitted` and `refused`; connections `accepted`, and of these `strangers`' that ended; messages
+        """Returns keys `admitted` and `refused`; connections `accepted`, and of these `strangers`' that ended; messages
         `dropped` because they were nobody's or made no sense, and `stale` ones whose token was used up."""
         return {
             "admitted": self.gate.admitted,
@@ -371,8 +371,8 @@ class Reception:
 
 
 def descriptor_of(frame: zmq.Frame) -> int:
-    """The descriptor from which libzmq has read a message; -1 where it speaks a ZMTP without properties, as no peer
-    does: any bytes that do not look like a greeting of today are taken for ZMTP 1.0."""
+    """Returns the descriptor from which libzmq has read a message; -1 where it speaks a ZMTP without properties, as no
+    peer does: any bytes that do not look like a greeting of today are taken for ZMTP 1.0."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -380,7 +380,7 @@ def descriptor_of(frame: zmq.Frame) -> int:
 
 
 def admitted_node(frame: zmq.Frame) -> int | None:
-    """The node whose key the connection of this message was admitted with."""
+    """Returns the node with whose key or token this message's connection was admitted; None if unknown."""
     try:
         return int(str(frame.get("User-Id")))
     except (zmq.ZMQError, ValueError):

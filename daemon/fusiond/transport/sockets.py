@@ -53,7 +53,7 @@ Socket = zmq.Socket[bytes]
 
 
 class Sockets:
-    """Makes them.
+    """Makes the ZeroMQ sockets.
 
     Args:
         settings: I/O threads, time-outs, what is encrypted.
@@ -77,15 +77,15 @@ class Sockets:
         return self._settings.encryption == "all"
 
     def control_inbox(self) -> tuple[Socket, int]:
-        """A listening socket for control messages, and its port. Raises `zmq.ZMQError` where it cannot listen."""
+        """Returns a listening socket for control messages, and its port. Raises `zmq.ZMQError` if it cannot listen."""
         return self._inbox(MAX_UNKNOWN, _CONTROL_QUEUE, encrypted=True)
 
     def payload_inbox(self, max_message: int) -> tuple[Socket, int]:
-        """The same for messages with payloads of at most `max_message` bytes."""
+        """Returns a listening socket for messages with payloads of at most `max_message` bytes, and its port."""
         return self._inbox(max_message + MAX_HEADER, _PAYLOAD_QUEUE, self.encrypts_payload(self._address))
 
     def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> tuple[Socket, Socket]:
-        """A socket that is to be connected to a peer, and its monitor; `token`: its routing id there.
+        """Returns a socket to be connected to a peer, and its monitor; `token`: its routing id there.
 
         Raises:
             zmq.ZMQError: there are no descriptors or memory for them.
@@ -121,7 +121,7 @@ class Sockets:
         return monitor
 
     def accepted(self, inbox: Socket) -> AcceptedSockets:
-        """The connections of a listening socket."""
+        """Returns the connections of a listening socket."""
         return AcceptedSockets(inbox)
 
     def _inbox(self, max_frame: int, queue: int, encrypted: bool) -> tuple[Socket, int]:
@@ -158,5 +158,5 @@ class Sockets:
 
 
 def bracketed(address: str) -> str:
-    """An IP address as it stands before a port."""
+    """Returns an IP address in the form before a port."""
     return f"[{address}]" if ":" in address else address

@@ -1,4 +1,4 @@
-"""Who may connect: a ZAP handler (ZeroMQ RFC 27) that admits this job's daemons and nobody else, by their CURVE keys,
+"""A ZAP handler (ZeroMQ RFC 27) that admits connections of this job's daemons and of nobody else, by their CURVE keys,
 or, where payloads are not encrypted, by the tokens that they were given (PLAIN).
 
 CURVE alone accepts every key pair that knows the server's public key. The handler names the node in the reply's
@@ -24,7 +24,7 @@ class KeyGate:
     """Answers libzmq's question, for every connection, whether that key or token may connect.
 
     Args:
-        node_of_token: whose token it is, if it has not been used.
+        node_of_token: returns the node of a token that has not been used; None if there is none.
     """
 
     def __init__(
