@@ -200,7 +200,7 @@ def logs(
 
 
 def _is_not(role: Role | None, config: bootstrap.DaemonConfig) -> str:
-    """Why a node cannot have a role, as a sentence; empty when it can."""
+    """Returns why a node cannot have a role, as a sentence; empty when it can."""
     ranks, host = config.topology.ranks[config.node], config.topology.hosts[config.node]
     if role is Role.SHARD and ranks:
         return (
@@ -280,7 +280,7 @@ def _found(job: str, node: int) -> list[Found]:
 
 
 def _listening(job: str, node: int) -> list[Found]:
-    """The daemons that are meant; exits with a sentence when there is none."""
+    """Returns the chosen daemons; exits with a sentence when there is none."""
     found = [each for each in _found(job, node) if os.path.exists(each.socket_path)]
     if not found:
         typer.echo(f"no daemon{f' of job {job!r}' if job else ''} of this user runs on this host", err=True)
@@ -305,7 +305,7 @@ def _wait_until_gone(path: str, seconds: float = 10) -> None:
 
 
 def _read_line(fd: int) -> tuple[bytes, bytes]:
-    """The first line of a descriptor, and what was read beyond it."""
+    """Reads the first line of a descriptor. Returns it, and the bytes that were read beyond it."""
     data = b""
     while b"\n" not in data and len(data) <= bootstrap.MAX_LINE:
         piece = os.read(fd, 1 << 16)

@@ -162,7 +162,7 @@ class Daemon:
         self._listener = listen(self._directory.socket_path)
 
     def endpoint(self) -> bootstrap.Endpoint:
-        """Where peers reach this daemon."""
+        """Returns the endpoint at which peers reach this daemon."""
         if self._mesh is None:
             return bootstrap.Endpoint(self._config.node, os.getpid(), self._config.address, 0, 0, "")
         return self._mesh.endpoint(os.getpid())
@@ -217,7 +217,7 @@ class Daemon:
         return self._ending.exit_code
 
     def _serve_metrics(self) -> None:
-        """A job is worth more than its metrics: it goes on without them where they cannot be had."""
+        """Serves metrics, if they are wanted. If that fails the job goes on without them."""
         if not self._settings.metrics_port:
             return
         from fusiond.live.metrics import Metrics
@@ -255,13 +255,13 @@ class Daemon:
         self._ending.fail(error)
 
     def _next_epoch(self) -> None:
-        """Begins a membership epoch for which nobody here is waited for: the last one is lost, or there is none."""
+        """Begins a membership epoch that awaits no worker of this node: the last one is lost, or there is none."""
         self._begin_epoch()
         self._starting.check_up()
 
     def _begin_epoch(self) -> None:
-        """All local workers (where there are none: all workers) have left and come back. What was under way in the
-        epoch before is nobody's any more."""
+        """Begins a membership epoch once all local workers (where there are none: all workers) have left and come back.
+        Operations of the epoch before fail."""
         self._engine.fail_job("its ranks have left the job")
         if self._mesh is not None:
             self._mesh.hurry()  # that these ranks have left is said before it is said that they are back
@@ -271,7 +271,7 @@ class Daemon:
     # --- coming up and ending -----------------------------------------------------------------------------------------
 
     def _make_engine(self) -> None:
-        """A membership epoch begins: makes its engine, and hands it what peers and workers say from now on."""
+        """Makes the engine of a membership epoch, which gets the messages of peers and workers from now on."""
         from fusiond.engine.engine import Engine
 
         config = self._config
@@ -351,7 +351,7 @@ class Daemon:
         return figures(serial, self._engine, self._mesh, self._membership, self._ending.failure, self._began)
 
     def statistics(self) -> dict[str, object]:
-        """Returns what `fusiond status` shows: identity, state, resources, and the statistics of every part."""
+        """Returns the data of `fusiond status`: identity, state, resources, and the statistics of every part."""
         return {
             **identity(self._config, self._settings, self._membership, self._ending.failure, self._began),
             "views": self._losses.statistics(),

@@ -1,4 +1,4 @@
-"""The daemon's side of what an engine makes happen: most of it is done by a part of the daemon without further ado."""
+"""The daemon's implementation of an engine's `Effects`: most of it calls a part of the daemon directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of things: of a part of the job, of the job, or of this daemon."""
+"""The end of a part of the job, of the job, or of this daemon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when 
 
 
 class Ending:
-    """The `JobControl` of one daemon: says what goes on after somebody is gone, and when all is over.
+    """The `JobControl` of one daemon: decides what goes on after a loss, and when all is over.
 
     Args:
         config, settings: who this node is; whether losses are tolerated.
@@ -35,7 +35,7 @@ class Ending:
         begin_epoch: begins the next one.
 
     Attributes:
-        losses: what follows from lost nodes and workers.
+        losses: handles lost nodes and workers.
         failure: why the job cannot go on; empty while it can.
         exit_code: the daemon's.
     """
@@ -71,12 +71,12 @@ class Ending:
     # --- who is gone --------------------------------------------------------------------------------------------------
 
     def worker_lost(self, rank: int, error: str) -> None:
-        """A worker has failed: the job goes on without it, or fails."""
+        """Handles a failed worker: the job goes on without it, or fails."""
         self.losses.worker_lost(rank, error)
         self._loop.call_later(_FREED, _free_memory)
 
     def worker_departed(self, rank: int) -> None:
-        """A local rank takes part no longer, and all nodes hear of it, each when it has what is on its way to it."""
+        """Removes a local rank that has left; tells all nodes, each when it has received what is on its way to it."""
         self._engine().depart([rank])
         if self._mesh is not None:
             for node in self._others():
@@ -84,17 +84,17 @@ class Ending:
         self.losses.departed()
 
     def departed(self) -> None:
-        """Workers have left in good order, here or elsewhere."""
+        """Called when workers have left in good order, here or elsewhere."""
         self.losses.departed()
         self.check_over()
 
     def peer_lost(self, node: int, why: str) -> None:
-        """A peer cannot be heard any more."""
+        """Handles a peer that cannot be heard any more."""
         if not self.failure:
             self.losses.peer_lost(node, why)
 
     def starter_gone(self) -> None:
-        """Whoever attended this daemon is gone, and it goes, too."""
+        """Ends this daemon, since the process that attended it is gone."""
         if self._links:
             # The others will see that this node is gone, and decide what becomes of the job.
             why = f"whoever started the daemon of host {self._host} is gone"
@@ -104,7 +104,7 @@ class Ending:
         self._loop.stop()
 
     def signalled(self, name: str) -> None:
-        """The daemon is told to stop. One whose workers are done delivers first what it owes to others."""
+        """Stops on a signal. A daemon whose workers are done delivers first what it owes to others."""
         if not (self._membership.everyone_left or self._everyone_departed):
             self.fail(f"the daemon of host {self._host} was told to stop ({name})")
         if self._mesh is None or self.failure:
@@ -114,7 +114,7 @@ class Ending:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
 
     def stop(self, reason: str) -> None:
-        """Somebody has asked for the job's end."""
+        """Ends the job at a tool's request."""
         _log.warning("asked to stop: %s", reason)
         self._stopped = True
         self.fail(f"the job was stopped on host {self._host}: {reason or 'by request'}")
@@ -122,7 +122,7 @@ class Ending:
         self.check_over()
 
     def gone(self) -> frozenset[int]:
-        """Nodes that need not be asked anything."""
+        """Returns the nodes that are gone, and need not be asked."""
         return frozenset(self._ended | self._engine().participants.lost_nodes)
 
     # --- JobControl ---------------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ class Ending:
         return self._engine()
 
     def is_over(self) -> bool:
-        """Returns whether nothing is left to be done for anybody here. Where losses are tolerated, the others' are
-        agreed upon as long as there is anybody."""
+        """Returns whether nothing is left to be done for anybody here. Where losses are tolerated, those of others
+        are agreed upon as long as any worker is there."""
         return self._everyone_departed or (self._membership.everyone_left and not self._tolerates)
 
     def peers_gone(self, nodes: Sequence[int], why: str) -> None:
@@ -153,7 +153,7 @@ class Ending:
     # --- what ends ----------------------------------------------------------------------------------------------------
 
     def fail(self, error: str, tell_peers: bool = True) -> None:
-        """The job cannot go on. Everybody gets the first reason."""
+        """Fails the job. Only the first reason counts, and everybody gets it."""
         if self.failure:
             return
         self.failure = error
@@ -174,7 +174,7 @@ class Ending:
             self._effects.workers.send(link, wire.JobFailed(self.failure))
 
     def check_over(self) -> None:
-        """A daemon that nobody attends ends with the job's last worker; one that is attended, when it is told to."""
+        """Ends an unattended daemon with the job's last worker, and an attended one when it is told to."""
         gone = self._everyone_departed and (self._stopped or not self._may_return)
         if (self._stopped or not self._config.attached) and not self._links and (self.failure or gone):
             self._loop.stop()
@@ -201,6 +201,6 @@ class Ending:
 
 
 def _free_memory() -> None:
-    """Lets go of memory of workers that only what has failed still refers to: operations are cycles of references, and
-    a daemon that has nothing to do would keep them, and with them the memory, for ever."""
+    """Frees memory of workers that only failed operations still refer to: these are cycles of references, which an idle
+    daemon would keep, and with them the memory, for ever."""
     gc.collect()

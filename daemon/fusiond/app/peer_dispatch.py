@@ -1,4 +1,4 @@
-"""Messages of the other daemons: who may say what now, and what handles it.
+"""Dispatch of the other daemons' messages, by what each may send now.
 
 Each peer has a table from the type of a message to its handler. It is made anew when the view, the peer's membership
 epoch, or the engine's handlers change, and holds what the peer may say then; all else is refused.
@@ -32,11 +32,11 @@ _log = logging.getLogger("fusiond")
 
 
 class PeerDispatch:
-    """The tables of one daemon.
+    """Tables of handlers of one daemon, by node.
 
     Args:
-        anybody: handlers of what every node may say, also one that is not in the view.
-        members: handlers of what nodes of the view may say, whatever their epoch.
+        anybody: handlers of messages that every node may send, also one that is not in the view.
+        members: handlers of messages that nodes of the view may send, whatever their epoch.
         losses: knows the view.
         job: acts.
     """
@@ -72,12 +72,12 @@ class PeerDispatch:
         self._made_of: tuple[object, object] = (None, None)  # the view and the engine's handlers
 
     def engine_begins(self, engine: Engine) -> None:
-        """A membership epoch begins with this engine. The one before is let go of: it has memory of workers."""
+        """Switches to the engine of a new membership epoch. Drops the one before, which has memory of workers."""
         self._engine = engine
         self._tables, self._made_of = [], (None, None)
 
     def receive(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
-        """A peer's message has come."""
+        """Handles a peer's message."""
         view, handlers = self._made_of
         if self._losses.views.view is not view or self._engine.handlers is not handlers:
             self._make_tables()
@@ -96,7 +96,7 @@ class PeerDispatch:
         self._tables = [self._table(node) for node in range(len(self._topology.hosts))]
 
     def _table(self, node: int) -> Handlers:
-        """Returns handlers of what a node may say now."""
+        """Returns the handlers of messages that a node may send now."""
         views, of_engine = self._losses.views, self._engine.handlers
         if node not in views.view.nodes:
             return self._anybody
@@ -108,7 +108,7 @@ class PeerDispatch:
         return {kind: table[kind] for kind in table if node == views.coordinator or kind not in _FROM_COORDINATOR}
 
     def _refused(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
-        """A node has said what it may not say now: because it is late, or no node of this job."""
+        """Handles a message that a node may not send now: because it is late, or not in the view."""
         views, kind = self._losses.views, type(message)
         if node not in views.view.nodes:
             if views.admits(node, message):
@@ -134,8 +134,8 @@ class PeerDispatch:
         self._loop.call_later(_LAST_DATA, partial(self._end_epoch_before, message.epoch, node))
 
     def _end_epoch_before(self, epoch: int, node: int) -> None:
-        """Whoever still waits for something in an epoch that a node has left behind waits in vain, unless data still
-        comes, from that node or through others."""
+        """Ends operations of an epoch that a node has left, which cannot complete, once no more data comes, from that
+        node or through others."""
         if epoch > self._membership.epoch:
             quiet = self._engine.quiet_seconds
             if quiet < _LAST_DATA:

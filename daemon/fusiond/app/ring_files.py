@@ -23,7 +23,7 @@ _Answer = wire.Rings | wire.RingPiece
 
 
 class RingFiles:
-    """One daemon's part in that.
+    """One daemon's access to the rings of all nodes.
 
     Args:
         directory: of this job's rings on this host.
@@ -56,7 +56,7 @@ class RingFiles:
         }
 
     def tell(self, without: frozenset[int], then: Callable[[dict[str, Any]], None]) -> None:
-        """Tells the rings of all nodes but those that are gone, as JSON types; `rings` is None of a silent node."""
+        """Calls `then` with the rings of all nodes but `without`, as JSON types; `rings` is None of a silent node."""
         nodes = [node for node in range(len(self._topology.hosts)) if node not in without]
 
         def told(answers: dict[int, _Answer]) -> None:
@@ -76,7 +76,7 @@ class RingFiles:
         self._rounds.ask(dict.fromkeys(nodes, wire.RingsRequest), told)
 
     def read(self, request: wire.JobRingRequest, then: Callable[[dict[str, Any]], None]) -> None:
-        """Tells a piece of a ring of any node, as JSON types: `data` in base64, or why it cannot be had."""
+        """Calls `then` with a piece of a ring of any node, as JSON types: `data` in base64, or `why_not`."""
         if request.node >= len(self._topology.hosts):
             then({"data": "", "why_not": f"there is no node {request.node} in this job"})
             return
@@ -102,7 +102,7 @@ class RingFiles:
         self._rounds.answered(node, answer.serial, answer)
 
     def _names(self) -> list[str]:
-        """The names of the rings that this node may have."""
+        """Returns the names of the rings that this node may have."""
         ranks = self._topology.ranks[self._node]
         return [files.ring_name("node", self._node), *(files.ring_name("rank", rank) for rank in ranks)]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def state_of(failure: str, membership: Membership) -> str:
-    """In one word."""
+    """Returns the state of a daemon in one word."""
     return "failed" if failure else "running" if membership.started else "starting"
 
 
@@ -38,7 +38,7 @@ def role_of(config: bootstrap.DaemonConfig, settings: Settings) -> str:
 def identity(
     config: bootstrap.DaemonConfig, settings: Settings, membership: Membership, failure: str, began: float
 ) -> dict[str, object]:
-    """Who a daemon is, who is there, and what it has used; `began`: when, by the monotonic clock (s)."""
+    """Returns a daemon's identity, workers and used resources; `began`: its start by the monotonic clock (s)."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     topology = config.topology
     return {
@@ -64,7 +64,7 @@ def identity(
 def figures(
     serial: int, engine: Engine, mesh: Mesh | None, membership: Membership, failure: str, began: float
 ) -> wire.Figures:
-    """Returns what a daemon does right now; `serial`: of the question."""
+    """Returns a daemon's present figures; `serial`: of the question."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     operations, nbytes, under_way = engine.counts()
     dense, packed = engine.sent_bytes()
@@ -93,7 +93,7 @@ def figures(
 
 
 def configure_logging(level: str, timestamp: bool) -> None:
-    """One line a message on standard error, from `level` on; `timestamp`: each begins with the time."""
+    """Logs to standard error, one line a message, from `level` on; `timestamp`: each begins with the time."""
     names = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
     logging.basicConfig(
         handlers=[LogWriter(sys.stderr.fileno())],

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class ToolDispatch:
-    """One daemon's answers, for which it uses the other parts.
+    """Answers to tools, from the other parts of one daemon.
 
     Args:
         config: which job this is, and who is where.
-        statistics: tells what `fusiond status` shows.
+        statistics: returns the data of `fusiond status`.
     """
 
     def __init__(

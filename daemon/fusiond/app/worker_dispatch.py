@@ -1,4 +1,4 @@
-"""The ranks of this node: they come and leave, and what they and tools ask is passed on to what handles it."""
+"""Dispatch of this node's ranks: they come and leave, and their messages, and those of tools, get to their handlers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WorkerDispatch:
         }
 
     def engine_begins(self, engine: Engine) -> None:
-        """A membership epoch begins with this engine."""
+        """Switches to the engine of a new membership epoch."""
         of_engine = engine.worker_handlers()
 
         def submit(link: WorkerLink, message: wire.Submit) -> None:
@@ -117,5 +117,5 @@ class WorkerDispatch:
         self._timeline.stop(link.rank, self._tell_why(link.rank, message.handle))
 
     def _tell_why(self, rank: int, handle: int) -> Callable[[str], None]:
-        """Returns what answers a rank with the reason why something cannot be done; empty if it is done."""
+        """Returns a callback that answers a rank with the reason why something cannot be done; empty if it is done."""
         return lambda why: self._effects.to_worker(rank, wire.Done(handle, why.encode()))

@@ -18,16 +18,16 @@ _BARRIER = wire.Signature("barrier")
 
 
 class WorkerSelection(Protocol):
-    """What a worker has compressed itself, in place of its gradient."""
+    """A worker's own selection from its gradient, which it sends in place of that."""
 
     def contribute(self) -> Portion:
-        """The node's contribution, in place of the codec's own."""
+        """Returns the node's contribution, in place of the codec's own."""
 
     def correct(self, undone: bool) -> None:
-        """The operation is over: what the codec kept of it is for the worker, who undoes the step as the codec has."""
+        """Hands what the codec kept of an ended operation to the worker; `undone`: it has to undo the step, too."""
 
     def disown(self) -> None:
-        """The operation has failed before it began: what was taken goes back to the worker."""
+        """Returns all that was taken to the worker, since the operation failed before it began."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ class Contribution:
         signature, splits: of a tensor outside a plan, as submitted.
         rescale: what the residual of each tensor is multiplied by first.
         urgency: the less, the sooner the worker needs it.
-        selected: what the worker has selected of a bucket, instead of the elements in `values`.
+        selected: the worker's selection from a bucket, instead of the elements in `values`.
         share: whose contributions `values` has; see `wire.Ready`.
         passes, gives_up: see `wire.Ready`.
     """

@@ -1,4 +1,4 @@
-"""Tables from the type of a message to what handles it.
+"""Tables from the type of a message to its handler.
 
 Each part of the daemon offers `handlers()`, next to the methods that they name. `app.peer_dispatch` joins those for the
 messages of peers, `workers.connections` those for the messages of workers and tools.
@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 from fusion_rt import wire
 
 Handlers: TypeAlias = Mapping[type[Any], Callable[..., None]]
-"""By type of message. A handler of peers' messages is called with the sender's node, the message, and the payload of a
-message that has one; one of local processes' messages with their connection and the message."""
+"""Handlers by type of message. A handler of peers' messages is called with the sender's node, the message, and the
+payload of a message that has one; one of local processes' messages with their connection and the message."""
 
 
 def send_anywhere(
     here: int, to_node: Callable[[int, wire.PeerMessage], None], handlers: Handlers
 ) -> Callable[[int, wire.PeerMessage], None]:
-    """Returns what sends a message to a node, which may be this one (`here`): then it is handled at once."""
+    """Returns a function that sends a message to a node; to this one (`here`) by handling it at once."""
 
     def send(node: int, message: wire.PeerMessage) -> None:
         if node == here:

@@ -1,4 +1,4 @@
-"""Everything that an engine makes happen: messages to workers and nodes, timers, and work on threads."""
+"""Interface of all that an engine makes happen: messages to workers and nodes, timers, and work on threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Effects(Protocol):
         """Finds out where local workers are; calls back, at once or later."""
 
     def warn(self, text: str, /) -> None:
-        """Tells people something that is not an error yet."""
+        """Logs a warning."""
 
     def clock(self) -> float:
-        """Seconds, from any origin."""
+        """Returns the time in seconds, from any origin."""

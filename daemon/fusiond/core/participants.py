@@ -1,4 +1,4 @@
-"""Who takes part in operations: the process sets, and which ranks have left or joined. No I/O.
+"""Participants of operations: the process sets, and the ranks that have left or joined. No I/O.
 
 A rank that has *joined* has no data left, but the others may go on: until every rank has joined it contributes nothing
 to their all-reduces in the global set, and takes part in nothing else.
@@ -31,7 +31,7 @@ class Members:
 
 
 class Participants:
-    """The process sets of a job, and who of them is away. Every node has the same, in the same order.
+    """The process sets of a job, and the ranks that are away. Every node has the same, in the same order.
 
     Attributes:
         topology: of this membership epoch.
@@ -58,7 +58,7 @@ class Participants:
         return process_set in self._members
 
     def members(self, process_set: int) -> Members:
-        """The members of a process set. Raises `FusionError` when there is no such set."""
+        """Returns the members of a process set. Raises `FusionError` when there is no such set."""
         try:
             return self._members[process_set]
         except KeyError:
@@ -69,7 +69,7 @@ class Participants:
         return process_set < self._next and process_set not in self._members
 
     def find(self, ranks: Sequence[int]) -> int | None:
-        """The id of the process set of these ranks, in ascending order."""
+        """Returns the id of the process set of these ranks (ascending); None if there is none."""
         wanted = tuple(ranks)
         return next((id for id, members in self._members.items() if members.set.ranks == wanted), None)
 
@@ -88,7 +88,7 @@ class Participants:
         return Members(process_set, nodes, local)
 
     def lose(self, ranks: Mapping[int, str]) -> None:
-        """Ranks are lost; why, by rank."""
+        """Marks ranks as lost; `ranks`: the reason for each."""
         self.lost.update(ranks)
         self.departed.update(ranks)
         self.joined[:] = [rank for rank in self.joined if rank not in self.lost]
@@ -109,7 +109,7 @@ class Participants:
         self._next = max(self._next, next_set)
 
     def sets(self) -> dict[int, tuple[int, ...]]:
-        """The ranks of each process set, by id."""
+        """Returns the ranks of each process set, by id."""
         return {id: members.set.ranks for id, members in self._members.items()}
 
     def remove(self, process_set: int) -> None:
@@ -117,20 +117,20 @@ class Participants:
         del self._members[process_set]
 
     def local(self, process_set: int, node: int) -> tuple[int, ...]:
-        """Members on any node."""
+        """Returns the members of a process set on any node."""
         return self.members(process_set).set.local(self.topology, node)
 
     def away(self, members: Members) -> Collection[int]:
-        """The ranks without which operations of these members go on."""
+        """Returns the ranks without which operations of these members go on."""
         return self.joined if members.set.id == GLOBAL_SET else ()
 
     def awaited(self, members: Members) -> tuple[int, ...]:
-        """The ranks of these members without which their operations do not go on."""
+        """Returns the ranks of these members without which their operations do not go on."""
         away = self.away(members)
         return tuple(rank for rank in members.set.ranks if rank not in self.lost and rank not in away)
 
     def awaited_nodes(self, members: Members) -> tuple[int, ...]:
-        """The nodes that have a member which is not away."""
+        """Returns the nodes that have a member which is not away."""
         away = self.away(members)
         if not away:
             return members.nodes
@@ -139,7 +139,7 @@ class Participants:
         )
 
     def why_not_since(self, kind: str, members: Members) -> str:
-        """Why an operation cannot be since ranks are lost, as a sentence; empty when it can."""
+        """Returns why an operation cannot run since ranks are lost, as a sentence; empty when it can."""
         lost = [rank for rank in members.set.ranks if rank in self.lost]
         if not lost or kind in EMPTY_KINDS:
             return ""
@@ -150,7 +150,7 @@ class Participants:
         )
 
     def why_not(self, kind: str, members: Members, present: Collection[int]) -> str:
-        """Why an operation cannot run because ranks have joined, as a sentence; empty when it can.
+        """Returns why an operation cannot run since ranks have joined, as a sentence; empty when it can.
 
         Args:
             present: ranks that submitted it, maybe before they joined.
@@ -166,6 +166,6 @@ class Participants:
         return ""
 
     def statistics(self) -> dict[str, object]:
-        """The ranks of each process set by id, and those that have `joined`."""
+        """Returns the ranks of each process set by id, and those that have `joined`."""
         sets = {str(id): list(members.set.ranks) for id, members in self._members.items()}
         return {"sets": sets, "joined": list(self.joined)}

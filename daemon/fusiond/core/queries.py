@@ -46,7 +46,7 @@ class Rounds(Generic[Answer]):
     def ask(
         self, questions: Mapping[int, Question], then: Callable[[dict[int, Answer]], None], hurried: bool = True
     ) -> None:
-        """Asks nodes; tells the answers that have come, by node, once all have or, if `hurried`, the time is up."""
+        """Asks nodes; calls `then` with the answers by node, once all have come or, if `hurried`, the time is up."""
         self._serial += 1
         serial = self._serial
         self._asked[serial] = _Asked(set(questions), then)
@@ -58,7 +58,7 @@ class Rounds(Generic[Answer]):
             self._finish(serial)
 
     def answered(self, node: int, serial: int, answer: Answer) -> None:
-        """An answer has come; one that is too late, or to nothing that was asked, is dropped."""
+        """Takes in an answer; drops one that is too late, or to nothing that was asked."""
         asked = self._asked.get(serial)
         if asked is None or node not in asked.nodes:
             return

@@ -26,9 +26,9 @@ _log = logging.getLogger("fusiond")
 
 
 class Trace:
-    """A daemon's `Instrument`: its ring, in the place of those of jobs that were too long ago.
+    """A daemon's `Instrument`, which writes to its ring, and removes the rings of the oldest jobs.
 
-    Where nothing is to be recorded, or cannot be, there is none until `recorder` is asked for one.
+    Where nothing is to be recorded, or cannot be, there is no ring until `recorder` makes one.
     """
 
     record: Record
@@ -44,7 +44,7 @@ class Trace:
         self._use(open_recorder(settings, self._owner, _log.warning))
 
     def recorder(self) -> Recorder:
-        """The ring; if there is none yet, one without a name, which goes with this process.
+        """Returns the ring; if there is none yet, makes one without a name, which ends with this process.
 
         Raises:
             OSError: it cannot be made.
@@ -61,7 +61,7 @@ class Trace:
         return self._instrument.number(text)
 
     def close(self) -> None:
-        """Nothing more is recorded."""
+        """Ends recording."""
         self._instrument.close()
         self.record = self._instrument.record
 
@@ -79,12 +79,12 @@ class About(NamedTuple):
 
 
 def about_key(key: OpKey) -> About:
-    """An operation."""
+    """Returns an operation as records have it."""
     return About(f"bucket {key.name}" if key.plan else key.name, key.clock, key.plan)
 
 
 def about(message: wire.Chunk | wire.Piece | wire.Probe) -> About:
-    """Returns what a message with a payload is about."""
+    """Returns the operation or home that a message with a payload belongs to."""
     if isinstance(message, wire.Chunk):
         return about_key(message.key)
     if isinstance(message, wire.Piece):
@@ -93,7 +93,7 @@ def about(message: wire.Chunk | wire.Piece | wire.Probe) -> About:
 
 
 def record_plan(trace: Instrument, plan: wire.Plan) -> None:
-    """Records a plan, its buckets, and what is in them."""
+    """Records a plan, its buckets, and the tensors in them."""
     trace.record(Kind.PLAN, plan.group, plan.nbytes, trace.number(_operation(plan)), plan.id, len(plan.buckets))
     for bucket in plan.buckets:
         itemsize = DTYPES[bucket.dtype].itemsize
@@ -104,7 +104,7 @@ def record_plan(trace: Instrument, plan: wire.Plan) -> None:
 
 
 def record_tensor(trace: Instrument, name: str, signature: wire.Signature) -> None:
-    """Records what a tensor outside a plan is, and what is done with it in Horovod's words."""
+    """Records a tensor outside a plan: its dtype and shape, and its operation in Horovod's words."""
     kind = signature.kind
     text = "JOIN" if kind == "join" else "BARRIER"  # there are other operations without data, which Horovod has not
     if signature.dtype:
@@ -114,7 +114,7 @@ def record_tensor(trace: Instrument, name: str, signature: wire.Signature) -> No
 
 
 def _operation(plan: wire.Plan) -> str:
-    """A plan's operation in Horovod's words; contributions that are answered one by one are not among these."""
+    """Returns a plan's operation in Horovod's words, or `PUSH_PULL`, which Horovod has not."""
     op = "ADASUM" if plan.reduction.op == "adasum" else "ALLREDUCE"
     if algorithms.parse(plan.reduction.algorithm).at_homes:
         op = PUSH_PULL
@@ -122,7 +122,7 @@ def _operation(plan: wire.Plan) -> str:
 
 
 def recorded_jobs(jobs: Iterable[Job], trace: Instrument, what: About, nbytes: int) -> Sequence[Job]:
-    """Jobs that reduce, each recorded by the thread that does it. `nbytes`: what all of them read."""
+    """Returns jobs that reduce, each recorded by the thread that runs it. `nbytes`: read by all of them together."""
     jobs = tuple(jobs)
     return [partial(_do, job, trace, what, nbytes // len(jobs)) for job in jobs]
 

@@ -96,7 +96,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """Name in messages to people."""
+        """Name of the link in messages to people."""
         return f"payload connection {self.number}" if self.number else "control connection"
 
     def open(self, token: bytes = b"") -> None:

@@ -58,8 +58,8 @@ class LinkProbe:
         return None
 
     def _link(self, node: int) -> CostModel:
-        """The best round trip of the small payloads, since the first pay for warming up, and the best of the large but
-        two: a shaped link lets the first of them through at once, from its burst. Most others may be late where many
-        processes start at the same time."""
+        """Returns the best round trip of the small payloads, since the first pay for warming up, and the best of the
+        large but two: a shaped link lets the first of them through at once, from its burst. Most others may be late
+        where many processes start at the same time."""
         large = sorted(self._seconds[node, LARGE])[_IN_A_BURST]
         return measured(min(self._seconds[node, SMALL]), large, LARGE - SMALL)
