@@ -141,7 +141,7 @@ def DistributedOptimizer(
 
 
 def _chosen(kind: Callable[..., When], passes: int, *arguments: Any) -> Callable[[Synchroniser], When]:
-    """Makes the strategy that says when, for a synchroniser."""
+    """Makes the strategy that decides when a synchroniser exchanges."""
     checked_passes(passes)
     return lambda sync: kind(sync, passes, *arguments)
 

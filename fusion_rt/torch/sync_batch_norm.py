@@ -82,7 +82,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _statistics(input: torch.Tensor, process_set: ProcessSet) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Over all ranks: number of elements a channel; and [C] each, on the input's device: mean, and biased variance."""
+    """Returns, over all ranks, elements a channel, and mean and biased variance ([C], on the input's device)."""
     with torch.no_grad():
         channels = input.shape[1]
         if input.numel():
@@ -141,7 +141,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In single precision at least."""
+    """Returns a tensor in single precision at least."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
@@ -150,7 +150,7 @@ def _other_dims(tensor: torch.Tensor) -> list[int]:
 
 
 def _channelwise(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[C] as [1, C, 1, ...], in single precision at least."""
+    """Reshapes [C] to [1, C, 1, ...], in single precision at least."""
     return _wide(values).view(1, -1, *[1] * (like.dim() - 2))
 
 

@@ -114,7 +114,7 @@ def _open_recorder(client: Client, settings: Settings) -> Instrument:
 
 
 def _begin_timeline(client: Client, settings: Settings) -> None:
-    """The timeline that the settings ask for."""
+    """Begins the timeline that the settings ask for."""
     wanted = settings.timeline_filename
     if wanted and wanted.upper() != "DYNAMIC":
         why = client.start_timeline(os.path.abspath(wanted), settings.timeline_mark_cycles)
@@ -145,7 +145,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Horovod's; there is no MPI to share with `mpi4py`. Raises `ValueError`, as Horovod's does without MPI."""
+    """Raises `ValueError`, as Horovod does without MPI: there is no MPI to share with `mpi4py`."""
     raise ValueError("Horovod MPI is not enabled; fusion_rt does not use MPI, so leave the question out")
 
 
@@ -170,7 +170,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """0: tensors of a GPU go through the host's memory."""
+    """Returns 0: tensors of a GPU go through the host's memory."""
     return 0
 
 

@@ -25,12 +25,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to reduce instead (dense, of one shape and dtype on all ranks), and what `decompress` needs."""
+        """Returns the tensor to reduce (dense, of one shape and dtype on all ranks), and context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The reduced tensor in its original form."""
+        """Returns the reduced tensor in its original form."""
         raise NotImplementedError
 
 
@@ -117,7 +117,7 @@ _CODECS: dict[Any, str] = {NoneCompressor: "dense", FP16Compressor: "fp16", BF16
 
 
 def codec_of(compression: Any) -> str | None:
-    """The text of the codec that is meant; None for a compressor that a script brings.
+    """Returns the text of the codec that is meant; None for a compressor that a script brings.
 
     Args:
         compression: a compressor of ours; a codec, or its text; or anything with `compress` and `decompress`.

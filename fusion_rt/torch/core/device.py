@@ -55,11 +55,11 @@ class Layer:
         return tensor.is_cpu
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """A new tensor on the device of another, and of its dtype."""
+        """Makes a tensor on the device of another, and of its dtype."""
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor as another one is, with its order of dimensions in memory."""
+        """Makes a tensor like another one, with its order of dimensions in memory."""
         return torch.empty_like(tensor, requires_grad=False)
 
     def pin(self, segment: Segment) -> None:

@@ -44,7 +44,7 @@ class ProcessSet:
         self.ranks = sorted(members)
 
     def size(self) -> int | None:
-        """Number of its members; None while it is not registered, or before `init`.
+        """Returns the number of members; None while it is not registered, or before `init`.
 
         Raises:
             ValueError: it has been removed, or belongs to a job that has ended.
@@ -52,7 +52,7 @@ class ProcessSet:
         return len(self._registered()) if self._known() else None
 
     def rank(self) -> int | None:
-        """This worker's position among its members; None while it is not registered, or before `init`.
+        """Returns this worker's position among the members; None while it is not registered, or before `init`.
 
         Raises:
             ValueError: this worker is not a member; or as for `size`.
@@ -134,7 +134,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """The ranks of all registered process sets, by their ids. Raises `ValueError` before `init`."""
+    """Returns the ranks of all registered process sets, by their ids. Raises `ValueError` before `init`."""
     return {process_set.id: list(process_set.ranks) for process_set in runtime().client.process_sets.values()}
 
 
@@ -180,5 +180,5 @@ def _checked(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def _find(ranks: tuple[int, ...]) -> int | None:
-    """The id under which these ranks are registered."""
+    """Returns the id under which these ranks are registered."""
     return next((known.id for known in runtime().client.process_sets.values() if known.ranks == ranks), None)

@@ -15,7 +15,7 @@ _REQUEST = timedelta(seconds=10)
 
 
 def open_store(meeting: Meeting, rank: int, size: int) -> kvstore.Store:
-    """The store at which the workers of a job meet.
+    """Opens the store at which the workers of a job meet.
 
     Raises:
         FusionError: this is rank 0, and cannot serve it.

@@ -165,7 +165,7 @@ def is_initialized() -> bool:
 
 
 def runtime() -> Runtime:
-    """This worker's membership.
+    """Returns this worker's membership.
 
     Raises:
         ValueError: `init` has not been called.
@@ -176,32 +176,32 @@ def runtime() -> Runtime:
 
 
 def rank() -> int:
-    """This worker's rank among all. Raises `ValueError` before `init`, as all of these do."""
+    """Returns this worker's rank among all. Raises `ValueError` before `init`, as all of these do."""
     return runtime().rank
 
 
 def size() -> int:
-    """Number of workers."""
+    """Returns the number of workers."""
     return runtime().size
 
 
 def local_rank() -> int:
-    """This worker's rank among those of its node."""
+    """Returns this worker's rank among those of its node."""
     return runtime().local_rank
 
 
 def local_size() -> int:
-    """Number of workers on this node."""
+    """Returns the number of workers on this node."""
     return runtime().local_size
 
 
 def cross_rank() -> int:
-    """Position of this node among those that have a worker of this local rank."""
+    """Returns the position of this node among those that have a worker of this local rank."""
     return runtime().cross_rank
 
 
 def cross_size() -> int:
-    """Number of nodes that have a worker of this local rank."""
+    """Returns the number of nodes that have a worker of this local rank."""
     return runtime().cross_size
 
 

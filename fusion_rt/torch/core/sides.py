@@ -36,7 +36,7 @@ class Side(Protocol):
         """Orders work that is queued there from now on, and uses this tensor, after what is queued for training."""
 
     def zeros(self, n: int) -> torch.Tensor:
-        """A new tensor of float32, filled there."""
+        """Makes a tensor of zeros, float32 [n], which are written there."""
 
     def selector(
         self,

@@ -39,7 +39,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A new tensor in the arena, with undefined contents: a communication buffer.
+    """Makes a tensor in the arena, with undefined contents: a communication buffer.
 
     `allreduce_` and `broadcast_` work on such a tensor where it lies, without the copies that any other tensor needs.
     An extension of Horovod's interface.
@@ -101,7 +101,7 @@ class Memory:
             device.layer.pin(here.client.arena.segment(region.segment))
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-        """A tensor over a part of it that begins after `offset` bytes."""
+        """Returns a tensor over a part of it that begins after `offset` bytes."""
         return over(self.view, dtype, shape, offset)
 
     def submit(
@@ -114,7 +114,7 @@ class Memory:
 
 
 def over(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A tensor over a part of a buffer that begins after `offset` bytes.
+    """Returns a tensor over a part of a buffer that begins after `offset` bytes.
 
     It is a tensor of its own, no view of another: a view could not be changed in place under autograd.
     """
@@ -124,7 +124,7 @@ def over(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int], offset: i
 
 
 def received(operation: Operation) -> memoryview:
-    """The bytes that came with an operation's end, as memory of this process alone, writable.
+    """Returns the bytes that came with an operation's end, as memory of this process alone, writable.
 
     The daemon's mapping is private (copied on write), and lives as long as a tensor looks into it.
     """
@@ -140,7 +140,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def contents(tensor: torch.Tensor) -> bytes:
-    """The tensor's elements in order."""
+    """Returns the tensor's elements in order."""
     if not is_plain(tensor):
         tensor = tensor.detach().cpu().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
@@ -176,7 +176,7 @@ def copy_out(here: Runtime, tensors: Sequence[torch.Tensor], places: Sequence[to
 
 
 def on_device_of(here: Runtime, like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """A result on the device of the operation's input: itself, or a copy."""
+    """Returns a result on the device of the operation's input: itself, or a copy."""
     if device.layer.is_host(like):
         return result
     moved = device.layer.empty(result.shape, like)

@@ -149,7 +149,7 @@ def _summed(checkpoint: Checkpoint, mine: Carried | None) -> Carried:
 
 
 def _sum(memory: Arrays, sizes: dict[str, int]) -> Arrays:
-    """The sums over all ranks, where each has some of the tensors."""
+    """Returns the sums over all ranks, where each has some of the tensors."""
     names = sorted(sizes)
     parts = [torch.from_numpy(memory[n]) if n in memory else torch.zeros(sizes[n]) for n in names]
     summed = ops.allreduce(torch.cat(parts), name="elastic.hand_over", op=ops.Sum)

@@ -140,7 +140,7 @@ class Ledger:
             state.connect(self._position)
 
     def refuse(self) -> bool:
-        """See `State`. Returns whether all have connected all the same."""
+        """See `State`. Returns whether all have connected nevertheless."""
         with self._changing() as state:
             state.refuse(self._position)
         return state.outcome() is True

@@ -51,7 +51,7 @@ class AtStep(When):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """A gradient is only recorded: `step()` sees to it, as the script has left it by then."""
+        """Only records the gradient: `step()` takes it as the script has left it by then."""
         steps = self.sync.steps
         if (task := torch._C._current_graph_task_id()) != self._graph_task:
             self._graph_task = task
@@ -316,7 +316,7 @@ class LocalSteps(AtStep):
         super().settled()
 
     def own_state(self) -> dict[str, Any] | None:
-        """The number of steps, and the outer optimizer, if there is one."""
+        """Returns the number of steps, and the outer optimizer, if there is one."""
         self.drain()
         own: dict[str, Any] = {"taken": self._taken}
         if self.sync.options.applied.outer:

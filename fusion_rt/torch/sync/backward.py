@@ -34,7 +34,7 @@ class BackwardPass:
         self.participants: list[When] = []
 
     def __call__(self) -> None:
-        """Autograd has run the whole graph. Raises what participants raise, out of `backward()`."""
+        """Called when autograd has run the whole graph. Raises what participants raise, out of `backward()`."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
 
@@ -53,14 +53,14 @@ class BackwardPass:
             _return_together(sorted(due, key=lambda participant: participant.serial))
 
     def add(self, participant: When) -> None:
-        """Lets somebody take part."""
+        """Adds a participant."""
         if participant not in self.participants:
             self.participants.append(participant)
         participant.backward = weakref.ref(self, functools.partial(_forget, weakref.ref(participant)))
 
 
 def _return_together(due: list[When]) -> None:
-    """All are sent before the first is waited for: ranks may have met them in different orders, and not all of them."""
+    """Sends all before it waits for the first: ranks may have met them in different orders, and not all of them."""
     eager = [participant for participant in due if participant.eager]
     for participant in eager:
         participant.sync.propose()
@@ -85,12 +85,12 @@ _passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDicti
 
 
 def enter(participant: When) -> None:
-    """Lets somebody take part in the backward pass that calls this from a hook."""
+    """Adds a participant to the backward pass that calls this from a hook."""
     _running().add(participant)
 
 
 def leaves_of_failed(error: BaseException) -> list[torch.Tensor]:
-    """The leaves of the graph of the backward pass that raised this; none if it comes from elsewhere."""
+    """Returns the leaves of the graph of the backward pass that raised this; none if it comes from elsewhere."""
     engine = torch.autograd.graph._engine_run_backward.__code__
     passes = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is engine]
     roots = passes[0].f_locals.get("t_outputs", ()) if passes else ()

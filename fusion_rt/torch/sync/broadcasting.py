@@ -101,14 +101,14 @@ def broadcast_optimizer_state(
 
 
 class _Place:
-    """Stands for the tensor of this index."""
+    """Substitutes for the tensor of this index."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of nested dicts, lists and tuples with each tensor appended to `tensors` and replaced by its place."""
+    """Copies nested dicts, lists and tuples, with each tensor appended to `tensors` and replaced by its place."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Place(len(tensors) - 1)
@@ -120,7 +120,7 @@ def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The reverse of `_without_tensors`."""
+    """Reverses `_without_tensors`."""
     if isinstance(value, _Place):
         return tensors[value.index]
     if isinstance(value, dict):

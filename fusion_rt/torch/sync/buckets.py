@@ -135,14 +135,14 @@ class Bucket:
         self._rows_of_all: Callable[[], torch.Tensor] | None = None
 
     def rewind(self) -> None:
-        """The next step begins."""
+        """Resets the state for the next step."""
         self.missing = len(self.slots) + self.patient
         self.sent = False
         self.flush = Flush.STEP
         self._operation = self._copying = self._combining = self._rows_of_all = None
 
     def fill(self) -> None:
-        """The last gradient of this step has come."""
+        """Records that the last gradient of this step has come."""
         if self.rows is None:
             self._record(_FULL)
 

@@ -92,7 +92,7 @@ def _remember(found: Carried, name: str, value: Array) -> str:
 
 
 def add(first: Mapping[str, Array], second: Mapping[str, Array]) -> Arrays:
-    """The sums, tensor by tensor."""
+    """Returns the sums, tensor by tensor."""
     return {**first, **{name: first[name] + value if name in first else value for name, value in second.items()}}
 
 
@@ -196,7 +196,7 @@ def _joined(bucket: wire.Bucket, entry: str, known: Mapping[str, Arrays]) -> Arr
 
 
 def _in_groups(bucket: wire.Bucket) -> list[wire.PlannedTensor]:
-    """The tensors of a bucket in the order in which its home's optimizer numbers them."""
+    """Returns the tensors of a bucket in the order in which its home's optimizer numbers them."""
     return sorted(bucket.tensors, key=lambda tensor: tensor.group)
 
 

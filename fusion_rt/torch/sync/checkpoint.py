@@ -296,7 +296,7 @@ class Checkpoint:
 
 
 def _flat(parameter: torch.Tensor) -> carried.Array:
-    """The parameter's values as they lie in a bucket."""
+    """Returns the parameter's values as they lie in a bucket (1-D)."""
     value = parameter.detach()
     flat = value.permute(memory_order(value)).contiguous().view(-1).cpu()
     return (flat if flat.dtype in (torch.float32, torch.float64) else flat.float()).numpy()

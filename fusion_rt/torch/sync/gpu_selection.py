@@ -24,7 +24,7 @@ from fusion_rt.torch.core.sides import Side
 
 
 class BucketSelection(device.Copying):
-    """One bucket's residual on a device, and what is selected from it.
+    """One bucket's residual on a device, and the selection from it.
 
     Args:
         side: the device.
@@ -131,7 +131,7 @@ class BucketSelection(device.Copying):
             self._under_way = False
 
     def correct(self) -> None:
-        """The step is over: what the daemon has not sent of what it was given waits here again. Where it is undone,
+        """Ends the step: adds what the daemon has not sent of the selection to the residual again. Where it is undone,
         residual and velocity become what they were, as exactly as float32 adds up."""
         if not self._owes:
             return
@@ -150,7 +150,7 @@ class BucketSelection(device.Copying):
         self._given = None
 
     def _undo(self) -> None:
-        """The opposite of what selectors add; see `kernels.selection.withdraw`."""
+        """Subtracts what selectors added; see `kernels.selection.withdraw`."""
         assert self._given is not None
         step = gradient = self._given
         added = torch.isfinite(gradient)
@@ -170,7 +170,7 @@ class BucketSelection(device.Copying):
     # --- what it remembers, as `FeedbackBucketCodec.state_dict` has it ------------------------------------------------
 
     def add_to(self, state: Mapping[str, Array]) -> dict[str, Array]:
-        """The residual and velocity in a saved state of this bucket, and what is here."""
+        """Returns the residual and velocity of a saved state of this bucket, with those here added."""
         found = {}
         for kind, tensor in self._memories():
             with self._side.beside():

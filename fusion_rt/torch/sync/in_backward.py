@@ -92,7 +92,7 @@ class InBackward(When):
             sync.advance(bucket)
 
     def _backward_begins(self) -> None:
-        """The first gradient of a backward pass has come. Raises `AssertionError` if there were too many."""
+        """Notes the first gradient of a backward pass. Raises `AssertionError` if there were too many."""
         if self._pass_failed:
             self._pass_has_failed()
         if self.passes_left <= 0:
@@ -118,7 +118,7 @@ class InBackward(When):
         self._reduce()
 
     def _reopen(self, slot: Slot) -> None:
-        """Autograd is about to add to a gradient that has been reduced, which is set aside.
+        """Sets aside a gradient that has been reduced, to which autograd is about to add.
 
         Raises:
             AssertionError, RuntimeError: it is being reduced.
@@ -140,7 +140,7 @@ class InBackward(When):
             )
 
     def _arrived_again(self, slot: Slot) -> None:
-        """A part of a gradient has come after another one in the same backward pass: the next parts are waited for."""
+        """Notes a further part of a gradient in the same backward pass, so that the next parts are waited for."""
         self._in_parts.add(slot.name)
         bucket = slot.bucket
         if bucket is not None and not bucket.patient:
@@ -158,8 +158,8 @@ class InBackward(When):
         return self.backward is not no_pass and self.backward() is None
 
     def _pass_has_failed(self) -> None:
-        """A backward pass has raised, and the script goes on. If gradients were to be reduced at its end, this rank
-        gives the step up for all ranks; else the pass has been made, and nobody has to know.
+        """Handles a backward pass that has raised, while the script goes on. If gradients were to be reduced at its
+        end, this rank cancels the step for all ranks; else the pass counts, and nobody has to know.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -205,7 +205,7 @@ class InBackward(When):
         return why
 
     def check_pass(self) -> None:
-        """A step is to be taken. Raises `StepGivenUp` if the last backward pass has failed, on all ranks."""
+        """Checks the last backward pass before a step. Raises `StepGivenUp` if it has failed, on all ranks."""
         if self._pass_failed:
             raise StepGivenUp(f"this rank {StepGivenUp.SAYS}: {self._give_up()}; all ranks have to skip this batch")
 
@@ -239,7 +239,7 @@ class InBackward(When):
             self._skipping = False
 
     def zeroed(self) -> None:
-        """The script forgets its gradients. Raises `AssertionError` while they are being reduced."""
+        """Called when the script resets its gradients. Raises `AssertionError` while they are being reduced."""
         sync = self.sync
         if self._pass_failed or self._pass_was_raised():
             self._pass_has_failed()

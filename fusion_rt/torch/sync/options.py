@@ -63,7 +63,7 @@ class Where:
         return id_of(self.here, self.ranks, "allreduce")
 
     def nodes(self) -> dict[int, list[int]]:
-        """The ranks that take part, by node."""
+        """Returns the ranks that take part, by node."""
         found: dict[int, list[int]] = {}
         for rank in self.here.client.process_sets[self.process_set].ranks:
             found.setdefault(self.here.client.topology.node_of(rank), []).append(rank)

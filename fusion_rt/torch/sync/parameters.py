@@ -26,7 +26,7 @@ class Named(NamedTuple):
 def names_of(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
 ) -> dict[torch.Tensor, str]:
-    """The parameters' names: the given ones, or those that follow from their places in the optimizer.
+    """Returns the parameters' names: the given ones, or those that follow from their places in the optimizer.
 
     Raises:
         ValueError: `named` is something else than pairs, has a name twice, or lacks one of the optimizer's parameters.
@@ -105,19 +105,19 @@ class Trained:
         ]
 
     def sizes(self) -> dict[str, int]:
-        """Number of elements of each parameter, by name."""
+        """Returns the number of elements of each parameter, by name."""
         return {named.name: named.parameter.numel() for named in self.named()}
 
     def group_rates(self) -> list[float]:
-        """The learning rates of the optimizer's groups; 0 where there is none."""
+        """Returns the learning rates of the optimizer's groups; 0 where there is none."""
         return [float(group.get("lr", 0.0)) for group in self.optimizer().__dict__["param_groups"]]
 
     def group_of(self, parameter: torch.Tensor) -> int:
-        """Index of the group that a parameter is in."""
+        """Returns the index of the group that a parameter is in."""
         return next(i for i, _, found in self._places() if found is parameter)
 
     def rates(self) -> dict[str, float]:
-        """The parameters' learning rates, by name."""
+        """Returns the parameters' learning rates, by name."""
         rates = self.group_rates()
         return {named.name: rates[i] for named, (i, _, _) in zip(self.named(), self._places(), strict=True)}
 
@@ -137,7 +137,7 @@ def _default_name(group: int, index: int) -> str:
 
 
 def optimizer_spec(optimizer: torch.optim.Optimizer) -> wire.OptimizerSpec:
-    """The optimizer for a shard.
+    """Describes the optimizer for a shard.
 
     Raises:
         ValueError: a shard cannot have it.

@@ -3,7 +3,7 @@
 A node's daemon selects from the sum of its workers' gradients. Where one worker has this sum, because it is alone or
 the node's gradients are combined on its GPU (`node`), it can select itself, and has the residual then. What the daemon
 knows how to do with residuals (keep them through new plans, save and load them) it goes on doing: for that, residuals
-are *laid down* in the daemon, and *picked up* before the next step.
+move to the daemon (`lay_down`), and back before the next step.
 """
 
 from __future__ import annotations

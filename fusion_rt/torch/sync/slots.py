@@ -17,16 +17,16 @@ from fusion_rt.torch.sync.parameters import Named
 
 
 class GradientHooks(Protocol):
-    """Whoever is told of gradients."""
+    """An object that is told of gradients."""
 
     def arriving(self, slot: Slot, gradients: Any) -> None:
-        """Autograd is about to add to `p.grad`."""
+        """Called when autograd is about to add to `p.grad`."""
 
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Autograd has added to `p.grad`."""
+        """Called when autograd has added to `p.grad`."""
 
     def lose(self, slot: Slot) -> None:
-        """The parameter belongs to another optimizer from now on."""
+        """Called when the parameter belongs to another optimizer from now on."""
 
 
 class Slot:
@@ -144,7 +144,7 @@ class Slot:
         return made
 
     def _take_over(self) -> None:
-        """A parameter belongs to the optimizer made last: the owner before is told, and objects if it is used again."""
+        """Takes the parameter over from an optimizer that was made before, which objects if it is used again."""
         for hook in list((getattr(self.parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
             if isinstance(hook, partial) and hook.args and isinstance(hook.args[0], Slot):
                 before = hook.args[0]
@@ -153,7 +153,7 @@ class Slot:
 
 
 def memory_order(parameter: torch.Tensor) -> list[int]:
-    """A parameter's dimensions from the outermost in memory to the innermost.
+    """Returns a parameter's dimensions from the outermost in memory to the innermost.
 
     Autograd gives a gradient its parameter's memory format (channels_last, say), and the update is fastest when they
     are alike, so the place in the bucket has it, too. Ranks then have to agree about it, which is checked, because the
@@ -172,8 +172,8 @@ def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def in_order(arrived: Iterable[Slot]) -> list[Slot]:
-    """The slots, each once, in the order in which they are first in `arrived`; those that are wanted together where the
-    last of them is, sorted by dtype."""
+    """Returns the slots, each once, in the order in which they are first in `arrived`; those that are wanted together
+    where the last of them is, sorted by dtype."""
     once = list(dict.fromkeys(arrived))
     last = {slot.together: position for position, slot in enumerate(once) if slot.together}
     keys = {

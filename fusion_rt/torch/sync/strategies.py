@@ -122,12 +122,12 @@ class OuterStep(Applied):
 
 
 def posted(algorithm: Algorithm) -> Posted:
-    """The signal of an algorithm."""
+    """Returns the signal of an algorithm."""
     return _POSTED[algorithm.signal]()
 
 
 def applied(algorithm: Algorithm) -> Applied:
-    """The way in which an algorithm applies answers."""
+    """Returns the way in which an algorithm applies answers."""
     return OuterStep(*algorithm.outer) if algorithm.apply is Apply.OUTER else _APPLIED[algorithm.apply]()
 
 

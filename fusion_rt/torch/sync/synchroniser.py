@@ -103,18 +103,18 @@ class When:
     # --- what autograd says; see `slots.GradientHooks` ----------------------------------------------------------------
 
     def arriving(self, slot: Slot, gradients: Any) -> None:
-        """Autograd is about to add to `p.grad`."""
+        """Called when autograd is about to add to `p.grad`."""
 
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Autograd has added to `p.grad`."""
+        """Called when autograd has added to `p.grad`."""
         raise NotImplementedError
 
     def lose(self, slot: Slot) -> None:
-        """The parameter belongs to another optimizer from now on."""
+        """Called when the parameter belongs to another optimizer from now on."""
         self.sync.lost = slot.name
 
     def backward_ends(self) -> bool:
-        """A backward pass that this strategy has entered is over. Returns whether gradients are to be reduced now."""
+        """Ends a backward pass that this strategy has entered. Returns whether gradients are to be reduced now."""
         self.passes_left -= 1
         self.backward = no_pass
         return False
@@ -123,7 +123,7 @@ class When:
         """Reduces gradients, all of which have been computed. Raises `HorovodInternalError`."""
 
     def pass_is_gone(self) -> None:
-        """A backward pass that this strategy has entered has ended, well or not."""
+        """Called when a backward pass that this strategy has entered has ended, well or not."""
 
     # --- what the script calls ----------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class When:
         return contextlib.nullcontext()
 
     def zeroed(self) -> None:
-        """The script forgets its gradients."""
+        """Called when the script resets its gradients."""
 
     def discard(self) -> None:
         """Forgets what has arrived since the last exchange, and what is under way."""
@@ -157,16 +157,16 @@ class When:
         """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
 
     def settled(self) -> None:
-        """Parameters are what all ranks have agreed upon."""
+        """Called when parameters have become those that all ranks have agreed upon."""
 
     def note_weights(self) -> None:
-        """Parameters were set back to what they were."""
+        """Called when parameters were set back to earlier values."""
 
     def reseed(self) -> None:
         """Goes on from the parameters as they are. To be called on all ranks."""
 
     def set_passes(self, passes: int) -> None:
-        """Backward passes that make up a gradient, from the next step on."""
+        """Sets how many backward passes make up a gradient, from the next step on."""
         self.passes = passes
 
     # --- in checkpoints -----------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class When:
     # --- what the synchroniser says -----------------------------------------------------------------------------------
 
     def begins(self) -> None:
-        """A step begins."""
+        """Called when a step begins."""
 
     def reduction(self) -> wire.Reduction:
         """Returns the reduction to propose."""
@@ -197,7 +197,7 @@ class When:
         """Raises `ValueError` if this strategy cannot exchange a sparse gradient."""
 
     def planned(self) -> None:
-        """There is a new plan."""
+        """Called when there is a new plan."""
 
     def terms(self, slots: Sequence[Slot]) -> Terms:
         """Returns the terms that are sent with a bucket of these slots."""
@@ -213,7 +213,7 @@ class When:
         """Called before the unsent rest of this step is sent."""
 
     def sending(self, bucket: Bucket) -> None:
-        """A bucket is about to be sent."""
+        """Called before a bucket is sent."""
 
     def holds_back(self, bucket: Bucket) -> bool:
         """Tells whether a full bucket still waits for the end of the backward pass."""
@@ -223,7 +223,7 @@ class When:
         """Waits until nothing of earlier steps is being reduced."""
 
     def ended(self) -> None:
-        """A step has ended, well or not."""
+        """Called when a step has ended, well or not."""
 
     def plan_given_up(self, anew: bool) -> None:
         """Called before the plan is dropped. `anew`: because the membership has changed."""
@@ -232,7 +232,7 @@ class When:
         """Called before the set of parameters changes."""
 
     def released(self) -> None:
-        """The optimizer is gone."""
+        """Called when the optimizer is gone."""
 
 
 class Synchroniser:

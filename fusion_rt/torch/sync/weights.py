@@ -31,7 +31,7 @@ class Weights:
         self._slots, self._copies = [], []
 
     def changed(self) -> str:
-        """The name of a parameter that is not what it was; empty if there is none."""
+        """Returns the name of a parameter that is not what it was; empty if there is none."""
         for slot, copy in zip(self._slots, self._copies, strict=True):
             value = slot.parameter.detach()
             if not (_alike(value, copy) and (torch.equal(value, copy) or _same_with_nan(value, copy))):
@@ -40,7 +40,7 @@ class Weights:
 
 
 def not_finite(slots: Iterable[Slot]) -> str:
-    """The name of a parameter whose gradient has an element that is not finite; empty if there is none."""
+    """Returns the name of a parameter whose gradient has an element that is not finite; empty if there is none."""
     found = [(slot, slot.parameter.grad) for slot in slots if slot.parameter.grad is not None]
     values = [gradient._values() if gradient.is_sparse else gradient for _, gradient in found]
     values = [value if value.numel() else value.new_zeros(1) for value in values]

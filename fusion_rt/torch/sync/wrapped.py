@@ -108,7 +108,7 @@ class Wrapped(torch.optim.Optimizer):
         return self._sync.when.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Backward passes whose gradients are accumulated before they are reduced, from the next step on."""
+        """Sets how many backward passes are accumulated before gradients are reduced, from the next step on."""
         self._sync.when.set_passes(checked_passes(passes))
 
     @property
@@ -139,12 +139,12 @@ class Wrapped(torch.optim.Optimizer):
         return state if own is None else {**state, _OWN: own}
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """The `state_dict` of the script's optimizer, after updates that wait."""
+        """Returns the `state_dict` of the script's optimizer, after updates that wait."""
         self._sync.when.finish()
         return super().state_dict()
 
     def own_state(self) -> dict[str, Any] | None:
-        """The number of local steps and the outer optimizer, the same on all ranks; None where there are none."""
+        """Returns the number of local steps and the outer optimizer, the same on all ranks; None if there are none."""
         return self._sync.when.own_state()
 
     def load_own_state(self, own: dict[str, Any] | None) -> None:
@@ -172,7 +172,7 @@ class Wrapped(torch.optim.Optimizer):
     # --- for the synchroniser -----------------------------------------------------------------------------------------
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The script's optimizer's step."""
+        """Takes the script's optimizer's step, and records it."""
         self._note_step()
         steps = self._sync.steps
         steps.trace.record(_APPLY_BEGIN, "", 0, steps.number)
@@ -206,7 +206,7 @@ def wrap(
     options: Options,
     when: Callable[[Synchroniser], When],
 ) -> Any:
-    """The optimizer, made distributed.
+    """Makes an optimizer distributed.
 
     Args:
         optimizer: the script's.

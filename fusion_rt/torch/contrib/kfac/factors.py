@@ -24,12 +24,12 @@ BUCKET_NBYTES = 4 << 20
 
 
 def pack(matrix: torch.Tensor) -> torch.Tensor:
-    """The upper triangle of [n, n], row by row, as [n (n + 1) / 2]."""
+    """Returns the upper triangle of [n, n], row by row, as [n (n + 1) / 2]."""
     return matrix.masked_select(_triangle(len(matrix), matrix.device))
 
 
 def unpack(packed: torch.Tensor, size: int) -> torch.Tensor:
-    """The symmetric matrix [size, size] of which this is the upper triangle."""
+    """Returns the symmetric matrix [size, size] of which this is the upper triangle."""
     upper = packed.new_zeros(size, size).masked_scatter_(_triangle(size, packed.device), packed)
     return upper + upper.triu(1).T
 
@@ -76,7 +76,7 @@ class LayerState:
                 total += factor
 
     def take(self) -> tuple[list[torch.Tensor], int]:
-        """The triangles of A and G, averaged over the batches since the last call, and 1; or zeros and 0."""
+        """Returns the triangles of A and G, averaged over the batches since the last call, and 1; or zeros and 0."""
         factors, count = self._sum, self._count
         self._sum, self._count = None, 0
         if factors is None:

@@ -44,7 +44,7 @@ class Layer:
     def factors(
         self, inputs: torch.Tensor, gradient: torch.Tensor, loss_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A [a_size, a_size] and G [g_size, g_size] of one batch; None if it is empty.
+        """Returns A [a_size, a_size] and G [g_size, g_size] of one batch; None if it is empty.
 
         Args:
             inputs: of the layer.
@@ -65,7 +65,7 @@ class Layer:
         return of_inputs, of_gradients
 
     def gradient(self) -> torch.Tensor | None:
-        """The gradient of weight and bias as one matrix [g_size, a_size]; None if the layer took no part."""
+        """Returns the gradient of weight and bias as one matrix [g_size, a_size]; None if the layer took no part."""
         weight = self.weight.grad
         if weight is None or (self.bias is not None and self.bias.grad is None):
             return None
@@ -139,7 +139,7 @@ class Conv2dLayer(Layer):
 
 
 def find_layers(model: torch.nn.Module, skip: Iterable[str] = ()) -> tuple[list[Layer], list[str]]:
-    """The layers of a model that can be preconditioned, and what else it has with parameters that are trained.
+    """Returns the layers of a model that can be preconditioned, and what else it has with parameters that are trained.
 
     Args:
         model: whose parameters have their shapes (it has run once, if it has lazy modules).
@@ -194,7 +194,7 @@ def _is_named(name: str, module: torch.nn.Module, names: Iterable[str]) -> bool:
 
 
 def _by_example(tensor: torch.Tensor) -> torch.Tensor:
-    """[features], [N, features] or [N, ..., features] as [N, locations, features]."""
+    """Reshapes [features], [N, features] or [N, ..., features] to [N, locations, features]."""
     if tensor.dim() == 1:
         return tensor.view(1, 1, -1)
     return tensor.unsqueeze(1) if tensor.dim() == 2 else tensor.flatten(1, -2)

@@ -344,7 +344,7 @@ class _Decomposition:
             ops.synchronize(handle)
 
     def apply(self, gradient: torch.Tensor, damping: float) -> torch.Tensor:
-        """Q_G [(Q_G^T gradient Q_A) / (λ_G λ_A^T + damping)] Q_A^T; gradient is [g_size, a_size]."""
+        """Returns Q_G [(Q_G^T gradient Q_A) / (λ_G λ_A^T + damping)] Q_A^T; gradient is [g_size, a_size]."""
         n_a, n_g = self._sizes
         q_a, l_a, q_g, l_g = torch.split(self.packed, [n_a * n_a, n_a, n_g * n_g, n_g])
         q_a, q_g = q_a.view(n_a, n_a), q_g.view(n_g, n_g)
@@ -356,7 +356,7 @@ class _Decomposition:
 
 
 def _decomposed(state: LayerState) -> torch.Tensor:
-    """Packed as `_Decomposition` has it. Eigenvalues are not negative, whatever rounding says."""
+    """Decomposes a layer's factors, packed for `_Decomposition`. Negative eigenvalues, due to rounding, become 0."""
     parts = []
     for factor in (state.a, state.g):
         assert factor is not None

@@ -86,7 +86,7 @@ class LayerAdaptive(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _trust(self, group: dict[str, Any], weights: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
-        """Trust ratios, [n], from the norms of weights and updates, [n] each."""
+        """Returns trust ratios, [n], from the norms of weights and updates, [n] each."""
         raise NotImplementedError
 
     def _apply(
@@ -105,7 +105,7 @@ class LayerAdaptive(torch.optim.Optimizer):
         return bool(self._exclude(parameter))
 
     def _ratios_of(self, batches: Sequence[Measured]) -> list[list[torch.Tensor]]:
-        """The trust ratios of each batch's parameters with gradients."""
+        """Returns the trust ratios of each batch's parameters with gradients."""
         measured: list[list[torch.Tensor]] = []  # parameters of each batch
         vectors: list[torch.Tensor] = []  # weights, update, weights, update, ...
         for options, parameters, updates in batches:
@@ -152,7 +152,7 @@ class _SumOver:
 
 
 def split_over(process_set: ProcessSet = global_process_set) -> Norms:
-    """The argument `norms` of LARS and LAMB, for tensors of which each rank of the process set holds a part.
+    """Returns the argument `norms` of LARS and LAMB, for tensors of which each rank of the process set holds a part.
 
     Every one of these ranks has to take every step, with parts of the same tensors in the same order; it costs one
     `allreduce` of 16 bytes a tensor. A tensor that all ranks hold whole does no harm as long as eps is negligible and
@@ -188,7 +188,7 @@ def _has_gradient(parameter: torch.Tensor) -> bool:
 
 
 def _squared_norms(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """[n], float64, on the device of the first."""
+    """Returns the squared norms, [n], float64, on the device of the first."""
     wide = [tensor.float() if tensor.dtype in _HALF else tensor for tensor in tensors]  # 16 bits overflow at 65504
     device = tensors[0].device
     return torch.stack([norm.to(device, torch.float64) for norm in torch._foreach_norm(wide)]).square()

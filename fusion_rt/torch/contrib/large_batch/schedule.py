@@ -112,7 +112,7 @@ class LinearScaling(torch.optim.lr_scheduler.LRScheduler):
         return epochs + (self.last_epoch - step) / self._steps_in_epoch()
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The groups' rates for the next step. It is called by `step`."""
+        """Returns the groups' rates for the next step. It is called by `step`."""
         self._follow()
         epochs, scale = self.epochs_done, self.scale
         if epochs < self.warmup_epochs:

@@ -31,7 +31,7 @@ class GradientUnderWay(torch.Tensor):
 
 
 def make_guard(slot: Slot, wait: Callable[[], None]) -> GradientUnderWay:
-    """A guard for a slot's gradient: of one element in memory, which is NaN."""
+    """Makes a guard for a slot's gradient: of one element in memory, which is NaN."""
     parameter = slot.parameter
     element = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
     guard: Any = element.expand(parameter.shape).as_subclass(GradientUnderWay)

@@ -330,7 +330,7 @@ class Later(InBackward):
         super().arrived(slot, parameter)
 
     def _used_too_early(self, slot: Slot) -> None:
-        """The slot's gradient has arrived, and its last update has not been applied: it is that of an older value."""
+        """Handles a gradient that came before its parameter's last update was applied: it is that of an older value."""
         warnings.warn(
             f"parameter {slot.name!r} was used before its last update had been applied, because the forward pass of no "
             "module that has it has run; call optimizer.synchronize() before such a use. From now on step() waits for "
@@ -343,8 +343,8 @@ class Later(InBackward):
     # --- a backward pass, and what the script does with gradients -----------------------------------------------------
 
     def synchronize(self) -> None:
-        """After a backward pass: reduces the gradients and waits for it, so that they can be looked at and changed; to
-        be used with `skip_synchronize`. Between `step()` and the next forward pass: applies the update, as
+        """Reduces the gradients after a backward pass, and waits for it, so that they can be looked at and changed; to
+        be used with `skip_synchronize`. Between `step()` and the next forward pass applies the update, as
         `synchronize_parameters` does anywhere. Raises `HorovodInternalError`."""
         if self.sync.idle and self.stepped:
             self.finish()

@@ -88,7 +88,7 @@ class Update:
 
 
 def _kept(value: Any) -> Any:
-    """A hyperparameter as it is now; tensors are changed in place by schedulers and scalers."""
+    """Returns a hyperparameter as it is now; tensors are changed in place by schedulers and scalers."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
