@@ -56,10 +56,10 @@ class Daemon:
     """One node's daemon.
 
     Args:
-        config: who this node is.
+        config: this node's place in the job.
         settings: every knob.
         stdin: descriptor on which the peers' table comes, and whose end means that the starter is gone.
-        stdin_start: what has been read from it beyond the config's line.
+        stdin_start: bytes read from it beyond the config's line.
 
     Raises:
         FusionError: it cannot come up; the sentence says why.

@@ -29,7 +29,7 @@ class Ending:
     """The `JobControl` of one daemon: decides what goes on after a loss, and when all is over.
 
     Args:
-        config, settings: who this node is; whether losses are tolerated.
+        config, settings: this node's place; whether losses are tolerated.
         links: the connections of the local workers, by rank.
         engine: gives the one of this membership epoch.
         begin_epoch: begins the next one.

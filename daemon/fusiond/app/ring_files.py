@@ -27,7 +27,7 @@ class RingFiles:
 
     Args:
         directory: of this job's rings on this host.
-        topology, node: who is where, and which node this is.
+        topology, node: the ranks of each node, and this node.
         to_node: sends a message to another node.
         call_later: calls back after so many seconds.
     """

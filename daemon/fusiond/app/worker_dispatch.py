@@ -27,7 +27,7 @@ class WorkerDispatch:
     """One daemon's `WorkerEvents`.
 
     Args:
-        config: who this node is.
+        config: this node's place in the job.
         links: the connections of those that have joined, by rank; kept here.
         timeline: submissions are told to it.
         begin_epoch: begins a membership epoch in all parts of the daemon.

@@ -52,7 +52,7 @@ class Contribution:
         payload: the encoded values, of one that came from another node.
         arrived: when it came to its home (s).
         signature, splits: of a tensor outside a plan, as submitted.
-        rescale: what the residual of each tensor is multiplied by first.
+        rescale: factor of each tensor's residual, applied first.
         urgency: the less, the sooner the worker needs it.
         selected: the worker's selection from a bucket, instead of the elements in `values`.
         share: whose contributions `values` has; see `wire.Ready`.

@@ -50,9 +50,9 @@ class Losses:
     """The losses that one daemon knows of, and what follows from them.
 
     Args:
-        topology, node: who is where, and which node this is.
+        topology, node: the ranks of each node, and this node.
         tolerate: losses may be tolerated at all.
-        membership: who has come here.
+        membership: the workers that have come here.
         effects: sends, waits and warns.
         job: acts.
 

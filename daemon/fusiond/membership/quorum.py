@@ -86,7 +86,7 @@ class Views:
     """One node's part in the agreement on views.
 
     Args:
-        topology, node: who is where, and which node this is.
+        topology, node: the ranks of each node, and this node.
         effects: sends and waits.
         events: called with the decisions.
 

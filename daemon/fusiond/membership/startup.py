@@ -27,8 +27,8 @@ class Starting:
     """One daemon's part in the start of a job.
 
     Args:
-        config, settings: who this node is; the time-out.
-        membership: who has come here, and, at the coordinator, which nodes are up.
+        config, settings: this node's place; the time-out.
+        membership: the workers that have come here, and, at the coordinator, the nodes that are up.
         loop, mesh: time, and the peers; None in a job of one node.
         started: called with the `Start` and the links' seconds a byte by node, when all nodes are up.
         failed: called with a sentence when they are not in time.

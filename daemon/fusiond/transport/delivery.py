@@ -212,7 +212,7 @@ class _After:
 
     Attributes:
         number: of the last of them.
-        serials: what has to be acknowledged on each connection, once all of them have left.
+        serials: the serial to be acknowledged on each connection, once all of them have left.
     """
 
     __slots__ = ("number", "serials", "then")

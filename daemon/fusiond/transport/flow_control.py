@@ -42,7 +42,7 @@ class _Flow:
         consumed: of it here, and not yet granted.
         borrows: it still has a borrowed payload of ours to consume.
         lends: it waits for our last credit, because it sent borrowed payloads.
-        waiting: what it has granted no credit for.
+        waiting: chunks for which it has granted no credit.
     """
 
     sent: int = 0
@@ -65,10 +65,10 @@ class FlowPort:
         send_chunk: sends (node, chunk, payload) now; returns whether the payload stays borrowed until credit comes.
         grant: sends credit (node, chunks).
         finished: called when the exchange has finished and nothing of it is borrowed any more.
-        trace: what waits is recorded there.
+        trace: records chunks that wait.
 
     Attributes:
-        lends: whether large payloads are memory that changes when the exchange is over (`Exchange.lends`).
+        lends: large payloads are memory that changes when the exchange is over (`Exchange.lends`).
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Link:
     """A connection for control messages (`number` 0) or payloads to the peer at `endpoint`.
 
     Attributes:
-        out: what was sent on it.
+        out: messages sent on it.
         stands: messages leave at once.
         down_since: when it broke (s, of `clock`); None while it stands, and before it first stood.
         reconnections: how often it came back.

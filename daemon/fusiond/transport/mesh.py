@@ -52,10 +52,10 @@ class Mesh:
 
     Args:
         loop: watches the sockets.
-        config, settings: who this node is; what is encrypted, sizes, time-outs.
+        config, settings: this node's place; encryption, sizes, time-outs.
         on_up: called once, when every peer has greeted this node and every connection to them stands.
         on_lost: called with (node, sentence) when a peer is lost.
-        trace: what comes and goes is recorded there.
+        trace: records payloads, links and clocks.
         clock: nanoseconds, those of the recorder.
 
     Raises:

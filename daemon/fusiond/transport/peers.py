@@ -199,7 +199,7 @@ class Peer:
         leaving: it has said that it ends.
         lost: it was declared so; what it sends is fenced, unless it is leaving: those are its last words.
         control_from: routing id under which its control messages come.
-        clock: what is known of its clock; `asked_at`: `sent` of the last heartbeat to it.
+        clock: the estimate of its clock; `asked_at`: `sent` of the last heartbeat to it.
         owed, owed_bytes: received since it was last sent an acknowledgement.
         owes_from: so many of these bytes are acknowledged without a message to ride on.
     """

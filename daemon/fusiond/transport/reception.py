@@ -214,7 +214,7 @@ class Reception:
 
     Attributes:
         on_message: called with the node, the message, and its payload if it has one, for every other message.
-        gate: whose keys are admitted.
+        gate: admits keys and tokens.
         tokens: of payload connections.
         ports: for control messages and for payloads.
         dropped: messages that were nobody's or made no sense.

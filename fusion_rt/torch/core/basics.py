@@ -206,7 +206,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Args:
         file_path: of the file.
-        mark_cycles: whether the beginning of each step is marked.
+        mark_cycles: the beginning of each step is marked.
 
     Raises:
         ValueError: before `init`, or without HOROVOD_TIMELINE, which Horovod needs to be DYNAMIC for it; or the file

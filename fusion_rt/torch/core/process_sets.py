@@ -21,7 +21,7 @@ class ProcessSet:
         ranks: its members, in any order.
 
     Attributes:
-        process_set_id: what it is called in messages; None while it is not registered.
+        process_set_id: its id in messages; None while it is not registered.
         ranks: its members, ascending. Those of `global_process_set` are known after `init`.
         mpi_comm: Horovod's; None, since there are no MPI communicators here.
 

@@ -42,8 +42,8 @@ class Runtime:
         where: this worker's place, from its environment.
         daemon: the one that this worker started, if it did.
         copying: copies of results from the arena to a device that may be under way.
-        in_node: what combines gradients with other ranks of this node, and so has to tell them when this one leaves.
-        trace: what this worker does is recorded there.
+        in_node: reductions with other ranks of this node, which have to tell them when this one leaves.
+        trace: records this worker's work.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class ActivePlan:
     Args:
         options: how the optimizer's parameters are exchanged.
         trained: asked for the groups of parameters.
-        checkpoint: what daemons remember.
+        checkpoint: the optimizer's state in the daemons.
         selections: the part of that which this worker keeps itself.
 
     Attributes:
@@ -37,7 +37,7 @@ class ActivePlan:
         made: there is one.
         agreed: the plan that ranks have agreed upon; also after it has been dropped, until there is another one.
         buckets: of the plan; empty while there is none.
-        node: what combines gradients in this node, if anything but the daemon does.
+        node: the reduction within this node; None if the daemon combines gradients.
         count: how often there was a new plan.
         nbytes: bytes that a step exchanges, without sparse gradients.
     """
@@ -72,7 +72,7 @@ class ActivePlan:
         Args:
             order: slots by name, in the order in which they are wanted.
             reduction: how contributions are combined.
-            replanning: what tunes plans, if anything does.
+            replanning: the tuner of plans, if there is one.
             may_be_late: updates can be applied one step late.
         """
         if self.made or self._proposed is not None:

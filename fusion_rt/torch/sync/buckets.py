@@ -39,7 +39,7 @@ class Carriage:
     Attributes:
         posted, applied: the signal that is exchanged, and how the result is applied.
         compressor: a script's own, applied to each gradient before and after; None if there is none.
-        terms: what is said of a bucket when it is sent.
+        terms: returns the terms that are sent with a bucket.
     """
 
     posted: Posted
@@ -99,8 +99,8 @@ class Bucket:
         flush: why it is sent when it is.
         urgency: the less, the sooner its result is needed.
         nbytes: its size.
-        node: what combines it with those of other ranks of the node, in steps in which that is done.
-        selection: what selects from it, if this worker does.
+        node: the reduction that combines it with those of other ranks of the node, in some steps.
+        selection: the selector from it, if this worker selects.
         owed: places in the bucket, and what is to be added there (both 1-D) to what is sent next.
     """
 

@@ -111,8 +111,8 @@ def codec_state(common: Carried, residuals: Arrays, velocities: Arrays, sizes: M
     """Returns the state that a node's daemon loads for an all-reduce, with or without a plan.
 
     Args:
-        common: what all nodes start from.
-        residuals, velocities: of this node. Where it has none they are zero, so that all nodes' states are of one form.
+        common: the state that all nodes start from.
+        residuals, velocities: this node's. Where it has none they are zero, so that all nodes' states are of one form.
         sizes: elements of each tensor; what is of no tensor, or of another size, is left out.
     """
     state = dict(common.common)
@@ -145,7 +145,7 @@ def home_state(bucket: wire.Bucket, ranks: int, homes: Mapping[str, Arrays], val
     Args:
         ranks: how many take part.
         homes: see `Carried`.
-        values: what tensors begin with of which there is no home; 1-D, as they lie in the bucket.
+        values: initial values of tensors without a home; 1-D, as they lie in the bucket.
     """
     known = {t.name: homes[t.name] for t in bucket.tensors if _fits(homes.get(t.name, {}), t)}
     if not known:

@@ -264,7 +264,7 @@ class Checkpoint:
         """Goes on, in a new membership epoch, from what was carried. To be called on all ranks.
 
         Args:
-            common: what is the same on all of them: `common`, `buckets`, `homes` and `rates` count.
+            common: the state that is the same on all of them: `common`, `buckets`, `homes` and `rates` count.
             mine: residuals and velocities that are this worker's to send.
             loads: this worker of its node gives the daemon what is to be loaded; alone on its node if it is.
 

@@ -125,7 +125,7 @@ class Selections:
         """Decides which buckets of a new plan are selected from by this worker. Returns the bytes of its segment.
 
         Args:
-            node: what combines the gradients of its node, if that is not the daemon.
+            node: the reduction within its node; None if the daemon combines gradients.
         """
         self.forget()
         self._plan = plan

@@ -42,14 +42,14 @@ class Slot:
         nbytes: of its gradient, while it is dense.
         together: see `Named`.
         direct: `p.grad` may be the place in the arena itself.
-        closed: what is in `p.grad` is being reduced, or has been: autograd must not add to it.
+        closed: `p.grad` is being reduced, or has been: autograd must not add to it.
         kept: reduced gradients of earlier backward passes of this step, which the next result is added to.
         seen: number of the last backward pass that has completed its gradient.
         bucket: its bucket, or None while there is no plan.
         view: its place in the bucket, in the parameter's shape and memory order; in the compressed gradient's shape, if
             the script compresses it.
         sparse: how many sparse dimensions its gradient has; 0: it is dense, as far as is known.
-        compressed, context: what the compressor made of the gradient before there was a place for it, and for its end.
+        compressed, context: the compressor's output before there was a place for it, and its context for the end.
         start, velocity: where the parameter was after the last exchange, and the outer momentum, where these count.
         guard: is in `p.grad` while the gradient is under way, where the script may touch it then.
     """

@@ -81,7 +81,7 @@ class When:
         eager: buckets are sent as soon as they are complete.
         own_gradients: `p.grad` is this rank's own until `step()`, so that a `GradScaler` has to call that in any case.
         may_be_late: updates can be applied one step late.
-        keeps_context: what a script's compressor noted of a gradient is needed after the step.
+        keeps_context: a script's compressor's context of a gradient is needed after the step.
         local: ranks have parameters of their own.
         delays: updates are applied later than `step()`, which `finish` puts an end to.
         passes: backward passes that make up a gradient.
@@ -249,7 +249,7 @@ class Synchroniser:
         copying: buckets whose gradients are on their way from a device to the arena.
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
         plan: the active plan.
-        checkpoint: what daemons remember.
+        checkpoint: the optimizer's state in the daemons.
         selections: the part of that which this worker keeps itself.
         steps: the steps that it is part of, as they are recorded.
         replanning: replaces the plan by others, if anything does.

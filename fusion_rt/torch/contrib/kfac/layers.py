@@ -50,7 +50,7 @@ class Layer:
             inputs: of the layer.
             gradient: of the loss, by the layer's outputs. The loss is the mean over the batch, the first dimension, so
                 that the gradients of the single examples' losses are larger by the size of the batch.
-            loss_scale: what the loss has been multiplied with besides.
+            loss_scale: the factor by which the loss has been multiplied besides.
         """
         with torch.autocast(inputs.device.type, enabled=False):
             rows, gradients = self._input_rows(inputs.to(self.dtype)), self._gradient_rows(gradient.to(self.dtype))

@@ -67,7 +67,7 @@ class KFAC:
         kl_clip: κ; preconditioned gradients P are multiplied by min(1, sqrt(κ / |Σ lr² G·P|)). None: they are not.
         factor_update_steps: factors are computed in every so many-th step.
         inverse_update_steps: they are decomposed in every so many-th step; in between the last decomposition is used.
-        loss_scale: what losses are multiplied with before `backward()`: a number, or a function that tells it, such as
+        loss_scale: factor of losses before `backward()`: a number, or a function that returns it, such as
             `GradScaler.get_scale`; gradients must have been unscaled by `step()`. Updates with values that are not
             finite are dropped.
         skip_layers: names of modules (with all that is in them) and of classes that are left alone without a warning.
