@@ -132,7 +132,7 @@ def home_shares(
         seconds_per_byte: of the links to other nodes, as far as they have been measured.
     """
     spec = algorithms.parse(proposal.reduction.algorithm)
-    if spec.place is not algorithms.Place.SHARD:
+    if not spec.at_shards:
         return {}
     nodes = participants.members(proposal.process_set).nodes
     if hosts:

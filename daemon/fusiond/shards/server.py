@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.algorithms import Place
 from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.core.dtypes import DTYPES
@@ -77,7 +76,7 @@ class HomeServer:
     def open(self, state: PlanState) -> None:
         """A plan becomes active: makes its homes on this node."""
         plan = state.plan
-        shards = state.spec.place is Place.SHARD
+        shards = state.spec.at_shards
         for bucket in plan.buckets:
             if shards:
                 if plan.homes[bucket.index] == self._here.node:

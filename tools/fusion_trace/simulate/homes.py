@@ -108,7 +108,7 @@ class Homes:
     def _posted(self, rank: int, bucket: int, clock: int) -> None:
         version = self._versions.get((rank, bucket), 0)
         part = Contribution(rank, np.zeros(1, np.float32), clock=clock, version=version, rates=(0.1,))
-        shard = self._spec.place is chosen.Place.SHARD
+        shard = self._spec.at_shards
         node = self._places[bucket] if shard else self._host.node
         if node == self._host.node:
             self.arrived(bucket, -1 if shard else rank, part)

@@ -76,7 +76,7 @@ class Predictor:
         every = spec if spec.period == 1 else replace(spec, steps=1)  # type: ignore[call-arg]
         one = replace(case, algorithm=str(every))  # one exchange in each step
         most, beyond = SIMULATED_HOMES, self._bound
-        if spec.place is chosen.Place.NOWHERE:
+        if not spec.at_homes:
             most, beyond = SIMULATED, self._one_for_all
         seconds, sent, messages, how = self._found(self._each if case.nodes <= most else beyond, one, every)
         waited = max(seconds - case.compute, 0.0) / spec.period
@@ -127,7 +127,7 @@ class Predictor:
 
 def heard(spec: chosen.Algorithm, nodes: int) -> int:
     """Returns from how many other ranks a home hears in a step, with a rank on each node; the most at any clock."""
-    if spec.place is chosen.Place.SHARD:
+    if spec.at_shards:
         return nodes - 1
     topology: str = getattr(spec, "topology")  # noqa: B009  # all gossip has one
     if nodes <= mixing.MAX_RANKS:
@@ -144,7 +144,7 @@ def buckets_of(case: Case, spec: chosen.Algorithm) -> list[Bucket]:
     shape = (rows, elements // rows)
     tensor = 4 * rows * (elements // rows)
     threshold = _THRESHOLD
-    if spec.place is chosen.Place.SHARD:
+    if spec.at_shards:
         threshold = min(threshold, -(-tensor * _TENSORS // case.nodes))
     together = max(1, threshold // tensor)
     return [
@@ -179,7 +179,7 @@ def _busiest(case: Case, cluster: Cluster, spec: chosen.Algorithm) -> tuple[floa
     buckets, costs = buckets_of(case, spec), cluster.costs
     coding = costs.codec(case.codec)
     work: dict[int, list[float]] = {}
-    shards = spec.place is chosen.Place.SHARD
+    shards = spec.at_shards
     nodes = place(buckets, case.nodes) if shards else [0] * len(buckets)  # each node has all of its rank's replicas
     for bucket, node in zip(buckets, nodes, strict=True):
         wire = wire_nbytes(case.codec, bucket, costs)

@@ -86,7 +86,7 @@ class Job:
         spec = chosen.parse(algorithm)
         daemons: list[Any] = []
         for host in self.hosts:
-            if spec.place is chosen.Place.NOWHERE:
+            if not spec.at_homes:
                 daemons.append((Alike if alike else Exchanges)(host, daemons, buckets, codec, self._answered))
             else:
                 homes = places or place(buckets, cluster.nodes)
