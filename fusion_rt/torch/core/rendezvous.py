@@ -53,7 +53,9 @@ class AgentStore:
 
     def put(self, key: str, value: bytes) -> None:
         try:
-            self._connected().set(key, value.decode())
+            store = self._connected()
+            store.set(key, value.decode())  # which torch does not wait for
+            store.check([key])
         except RuntimeError as error:
             raise self._failed(error) from None
 

@@ -27,6 +27,7 @@ def test_a_value_is_there_once_it_was_put(monkeypatch: pytest.MonkeyPatch) -> No
     two.remove("scope/a")
     assert one.get("scope/a") is None
     agent.set("scope/big", "x" * 100)
+    assert agent.check(["scope/big"])  # `set` does not wait until the store has it
     monkeypatch.setattr(kvstore, "MAX_VALUE", 99)
     with pytest.raises(WireError, match="has 100 bytes"):
         one.get("scope/big")
