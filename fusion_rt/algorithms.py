@@ -24,7 +24,7 @@ class AlgorithmError(FusionError, ValueError):
 
 
 class Signal(enum.Enum):
-    """What a worker posts."""
+    """The kind of values that a worker posts."""
 
     GRADIENT = "gradients"
     PARAMETER = "parameters"
@@ -32,7 +32,7 @@ class Signal(enum.Enum):
 
 
 class Apply(enum.Enum):
-    """What a worker does with the answer to what it has posted."""
+    """The use that a worker makes of an answer."""
 
     OPTIMIZER = "the script's optimizer steps with it, as with a gradient"
     PARAMETERS = "it becomes the parameters, or is added to them"
@@ -40,7 +40,7 @@ class Apply(enum.Enum):
 
 
 class Place(enum.Enum):
-    """Where the home of a bucket is."""
+    """The place of a bucket's home."""
 
     NOWHERE = "nowhere"
     """Ranks combine what they post, and all get the same."""
@@ -52,7 +52,7 @@ class Place(enum.Enum):
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """How the ranks' work becomes one model. The fields of a subclass are the arguments in its text.
+    """A way in which the ranks' work becomes one model. The fields of a subclass are the arguments in its text.
 
     Attributes:
         name: in the text: `name` or `name(argument=value, ...)`.
@@ -77,28 +77,23 @@ class Algorithm(ABC):
 
     @property
     def at_homes(self) -> bool:
-        """Whether buckets have homes, to which contributions go."""
+        """Says whether buckets have homes, to which contributions go."""
         return self.place is not Place.NOWHERE
 
     @property
-    def reduces_gradients(self) -> bool:
-        """Whether every step all-reduces gradients, which can be done bucket by bucket as these are complete."""
+    def sums_gradients(self) -> bool:
+        """Says whether every step all-reduces gradients, and nothing is kept at homes."""
         return not self.at_homes and self.signal is Signal.GRADIENT
 
     @property
-    def sums_gradients(self) -> bool:
-        """Whether all ranks get the sum, or mean, of all ranks' gradients, and nothing else is kept anywhere."""
-        return False
-
-    @property
     def at_shards(self) -> bool:
-        """Whether each parameter has a home, on one of the nodes."""
+        """Says whether each parameter has a home, on one of the nodes."""
         return self.place is Place.SHARD
 
     @property
     def steps_at_home(self) -> bool:
-        """Whether homes take the steps of the script's optimizer, by gradients."""
-        return self.signal is Signal.GRADIENT and not self.sums_gradients
+        """Says whether homes take the steps of the script's optimizer, by gradients."""
+        return self.at_homes and self.signal is Signal.GRADIENT
 
     @property
     def outer(self) -> tuple[float, float]:
@@ -107,16 +102,16 @@ class Algorithm(ABC):
 
     @property
     def remembers_weights(self) -> bool:
-        """Whether something else depends on parameters as a worker has left them: a home, or its next difference."""
+        """Says whether a home, or the next difference, depends on parameters as a worker has left them."""
         return self.at_shards or self.signal is Signal.DELTA
 
     @property
     def stale(self) -> bool:
-        """Whether most gradients are of older parameters than those that they change."""
+        """Says whether most gradients are of older parameters than those that they change."""
         return self.steps_at_home and not self.lockstep
 
     def exchanges_after(self, steps: int) -> bool:
-        """Whether a worker that has taken so many local steps exchanges parameters now."""
+        """Says whether a worker that has taken so many local steps exchanges parameters now."""
         return steps % self.period == 0
 
     @property
@@ -126,12 +121,12 @@ class Algorithm(ABC):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the worker takes its next steps while an exchange is under way."""
+        """Says whether the worker takes its next steps while an exchange is under way."""
         return False
 
     @property
     def lockstep(self) -> bool:
-        """Whether a home answers (nearly) all ranks at once, when (nearly) all of them have contributed."""
+        """Says whether a home answers (nearly) all ranks at once, when (nearly) all of them have contributed."""
         return self.synchronous
 
     def check(self, ranks: int) -> None:
@@ -161,10 +156,6 @@ class AllReduce(Algorithm):
     apply = Apply.OPTIMIZER
     place = Place.NOWHERE
     synchronous = True
-
-    @property
-    def sums_gradients(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)
@@ -485,7 +476,7 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
         ranks: how many there are.
     """
     algorithm.check(ranks)
-    if algorithm.reduces_gradients:
+    if algorithm.sums_gradients:
         return
     if op != "average":
         raise AlgorithmError(f"{algorithm} takes means, and cannot combine by {op}; use op=Average, or allreduce")

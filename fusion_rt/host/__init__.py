@@ -1,1 +1,1 @@
-"""What a process has of its host: memory, files, sockets, stacks."""
+"""The parts of a host that a process uses: memory, files, sockets, stacks."""

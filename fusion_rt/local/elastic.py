@@ -1,4 +1,4 @@
-"""What a worker of an elastic job and the agent of its host say to each other. Knows no torch.
+"""Messages between a worker of an elastic job and the agent of its host. Knows no torch.
 
 The agent started the worker, outlives the daemons, and knows from the launcher which membership epochs there are: each
 has daemons of its own, and with them a job id, keys and a topology of its own, so that nothing crosses from one epoch
@@ -80,7 +80,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode_from_worker(data: bytes) -> FromWorker:
-    """What a worker says.
+    """Returns a worker's message.
 
     Raises:
         WireError: it is no message of a worker.
@@ -122,7 +122,7 @@ class AgentConnection:
             ) from None
 
     def changes(self) -> list[HostsChanged]:
-        """What has been heard of hosts that came or went since the last call, in order. Does not wait.
+        """Returns what was heard of hosts that came or went since the last call, in order. Does not wait.
 
         Raises:
             FusionError: the agent is gone, or says what makes no sense.

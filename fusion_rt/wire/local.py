@@ -108,7 +108,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class SaveState(msgspec.Struct, tag="save", array_like=True):
-    """Asks for the codec state of a group's plan on this node; the result is `named_arrays`.
+    """Asks for the codec state of a group's plan on this node; the result is named arrays (`local.array_codec`).
 
     `common`: only the part that is the same on all nodes, without residuals.
     """

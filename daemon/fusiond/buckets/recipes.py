@@ -194,7 +194,7 @@ def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
     check_scales(proposal.reduction)
     codecs.parse(proposal.reduction.codec).check_use(proposal.reduction.op)
     if proposal.tuning is not None:
-        if not algorithm.reduces_gradients or reduction.op == "adasum":
+        if not algorithm.sums_gradients or reduction.op == "adasum":
             raise RequestError(f"{algorithm} with {reduction.op} cannot be tuned; only all-reduces can, without Adasum")
         if proposal.tuning.codec:
             codecs.parse(proposal.tuning.codec).check_use(reduction.op)

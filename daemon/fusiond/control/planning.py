@@ -101,7 +101,7 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
     dense = [tensor for tensor in proposal.tensors if not tensor.sparse]
     buckets: list[Bucket] = []
     offset = 0
-    eager = algorithms.parse(proposal.reduction.algorithm).reduces_gradients
+    eager = algorithms.parse(proposal.reduction.algorithm).sums_gradients
     tail = _tail(dense, threshold // _TAIL) if eager else 0
     for index, tensors in enumerate(_fused(dense, threshold, tail)):
         bucket = _bucket(index, tensors, offset)

@@ -87,7 +87,7 @@ class Operation:
 
     @property
     def urgency(self) -> int:
-        """That of the local member that needs it soonest."""
+        """The urgency for the local member that needs it soonest."""
         return min((part.urgency for part in self.parts.values()), default=0)
 
     @property
