@@ -37,7 +37,8 @@ class SoakError(Exception):
 
 @dataclass
 class RankState:
-    """What a rank has said. `models`: after which steps; `error`, `kind`, `at`: what it raised, and when."""
+    """What a rank has said. `models`: after which steps; `error`, `kind`, `at`: what it raised, and when; `ended`: it
+    has ended, and all that it said is here."""
 
     process: subprocess.Popen[bytes]
     joined: bool = False
@@ -49,11 +50,12 @@ class RankState:
     kind: str = ""
     at: float = 0.0
     done: bool = False
+    ended: bool = False
     models: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
-        return self.done or bool(self.error) or self.process.poll() is not None
+        return self.done or bool(self.error) or self.ended
 
 
 class SoakJob:
@@ -145,6 +147,7 @@ class SoakJob:
                 state.models = {int(step): model for step, model in said["models"].items()}
                 state.kind, state.at = said.get("kind", ""), said.get("at", 0.0)
                 state.error, state.done = said.get("error", ""), said.get("done", False)
+        state.ended = True
 
     def tell(self, rank: int, what: dict[str, Any]) -> None:
         """Sends a request to a rank."""
