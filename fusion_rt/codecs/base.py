@@ -11,6 +11,7 @@ Rules that collectives and algorithms rely on:
 * `decode(encode(x))` depends on the payload alone. A lossy codec's sender uses the decoded value too, so that all ranks
   get the same bits.
 * A stateful codec's `encode` changes its state: it is called once for each element and step. `decode` changes nothing.
+  So a stateful codec's exchange is not `chunks`, whose `encode` is called more often and has to give the same bytes.
 * A payload comes from another host. `decode` checks it before it allocates anything, and writes nothing outside `out`.
 """
 
