@@ -47,12 +47,19 @@ def open_bucket(codec: Codec, layout: Layout, team: Team = ALONE) -> BucketCodec
         team: the threads that it may use.
 
     Raises:
-        CodecError: of a bucket like this, its chunks may be longer than their elements are, for which no peer has room.
+        CodecError: of a bucket like this, its chunks may be longer than their elements are, for which no peer has room;
+            or it remembers something, and has chunks.
     """
     opened = (codec if codec.applies_to(layout.dtype) else Dense()).open(layout, team)
     most, plain = opened.max_encoded_nbytes(layout.elements), layout.elements * layout.dtype.itemsize
     if opened.exchange == "chunks" and most > plain:
         raise CodecError(f"the codec {codec} makes up to {most} bytes of elements that take {plain}; use none")
+    if opened.exchange == "chunks" and codec.stateful:
+        raise CodecError(
+            f"the codec {codec} remembers something from step to step, and its exchange is `chunks`, by which elements "
+            "are encoded more than once in a step, so that ranks would get different sums; derive its bucket codec "
+            "from SummingBucketCodec (docs/extending.md)"
+        )
     return opened
 
 

@@ -336,16 +336,6 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
 
     # As a codec that is not asked for selections.
 
-    def encode(self, start: int, values: Array) -> memoryview:
-        """A step of the whole bucket in one payload."""
-        if start != 0 or len(values) != self.layout.elements:
-            raise CodecError(
-                f"the codec {self.codec.name} selects from whole buckets, so it cannot encode parts of them"
-            )
-        payload = self.pack(self.contribute_alone(values), 0, self.layout.elements)
-        self.note_sent(payload.nbytes, values.nbytes)
-        return payload
-
     def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
         self.expand(self.unpack(payload, start, start + len(out)), out)
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array, BucketCodec
+from fusion_rt.codecs.base import Array, BucketCodec, CodecError
 
 Portion: TypeAlias = Any
 """Values of a range of the bucket, as receivers will have them, in a form of the codec's own; such as a `Selection`."""
@@ -81,6 +81,14 @@ class SummingBucketCodec(BucketCodec):
             self.undo(portion, values)
             portion = self.missing()
         return portion
+
+    def encode(self, start: int, values: Array) -> memoryview:
+        """Encodes a step of the whole bucket as one payload, for a single receiver."""
+        if start != 0 or len(values) != self.layout.elements:
+            raise CodecError(f"the codec {self.codec.name} encodes whole buckets, so it cannot encode parts of them")
+        payload = self.pack(self.contribute_alone(values), 0, self.layout.elements)
+        self.note_sent(payload.nbytes, values.nbytes)
+        return payload
 
     def tell(self, values: Array) -> tuple[memoryview, Array]:
         portion = self.contribute(values)

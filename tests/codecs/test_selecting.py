@@ -275,7 +275,7 @@ def test_whole_buckets_are_encoded_and_decoded(name: str) -> None:
     out = np.full(where.elements, 7, np.float32)
     opened(f"{name}(minimum=0, density=0.1)", where).decode(0, payload, out)
     assert 0 < np.count_nonzero(out) <= 28 + 30
-    with pytest.raises(CodecError, match="selects from whole buckets"):
+    with pytest.raises(CodecError, match="encodes whole buckets"):
         codec.encode(5, gradient(10, 1))
     with pytest.raises(ValueError, match="is not a whole bucket of 305 elements"):
         codec.accumulate_and_select(gradient(10, 1))

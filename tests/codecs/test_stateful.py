@@ -1,0 +1,67 @@
+"""Properties of every codec that remembers something from step to step, whatever its family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from fusion_rt.codecs import CODECS, BucketCodec, CodecError, Layout, open_bucket, parse
+from fusion_rt.codecs.base import Array, Codec
+from fusion_rt.codecs.dense import DenseBucket
+from fusion_rt.core.dtypes import DTYPES, DType
+
+NAMES = sorted(name for name, codec in CODECS.items() if codec.stateful)
+ELEMENTS = 3000
+
+
+def opened(name: str) -> BucketCodec:
+    return open_bucket(parse(name), Layout(DTYPES["float32"], ELEMENTS))
+
+
+def received(codec: BucketCodec, payload: memoryview) -> Array:
+    out = np.empty(ELEMENTS, np.float32)
+    codec.decode(0, payload, out)
+    return out
+
+
+def gradient(step: int) -> Array:
+    return np.random.default_rng(step).standard_normal(ELEMENTS, dtype=np.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("spoiler", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_arrives_as_one_and_leaves_no_trace(name: str, spoiler: float) -> None:
+    spoiled, plain, receiver = opened(name), opened(name), opened(name)
+    for codec in (spoiled, plain):
+        codec.encode(0, gradient(0))
+    values = gradient(1)
+    values[ELEMENTS // 2] = spoiler
+    assert not np.isfinite(received(receiver, spoiled.encode(0, values))).all()
+    assert np.isfinite(spoiled.residual_norm())
+    assert spoiled.residual_norm() == pytest.approx(plain.residual_norm(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_encoding_is_a_step_and_every_receiver_gets_the_same_bits(name: str) -> None:
+    sender, first, second = opened(name), opened(name), opened(name)
+    for step in range(3):
+        assert sender.step == step
+        payload = sender.encode(0, gradient(step))
+        assert received(first, payload).tobytes() == received(second, payload).tobytes()
+
+
+def test_a_codec_that_remembers_and_is_encoded_on_its_way_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Remembering(Codec):
+        name: ClassVar[str] = "remembering"
+        bucket: ClassVar[type[BucketCodec]] = DenseBucket
+        stateful: ClassVar[bool] = True
+
+        def applies_to(self, dtype: DType) -> bool:
+            return True
+
+    with pytest.raises(CodecError, match="remembering remembers something from step to step, and its exchange"):
+        open_bucket(Remembering(), Layout(DTYPES["float32"], 10))
