@@ -144,7 +144,7 @@ class Settings:
     """The settings of one process, read from its environment by `Settings.from_env`."""
 
     start_timeout: float = _row(
-        30.0, START, "How long every process of a job may take to come up before the job is given up.",
+        30.0, START, "How long every process of a job may take to come up before the start has failed.",
         unit=SECONDS, flags=("--start-timeout",), variable="HOROVOD_START_TIMEOUT", least=0.001)
     job_secret_file: str = _row(
         "", START, "File with a secret that the job's processes share, which only this user may read (mode 0600), on "
@@ -321,7 +321,7 @@ class Settings:
         1.0, DAEMON, "How often a daemon's event loop tells its peers that it is alive.",
         unit=SECONDS, variable="FUSION_HEARTBEAT_INTERVAL", least=0.01)
     heartbeat_timeout: float = _row(
-        10.0, DAEMON, "Silence after which a peer daemon is given up, at most; half of that where its "
+        10.0, DAEMON, "Silence after which a peer daemon is declared dead, at most; half of that where its "
         "heartbeats are regular.",
         unit=SECONDS, variable="FUSION_HEARTBEAT_TIMEOUT", least=0.05)
 

@@ -66,7 +66,7 @@ class Segment:
         except (OSError, OverflowError) as error:
             os.close(fd)
             raise ArenaError(
-                f"{nbytes} bytes of shared memory are not to be had on this host ({error}); "
+                f"{nbytes} bytes of shared memory cannot be allocated on this host ({error}); "
                 "use a smaller model or fusion threshold, or raise the limit that was met"
             ) from error
         return segment

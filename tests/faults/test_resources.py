@@ -89,9 +89,12 @@ print("went on", flush=True)
 """
 
 
-def test_shared_memory_that_is_not_to_be_had_is_a_sentence_and_leaves_nothing() -> None:
+def test_shared_memory_that_cannot_be_allocated_is_a_sentence_and_leaves_nothing() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with limited(resource.RLIMIT_FSIZE, MIB), pytest.raises(ArenaError, match="bytes of shared memory are not to be"):
+    with (
+        limited(resource.RLIMIT_FSIZE, MIB),
+        pytest.raises(ArenaError, match="bytes of shared memory cannot be allocated"),
+    ):
         Segment.create(2 * MIB)
     assert len(os.listdir("/proc/self/fd")) == before
     Segment.create(2 * MIB).close()
@@ -102,8 +105,8 @@ def test_a_worker_without_shared_memory_says_so_and_its_job_fails(runtime_dir: P
     result = fusionrun("-np", "2", sys.executable, "-c", TOO_LARGE)
     assert result.returncode == 1
     assert "went on" not in result.stdout
-    assert re.search(r"fusionrun: rank 1 on host localhost failed first: .*ArenaError: \d+ bytes of shared memory are "
-                     r"not to be had on this host \(.*File too large\)", last_line(result.stderr))  # fmt: skip
+    assert re.search(r"fusionrun: rank 1 on host localhost failed first: .*ArenaError: \d+ bytes of shared memory "
+                     r"cannot be allocated on this host \(.*File too large\)", last_line(result.stderr))  # fmt: skip
     assert os.listdir(runtime_dir) == []
 
 
@@ -122,7 +125,7 @@ def test_a_daemon_without_shared_memory_for_a_result_fails_the_operation_and_goe
         return str(raised.value)
 
     told = together({rank: partial(work, rank) for rank in job.clients})
-    assert all("bytes of shared memory are not to be had on this host" in text for text in told.values()), told
+    assert all("bytes of shared memory cannot be allocated on this host" in text for text in told.values()), told
     assert add(job) == {0: 3.0, 1: 3.0}
 
 

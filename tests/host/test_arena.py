@@ -174,7 +174,7 @@ def test_an_empty_segment_is_refused() -> None:
 
 @pytest.mark.parametrize("nbytes", [1 << 48, (1 << 63) - 4096, 1 << 63, 1 << 70])
 def test_more_memory_than_there_is_is_an_arena_error(nbytes: int) -> None:
-    with pytest.raises(ArenaError, match=f"{nbytes} bytes of shared memory are not to be had"):
+    with pytest.raises(ArenaError, match=f"{nbytes} bytes of shared memory cannot be allocated"):
         Segment.create(nbytes)
 
 

@@ -400,7 +400,7 @@ class Views:
             why = next(
                 (loss.why for loss in news if loss.node == self._node and loss.rank < 0), "it is not in the view"
             )
-            error = f"node {self._node} (host {host}) was given up by the others, which go on without it: {why}"
+            error = f"node {self._node} (host {host}) was declared dead by the others, which go on without it: {why}"
             self._events.job_ends(error, False)
             return
         self._events.view_begins(view, news)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 TERM_GRACE = 5.0  # seconds between TERM and KILL when a worker failed, as Horovod has it
 INTERRUPT_GRACE = 3.0  # seconds when a person or a batch system interrupts: with the rest, all is over within 5
 END_S = 3.0  # seconds an agent has, beyond the grace, to end
-_DROP_S = 2.0  # seconds that an agent has to end that was given up
+_DROP_S = 2.0  # seconds that an agent has to end which is no longer waited for
 _SILENCE = 6.0  # times FUSION_HEARTBEAT_TIMEOUT, after which launcher and agent take each other for gone
 _FLUSH_S = 5.0  # seconds the reader of our own output has to take the rest of it
 _FLUSH_INTERRUPTED_S = 0.5

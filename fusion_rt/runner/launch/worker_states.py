@@ -109,7 +109,10 @@ class WorkerStates:
         return True
 
     def end(self, place: Place, failure: Failure | None, late: str) -> bool:
-        """A worker has ended; whether it has failed. `late`: what is said of one that was given up."""
+        """Notes that a worker has ended; returns whether it has failed.
+
+        `late`: said of one that was killed because it took too long.
+        """
         if failure is None and self.states[place] is WorkerState.RUNNING and place not in self.given_up:
             self.states[place] = WorkerState.DONE
             return False

@@ -498,14 +498,14 @@ def test_memory_that_is_out_fails_the_operation_and_not_the_daemon(monkeypatch: 
     from fusion_rt.host.arena import Segment
 
     def full(nbytes: int) -> Segment:
-        raise ArenaError(f"{nbytes} bytes of shared memory are not to be had")
+        raise ArenaError(f"{nbytes} bytes of shared memory cannot be allocated")
 
     job = SimulatedJob([1, 2])
     monkeypatch.setattr(Segment, "create", full)
     handles = job.submit_all("g", replace(LARGE, kind="allgather"), [LARGE_VALUES] * 3)
     error = same_error(job, dict(enumerate(handles)))
     assert "tensor 'g' failed on node" in error
-    assert "72000 bytes of shared memory are not to be had" in error
+    assert "72000 bytes of shared memory cannot be allocated" in error
     works(job)
 
 

@@ -305,7 +305,7 @@ def test_a_node_that_was_stopped_learns_that_it_was_given_up() -> None:
     job.run(3)
     stopped.views.message(0, wire.NewView(job.members[0].views.view))
     assert stopped.error == (
-        "node 2 (host host2) was given up by the others, which go on without it: node 2 is lost: silent"
+        "node 2 (host host2) was declared dead by the others, which go on without it: node 2 is lost: silent"
     )
 
 

@@ -167,7 +167,7 @@ Traceback (most recent call last):
     hvd.allreduce(x)
   File "arena.py", line 67, in create
     raise ArenaError(
-fusion_rt.core.errors.ArenaError: 4194304 bytes of memory are not to be had on this host ([Errno 27] File too large)
+fusion_rt.core.errors.ArenaError: 4194304 bytes of memory cannot be allocated on this host ([Errno 27] File too large)
 """
 ECHO_OF_CHAIN = f"""Traceback (most recent call last):
   File "train.py", line 7, in <module>
@@ -182,12 +182,12 @@ def test_an_echo_of_an_error_that_had_a_cause_of_its_own_is_no_cause() -> None:
     echo, cause = worker(0, stderr=ECHO_OF_CHAIN), worker(1, stderr=CHAIN)
     assert first_cause([echo, cause]) is cause
     assert tell([echo, cause])[-1] == (
-        "fusionrun: rank 1 on host b failed first: fusion_rt.core.errors.ArenaError: 4194304 bytes of memory are not "
-        "to be had on this host ([Errno 27] File too large)"
+        "fusionrun: rank 1 on host b failed first: fusion_rt.core.errors.ArenaError: 4194304 bytes of memory cannot "
+        "be allocated on this host ([Errno 27] File too large)"
     )
     assert tell([echo])[-1] == (
         "fusionrun: rank 0 on host b failed first: fusion_rt.core.errors.HorovodInternalError: rank 1 (host b) failed: "
-        "fusion_rt.core.errors.ArenaError: 4194304 bytes of memory are not to be had on this host ([Errno 27] File "
+        "fusion_rt.core.errors.ArenaError: 4194304 bytes of memory cannot be allocated on this host ([Errno 27] File "
         "too large)"
     )
 
