@@ -24,7 +24,8 @@ from fusion_rt.local import array_codec, packets
 from fusion_rt.tracing.format import Flush, Kind
 from fusion_rt.tracing.recorder import Instrument
 
-_SUBMITTED = int(Kind.SUBMITTED)  # see `channel.py`
+_SUBMITTED, _DONE = int(Kind.SUBMITTED), int(Kind.DONE)  # see `channel.py`
+_UNANSWERED = 32  # small messages sent after another that the daemon need not say that it has
 
 
 class Client:
@@ -73,6 +74,9 @@ class Client:
             raise
         self.channel.patience = self.welcome.patience
         self._clocks = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)
+        self._messages = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)  # by group and the two ranks
+        self._unanswered = 0
+        self._answered: Operation | None = None  # the last small message of which the daemon is to say that it has it
         self.topology: Topology = self.welcome.topology
         self.process_sets = {GLOBAL_SET: ProcessSet(GLOBAL_SET, tuple(range(self.topology.size)))}
 
@@ -182,6 +186,107 @@ class Client:
         operation = self.channel.begin(proposal.group)
         self._send(wire.Propose(operation.handle, proposal))
         return operation
+
+    def send_to(
+        self,
+        group: int,
+        rank: int,
+        tag: int,
+        *,
+        inline: bytes | None = None,
+        place: tuple[int, int] | None = None,
+        nbytes: int = 0,
+        seconds: float = 0.0,
+    ) -> Operation:
+        """Sends a message to one rank of a group, which has to receive it with `receive_from`.
+
+        A message that is `inline` is away when this returns, and its operation has ended, unless too many of them have
+        not been received. Any other one has ended when the other rank has it: only then may its memory be used again.
+
+        Args:
+            group: id of the process set.
+            rank: whom it is for, in the job.
+            tag: 0 or more; only a receive with the same tag takes it.
+            inline: the message, at most `wire.MAX_INLINE` bytes.
+            place: else the segment id and offset where its `nbytes` bytes lie in the arena.
+            seconds: after which it fails unless it was received; 0: as long as any operation may wait.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+            ValueError: it is for this rank itself.
+        """
+        self._not_myself(rank)
+        name = f"message {self.rank} to {rank}"
+        if inline is not None and self._needs_no_answer():
+            if self.channel.failure is not None:
+                raise HorovodInternalError(self.channel.failure)
+            operation = Operation(0, name)
+            operation.done = True
+        else:
+            operation = self.channel.begin(name)
+            if inline is not None:
+                self._answered = operation
+        clock = self._messages.count(group, name)
+        operation.about = (name, clock, 0)
+        nbytes = nbytes if inline is None else len(inline)
+        where = None if place is None else wire.Place(*place)
+        self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
+        self._send(wire.SendTo(operation.handle, group, rank, tag, clock, nbytes, where, inline, seconds))
+        if operation.done:
+            self.channel.trace.record(_DONE, name, 0, clock)
+        return operation
+
+    def receive_from(
+        self,
+        group: int,
+        rank: int | None,
+        tag: int,
+        nbytes: int,
+        *,
+        place: tuple[int, int] | None = None,
+        seconds: float = 0.0,
+    ) -> Operation:
+        """Receives a message of at most `nbytes` bytes: the first with this tag that no other receive has taken.
+
+        The operation's `sizes` are the rank, in the job, that has sent it, and its bytes.
+
+        Args:
+            group: id of the process set.
+            rank: who sends it, in the job; None: any rank of the group.
+            tag: of the message.
+            place: segment id and offset in the arena where it goes; None: it is the operation's `inline`, and is not
+                longer than `wire.MAX_INLINE`.
+            seconds: after which it fails unless the message is there; 0: as long as any operation may wait.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+            ValueError: it is from this rank itself.
+        """
+        source = wire.ANYBODY if rank is None else rank
+        self._not_myself(source)
+        name = f"message to {self.rank}" if rank is None else f"message {rank} to {self.rank}"
+        operation = self.channel.begin(name)
+        clock = self._messages.count(group, name)
+        operation.about = (name, clock, 0)
+        where = None if place is None else wire.Place(*place)
+        self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
+        self._send(wire.ReceiveFrom(operation.handle, group, source, tag, clock, nbytes, where, seconds))
+        return operation
+
+    def _not_myself(self, rank: int) -> None:
+        if rank == self.rank:
+            raise ValueError(f"rank {rank} can neither send to itself nor receive from itself")
+
+    def _needs_no_answer(self) -> bool:
+        """Counts a small message, and returns whether the daemon need not say that it has it.
+
+        It says so of some of them, and of all as long as it has not said it of the last of these: so it has never more
+        than a few that it was not asked to keep.
+        """
+        if self._answered is not None and not self.poll(self._answered):
+            return False
+        self._unanswered = (self._unanswered + 1) % _UNANSWERED
+        return self._unanswered > 0
 
     def poll(self, operation: Operation) -> bool:
         """Returns whether the operation has ended; reads what has arrived, without waiting."""

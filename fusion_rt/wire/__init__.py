@@ -8,7 +8,8 @@ Every decoder refuses input that is longer than its limit before it looks at it,
 that is not a well-formed message; no other exception leaves it.
 
 `basics`, `operations` and `plans` define the types of fields; `local`, `peers`, `coordinator`, `views`, `inquiries`,
-`figures`, `rings` and `data` the messages; `coding` encodes and decodes them. All of it is used as `wire.NAME`.
+`figures`, `rings`, `data` and `between_ranks` the messages; `coding` encodes and decodes them. All of it is used as
+`wire.NAME`.
 """
 
 from fusion_rt.wire.basics import (
@@ -37,6 +38,15 @@ from fusion_rt.wire.basics import (
     Shape,
     Text,
 )
+from fusion_rt.wire.between_ranks import (
+    MessageAccepted,
+    MessageChunk,
+    MessageCredit,
+    MessageOver,
+    MessageSent,
+    MessagesTaken,
+    message_key,
+)
 from fusion_rt.wire.coding import PeerMessage, decode_daemon_message, decode_peer_message, decode_worker_message, encode
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
 from fusion_rt.wire.data import Began, Chunk, Credit, Piece, PieceKind
@@ -53,6 +63,7 @@ from fusion_rt.wire.inquiries import (
     Whereabouts,
 )
 from fusion_rt.wire.local import (
+    ANYBODY,
     ELSEWHERE,
     OF_NODE,
     OWN,
@@ -75,7 +86,9 @@ from fusion_rt.wire.local import (
     Pong,
     Propose,
     Ready,
+    ReceiveFrom,
     SaveState,
+    SendTo,
     StalenessRequest,
     StartTimeline,
     Status,
@@ -135,6 +148,7 @@ from fusion_rt.wire.views import (
 )
 
 __all__ = [
+    "ANYBODY",
     "CLOCKS_OF_AN_EPOCH",
     "ELSEWHERE",
     "MAX_DIMS",
@@ -193,6 +207,12 @@ __all__ = [
     "Located",
     "Loss",
     "MadePlan",
+    "MessageAccepted",
+    "MessageChunk",
+    "MessageCredit",
+    "MessageOver",
+    "MessageSent",
+    "MessagesTaken",
     "Mismatch",
     "Name",
     "NewEpoch",
@@ -222,6 +242,7 @@ __all__ = [
     "RankFigures",
     "Rates",
     "Ready",
+    "ReceiveFrom",
     "Reduction",
     "Reopen",
     "Reopened",
@@ -233,6 +254,7 @@ __all__ = [
     "RingsRequest",
     "Route",
     "SaveState",
+    "SendTo",
     "Settled",
     "Shape",
     "Signature",
@@ -270,4 +292,5 @@ __all__ = [
     "digest",
     "encode",
     "mark",
+    "message_key",
 ]

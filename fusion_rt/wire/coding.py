@@ -8,6 +8,14 @@ import msgspec
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.wire.basics import MAX_MESSAGE, PROTOCOL_VERSION
+from fusion_rt.wire.between_ranks import (
+    MessageAccepted,
+    MessageChunk,
+    MessageCredit,
+    MessageOver,
+    MessageSent,
+    MessagesTaken,
+)
 from fusion_rt.wire.coordinator import Mismatch, OpFailed, PlanRequest, PlanVerdict, Request, Verdict
 from fusion_rt.wire.data import Began, Chunk, Credit, Piece
 from fusion_rt.wire.figures import Figures, FiguresRequest
@@ -49,6 +57,7 @@ PeerMessage: TypeAlias = (
     | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
     | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Began | Chunk | Credit
     | Piece | RingsRequest | Rings | RingPieceRequest | RingPiece
+    | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit
     | Suspected | Canvass | Support | ViewProposal | ViewAccepted | ViewRefused | NewView | Handover | Settled
 )  # fmt: skip
 _encoder = msgspec.msgpack.Encoder()

@@ -60,10 +60,11 @@ class Traffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):
-    """An operation, a proposal of a plan, or a contribution to a home that is under way on a node.
+    """An operation, a proposal of a plan, a contribution to a home, or a message that is under way on a node.
 
     Attributes:
-        kind: an operation (also a planned bucket's), a proposal of a plan, or a contribution to a bucket's home.
+        kind: an operation (also a planned bucket's), a proposal of a plan, a contribution to a bucket's home, or a
+            rank's send or receive.
         key: its key; of a proposal, its group and clock; of a home, the plan and the bucket, and the clock is the rank
             of the home plus 1.
         what: its description, for people.
@@ -75,7 +76,7 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
         signatures: of what they have submitted, where that was asked for.
     """
 
-    kind: Literal["operation", "plan", "home"]
+    kind: Literal["operation", "plan", "home", "message"]
     key: OpKey
     what: Line
     seconds: float

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from fusion_rt.core.topology import Topology
-from fusion_rt.wire.basics import MAX_INLINE, MAX_PATH, Count, Line, Name, PostKind, Rank, Rates, Text
+from fusion_rt.wire.basics import MAX_INLINE, MAX_PATH, MAX_RANKS, Count, Line, Name, PostKind, Rank, Rates, Text
 from fusion_rt.wire.operations import Place, Signature
 from fusion_rt.wire.plans import Plan, Proposal
 from fusion_rt.wire.rings import MAX_RING_PIECE
@@ -59,6 +59,53 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     place: Place | None = None
     inline: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] | None = None
     splits: tuple[Count, ...] = ()
+
+
+ANYBODY = -1  # source of a receive that takes a message of any rank
+
+
+class SendTo(msgspec.Struct, tag="send", array_like=True):
+    """Sends a message to one rank of a group. Answered with `Done` when its memory may be used again.
+
+    Attributes:
+        handle: 0: it is `inline`, and no answer is wanted.
+        rank: the rank (in the job) that it is for.
+        clock: its number among the messages from this rank to that one.
+        place, inline: `nbytes` bytes in the arena or in the message.
+        seconds: after which it fails unless it was received; 0: as long as any operation may wait.
+    """
+
+    handle: Count
+    group: Count
+    rank: Rank
+    tag: Count
+    clock: Count
+    nbytes: Count
+    place: Place | None = None
+    inline: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] | None = None
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class ReceiveFrom(msgspec.Struct, tag="receive", array_like=True):
+    """Receives a message of at most `nbytes` bytes, the first with this tag that no other receive has taken.
+
+    Answered with `Done`, whose `sizes` are the rank that sent it and its bytes.
+
+    Attributes:
+        rank: the rank (in the job) that sends it, or `ANYBODY`.
+        clock: its number among the receives from that rank; only recorded.
+        place: where it goes in the arena; None: into `Done`, and then `nbytes` is at most `MAX_INLINE`.
+        seconds: as of `SendTo`.
+    """
+
+    handle: Count
+    group: Count
+    rank: Annotated[int, msgspec.Meta(ge=ANYBODY, lt=MAX_RANKS)]
+    tag: Count
+    clock: Count
+    nbytes: Count
+    place: Place | None = None
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Propose(msgspec.Struct, tag="propose", array_like=True):
@@ -214,9 +261,9 @@ class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
 
 ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 WorkerMessage: TypeAlias = (
-    Hello | AddSegment | DropSegment | Submit | Propose | Ready | SaveState | LoadState | CompressionRequest
-    | StalenessRequest | StartTimeline | StopTimeline | Ping | Bye | StatusRequest | StopRequest | HangRequest
-    | JobRequest | JobRingsRequest | JobRingRequest
+    Hello | AddSegment | DropSegment | Submit | SendTo | ReceiveFrom | Propose | Ready | SaveState | LoadState
+    | CompressionRequest | StalenessRequest | StartTimeline | StopTimeline | Ping | Bye | StatusRequest | StopRequest
+    | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip
 
 # --- daemon to worker -------------------------------------------------------------------------------------------------
@@ -250,8 +297,8 @@ class Done(msgspec.Struct, tag="done", array_like=True):
     """An operation is complete. The result lies where the input lay, in `inline`, or in an attached memfd.
 
     `sizes`: for allgather, rows that came from each rank; for alltoall likewise (the received splits); for a join, the
-    last rank that joined; for a new process set, its id; from a bucket's home, 1 where the result is to be added to
-    what the worker has, 0 where it replaces it.
+    last rank that joined; for a new process set, its id; for a message, the rank that sent it and its bytes; from a
+    bucket's home, 1 where the result is to be added to what the worker has, 0 where it replaces it.
     `nbytes`: length of the attached memfd, 0 when there is none.
     """
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fusiond.engine.engine import Engine
 
 _FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Start, wire.Settled)
-_WITH_PAYLOAD = (wire.Chunk, wire.Piece)  # they say themselves which epoch they are of
+_WITH_PAYLOAD = (wire.Chunk, wire.Piece, wire.MessageChunk)  # they say themselves which epoch they are of
 _LAST_DATA = 2.0  # seconds without data after which what is complete on one node does not complete on the others
 _log = logging.getLogger("fusiond")
 

@@ -115,7 +115,7 @@ class Stalls:
     def _inquire(self, subject: Subject, waited: float) -> None:
         """Has the coordinator ask everybody, and tell everybody if something is wrong."""
         kind, key = subject
-        assert kind != "home"
+        assert kind in ("operation", "plan")
         if kind == "operation":
             name, clock, plan = about_key(key)
             self._context.trace.record(Kind.STALL, name, int(waited), clock, plan)

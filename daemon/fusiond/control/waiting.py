@@ -19,7 +19,7 @@ MOST_SHOWN = 8  # ranks whose stacks go into a warning or an error
 _VERBS = {"operation": ("submit", "submitting", "submitted"), "plan": ("propose", "proposing", "proposed")}
 _SILENT = 1.0  # seconds that a link has to be silent to be told of: chunks are always on their way
 
-Kind: TypeAlias = Literal["operation", "plan", "home"]
+Kind: TypeAlias = Literal["operation", "plan", "home", "message"]
 Subject: TypeAlias = tuple[Kind, OpKey]  # kind and key of a `wire.Waiting`
 
 
@@ -117,7 +117,7 @@ def _stall(told: Sequence[tuple[int, wire.Waiting]], topology: Topology) -> Stal
     submitted = {rank for entry in entries for rank in entry.submitted}
     awaits = {rank for entry in entries for rank in entry.awaits}
     traffic = {node: entry.traffic for node, entry in told if entry.traffic}
-    missing = sorted(awaits if first.kind == "home" else awaits - submitted)
+    missing = sorted(awaits if first.kind in ("home", "message") else awaits - submitted)
     late = () if missing else stragglers(traffic)
     idle: tuple[int, ...] = ()
     if traffic and not missing and not late:

@@ -35,13 +35,14 @@ from fusiond.core.effects import Effects
 from fusiond.core.participants import Participants
 from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
-from fusiond.engine.exchanges import Exchanges, Route
+from fusiond.engine.exchanges import Exchanges, Route, Section
 from fusiond.engine.proposals import Proposals
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
 from fusiond.operations.outcomes import Outcomes
 from fusiond.operations.progress import Progress
 from fusiond.operations.thread_work import ThreadWork
+from fusiond.point_to_point.messaging import Messaging
 from fusiond.shards import ParameterService
 from fusiond.workers.connections import WorkerLink
 
@@ -99,7 +100,7 @@ class Engine:
             self._outcomes.codec_failed,
         )
         self._context = context
-        self._questions = Questions(context, os.getpid(), lambda key: self._stalls.under_way(key))
+        self._questions = Questions(context, os.getpid(), self._under_way)
         self._coordination = Coordination(context, self._questions, self.peer_message, on_job_failed, epoch)
         self._exchanges = Exchanges(
             context,
@@ -115,7 +116,14 @@ class Engine:
             lambda operation: self._stalls.disagree(operation),
         )
         self._agreement = self._exchanges.agreement
-        self._routes: tuple[Route, ...] = (self._exchanges, self.homes)
+        self.messages = Messaging(
+            context,
+            self._work,
+            lambda: self._exchanges.executor.limits(wire.Tuning()),
+            lambda: self._outcomes.failure,
+            self._questions.whereabouts,
+        )
+        self._sections: tuple[Section, ...] = (self._exchanges, self.homes, self.messages)
         self._proposals = Proposals(
             context,
             self._coordination,
@@ -157,6 +165,8 @@ class Engine:
                 submit,
                 None if submit.place is None else worker.at(submit.place, _nbytes(submit.signature)),
             ),
+            wire.SendTo: lambda worker, send: self.messages.send(worker.rank, send, _place_of(worker, send)),
+            wire.ReceiveFrom: lambda worker, asked: self.messages.receive(worker.rank, asked, _place_of(worker, asked)),
             wire.Propose: lambda worker, asked: self.propose(worker.rank, asked.handle, asked.proposal),
             wire.StalenessRequest: lambda worker, asked: self.staleness(worker.rank, asked.handle),
             wire.AddSegment: self._segment_added,
@@ -208,8 +218,8 @@ class Engine:
     def depart(self, ranks: Sequence[int]) -> None:
         """Ranks have left in good order, here or elsewhere."""
         self.participants.departed.update(ranks)
-        for route in self._routes:
-            route.gone(ranks)
+        for section in self._sections:
+            section.gone(ranks)
 
     def why_not_without(self, losses: Sequence[wire.Loss]) -> str:
         """Returns why this job cannot go on without these nodes and workers, as far as is known here; empty if it can.
@@ -232,8 +242,8 @@ class Engine:
         self._trace.record(Kind.VIEW, "", len(view.nodes), view.number)
         self.participants.lost_nodes.update(loss.node for loss in view.lost if loss.rank < 0)
         self.participants.lose(new)
-        for route in self._routes:
-            route.gone(new)
+        for section in self._sections:
+            section.gone(new)
         self._coordination.view_begins(view, coordinator, self._handover(view.number))
         self._agreement.resume()
 
@@ -262,8 +272,8 @@ class Engine:
 
     def _joined(self, rank: int) -> None:
         self.participants.joined.append(rank)
-        for route in self._routes:
-            route.gone([rank], joined=True)
+        for section in self._sections:
+            section.gone([rank], joined=True)
         self._coordination.joined()
 
     # --- from the peers -----------------------------------------------------------------------------------------------
@@ -273,6 +283,7 @@ class Engine:
         return {
             **self._exchanges.handlers(),
             **self.homes.handlers(),
+            **self.messages.handlers(),
             wire.Verdict: partial(self._decided, self._agreement.verdict),
             wire.PlanVerdict: partial(self._decided, self._plan_decided),
             wire.OpFailed: self._failed_elsewhere,
@@ -318,6 +329,7 @@ class Engine:
         """Time has passed: ends what has waited too long. Called about once a second while anything is under way."""
         self._stalls.tick()
         self.homes.tick()
+        self.messages.reports.tick()
 
     def fail_job(self, error: str) -> None:
         """The job cannot go on: everything under way, and everything later, fails with this sentence."""
@@ -326,8 +338,8 @@ class Engine:
         self._outcomes.failure = error
         self.handlers = self._questions.handlers()
         self._proposals.clear()
-        for route in self._routes:
-            route.fail(error)
+        for section in self._sections:
+            section.fail(error)
 
     def when_quiet(self, then: Callable[[], None]) -> None:
         """Calls `then` when no job of an operation, failed or not, is in the kernel pool: at once, or later."""
@@ -335,15 +347,15 @@ class Engine:
 
     def end(self, error: str) -> None:
         """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""
-        for route in self._routes:
-            route.end(error)
+        for section in self._sections:
+            section.end(error)
         self._proposals.end(error)
         self.fail_job(error)
 
     @property
     def idle(self) -> bool:
         """True if nothing is under way that a tick could end."""
-        return all(route.idle for route in self._routes) and not self._proposals.waiting
+        return all(section.idle for section in self._sections) and not self._proposals.waiting
 
     @property
     def quiet_seconds(self) -> float:
@@ -355,6 +367,11 @@ class Engine:
     def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:
         """Asks all nodes who waits for whom; `everyone`: and where also those are that nobody waits for."""
         self._questions.survey(everyone, then)
+
+    def _under_way(self, key: OpKey | None) -> list[wire.Waiting]:
+        """Returns what waits here; only what has this key, if there is one."""
+        messages = self.messages.reports.under_way()
+        return [*self._stalls.under_way(key), *(one for one in messages if key in (None, one.key))]
 
     def record_plans(self) -> None:
         """Records the active plans again: what was recorded first may be overwritten by now."""
@@ -382,6 +399,7 @@ class Engine:
             "plans": self._plans.statistics(),
             "compression": self._plans.compression(),
             "homes": self.homes.statistics(),
+            "messages": self.messages.statistics(),
             "process_sets": self.participants.statistics(),
             "latency_seconds": self.cost.latency,
             "seconds_per_byte": self.cost.seconds_per_byte,
@@ -402,6 +420,11 @@ class Engine:
         for (process_set, group, clock), ranks in self._proposals.waiting.items():
             if rank in ranks:
                 yield wire.mark(OpKey(process_set, 0, f"plan of {group}", clock))
+
+
+def _place_of(worker: WorkerLink, asked: wire.SendTo | wire.ReceiveFrom) -> Array | None:
+    """Returns the memory of a message in a worker's arena; None: it travels with what the worker says."""
+    return None if asked.place is None else worker.at(asked.place, asked.nbytes)
 
 
 def _nbytes(signature: wire.Signature) -> int:

@@ -34,18 +34,11 @@ _MAX_EARLY = 4096  # operations of which peers may have sent chunks before our w
 _MAX_EARLY_BYTES = 1 << 32  # of these chunks
 
 
-class Route(Protocol):
-    """A side of an engine: exchanges between nodes, or homes. A plan's algorithm says which one its buckets take."""
-
-    def post(self, rank: int, state: PlanState, bucket: BucketState, part: Contribution) -> None:
-        """A local worker's contribution to a bucket is in the arena.
-
-        Raises:
-            RequestError: no worker of ours would post that.
-        """
+class Section(Protocol):
+    """A part of an engine that has something under way: exchanges between nodes, homes, or messages between ranks."""
 
     def handlers(self) -> Handlers:
-        """Returns the handlers of the peers' messages on this route."""
+        """Returns the handlers of the peers' messages about it."""
 
     def gone(self, ranks: Iterable[int], joined: bool = False) -> None:
         """These ranks take part no longer; or, if they have joined, until all have."""
@@ -59,6 +52,17 @@ class Route(Protocol):
     @property
     def idle(self) -> bool:
         """True if no local worker waits for a result."""
+
+
+class Route(Section, Protocol):
+    """A part that takes contributions: exchanges, or homes. A plan's algorithm says which one its buckets take."""
+
+    def post(self, rank: int, state: PlanState, bucket: BucketState, part: Contribution) -> None:
+        """A local worker's contribution to a bucket is in the arena.
+
+        Raises:
+            RequestError: no worker of ours would post that.
+        """
 
 
 class Exchanges:

@@ -66,6 +66,7 @@ class FlowPort:
         grant: sends credit (node, chunks).
         finished: called when the exchange has finished and nothing of it is borrowed any more.
         trace: records chunks that wait.
+        kind: the chunks' type.
 
     Attributes:
         lends: large payloads are memory that changes when the exchange is over (`Exchange.lends`).
@@ -83,6 +84,7 @@ class FlowPort:
         grant: Callable[[int, int], None],
         finished: Callable[[], None],
         trace: Instrument = NULL,
+        kind: type[wire.Chunk] = wire.Chunk,
     ) -> None:
         self.position = nodes.index(node)
         self.nodes = len(nodes)
@@ -96,12 +98,13 @@ class FlowPort:
         self._grant = grant
         self._finished = finished
         self._trace = trace
+        self._kind = kind
         self._flows = defaultdict[int, _Flow](_Flow)  # by position
         self._done = False
         self._told = False
 
     def send(self, position: int, part: int, start: int, hop: int, payload: bytes | memoryview) -> None:
-        chunk = wire.Chunk(self._key, self._digest, part, start, hop)
+        chunk = self._kind(self._key, self._digest, part, start, hop)
         flow = self._flows[position]
         if flow.under_way < self._window and not flow.waiting:
             self._send_now(position, flow, chunk, payload)

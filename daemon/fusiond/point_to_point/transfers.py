@@ -1,0 +1,135 @@
+"""Messages that move in chunks, under the credit that exchanges have: what a node sends, and what it receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fusion_rt import wire
+from fusion_rt.core.errors import WireError
+from fusion_rt.tracing.format import Kind
+from fusion_rt.wire import OpKey
+from fusiond.core.contribution import Array
+from fusiond.operations.context import Context
+from fusiond.point_to_point.calls import Message, SendCall
+from fusiond.transport.flow_control import FlowPort
+
+_SOURCE, _TARGET = range(2)  # positions
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A message that comes. `left`: bytes that have not."""
+
+    message: Message
+    memory: Array
+    port: FlowPort
+    left: int
+
+
+class Transfers:
+    """The transfers of one node.
+
+    Args:
+        context: the engine's.
+        limits: returns the bytes of the largest chunk, and those that may be under way to a peer.
+        sent: called with a send when its memory may be used again.
+        received: called with a message that is whole.
+
+    Attributes:
+        dropped: chunks that came for messages that had been given up, or never were.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        limits: Callable[[], tuple[int, int]],
+        sent: Callable[[SendCall], None],
+        received: Callable[[Message], None],
+    ) -> None:
+        self.dropped = 0
+        self._context = context
+        self._limits = limits
+        self._sent = sent
+        self._received = received
+        self._outgoing: dict[OpKey, tuple[int, FlowPort]] = {}  # with the node that it goes to
+        self._incoming: dict[OpKey, _Incoming] = {}
+
+    def send(self, call: SendCall) -> None:
+        """Sends a message that was accepted, as far as there is credit."""
+
+        def over() -> None:
+            self._outgoing.pop(call.key, None)
+            self._sent(call)
+
+        port = self._port(call.key, (self._context.node, call.node), over)
+        self._outgoing[call.key] = call.node, port
+        view = call.memory.data
+        for start in range(0, call.nbytes, port.chunk_bytes):
+            port.send(_TARGET, 0, start, 0, view[start : start + port.chunk_bytes])
+        port.finish()
+
+    def receive(self, message: Message, memory: Array) -> None:
+        """Takes a message's chunks into this memory (uint8), as long as the message, from now on."""
+        if not message.nbytes:
+            self._received(message)
+            return
+        port = self._port(message.key, (message.node, self._context.node), lambda: None)
+        self._incoming[message.key] = _Incoming(message, memory, port, message.nbytes)
+
+    def forget(self, key: OpKey) -> None:
+        """A message is given up: what still comes of it is dropped."""
+        self._outgoing.pop(key, None)
+        self._incoming.pop(key, None)
+
+    def clear(self) -> None:
+        """All messages are given up."""
+        self._outgoing.clear()
+        self._incoming.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing moves."""
+        return not (self._outgoing or self._incoming)
+
+    def chunk(self, node: int, chunk: wire.MessageChunk, payload: memoryview) -> None:
+        """A chunk has come. Raises `WireError` if it is no part of its message."""
+        found = self._incoming.get(chunk.key)
+        if found is None or found.message.node != node:
+            self.dropped += 1
+            return
+        end = chunk.start + len(payload)
+        if end > found.message.nbytes or len(payload) > found.left:
+            raise WireError(
+                f"bytes {chunk.start} to {end} are more than is left of a message of {found.message.nbytes} bytes"
+            )
+        found.memory[chunk.start : end] = payload
+        found.left -= len(payload)
+        name, clock = chunk.key.name, chunk.key.clock
+        self._context.trace.record(Kind.TAKEN, name, len(payload), clock, 0, 0, node)
+        found.port.consumed(_SOURCE, len(payload))
+        if not found.left:
+            del self._incoming[chunk.key]
+            found.port.finish()
+            self._received(found.message)
+
+    def credit(self, node: int, credit: wire.MessageCredit) -> None:
+        """A node has taken chunks."""
+        found = self._outgoing.get(credit.key)
+        if found is not None and found[0] == node:
+            found[1].credit(_TARGET, credit.chunks)
+
+    def _port(self, key: OpKey, nodes: tuple[int, int], over: Callable[[], None]) -> FlowPort:
+        outside = self._context.outside
+        return FlowPort(
+            key,
+            0,
+            nodes,
+            self._context.node,
+            *self._limits(),
+            lambda node, chunk, payload: outside.send_chunk(node, chunk, payload, 0),
+            lambda node, chunks: outside.to_node(node, wire.MessageCredit(key, chunks)),
+            over,
+            self._context.trace,
+            wire.MessageChunk,
+        )
