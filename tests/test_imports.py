@@ -135,7 +135,7 @@ def test_a_wrong_import_is_seen(module: str, source: str) -> None:
     [
         ("fusion_rt.torch.ops", "import torch\nfrom fusion_rt import client\nfrom . import handles"),
         ("fusiond.host.loop", "from fusion_rt.wire import Ready\nfrom . import plan\nimport torchlike"),
-        ("fusion_rt.kernels.cpu", "from . import reference\nfrom .. import settings"),
+        ("fusion_rt.kernels.cpu", "from . import team\nfrom .. import settings"),
     ],
 )
 def test_a_right_import_is_left_alone(module: str, source: str) -> None:

@@ -1,5 +1,5 @@
 """Work on the elements of buckets, compiled by Numba: `cpu` reduces and converts, `selection` finds the largest,
-`coding` packs indices. `reference` does the same in numpy, and is what the others are tested against.
+`coding` packs indices.
 
 Importing this package loads none of them: `import numba` alone takes half a second and some 60 MB.
 """

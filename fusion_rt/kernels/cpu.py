@@ -1,7 +1,7 @@
 """Reduction and conversion of arrays on the CPU: one pass over memory, on the thread that calls, any number at once.
 
 Kernels come as machine code (`machine_code`) when they are first used: in about 50 ms from disk, in about 2 s where
-they have to be compiled; `prepare` does that ahead of time. `reference` computes the same, plainly.
+they have to be compiled; `prepare` does that ahead of time.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.packing import HEADER, merged
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.kernels import reference
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fusion_rt.codecs import CodecError
 from fusion_rt.codecs.packing import HEADER, INDEX_CODINGS, Packer, Selection, Spans, merged, strongest
 from fusion_rt.codecs.values import FORMATS
-from fusion_rt.kernels import coding, reference, selection
+from fusion_rt.kernels import coding, selection
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

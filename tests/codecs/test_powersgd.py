@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.powersgd import PowerSGD, PowerSGDBucket
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.kernels import low_rank, reference
+from fusion_rt.kernels import low_rank
 from fusion_rt.kernels.team import Team
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.quantising import Quantising, QuantisingBucketCodec
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.kernels import quantisation, reference
+from fusion_rt.kernels import quantisation
 from fusion_rt.kernels.random_bits import key
 from fusion_rt.kernels.team import Team
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

@@ -14,8 +14,9 @@ from fusion_rt.codecs import CODECS, CodecError, Layout, Span, parse
 from fusion_rt.codecs.packing import Selection
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.kernels import coding, reference, selection
+from fusion_rt.kernels import coding, selection
 from fusion_rt.kernels.team import Team
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

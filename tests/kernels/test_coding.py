@@ -1,4 +1,4 @@
-"""`kernels.coding` against `kernels.reference`, and codes that are none."""
+"""`kernels.coding` against `reference`, and codes that are none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.kernels import coding, reference
+from fusion_rt.kernels import coding
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.kernels import _ir, _kernels, cpu, machine_code, reference
+from fusion_rt.kernels import _ir, _kernels, cpu, machine_code
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 Convert = Callable[[Array, DType, Array, DType], None]

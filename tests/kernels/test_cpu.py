@@ -1,4 +1,4 @@
-"""`kernels.cpu` against `kernels.reference`, which is plain numpy."""
+"""`kernels.cpu` against `reference`, which is plain numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.kernels import cpu, reference
+from fusion_rt.kernels import cpu
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.kernels import low_rank, reference
+from fusion_rt.kernels import low_rank
 from fusion_rt.kernels.team import Team
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

@@ -1,4 +1,4 @@
-"""`kernels.quantisation` against `kernels.reference`, which is plain numpy."""
+"""`kernels.quantisation` against `reference`, which is plain numpy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.kernels import quantisation, reference
+from fusion_rt.kernels import quantisation
 from fusion_rt.kernels.quantisation import INT8, LEAST_STEP, MOST_STEP, ONEBIT, Draw, Quantiser
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

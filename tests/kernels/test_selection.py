@@ -1,4 +1,4 @@
-"""`kernels.selection` against `kernels.reference`, which is plain numpy."""
+"""`kernels.selection` against `reference`, which is plain numpy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.kernels import reference, selection
+from fusion_rt.kernels import selection
 from fusion_rt.kernels.selection import NOTHING, UNLIMITED, Found, Memory
 from fusion_rt.kernels.team import ALONE, Team
+from tests.kernels import reference
 
 Array = npt.NDArray[Any]
 

@@ -1,5 +1,5 @@
 """Selection of the largest elements of an array on a GPU. `fusion_rt.kernels.selection` says what that is, and means
-the same by a magnitude, a threshold and a quota; `fusion_rt.kernels.reference` computes the same, plainly.
+the same by a magnitude, a threshold and a quota.
 
 Exactly the k largest, by `take_largest`, in two passes over memory, 16 bytes an element (after AIR top-k, Zhang et al.
 2023; unlike there, each element is also added to, the result is ordered, and ties are broken by index):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.kernels import reference
 from fusiond.collectives.base import Reducer
 from tests.fusiond.collectives.group import Array
+from tests.kernels import reference
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3.4e38, -3.4e38, 1.0]
 

@@ -13,13 +13,13 @@ from fusion_rt import codecs
 from fusion_rt.codecs import CodecError
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.codecs.worker_selection import HEADER, SPOILED, Shape, Tray
-from fusion_rt.kernels import reference
 from fusiond.buckets.worker_selection import Selected, selected
 from fusiond.collectives.base import Reducer
 from fusiond.collectives.owned import Compressed, Gathered, Owned
 from fusiond.core.errors import RequestError
 from tests.fusiond.collectives.group import Array, Group, GroupPort
 from tests.fusiond.collectives.test_owned import ELEMENTS, INSIDE, LAYOUT, Job, gradients, kinds
+from tests.kernels import reference
 
 CODECS = [
     'topk(density=0.02, minimum=100, value="fp32")',

@@ -1,4 +1,4 @@
-"""`kernels.cuda.selection` in the simulator against `kernels.reference`, which is plain numpy."""
+"""`kernels.cuda.selection` in the simulator against `reference`, which is plain numpy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
     pytest.skip("test_simulator runs this in a process of its own", allow_module_level=True)
 
-from fusion_rt.kernels import reference
 from fusion_rt.kernels.cuda import selection
 from fusion_rt.kernels.cuda.selection import NOTHING, Found, Memory, Range, Taken, words
 from fusion_rt.kernels.cuda.shim import cuda
+from tests.kernels import reference
 from tests.kernels.test_selection import addable
 
 Array = npt.NDArray[Any]

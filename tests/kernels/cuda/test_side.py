@@ -23,11 +23,11 @@ from fusion_rt.codecs import worker_selection
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.worker_selection import Tray
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.kernels import reference
 from fusion_rt.kernels.cuda import selection, side
 from fusion_rt.kernels.cuda.selection import Found, words
 from fusion_rt.kernels.cuda.side import SideSelector, TorchLayer
 from fusion_rt.torch.sync.gpu_selection import BucketSelection
+from tests.kernels import reference
 
 
 class Event:

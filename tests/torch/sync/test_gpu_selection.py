@@ -1,5 +1,5 @@
 """Selection by workers, with a GPU that is made up: gradients that the layer says are not in the host's memory, and a
-side that selects as `kernels.reference` does. Compared with daemons that select, bit by bit."""
+side that selects as `tests.kernels.reference` does. Compared with daemons that select, bit by bit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.codecs.base import Array
 from fusion_rt.codecs.worker_selection import HEADER
-from fusion_rt.kernels import reference
 from fusion_rt.kernels.selection import Range
 from fusion_rt.torch.core import basics, device
 from fusion_rt.torch.core.sides import Selector
 from tests.harness import Job, on_ranks
+from tests.kernels import reference
 
 CODEC = "topk(density=0.05, minimum=100)"
 CODECS = [

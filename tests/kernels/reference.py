@@ -1,5 +1,5 @@
-"""`cpu`, `selection`, `coding`, `quantisation` and `low_rank` in plain numpy, as their documentation says and
-nothing else; the tests compare with this.
+"""The kernels `cpu`, `selection`, `coding`, `quantisation` and `low_rank` in plain numpy, as their documentation says
+and nothing else; tests compare them with it.
 """
 
 from __future__ import annotations
