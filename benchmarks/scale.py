@@ -25,10 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import launch
+from benchmarks import launch, machine
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 NODES = tuple(2**k for k in range(1, 13))
@@ -46,17 +47,11 @@ RATES = ("1gbit", "200mbit", "100mbit")
 SIZES = (65_536, 1_048_576, 12_800_000)  # bytes, of what is validated
 
 
-def calibrate(codecs: Sequence[str], workers: bool = True) -> tuple[Any, dict[str, Any]]:
-    """Measures the costs of the simulation on this machine, and describes it.
+def calibrate(codecs: Sequence[str]) -> Any:
+    """Measures the costs of the simulation on this machine; that of a worker's operation by a job."""
+    from benchmarks.prediction.costs import costs
 
-    `workers`: also the cost of a worker's operation, for which a job is started.
-    """
-    from fusion_trace.simulate import measuring
-
-    local = None
-    if workers:
-        local = launch.fusionrun(1, ["-m", "benchmarks.scale", "--worker", "4"])["4"]
-    return measuring.costs(codecs, local), measuring.machine()
+    return costs(codecs, launch.fusionrun(1, ["-m", "benchmarks.scale", "--worker", "4"])["4"])
 
 
 def worker(sizes: Sequence[int]) -> None:
@@ -90,9 +85,9 @@ def worker(sizes: Sequence[int]) -> None:
 def predict(costs: Any, nodes: Sequence[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Predicts a row for each algorithm, codec and number of nodes."""
     from benchmarks.netlab.iproute import bits_per_second
+    from benchmarks.prediction.predictor import Case, Predictor
     from fusion_rt.algorithms import Place, parse
     from fusion_trace.simulate.model import ethernet
-    from fusion_trace.simulate.predictions import Case, Predictor
 
     link = ethernet(bits_per_second(arguments.rate), arguments.latency)
     predictor = Predictor(link, costs)
@@ -208,13 +203,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.quick:
             arguments.algorithms, arguments.codecs = "allreduce;bsp;dpsgd(topology='ring')", "dense;topk(density=0.01)"
             nodes, hosts, rates = [2, 16, 256], [2], RATES[:1]
-        costs, machine = calibrate(arguments.codecs.split(";"))
-        import msgspec
-
+        costs = calibrate(arguments.codecs.split(";"))
         document: dict[str, Any] = {
-            "machine": machine, "costs": msgspec.to_builtins(costs), "rate": arguments.rate,
-            "latency": arguments.latency, "parameters": arguments.parameters, "compute": arguments.compute,
-            "jitter": arguments.jitter, "predicted": predict(costs, nodes, arguments),
+            "machine": msgspec.to_builtins(machine.describe()), "costs": msgspec.to_builtins(costs),
+            "rate": arguments.rate, "latency": arguments.latency, "parameters": arguments.parameters,
+            "compute": arguments.compute, "jitter": arguments.jitter, "predicted": predict(costs, nodes, arguments),
         }  # fmt: skip
         if arguments.validate:
             document["validated"] = validate(costs, hosts, rates)

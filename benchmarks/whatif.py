@@ -23,10 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import launch
+from benchmarks import launch, machine
 
 RESULTS = Path(__file__).parent / "results" / "whatif.json"
 RATES = ("1gbit", "200mbit", "100mbit")
@@ -174,8 +175,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         worker(arguments.worker, arguments.steps, arguments.compute)
         return
     if not arguments.table:
-        from fusion_trace.simulate import measuring
-
         hosts, steps = arguments.hosts, arguments.steps
         rates: Sequence[str] = RATES
         if arguments.quick:
@@ -184,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             traces = (arguments.traces or Path(folder)).resolve()
             measured = measure(hosts, rates, DENSITIES, steps, traces)
             predicted = predict(traces, rates, DENSITIES, steps)
-        document = {"machine": measuring.machine(), "hosts": hosts, "steps": steps,
+        document = {"machine": msgspec.to_builtins(machine.describe()), "hosts": hosts, "steps": steps,
                     "parameters": LAYERS * (WIDTH + 1) * WIDTH, "measured": measured, "from": predicted}  # fmt: skip
         os.makedirs(arguments.out.parent, exist_ok=True)
         arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

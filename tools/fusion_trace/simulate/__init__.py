@@ -14,9 +14,7 @@ and what is not, is in docs/simulation.md.
     programs.py     training processes: compute, submit, wait
     simulation.py   all of it, joined; what came of it
 
-    predictions.py  predicts a step, in whichever way is possible
-    measuring.py    what messages, kernels and codecs cost on this machine
-
     recorded.py     a recorded job as a simulated one
     changes.py      what-ifs: replays it with something else
+    measuring.py    what codecs cost on this machine
 """

@@ -65,7 +65,7 @@ class CodecCosts(msgspec.Struct, frozen=True):
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Costs of daemons and workers for everything that is not the link (s). Measured by `measuring`.
+    """Costs of daemons and workers for everything that is not the link (s).
 
     Attributes:
         send, receive: in the event loop, for a chunk or piece; without what kernels do with it.

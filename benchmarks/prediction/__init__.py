@@ -1,0 +1,1 @@
+"""Predictions of steps of any number of nodes, for `benchmarks.scale`."""
