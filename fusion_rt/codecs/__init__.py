@@ -50,7 +50,8 @@ def open_bucket(codec: Codec, layout: Layout, team: Team = ALONE) -> BucketCodec
         CodecError: of a bucket like this, its chunks may be longer than their elements are, for which no peer has room;
             or it remembers something, and has chunks.
     """
-    opened = (codec if codec.applies_to(layout.dtype) else Dense()).open(layout, team)
+    codec = codec if codec.applies_to(layout.dtype) else Dense()
+    opened = codec.open(layout, team)
     most, plain = opened.max_encoded_nbytes(layout.elements), layout.elements * layout.dtype.itemsize
     if opened.exchange == "chunks" and most > plain:
         raise CodecError(f"the codec {codec} makes up to {most} bytes of elements that take {plain}; use none")
