@@ -7,6 +7,7 @@ bfloat16, and the buffer protocol has neither.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class DType:
     is_floating: bool = False
     is_half: bool = False
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return self.storage.itemsize

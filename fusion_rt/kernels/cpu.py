@@ -162,7 +162,7 @@ def prepare(
 
 def is_ready(dtype: DType) -> bool:
     """Says whether `reduce` of this type would begin at once, and not load or compile a kernel before."""
-    return _code.has(f"reduce-{dtype.name}")
+    return dtype.name in _reductions or _code.has(f"reduce-{dtype.name}")
 
 
 def statistics() -> dict[str, int]:

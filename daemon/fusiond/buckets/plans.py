@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -51,12 +52,12 @@ class PlanState:
     buckets: tuple[BucketState, ...]
     past: Counter[str]
 
-    @property
+    @cached_property
     def spec(self) -> chosen.Algorithm:
         """The algorithm as it was chosen."""
         return chosen.parse(self.plan.reduction.algorithm)
 
-    @property
+    @cached_property
     def at_homes(self) -> bool:
         """True if its buckets have homes, to which contributions go."""
         return self.spec.at_homes

@@ -412,7 +412,8 @@ class Engine:
     def _one_less(self) -> None:
         """An operation is over, which others may have waited for."""
         self._agreement.one_less()
-        self.homes.occupied.look_again()
+        if self.homes.occupied.plans:
+            self.homes.occupied.look_again()
 
     def _operations_of(self, rank: int) -> Iterator[int]:
         """Yields the marks (`wire.mark`) of the operations and proposals in which a local rank waits."""

@@ -192,7 +192,8 @@ class Exchanges:
         self._progress.ready(rank, bucket.bucket.index, self._context.outside.clock() - operation.begun)
         operation.parts[rank] = part
         self.agreement.advance(operation)
-        self._homes.occupied.look(rank)
+        if self._homes.occupied.plans:
+            self._homes.occupied.look(rank)
 
     # --- from the peers -----------------------------------------------------------------------------------------------
 
@@ -322,6 +323,6 @@ class Exchanges:
         """The workers have their results."""
         self.completed += 1
         self.completed_bytes += sum(part.values.nbytes for part in operation.parts.values())
-        if self._homes.occupied.matters:
+        if self._homes.occupied.plans:
             self._homes.operation_completed(wire.mark(operation.key))
         self._outcomes.completed(operation)

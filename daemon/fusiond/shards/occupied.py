@@ -39,6 +39,9 @@ class Occupied:
         clients: of the local workers.
         server: the homes here.
         operations: see there.
+
+    Attributes:
+        plans: those at whose homes a rank may wait for another one, by id; without any, nothing is to be looked at.
     """
 
     def __init__(self, here: ThisNode, clients: PushPullClients, server: HomeServer, operations: Operations) -> None:
@@ -46,7 +49,7 @@ class Occupied:
         self._clients = clients
         self._server = server
         self._operations = operations
-        self._plans: dict[int, PlanState] = {}  # in which somebody may wait for somebody
+        self.plans: dict[int, PlanState] = {}
         self._latest = 0  # plan that has been active
         self._told: dict[tuple[int, int], wire.Occupied] = {}  # to shards, by plan and local rank
         self._known: dict[tuple[int, int], wire.Occupied] = {}  # to the shards here, by plan and rank
@@ -54,23 +57,18 @@ class Occupied:
         self._long: set[tuple[int, int]] = set()  # plan and local rank that has waited long at a home of it
         self._completed: dict[int, None] = {}  # marks, the oldest first
 
-    @property
-    def matters(self) -> bool:
-        """True if a rank may wait for another one at some home."""
-        return bool(self._plans)
-
     def open(self, state: PlanState) -> None:
         """A plan becomes active."""
         self._latest = max(self._latest, state.plan.id)
         if state.home_algorithm.waits:
-            self._plans[state.plan.id] = state
+            self.plans[state.plan.id] = state
             for (plan, _), message in list(self._known.items()):
                 if plan == state.plan.id:
                     self.told(message)
 
     def drop(self, plan: int) -> None:
         """The plan is no longer active."""
-        self._plans.pop(plan, None)
+        self.plans.pop(plan, None)
         self._told = {key: value for key, value in self._told.items() if key[0] != plan}
         self._known = {key: value for key, value in self._known.items() if key[0] != plan}
         self._wanted = {key: value for key, value in self._wanted.items() if key[0] != plan}
@@ -82,7 +80,7 @@ class Occupied:
 
     def clear(self) -> None:
         """The job cannot go on."""
-        self._plans.clear()
+        self.plans.clear()
         self._told.clear()
         self._known.clear()
 
@@ -90,7 +88,7 @@ class Occupied:
 
     def look(self, rank: int) -> None:
         """Looks again at what a local rank waits for, which may have changed."""
-        for state in list(self._plans.values()):
+        for state in list(self.plans.values()):
             if rank in state.members.local:
                 if state.plan.homes:
                     self._tell(state, rank)
@@ -168,7 +166,7 @@ class Occupied:
 
     def wanted(self, hosted: HostedHome, part: Contribution) -> None:
         """A neighbour of the local rank of a home has sent something: it is at that clock."""
-        state = self._plans.get(hosted.plan.plan.id)
+        state = self.plans.get(hosted.plan.plan.id)
         if state is None:
             return
         rank = hosted.ranks[hosted.home.rank]
@@ -184,7 +182,7 @@ class Occupied:
         key = message.plan, message.rank
         occupied = any(mark not in self._completed for mark in message.operations)
         early = message.plan > self._latest and len(self._known) < _MAX_KNOWN
-        if occupied and (message.plan in self._plans or early):
+        if occupied and (message.plan in self.plans or early):
             self._known[key] = message
         else:
             self._known.pop(key, None)
