@@ -32,6 +32,7 @@ import heapq
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -191,20 +192,24 @@ class PayloadLink(Protocol):
         """Sends a message that has to arrive."""
 
 
+@dataclass(slots=True)
 class _Message:
     """A payload message that waits, until it is `gone`."""
 
-    __slots__ = ("about", "body", "borrowed", "copied", "gone", "nbytes", "number", "payload")
+    number: int
+    body: bytes
+    payload: bytes | memoryview
+    borrowed: bool
+    about: Any
+    gone: bool = False
 
-    def __init__(self, number: int, body: bytes, payload: bytes | memoryview, borrowed: bool, about: Any) -> None:
-        self.about = about
-        self.number = number
-        self.body = body
-        self.payload = payload
-        self.borrowed = borrowed
-        self.nbytes = _SERIAL.size + len(body) + len(payload)
-        self.copied = self.nbytes - len(payload) if borrowed else self.nbytes
-        self.gone = False
+    @property
+    def nbytes(self) -> int:
+        return _SERIAL.size + len(self.body) + len(self.payload)
+
+    @property
+    def copied(self) -> int:
+        return self.nbytes - len(self.payload) if self.borrowed else self.nbytes
 
 
 class _After:
@@ -262,10 +267,10 @@ class Sending:
     def send(self, urgency: int, body: bytes, payload: bytes | memoryview, borrowed: bool, about: Any = None) -> None:
         """Sends a message, now or when it is its turn; `borrowed`: the payload's memory is somebody else's."""
         self._numbers += 1
-        message = _Message(self._numbers, body, payload, borrowed, about)
-        if not self._waiting and (link := self._link_for(message)) is not None:
-            self._post(link, message)
+        if not self._waiting and (link := self._link_for(_SERIAL.size + len(body) + len(payload))) is not None:
+            self._post(link, body, payload, borrowed, about)
             return
+        message = _Message(self._numbers, body, payload, borrowed, about)
         heapq.heappush(self._by_urgency, (urgency, message.number, message))
         self._by_age.append(message)
         self._waiting += 1
@@ -301,13 +306,14 @@ class Sending:
             oldest = self._oldest()
             turn = self.credit == 0 or (self._left + 1) % _TURNS == 0
             message = oldest if turn else self._most_urgent()
-            link = self._link_for(message)
+            link = self._link_for(message.nbytes)
             if link is None:
                 return
             self._left += 1
             self.overtaken += message is not oldest
             self._take(message)
-            self._post(link, message)
+            self._post(link, message.body, message.payload, message.borrowed, message.about)
+            message.payload = b""  # whoever still knows the message does not keep its memory
 
     def flush(self) -> None:
         """Hands over all messages at once, because this node leaves."""
@@ -322,8 +328,8 @@ class Sending:
         self._waiting = self.nbytes = self._copied = 0
         self.hurry()
 
-    def _link_for(self, message: _Message) -> PayloadLink | None:
-        """Returns the connection with the least under way; None if none stands that has room."""
+    def _link_for(self, nbytes: int) -> PayloadLink | None:
+        """Returns the connection with the least under way; None if none stands that has room for so many bytes."""
         best = None
         for link in self.links:
             if link.stands and (best is None or link.out.nbytes < best.out.nbytes):
@@ -334,7 +340,7 @@ class Sending:
         # The peer may have received fewer than `unacknowledged` bytes and not say so: who waited for that would wait
         # until something else makes it speak.
         waits = len(out) >= _AT_LEAST and out.nbytes >= self.unacknowledged
-        return None if waits and out.nbytes + message.nbytes > self.credit else best
+        return None if waits and out.nbytes + nbytes > self.credit else best
 
     def _oldest(self) -> _Message:
         while self._by_age[0].gone:
@@ -355,8 +361,6 @@ class Sending:
             self._by_urgency.clear()
             self._by_age.clear()
 
-    def _post(self, link: PayloadLink, message: _Message) -> None:
-        head = payload_head(link.out.serial + 1)
-        link.post(head + message.body, message.payload, message.borrowed)
-        self.posted(message.about, link)
-        message.payload = b""  # whoever still knows the message does not keep its memory
+    def _post(self, link: PayloadLink, body: bytes, payload: bytes | memoryview, borrowed: bool, about: Any) -> None:
+        link.post(payload_head(link.out.serial + 1) + body, payload, borrowed)
+        self.posted(about, link)
