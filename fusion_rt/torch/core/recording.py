@@ -25,22 +25,22 @@ from fusion_rt.tracing.recorder import NULL, Instrument
 
 
 class _Passes:
-    """Forward and backward passes of this process: a single instance, since modules know nothing of optimizers."""
+    """Forward and backward passes of this process: a single instance, since modules know nothing of optimizers.
+
+    Attributes:
+        trace, step: where they are recorded, and as part of which step.
+    """
 
     def __init__(self) -> None:
-        self._trace: Instrument = NULL
-        self._step = 0
+        self.trace: Instrument = NULL
+        self.step = 0
         self._waiting: RemovableHandle | None = None
         self._ending: RemovableHandle | None = None
         self._backward = False
 
-    def belong_to(self, trace: Instrument, step: int) -> None:
-        """Counts passes to this step from now on."""
-        self._trace, self._step = trace, step
-
     def watch(self) -> None:
         """Waits for the next forward pass."""
-        if self._waiting is None and self._trace is not NULL and not _compiles():
+        if self._waiting is None and self.trace is not NULL and not _compiles():
             self._waiting = register_module_forward_pre_hook(self.forward_begins)
 
     def unwatch(self) -> None:
@@ -56,16 +56,19 @@ class _Passes:
         self._backward = False
         if torch.is_grad_enabled() and not isinstance(module, torch.jit.ScriptModule):
             self._ending = module.register_forward_hook(_forward_ends, always_call=True)
-            self._trace.record(Kind.FORWARD_BEGIN, "", 0, self._step)
+            self.trace.record(Kind.FORWARD_BEGIN, "", 0, self.step)
 
     def forward_ends(self, output: Any) -> None:
-        self._trace.record(Kind.FORWARD_END, "", 0, self._step)
+        self.trace.record(Kind.FORWARD_END, "", 0, self.step)
         if self._ending is not None:
             self._ending.remove()
             self._ending = None
-        node = _node_of(output)
-        if node is not None:
-            node.register_prehook(self.backward_begins)
+        if isinstance(output, Mapping):
+            output = list(output.values())
+        for part in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(part, torch.Tensor) and part.grad_fn is not None:  # the end of the graph, where easily found
+                part.grad_fn.register_prehook(self.backward_begins)
+                break
         self.watch()
 
     def backward_begins(self, gradients: Any = None) -> None:
@@ -74,12 +77,12 @@ class _Passes:
             return
         self._backward = True
         self.unwatch()
-        self._trace.record(Kind.BACKWARD_BEGIN, "", 0, self._step)
+        self.trace.record(Kind.BACKWARD_BEGIN, "", 0, self.step)
         torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
 
     def backward_ends(self) -> None:
         self._backward = False
-        self._trace.record(Kind.BACKWARD_END, "", 0, self._step)
+        self.trace.record(Kind.BACKWARD_END, "", 0, self.step)
         self.watch()
 
 
@@ -101,7 +104,7 @@ class Steps:
     def first_gradient(self) -> None:
         """Notes the first gradient of a step, or the request for its reduction without any."""
         if torch._C._current_graph_task_id() != -1:
-            _passes.belong_to(self.trace, self.number)
+            _passes.trace, _passes.step = self.trace, self.number
             _passes.backward_begins()
 
     def begin(self) -> None:
@@ -112,15 +115,15 @@ class Steps:
         """Records that `step()` is about to return."""
         self.trace.record(Kind.STEP_END, "", 0, self.number)
         self.number += 1
-        _passes.belong_to(self.trace, self.number)
+        _passes.trace, _passes.step = self.trace, self.number
         _passes.watch()
 
 
 def forget(trace: Instrument) -> None:
     """Ends recording passes there."""
-    if _passes._trace is trace:
+    if _passes.trace is trace:
         _passes.unwatch()
-        _passes.belong_to(NULL, 0)
+        _passes.trace, _passes.step = NULL, 0
 
 
 def _forward_ends(module: torch.nn.Module, arguments: Any, output: Any) -> None:
@@ -134,12 +137,3 @@ def _compiles() -> bool:
     """Tells whether torch has compiled anything in this process."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return bool(counters and counters.get("frames", {}).get("total", 0))
-
-
-def _node_of(output: Any) -> Any:
-    """Returns the end of the graph that a module's forward pass has built; None if not easily found."""
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    parts = output if isinstance(output, (tuple, list)) else (output,)
-    found = (part.grad_fn for part in parts if isinstance(part, torch.Tensor))
-    return next((node for node in found if node is not None), None)
