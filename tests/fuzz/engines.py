@@ -48,7 +48,7 @@ _MOST = 1 << 16  # bytes of a tensor that is really there
 _LENGTH = 120  # choices of a program
 
 
-class _Program:
+class Program:
     """The bytes of an input as choices; those that are missing are 0."""
 
     def __init__(self, data: bytes) -> None:
@@ -69,11 +69,11 @@ class _Program:
 
 def targets() -> list[Target]:
     """Engines of jobs on one node and on two."""
-    return [Target("engine: workers", _seeds(), _run, (FusionError,), nbytes=64 << 20, cost=40)]
+    return [Target("engine: workers", programs(), _run, (FusionError,), nbytes=64 << 20, cost=40)]
 
 
 def _run(data: bytes) -> bool:
-    program = _Program(data)
+    program = Program(data)
     job = SimulatedJob(program.of(_LAYOUTS), algorithm="allreduce")
     clocks: Counter[str] = Counter()
     handle = 0
@@ -92,13 +92,13 @@ def _run(data: bytes) -> bool:
     return not any(node.failure for node in job.nodes)
 
 
-def _act(job: SimulatedJob, program: _Program, ranks: Sequence[int], handle: int, clocks: Counter[str]) -> None:
+def _act(job: SimulatedJob, program: Program, ranks: Sequence[int], handle: int, clocks: Counter[str]) -> None:
     """Some ranks say the same."""
     kind = program.byte() % 10
     if kind < 4:
         _submit(job, program, ranks, handle, clocks)
     elif kind < 6:
-        proposal = _checked(wire.Propose(handle, _proposal(program))).proposal
+        proposal = checked(wire.Propose(handle, _proposal(program))).proposal
         for rank in ranks:
             job.engine(rank).propose(rank, handle, proposal)
     elif kind == 6:
@@ -106,25 +106,25 @@ def _act(job: SimulatedJob, program: _Program, ranks: Sequence[int], handle: int
         rates, rescale, samples = program.some(_SCALES), program.of(((), (), (0.5,), (1.0, 2.0))), program.byte()
         for rank in ranks:
             ready = wire.Ready(handle, plan, bucket, clock, rescale, rates, samples, _POSTS[samples % len(_POSTS)])
-            job.engine(rank).ready(rank, _checked(ready))
+            job.engine(rank).ready(rank, checked(ready))
     elif kind == 7:
         plan, nbytes = program.of(_NUMBERS[1:4]), program.of((4096, 4096, 64, 0))
         for rank in ranks:
             job.engine(rank).add_plan_memory(rank, plan, np.zeros(nbytes, np.uint8))
     elif kind == 8:
-        save = _checked(wire.SaveState(handle, program.of((0, 0, 1)), "g", bool(program.byte() % 2)))
+        save = checked(wire.SaveState(handle, program.of((0, 0, 1)), "g", bool(program.byte() % 2)))
         for rank in ranks:
             job.engine(rank).codecs.save_state(rank, save)
     else:
         arrays = {program.of(("0:step", "0:residual/x", "home:0:-1:value")): np.zeros(program.byte() % 4)}
         data = np.empty(array_codec.nbytes_of(arrays), np.uint8)
         array_codec.write(arrays, data)
-        load = _checked(wire.LoadState(handle, program.of((0, 0, 1)), "g", wire.Place(1, 0), len(data)))
+        load = checked(wire.LoadState(handle, program.of((0, 0, 1)), "g", wire.Place(1, 0), len(data)))
         for rank in ranks:
             job.engine(rank).codecs.load_state(rank, load, data)
 
 
-def _submit(job: SimulatedJob, program: _Program, ranks: Sequence[int], handle: int, clocks: Counter[str]) -> None:
+def _submit(job: SimulatedJob, program: Program, ranks: Sequence[int], handle: int, clocks: Counter[str]) -> None:
     name, signature, splits = program.of(_NAMES[:3]), _signature(program), program.of(((), (1, 1), (2, 0), (0, 2**47)))
     clock, is_inline = clocks[name] + program.of((0, 0, 0, 0, 0, 1, 2**36)), program.byte() % 2
     clocks[name] += 1
@@ -136,10 +136,10 @@ def _submit(job: SimulatedJob, program: _Program, ranks: Sequence[int], handle: 
         memory = None if is_inline else np.zeros(nbytes, np.uint8)
         place = None if memory is None else wire.Place(1, 0)
         submit = wire.Submit(handle, name, clock, signature, place, inline, splits)
-        job.engine(rank).submit(rank, _checked(submit), memory)
+        job.engine(rank).submit(rank, checked(submit), memory)
 
 
-def _signature(program: _Program) -> wire.Signature:
+def _signature(program: Program) -> wire.Signature:
     return wire.Signature(
         program.of(_KINDS), program.of(_TYPES), program.some(_SIZES[2:], 2), program.of(_OPS), program.of(_SCALES),
         program.of(_SCALES), program.of((0, 1, 0, 0, 0, 0, 1, 3)), program.of(_SETS), program.of(_CODECS),
@@ -147,7 +147,7 @@ def _signature(program: _Program) -> wire.Signature:
     )  # fmt: skip
 
 
-def _proposal(program: _Program) -> wire.Proposal:
+def _proposal(program: Program) -> wire.Proposal:
     tensors = tuple(
         wire.TensorSpec(
             program.of(_NAMES), program.of(_TYPES), program.some(_SIZES[:5], 2), program.byte() % 2, program.byte() % 3,
@@ -167,7 +167,7 @@ def _proposal(program: _Program) -> wire.Proposal:
     return wire.Proposal("g", program.of(_SETS), program.of((0, 0, 1, 2)), reduction, tensors)
 
 
-def _checked(message: Any) -> Any:
+def checked(message: Any) -> Any:
     """As it comes over the local channel. Raises `WireError` where it would not come."""
     decoded = wire.decode_worker_message(wire.encode(message))
     if type(decoded) is not type(message):
@@ -175,6 +175,7 @@ def _checked(message: Any) -> Any:
     return decoded
 
 
-def _seeds() -> list[bytes]:
+def programs() -> list[bytes]:
+    """Some to begin with."""
     rng = np.random.default_rng(1)
     return [bytes(100), *(rng.integers(0, 256, _LENGTH, np.uint8).tobytes() for _ in range(30))]

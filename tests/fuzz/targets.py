@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import channel, coded, engines, messages, saved, texts
+from tests.fuzz import between_ranks, channel, coded, engines, messages, saved, texts
 from tests.fuzz.engine import Target
 
 
@@ -14,5 +14,6 @@ def all_targets(torch: bool = True) -> list[Target]:
         *coded.targets(),
         *saved.targets(torch),
         *engines.targets(),
+        *between_ranks.targets(),
         *texts.targets(),
     ]

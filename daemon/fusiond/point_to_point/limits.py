@@ -26,6 +26,12 @@ class Limits:
         self._announced_there: Counter[int] = Counter()
         self._announced_here: Counter[int] = Counter()
 
+    @property
+    def are_clear(self) -> bool:
+        """True if no message counts that came here, or was announced."""
+        announced = self._announced_here.total() or self._announced_there.total()
+        return not announced and self._came == self._taken
+
     def may_send(self, node: int) -> bool:
         """Returns whether another message may go to a node at once; then it is counted."""
         if self._sent[node] >= AT_ONCE:

@@ -69,6 +69,8 @@ class Messaging:
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}  # by group and rank
         self._sends: dict[OpKey, SendCall] = {}  # announced to other nodes
         self._messages: dict[OpKey, Message] = {}  # announced by other nodes
+        self._closed: set[tuple[int, int]] = set()  # groups that local ranks have closed
+        self._told: set[str] = set()  # what was warned of, where nobody waits for an answer
         self._limits = Limits()
         self._transfers = Transfers(context, limits, self._sent, self._received)
         self._deadlines = Deadlines(context.outside.clock, context.outside.call_later, self._overdue)
@@ -172,6 +174,8 @@ class Messaging:
         for member in (rank, other):
             if member not in ranks and member != ANYBODY:
                 return f"rank {member} is not in group {group}"
+            if (group, member) in self._closed:
+                return f"rank {member} has closed group {group}"
         return ""
 
     def _is_gone(self, rank: int) -> str:
@@ -184,6 +188,8 @@ class Messaging:
 
     def _nobody_sends(self, call: ReceiveCall) -> str:
         """Returns why nothing will come for a receive; empty if it may."""
+        if call.group not in self._participants:
+            return "the group is closed"
         if call.other != ANYBODY:
             return self._is_gone(call.other)
         others = [rank for rank in self._participants.members(call.group).set.ranks if rank != call.rank]
@@ -371,6 +377,9 @@ class Messaging:
         self._context.trace.record(Kind.FAILED, key.name, 0, key.clock)
         if handle:
             self._context.outside.to_worker(rank, wire.Failed(handle, error))
+        elif key.name not in self._told:
+            self._told.add(key.name)
+            self._context.outside.warn(f"{error}; it was not told, since small messages are away when they are sent")
 
     def _failed(self, call: Call, error: str) -> None:
         """Tells a worker that its send or receive has failed, which nothing is left of then."""
@@ -447,22 +456,24 @@ class Messaging:
                 self._fail(call, f"{call.describe(self._context.topology)} failed: {why}")
         for (_, owner), mailbox in self._mailboxes.items():
             if owner in gone:
-                self._empty(mailbox, f"{self._is_gone(owner)}")
+                self._empty(mailbox, self._is_gone(owner))
 
     @staticmethod
     def _source_or_target(call: Call, message: Message) -> int:
         """Returns the rank at the other end of a message."""
         return message.source if call.rank == message.target else message.target
 
-    def close(self, group: int) -> None:
-        """A group is over here: what is under way in it fails."""
-        why = f"the group was closed on host {self._context.host}"
+    def close(self, group: int, rank: int) -> None:
+        """A local rank has closed a group: what it has under way there fails, and nothing more comes."""
+        self._closed.add((group, rank))
+        why = f"{self._context.topology.describe([rank])} has closed the group"
         for call in [*self._calls]:
-            if call.group == group and call in self._calls:
+            if (call.group, call.rank) == (group, rank) and call in self._calls:
                 self._fail(call, f"{call.describe(self._context.topology)} failed: {why}")
-        for key in [key for key in self._mailboxes if key[0] == group]:
-            self._empty(self._mailboxes[key], why)
-            del self._mailboxes[key]
+        mailbox = self._mailboxes.get((group, rank))
+        if mailbox is not None:
+            self._empty(mailbox, why)
+            del self._mailboxes[group, rank]
 
     def _empty(self, mailbox: Mailbox, why: str) -> None:
         for message in list(mailbox.messages()):
@@ -481,6 +492,7 @@ class Messaging:
         self._messages.clear()
         self._mailboxes.clear()
         self._transfers.clear()
+        self._limits = Limits()
 
     @property
     def idle(self) -> bool:
@@ -491,7 +503,7 @@ class Messaging:
     def is_empty(self) -> bool:
         """True if nothing is kept either."""
         kept = self._sends or self._messages or any(self._mailboxes.values()) or not self._transfers.is_empty
-        return self.idle and not kept
+        return self.idle and not kept and self._limits.are_clear
 
     def statistics(self) -> dict[str, object]:
         """Returns the sends and receives `under_way`, messages `kept` that nobody has received, those `completed`,

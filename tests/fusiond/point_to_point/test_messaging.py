@@ -291,21 +291,37 @@ def test_a_job_that_fails_leaves_nothing() -> None:
 
 
 @layouts
-def test_a_group_that_is_closed_fails_what_is_under_way_in_it_and_nothing_else(sizes: list[int]) -> None:
-    mail = Mail(sizes, sets=[ProcessSet(1, (0, 1))])
+def test_a_rank_that_closes_a_group_fails_what_it_has_under_way_there_and_nothing_else(sizes: list[int]) -> None:
+    mail = Mail([*sizes, 1], sets=[ProcessSet(1, (0, 1, 2))])
     mail.send(0, 1, b"kept", 8, inline=True, group=1)
     sent, got = mail.send(0, 1, data_of(9000), group=1), mail.receive(1, 0, 5, 9, group=1)
-    other = mail.receive(1, 0, 5)
+    others = [mail.receive(1, 0, 5), mail.receive(0, 2, 5, group=1)]
     mail.job.settle()
-    mail.job.engine(1).messages.close(1)
+    mail.job.engine(1).messages.close(1, 1)
     mail.job.settle()
-    host = mail.job.topology.hosts[-1]
-    assert mail.job.error(1, got).endswith(f"failed: the group was closed on host {host}")
-    assert mail.job.error(0, sent).endswith(f"failed: the group was closed on host {host}")
+    why = f"failed: rank 1 (host {mail.job.topology.hosts[len(sizes) - 1]}) has closed the group"
+    assert mail.job.error(1, got).endswith(why)
+    assert mail.job.error(0, sent).endswith(why)
+    late = mail.send(0, 1, data_of(9000), group=1)
+    mail.send(0, 1, b"too late", inline=True, group=1)
     mail.send(0, 1, b"there", inline=True)
+    mail.send(2, 0, b"still", inline=True, group=1)
     mail.job.settle()
-    assert mail.received(1, other) == (0, b"there")
+    assert mail.job.error(0, late).endswith("rank 1 has closed group 1")
+    assert mail.received(1, others[0]) == (0, b"there")
+    assert mail.received(0, others[1]) == (2, b"still")
     mail.nothing_is_left()
+
+
+def test_a_small_message_that_cannot_be_sent_is_warned_of_where_nobody_waits_for_an_answer() -> None:
+    mail = Mail([2])
+    mail.job.leave(1)
+    for _ in range(3):
+        mail.send(0, 1, b"abcd", inline=True, answered=False)
+    assert mail.job.warnings == [
+        "rank 0 cannot send to rank 1: rank 1 (host host0) has left the job; it was not told, since small messages are "
+        "away when they are sent"
+    ]
 
 
 def test_who_is_in_no_such_group_is_told() -> None:
