@@ -1,6 +1,6 @@
 """The direction of imports (docs/design.md): `fusion_rt.torch`, `fusion_rt.runner`, `fusiond` and `fusion_trace` use
-the shared modules of `fusion_rt`, never each other; nothing shared uses them; and only `fusion_rt.torch` imports torch,
-whose import takes seconds that neither the daemon nor the launcher may pay.
+the shared modules of `fusion_rt`, never each other; nothing shared uses them; and only `fusion_rt.torch`, and
+`fusion_rt.dist` above it, import torch, which takes seconds that neither the daemon nor the launcher may pay.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ AREAS = (
     "fusion_rt",
     "fusion_rt.launchers",
     "fusion_rt.torch",
+    "fusion_rt.dist",
     "fusion_rt.runner",
     "fusion_rt.shim",
     "fusiond",
@@ -38,6 +39,7 @@ ALLOWED = {
     "fusion_rt": {"fusion_rt"},
     "fusion_rt.launchers": {"fusion_rt", "fusion_rt.launchers"},
     "fusion_rt.torch": {"fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "torch"},
+    "fusion_rt.dist": {"fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "fusion_rt.dist", "torch"},
     "fusion_rt.runner": {"fusion_rt", "fusion_rt.runner"},
     "fusion_rt.shim": {
         "fusion_rt",

@@ -12,9 +12,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import socket
 import struct
 import threading
+import time
+from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.client import joining
@@ -30,6 +33,14 @@ _DONTWAIT = int(socket.MSG_DONTWAIT)
 _LOOK = 0.5  # seconds
 _TIMEVAL = struct.pack("ll", 0, int(_LOOK * 1e6))
 _WAIT_BEGIN, _WAIT_END, _DONE = int(Kind.WAIT_BEGIN), int(Kind.WAIT_END), int(Kind.DONE)
+
+
+class Awaited(Protocol):
+    """Something that a thread waits for."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come about."""
 
 
 class Channel:
@@ -120,6 +131,15 @@ class Channel:
             raise failure_of(operation.error)
         return operation
 
+    def read_until(self, awaited: Awaited, seconds: float | None = None) -> bool:
+        """Waits until something is done, which reading a message may bring about, but no longer than `seconds`.
+
+        Returns: whether it is done.
+        """
+        if not awaited.done:
+            self._read_until(awaited, None if seconds is None else time.monotonic() + seconds)
+        return awaited.done
+
     def read_available(self) -> None:
         """Reads what has arrived, unless another thread reads already."""
         with self._lock:
@@ -139,7 +159,7 @@ class Channel:
         for operation in list(self._operations.values()):
             operation.error = self.failure
             if operation.release is not None:
-                operation.release()
+                operation.release(operation)
             operation.done = True
         self._operations.clear()
         self._wake()
@@ -162,26 +182,40 @@ class Channel:
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def _read_until(self, operation: Operation) -> None:
-        """Reads messages until the operation has ended, or waits for the thread that is reading already."""
+    def _read_until(self, awaited: Awaited, deadline: float | None = None) -> None:
+        """Reads messages until something is done, or waits for the thread that is reading already; no longer than until
+        the deadline, if there is one."""
         while True:
             with self._lock:
                 if self.reading:
                     self._waiting += 1  # before the check: a thread that completes an operation looks at it afterwards
-                    if not operation.done:
-                        self._changed.wait()
+                    if not awaited.done:
+                        self._changed.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))
                     self._waiting -= 1
-                if operation.done:
+                if awaited.done or (deadline is not None and time.monotonic() >= deadline):
                     return
                 if self.reading:
                     continue
                 self.reading = True
             try:
-                while not operation.done:
+                if deadline is not None:
+                    self._read_before(awaited, deadline)
+                    return
+                while not awaited.done:
                     if not self._read_one(0):
                         self._heard_nothing()
             finally:
                 self._stop_reading()
+
+    def _read_before(self, awaited: Awaited, deadline: float) -> None:
+        """Reads messages until something is done, or the deadline has come."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        while not awaited.done and (left := deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * min(left, _LOOK)):
+                self._read_one(_DONTWAIT)
+            elif left > _LOOK:
+                self._heard_nothing()
 
     def _stop_reading(self) -> None:
         with self._lock:
@@ -237,8 +271,6 @@ class Channel:
             if self.failure is None:
                 raise FusionError(f"the daemon answered operation {message.handle}, which is not under way")
             return  # the operation has failed meanwhile
-        if operation.release is not None:
-            operation.release()
         if isinstance(message, wire.Done):
             operation.inline = message.inline
             operation.sizes = message.sizes
@@ -249,6 +281,8 @@ class Channel:
             operation.plan = message.plan
         else:
             operation.error = message.message
+        if operation.release is not None:
+            operation.release(operation)
         name, clock, plan = operation.about
         self.trace.record(_DONE, name, 0, clock, plan)
         operation.done = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,10 +110,12 @@ class Client:
         inline: bytes | None = None,
         place: tuple[int, int] | None = None,
         splits: tuple[int, ...] = (),
+        release: Callable[[Operation], None] | None = None,
     ) -> Operation:
         """Submits one operation on a tensor that is `inline` or lies at `place` (segment id, offset) in the arena.
 
         An operation without a name is paired with those of other ranks by kind and order; several may be under way.
+        `release`: see `Operation`; for one without a name.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -139,9 +141,11 @@ class Client:
             wire.encode(wire.Submit(operation.handle, name, clock, signature, where, inline, splits))
         )
         self._clocks.count(process_set, name)
-        if not unnamed:
+        if unnamed:
+            operation.release = release
+        else:
             self._in_flight.add(identity)
-            operation.release = lambda: self._in_flight.discard(identity)
+            operation.release = lambda _: self._in_flight.discard(identity)
         operation.about = (name, clock, 0)
         nbytes = _nbytes_of(signature) if inline is None else len(inline)
         self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)

@@ -42,7 +42,7 @@ class Operation:
         output: private copy-on-write mapping of the result, when the daemon has sent one (allgather, alltoall).
         sizes: rows received from each rank (allgather, alltoall), or the answer of an operation without data.
         plan: the answer to a proposal.
-        release: called when it ends.
+        release: called when it ends, by the thread that reads its answer, when all but `done` is set.
         about: the name, clock and plan under which it is recorded.
     """
 
@@ -52,7 +52,7 @@ class Operation:
     output: Segment | None = None
     sizes: tuple[int, ...] = ()
     plan: wire.Plan | None = None
-    release: Callable[[], None] | None = None
+    release: Callable[[Operation], None] | None = None
 
     def __init__(self, handle: int, name: str) -> None:
         self.handle = handle

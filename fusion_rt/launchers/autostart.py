@@ -114,6 +114,8 @@ def join(
         daemon = start(here, topology, settings) if where.local_rank == 0 else None
         return _connect(here, settings), daemon
     meeting = _with_secret(where.meeting, settings)
+    if not meeting.tells_hosts:
+        _check_secret(meeting, settings)
     with Rendezvous(
         open_store(meeting, where.rank, where.size),
         meeting,
@@ -125,24 +127,25 @@ def join(
 
 
 def _with_secret(meeting: Meeting, settings: Settings) -> Meeting:
-    """The meeting with the secret that the settings name, or else the launcher's.
-
-    Raises:
-        FusionError: there is none, and the settings do not say that the job may do without.
-    """
+    """Returns the meeting with the secret that the settings name, or else the launcher's."""
     if settings.job_secret_file:
         return replace(meeting, secret=read_secret(settings.job_secret_file, "FUSION_JOB_SECRET_FILE"))
-    if not meeting.secret:
-        danger = ("this job runs on several hosts and its processes share no secret, so that whoever reaches its "
-                  "rendezvous can take part in it, read its data and run code in its workers")  # fmt: skip
-        if not settings.insecure_rendezvous:
-            raise FusionError(
-                f"{danger}: make one with `(umask 077; openssl rand -hex 32 > {SECRET_FILE})`, have that file on every "
-                f"host, and set FUSION_JOB_SECRET_FILE={SECRET_FILE} for all workers; or, on a network that nobody "
-                "else is on, set FUSION_INSECURE_RENDEZVOUS=1 (docs/launchers.md)"
-            )
-        warnings.warn(f"{danger} (FUSION_INSECURE_RENDEZVOUS)", stacklevel=2)
     return meeting
+
+
+def _check_secret(meeting: Meeting, settings: Settings) -> None:
+    """Raises `FusionError` if there is no secret, and the settings do not say that the job may do without."""
+    if meeting.secret:
+        return
+    danger = ("this job runs on several hosts and its processes share no secret, so that whoever reaches its "
+              "rendezvous can take part in it, read its data and run code in its workers")  # fmt: skip
+    if not settings.insecure_rendezvous:
+        raise FusionError(
+            f"{danger}: make one with `(umask 077; openssl rand -hex 32 > {SECRET_FILE})`, have that file on every "
+            f"host, and set FUSION_JOB_SECRET_FILE={SECRET_FILE} for all workers; or, on a network that nobody "
+            "else is on, set FUSION_INSECURE_RENDEZVOUS=1 (docs/launchers.md)"
+        )
+    warnings.warn(f"{danger} (FUSION_INSECURE_RENDEZVOUS)", stacklevel=3)
 
 
 def _meet(
@@ -154,12 +157,15 @@ def _meet(
     arrival = Arrival(where.size, where.local_rank, meeting.node, meeting.host, secrets.token_hex(8))
     assignment = rendezvous.assign(arrival, where.job)
     topology = assignment.topology
+    alone = len(topology.hosts) == 1
+    if not alone and meeting.tells_hosts:
+        _check_secret(meeting, settings)
     node = topology.node_of(where.rank)
     here = replace(where, job=assignment.job, node=node)
     daemon = None
     if topology.ranks[node][0] == where.rank:
         try:
-            address = address_towards(rendezvous.hosts, meeting.interfaces)
+            address = "127.0.0.1" if alone else address_towards(rendezvous.hosts, meeting.interfaces)
             daemon = start(here, topology, settings, address)
         except FusionError as error:
             rendezvous.introduce(here.job, node, StartError(str(error)))
@@ -169,7 +175,7 @@ def _meet(
             rendezvous.introduce(here.job, node, daemon.endpoint)
         if daemon is not None or where.rank == 0:
             peers = rendezvous.peers(assignment)
-        if daemon is not None:
+        if daemon is not None and not alone:
             daemon.introduce(peers)
     except BaseException:
         if daemon is not None:

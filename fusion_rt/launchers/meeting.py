@@ -19,7 +19,7 @@ class Meeting:
     """The way in which the workers of a job without `fusionrun` meet.
 
     Attributes:
-        kind: who serves the store: "horovodrun", "torchrun" (its agent), or "rank0".
+        kind: who serves the store: "horovodrun", "torchrun" (its agent), "rank0", or "script" (which has opened it).
         addresses: where it is, or may be, likeliest first.
         scope: first part of the keys, of this start of the job alone.
         node: the same for the workers of one node, and for no others.
@@ -37,6 +37,11 @@ class Meeting:
     expected: tuple[str, ...] = ()
     interfaces: tuple[str, ...] = ()
     secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def tells_hosts(self) -> bool:
+        """Whether only the meeting tells if the job runs on several hosts, and so needs a secret."""
+        return self.kind == "script"
 
 
 def addresses_of(hosts: tuple[str, ...], scope: str, address: str, port: int) -> tuple[Address, ...]:

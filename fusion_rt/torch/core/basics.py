@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ import torch
 from fusion_rt.client import Client
 from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers import autostart, environment
+from fusion_rt.launchers.kvstore import Store
+from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import process_sets as sets
@@ -81,7 +83,7 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
         where, settings = environment.detect(), Settings.from_env()
         _check_comm(comm, where.size)
         try:
-            _join(where, settings, static)
+            join(where, settings, static)
             return
         except FusionError as error:
             if agent is None:
@@ -91,7 +93,23 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
         elastic.move(agent, why)
 
 
-def _join(where: environment.Environment, settings: Settings, static: Sequence[ProcessSet]) -> None:
+def join(
+    where: environment.Environment,
+    settings: Settings,
+    static: Sequence[ProcessSet] = (),
+    open_store: Callable[[Meeting, int, int], Store] = open_store,
+) -> None:
+    """Joins the job, over the connection with which this worker has left it if there is one.
+
+    Args:
+        where: this worker's place.
+        settings: every knob.
+        static: process sets to register.
+        open_store: opens the store at which the workers meet.
+
+    Raises:
+        as `init`
+    """
     before = returning(where)
     if before is None:
         client, daemon = autostart.join(where, settings, open_store)

@@ -1,11 +1,12 @@
-"""The key-value store of torchrun's agent, in which the workers of a job on several hosts leave word for each other."""
+"""Key-value stores of `torch.distributed`, in which the workers of a job leave word for each other: that of torchrun's
+agent, and any that a script has opened."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.launchers import kvstore, rendezvous
@@ -25,21 +26,28 @@ def open_store(meeting: Meeting, rank: int, size: int) -> kvstore.Store:
     return rendezvous.open_store(meeting, rank, size)
 
 
-class AgentStore:
-    """A `torch.distributed.TCPStore` that an agent of torchrun serves. It tells nobody apart, and does not limit what
-    others may store; values are looked at only up to the limit of all stores."""
+class TorchStore:
+    """A store of `torch.distributed` that its owner keeps open. It tells nobody apart, and does not limit what others
+    may store; values are looked at only up to the limit of all stores.
 
-    def __init__(self, host: str, port: int) -> None:
-        self._place = host, port
-        self._store: TCPStore | None = None
+    Args:
+        store: it.
+        hosts: that serve it, as far as known.
+        where: its address, for people.
+    """
+
+    def __init__(self, store: Store | None, hosts: Sequence[str], where: str) -> None:
+        self._store = store
+        self._hosts = hosts
+        self._where = where
 
     @property
     def where(self) -> str:
-        return "{}:{}".format(*self._place)
+        return self._where
 
     @property
     def hosts(self) -> Sequence[str]:
-        return [self._place[0]]
+        return self._hosts
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -66,9 +74,27 @@ class AgentStore:
             raise self._failed(error) from None
 
     def close(self) -> None:
+        """Leaves the store open, which is its owner's."""
+
+    def _connected(self) -> Store:
+        assert self._store is not None
+        return self._store
+
+    def _failed(self, error: RuntimeError) -> OSError:
+        return OSError(str(error).partition("\n")[0])
+
+
+class AgentStore(TorchStore):
+    """A `torch.distributed.TCPStore` that an agent of torchrun serves."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(None, [host], f"{host}:{port}")
+        self._place = host, port
+
+    def close(self) -> None:
         self._store = None
 
-    def _connected(self) -> TCPStore:
+    def _connected(self) -> Store:
         if self._store is None:
             host, port = self._place
             self._store = TCPStore(host, port, is_master=False, timeout=_REQUEST)
@@ -76,4 +102,4 @@ class AgentStore:
 
     def _failed(self, error: RuntimeError) -> OSError:
         self._store = None
-        return OSError(str(error).partition("\n")[0])
+        return super()._failed(error)

@@ -71,8 +71,7 @@ class Runtime:
         self.where = where
         self.daemon = daemon
         self._finalizer = multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
-        self._previous_hook = sys.excepthook
-        sys.excepthook = _excepthook
+        _hook()
 
     def next_group(self, process_set: int | None) -> str:
         """Returns a name for an optimizer's plans, the same on all members that make optimizers in the same order."""
@@ -91,8 +90,7 @@ class Runtime:
 
         Returns: whether a client that has this one's as `previous` may come back.
         """
-        if sys.excepthook is _excepthook:
-            sys.excepthook = self._previous_hook
+        _unhook()
         for copying in self.copying:
             copying.wait()
         returnable = self.client.leave(error)
@@ -113,10 +111,6 @@ class Runtime:
     def forget(self) -> None:
         """Cancels the work at exit: another has taken over the connection, or it is closed."""
         self._finalizer.cancel()
-
-    def previous_hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Calls the `sys.excepthook` that there was before `init`."""
-        self._previous_hook(kind, error, trace)
 
     def after_fork(self) -> None:
         """Leaves the connection to the parent, in a forked child."""
@@ -243,11 +237,27 @@ def returning(where: environment.Environment) -> Runtime | None:
     return found
 
 
+_previous_hook: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
+
+
+def _hook() -> None:
+    """Has `sys.excepthook` leave the job first, unless it does already, under another hook that was put around it."""
+    global _previous_hook
+    if _previous_hook is None:
+        _previous_hook, sys.excepthook = sys.excepthook, _excepthook
+
+
+def _unhook() -> None:
+    """Restores the `sys.excepthook` of before, unless another one was put around it (`torch.distributed` does that)."""
+    global _previous_hook
+    if sys.excepthook is _excepthook and _previous_hook is not None:
+        sys.excepthook, _previous_hook = _previous_hook, None
+
+
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    current = _runtime
+    previous = _previous_hook or sys.__excepthook__
     leave("".join(traceback.format_exception(kind, error, trace)))
-    if current is not None:
-        current.previous_hook(kind, error, trace)
+    previous(kind, error, trace)
 
 
 def _at_exit() -> None:

@@ -1,0 +1,33 @@
+"""The backend "fusion" of `torch.distributed`: `init_process_group("fusion")` joins a job of fusion_rt.
+
+torch finds `register` by an entry point whenever it is imported, so that a script needs no import of this package; that
+has to cost nothing, and all else is imported by the first process group. (torch 2.4 knows no such entry points: there a
+script imports `fusion_rt.dist`, which registers too.)
+
+`process_group.py` is what c10d sees; `membership.py` joins and leaves the job; `submission.py` turns tensors into
+operations of the daemon; `work.py` has operations under way, and `completion.py` their futures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BACKEND = "fusion"
+DEVICES = ["cpu", "cuda"]
+
+
+def register() -> None:
+    """Makes the backend known to torch, unless it is already, or this torch was built without `torch.distributed`."""
+    import torch.distributed as dist
+
+    if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICES)
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from fusion_rt.dist.process_group import create
+
+    return create(options, backend_options)
+
+
+register()

@@ -1,0 +1,189 @@
+"""This worker's membership of a job, for `torch.distributed`: joined with its first process group, left with its last.
+
+The process group of all workers joins the job. Under `fusionrun` that is its job; otherwise the workers meet in the store
+that torch has opened, however the script was started, and each node's first one starts the daemon. Where `hvd.init()` has
+joined already, or does afterwards, there is one job for both.
+
+Every process group is a group of the daemon's, which only its members know. All of them have opened it before any of
+them uses it: they count in the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from fusion_rt.core.errors import FusionError
+from fusion_rt.dist.completion import Completer
+from fusion_rt.host.bootstrap import make_private_directory
+from fusion_rt.launchers import environment
+from fusion_rt.launchers.entries import name_ranks
+from fusion_rt.launchers.environment import Environment
+from fusion_rt.launchers.meeting import Meeting
+from fusion_rt.settings import Settings
+from fusion_rt.torch.core import basics
+from fusion_rt.torch.core.rendezvous import TorchStore
+from fusion_rt.torch.core.runtime import Runtime, is_initialized, leave, runtime
+
+_SCOPE = "fusion"  # first part of the keys in torch's store
+
+
+class Member:
+    """This worker's membership, as process groups use it.
+
+    Attributes:
+        here: the membership.
+        completer: completes futures.
+        groups: those that are open.
+    """
+
+    def __init__(self, here: Runtime, joined: bool) -> None:
+        self.here = here
+        self.completer = Completer(here.client.channel)
+        self.groups: set[OpenGroup] = set()
+        self._joined = joined  # by this module, and not by hvd.init
+
+    def leave(self) -> None:
+        """Leaves the job, if this module has joined it."""
+        if self._joined and is_initialized() and runtime() is self.here:
+            basics.shutdown() if self.here.where.socket else leave()
+        self.completer.close()
+
+
+class OpenGroup:
+    """A group of the daemon's that all its members have opened.
+
+    Attributes:
+        here: this worker's membership.
+        completer: completes futures.
+        id: of the group, in messages.
+        rank: this worker's position in it.
+        size: number of members.
+        ranks: of the members in the job, by position.
+        store: in which the members met.
+    """
+
+    def __init__(self, member: Member, id: int, rank: int, ranks: Sequence[int], store: Store) -> None:
+        self.here = member.here
+        self.completer = member.completer
+        self.id = id
+        self.rank = rank
+        self.size = len(ranks)
+        self.ranks = tuple(ranks)
+        self.store = store
+        self._member: Member | None = member
+        member.groups.add(self)
+
+    def close(self) -> None:
+        """Ends the group; with the last one this worker leaves the job."""
+        member, self._member = self._member, None
+        if member is None:
+            return
+        member.groups.discard(self)
+        if not member.groups:
+            _forget(member)
+            member.leave()
+
+
+_member: Member | None = None
+
+
+def _forget(member: Member) -> None:
+    global _member
+    if _member is member:
+        _member = None
+
+
+def open_group(
+    store: Store, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta
+) -> OpenGroup:
+    """Opens a process group together with all its members, and joins the job first if this is the group of all.
+
+    Args:
+        store: of the group; its members alone use it.
+        name: of the group, the same on all members.
+        rank, size: of this worker in the group.
+        ranks: of the members in the job, by position; empty: it is the group of all.
+        timeout: for all members to come.
+
+    Raises:
+        FusionError: not all members came in time, or this worker has another place in the job than the script says.
+    """
+    member = _joined(store, rank, size, timeout) if not ranks else _member_of_job()
+    ranks = ranks or tuple(range(size))
+    return OpenGroup(member, 0, rank, ranks, store)
+
+
+def _member_of_job() -> Member:
+    if _member is None:
+        raise FusionError("this worker is in no job: its process group of all workers has been destroyed, or is of "
+                          "another backend; begin with init_process_group(\"fusion\")")  # fmt: skip
+    return _member
+
+
+def _joined(store: Store, rank: int, size: int, timeout: timedelta) -> Member:
+    """Returns this worker's membership of the job of all workers, which it joins if it has not yet."""
+    global _member
+    before = is_initialized()
+    if not before:
+        where = _place(rank, size)
+        settings = replace(Settings.from_env(), start_timeout=timeout.total_seconds())
+        hosts, address = _server_of(store)
+        basics.join(where, settings, open_store=lambda *_: TorchStore(store, hosts, address))
+    here = runtime()
+    if (here.rank, here.size) != (rank, size):
+        raise FusionError(
+            f"this worker is rank {here.rank} of {here.size} in the job that hvd.init() has joined, and rank {rank} of "
+            f"{size} for init_process_group; give both the same places, or call only one of them"
+        )
+    _member = Member(here, not before)
+    return _member
+
+
+def _place(rank: int, size: int) -> Environment:
+    """Returns this worker's place: that of `fusionrun`, if the script says the same, or one in a job that meets in the
+    store."""
+    found, secret = _started()
+    if found is not None and found.socket and (found.rank, found.size) == (rank, size):
+        return found
+    meeting = Meeting("script", (), _SCOPE, _this_host(), socket.gethostname(), secret=secret)
+    return Environment(rank, size, -1, "torch", meeting=meeting)
+
+
+def _started() -> tuple[Environment | None, bytes]:
+    """Returns what the launcher's variables say, if they are complete, and the secret of the job."""
+    try:
+        found = environment.detect()
+    except FusionError:  # variables of torch's are enough for torch
+        found = None
+    secret = os.environ.get("FUSION_JOB_SECRET", "").encode("utf-8", "surrogateescape")
+    return found, (found.meeting.secret if found is not None and found.meeting is not None else secret)
+
+
+def _this_host() -> str:
+    """Returns what is the same for workers that can share a daemon, and for no others: the running kernel, the user, the
+    namespaces of network and processes, and the directory in which daemons listen."""
+    root = os.path.abspath(Settings.from_env().runtime_root())
+    make_private_directory(root)
+    about = os.stat(root)
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        parts = [file.read().strip(), str(os.getuid()), f"{about.st_dev}:{about.st_ino}"]
+    parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _server_of(store: Store) -> tuple[list[str], str]:
+    """Returns the hosts that serve a store, as far as it tells, and its address for people."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return [store.host], f"{store.host}:{store.port}"
+    master = os.environ.get("MASTER_ADDR", "")
+    return [master] if master else [], f"a {type(store).__name__}"

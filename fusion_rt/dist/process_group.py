@@ -1,0 +1,570 @@
+"""The process group that c10d calls: every operation checked, and turned into submissions.
+
+Ranks in the arguments are positions in the group. Members are in the daemon's order (ascending ranks of the job) in what
+is submitted, which may be another order than the group's.
+
+c10d calls some operations by names that changed with its versions: both of each pair are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusion_rt import wire
+from fusion_rt.dist import membership
+from fusion_rt.dist.submission import Submission, moved_as, signature_for
+from fusion_rt.dist.work import FusionWork
+from fusion_rt.torch.core.tensors import dtype_name
+
+_OPS: dict[Any, wire.Op] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "average",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.PREMUL_SUM: "sum",
+}
+_NO_TIMEOUT = timedelta(0)
+
+
+def create(options: Any, backend_options: Any) -> FusionProcessGroup:
+    """Makes the process group that `init_process_group` or `new_group` asks for; on its members alone.
+
+    Args:
+        options: c10d's: `store`, `group_rank`, `group_size`, `timeout`, `group_id`, `global_ranks_in_group` (empty for
+            the group of all).
+        backend_options: unused; there are none.
+
+    Raises:
+        FusionError: not all members came in time, or this worker has another place in the job than the script says.
+    """
+    opened = membership.open_group(
+        options.store,
+        options.group_id,
+        options.group_rank,
+        options.group_size,
+        tuple(options.global_ranks_in_group),
+        options.timeout,
+    )
+    return FusionProcessGroup(opened, options.group_id, options.timeout)
+
+
+_Base: Any = dist.ProcessGroup  # whose overloads torch's stubs give for its own callers
+
+
+class FusionProcessGroup(_Base):  # type: ignore[misc]
+    """A process group whose operations run in the node's daemon.
+
+    Args:
+        opened: it, as the daemon knows it.
+        name: c10d's.
+        timeout: of operations that are given none.
+    """
+
+    def __init__(self, opened: membership.OpenGroup, name: str, timeout: timedelta) -> None:
+        super().__init__(opened.rank, opened.size)
+        self._opened = opened
+        self._id = opened.id
+        self._ranks = opened.ranks  # of the job, by position in the group
+        self._position = opened.rank
+        self._members = len(opened.ranks)
+        order = sorted(range(self._members), key=self._ranks.__getitem__)
+        self._order = None if order == list(range(self._members)) else order
+        self._name = name
+        self._description = "undefined"
+        self._seconds = timeout.total_seconds()
+        self._store: Any = opened.store
+
+    # --- about it -----------------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """Returns this worker's position in the group."""
+        return self._position
+
+    def size(self) -> int:
+        """Returns the number of members."""
+        return self._members
+
+    getRank = rank
+    getSize = size
+
+    def name(self) -> str:
+        """Returns the name of the backend."""
+        return "fusion"
+
+    getBackendName = name
+    _get_backend_name = name
+
+    @property
+    def group_name(self) -> str:
+        """c10d's name of the group."""
+        return self._name
+
+    def getGroupName(self) -> str:
+        """Returns c10d's name of the group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    setGroupName = _set_group_name
+
+    @property
+    def group_desc(self) -> str:
+        """What the script calls the group."""
+        return self._description
+
+    def getGroupDesc(self) -> str:
+        """Returns what the script calls the group."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    setGroupDesc = _set_group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
+    def get_group_store(self) -> Any:
+        """Returns the store in which the members met."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time-out of operations that are given none."""
+        self._seconds = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing: the daemon counts the operations of a group."""
+
+    def shutdown(self) -> None:
+        """Ends the group; what is under way in it fails."""
+        self._opened.close()
+
+    def abort(self) -> None:
+        """Ends the group at once; what is under way in it fails."""
+        self._opened.close()
+
+    def __repr__(self) -> str:
+        return f"FusionProcessGroup(name={self._name!r}, rank={self._position}, size={self._members})"
+
+    # --- reductions ---------------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
+    ) -> FusionWork:
+        """Replaces the tensor on every member by the elementwise combination of all members' tensors."""
+        tensor = _only(tensors, "allreduce", "tensor")
+        reduction, seconds = self._combination(opts, op, timeout)
+        return self._reduce_all("allreduce", [tensor], reduction, seconds)
+
+    def allreduce_coalesced(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
+    ) -> FusionWork:
+        """Replaces each tensor as `allreduce` does; tensors of one type travel together."""
+        tensors = _some(tensors, "allreduce_coalesced", "tensor list")
+        reduction, seconds = self._combination(opts, op, timeout)
+        return self._reduce_all("allreduce_coalesced", tensors, reduction, seconds)
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int = 0
+    ) -> FusionWork:
+        """Replaces the tensor on the root by the combination of all members' tensors."""
+        tensor = _only(tensors, "reduce", "tensor")
+        if isinstance(opts, int):
+            opts, root = None, opts
+        root = self._root(root if opts is None else opts.rootRank, "reduce")
+        reduction, seconds = self._combination(opts, op, timeout)
+        outputs = [tensor] if root == self._position else []
+        part = self._reduction("allreduce", [tensor], outputs, reduction, seconds)
+        return self._work("reduce", [part], [tensor])
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
+    ) -> FusionWork:
+        """Combines the members' lists of tensors; each member gets the combination of the tensors at its position."""
+        output = _only(outputs, "reduce_scatter", "output tensor")
+        given = inputs if isinstance(inputs[0], torch.Tensor) else _only_list(inputs, "reduce_scatter", "input")
+        self._check_count(given, "reduce_scatter", "input")
+        reduction, seconds = self._combination(opts, op, timeout)
+        return self._work("reduce_scatter", [self._scattered(output, given, reduction, seconds)], [output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
+        """Combines the members' tensors; each member gets the part of the combination at its position."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> FusionWork:
+        """Does `reduce_scatter_single` on each pair of tensors."""
+        reduction, seconds = self._combination(opts, None, None)
+        parts = []
+        for output, given in zip(outputs, inputs, strict=True):
+            self._check_whole(given, output, "reduce_scatter", "input", "output")
+            whole = [given] if self._order is None else self._cut(given)
+            parts.append(self._scattered(output, whole, reduction, seconds))
+        return self._work("reduce_scatter", parts, list(outputs))
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # --- moves from one member to all, or all to one ------------------------------------------------------------------
+
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0
+    ) -> FusionWork:
+        """Replaces the tensor on every member by the root's."""
+        tensor = _only(tensors, "broadcast", "tensor")
+        if isinstance(opts, int):
+            opts, root = None, opts
+        root = self._root(root if opts is None else opts.rootRank, "broadcast")
+        dtype, itemsize = moved_as([tensor])
+        signature = signature_for(
+            "broadcast", self._id, dtype, tensor.nbytes // itemsize, root=self._ranks[root]
+        )
+        inputs, outputs = ([tensor], []) if root == self._position else ([], [tensor])
+        part = Submission(
+            self._opened.here, signature, inputs, outputs, nbytes=tensor.nbytes, seconds=self._limit(opts, timeout)
+        )
+        return self._work("broadcast", [part], [tensor])
+
+    # --- from each to each --------------------------------------------------------------------------------------------
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> FusionWork:
+        """Gives every member its part of each member's tensor; parts are rows (all equal where no sizes are given)."""
+        if isinstance(opts, timedelta):
+            opts, timeout = None, opts
+        outputs = self._rows(output, output_split_sizes, "output")
+        inputs = self._rows(input, input_split_sizes, "input")
+        part = self._exchanged(inputs, outputs, self._limit(opts, timeout))
+        return self._work("all_to_all", [part], [output])
+
+    def alltoall(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> FusionWork:
+        """Gives every member the tensor at its position in each member's list."""
+        if isinstance(opts, timedelta):
+            opts, timeout = None, opts
+        self._check_count(outputs, "alltoall", "output")
+        self._check_count(inputs, "alltoall", "input")
+        part = self._exchanged(inputs, outputs, self._limit(opts, timeout))
+        return self._work("all_to_all", [part], list(outputs))
+
+    alltoall_base = all_to_all_single
+
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0
+    ) -> FusionWork:
+        """Gives the root the tensors of all members."""
+        given = _only(inputs, "gather", "input tensor")
+        if isinstance(opts, int):
+            opts, root = None, opts
+        root = self._root(root if opts is None else opts.rootRank, "gather")
+        nothing = given.new_empty(0)
+        inputs = [given if position == root else nothing for position in range(self._members)]
+        taken: Sequence[torch.Tensor] = [nothing] * self._members
+        if root == self._position:
+            lists = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
+            taken = _only_list(lists, "gather", "output")
+            self._check_count(taken, "gather", "output")
+            _check_alike([given, *taken], "gather")
+        elif outputs and outputs[0] is not None and len(outputs[0]):
+            raise ValueError("gather: requires empty output on non-root")
+        return self._work("gather", [self._exchanged(inputs, taken, self._limit(opts, timeout))], list(outputs or ()))
+
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0
+    ) -> FusionWork:
+        """Gives every member the tensor at its position in the root's list."""
+        taken = _only(outputs, "scatter", "output tensor")
+        if isinstance(opts, int):
+            opts, root = None, opts
+        root = self._root(root if opts is None else opts.rootRank, "scatter")
+        nothing = taken.new_empty(0)
+        outputs = [taken if position == root else nothing for position in range(self._members)]
+        given: Sequence[torch.Tensor] = [nothing] * self._members
+        if root == self._position:
+            lists = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
+            given = _only_list(lists, "scatter", "input")
+            self._check_count(given, "scatter", "input")
+            _check_alike([taken, *given], "scatter")
+        elif inputs and inputs[0] is not None and len(inputs[0]):
+            raise ValueError("scatter: requires empty input on non-root")
+        return self._work("scatter", [self._exchanged(given, outputs, self._limit(opts, timeout))], [taken])
+
+    # --- all-gather ---------------------------------------------------------------------------------------------------
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> FusionWork:
+        """Gives every member the tensors of all members."""
+        given = _only(inputs, "allgather", "input tensor")
+        lists = [outputs] if isinstance(outputs[0], torch.Tensor) else outputs
+        taken = _only_list(lists, "allgather", "output")
+        self._check_count(taken, "allgather", "output")
+        part = self._gathered([given], taken, self._limit(opts, timeout))
+        return self._work("allgather", [part], lists)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
+        """Gives every member the tensors of all members, one after the other in one tensor."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> FusionWork:
+        """Does `all_gather_single` on each pair of tensors."""
+        seconds = self._limit(opts, None)
+        parts = []
+        for output, given in zip(outputs, inputs, strict=True):
+            self._check_whole(output, given, "allgather", "output", "input")
+            taken = [output] if self._order is None else self._cut(output)
+            parts.append(self._gathered([given], taken, seconds))
+        return self._work("allgather", parts, list(outputs))
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> FusionWork:
+        """Gives every member the lists of tensors of all members, which travel together."""
+        given = _some(inputs, "allgather_coalesced", "input tensor list")
+        self._check_count(outputs, "allgather_coalesced", "output")
+        for taken in outputs:
+            if len(taken) != len(given):
+                raise ValueError(
+                    f"allgather_coalesced: invalid output lists: one has {len(taken)} tensors for {len(given)} inputs"
+                )
+        members = outputs if self._order is None else [outputs[position] for position in self._order]
+        part = self._gathered(given, [tensor for taken in members for tensor in taken], self._limit(opts, None), True)
+        return self._work("allgather_coalesced", [part], list(outputs))
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    # --- synchronisation ----------------------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> FusionWork:
+        """Ends when all members have come to it."""
+        if isinstance(opts, timedelta):
+            opts, timeout = None, opts
+        part = Submission(
+            self._opened.here,
+            wire.Signature("barrier", process_set=self._id),
+            (),
+            (),
+            nbytes=0,
+            seconds=self._limit(opts, timeout),
+        )
+        return self._work("barrier", [part], [])
+
+    # --- what they share ----------------------------------------------------------------------------------------------
+
+    def _work(self, title: str, parts: Sequence[Submission], results: list[Any]) -> FusionWork:
+        return FusionWork(self._opened.completer, title, parts, results)
+
+    def _limit(self, opts: Any, timeout: timedelta | None) -> float:
+        """Returns the seconds that an operation has."""
+        given = timeout if opts is None else opts.timeout
+        return given.total_seconds() if given is not None and given > _NO_TIMEOUT else self._seconds
+
+    def _combination(
+        self, opts: Any, op: Any, timeout: timedelta | None
+    ) -> tuple[tuple[wire.Op, float], float]:
+        """Returns how elements are combined, with the factor before, and the seconds that the operation has."""
+        if opts is not None and not hasattr(opts, "reduceOp"):  # the overload with an op in its place
+            opts, op = None, opts
+        chosen = opts.reduceOp if opts is not None else dist.ReduceOp.SUM if op is None else op
+        kind = getattr(chosen, "op", chosen)
+        known = _OPS.get(kind)
+        if known is None:
+            raise RuntimeError(f"Cannot use ReduceOp {kind} with the backend fusion; use one of {', '.join(map(str, _OPS))}")
+        factor = 1.0
+        if kind == dist.ReduceOp.PREMUL_SUM:
+            factor = float(chosen.factor)  # type: ignore[union-attr]
+        return (known, factor), self._limit(opts, timeout)
+
+    def _reduce_all(
+        self, title: str, tensors: list[torch.Tensor], reduction: tuple[wire.Op, float], seconds: float
+    ) -> FusionWork:
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        parts = [self._reduction("allreduce", same, same, reduction, seconds) for same in by_type.values()]
+        return self._work(title, parts, tensors)
+
+    def _reduction(
+        self,
+        kind: wire.Kind,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        reduction: tuple[wire.Op, float],
+        seconds: float,
+    ) -> Submission:
+        op, factor = reduction
+        if inputs[0].is_complex():
+            inputs, outputs = [_pairs(tensor, op) for tensor in inputs], [_pairs(tensor, op) for tensor in outputs]
+        dtype = inputs[0].dtype
+        count = sum(tensor.numel() for tensor in inputs)
+        signature = signature_for(kind, self._id, dtype_name(dtype), count, op, factor)
+        return Submission(
+            self._opened.here, signature, inputs, outputs, nbytes=count * dtype.itemsize, seconds=seconds
+        )
+
+    def _scattered(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: tuple[wire.Op, float], seconds: float
+    ) -> Submission:
+        return self._reduction("reducescatter", self._in_order(inputs), [output], reduction, seconds)
+
+    def _gathered(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seconds: float, ordered: bool = False
+    ) -> Submission:
+        dtype, itemsize = moved_as([*inputs, *outputs])
+        nbytes = sum(tensor.nbytes for tensor in inputs)
+        signature = signature_for("allgather", self._id, dtype, nbytes // itemsize)
+        if not ordered:
+            outputs = self._in_order(outputs)
+        return Submission(self._opened.here, signature, inputs, outputs, nbytes=nbytes, seconds=seconds)
+
+    def _exchanged(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seconds: float
+    ) -> Submission:
+        """Submits an alltoall of a tensor for each member, by position, and one from each."""
+        dtype, itemsize = moved_as([*inputs, *outputs])
+        inputs, outputs = self._in_order(inputs), self._in_order(outputs)
+        splits = tuple(tensor.nbytes // itemsize for tensor in inputs)
+        receives = tuple(tensor.nbytes // itemsize for tensor in outputs)
+        signature = signature_for("alltoall", self._id, dtype, sum(splits))
+        return Submission(
+            self._opened.here,
+            signature,
+            inputs,
+            outputs,
+            nbytes=sum(splits) * itemsize,
+            splits=splits,
+            receives=receives,
+            seconds=seconds,
+        )
+
+    def _rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str) -> list[torch.Tensor]:
+        """Returns the rows of a tensor for each member, as views of it.
+
+        Raises:
+            ValueError, RuntimeError: it cannot be dealt out so.
+        """
+        if not tensor.is_contiguous():
+            raise ValueError(f"all_to_all_single: the {what} tensor must be contiguous")
+        tensor = tensor.detach()
+        if not sizes:
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if rows % self._members:
+                raise ValueError(
+                    f"all_to_all_single: Tensor's dim 0 does not divide equally across group size: the {what} has "
+                    f"{rows} rows for {self._members} members"
+                )
+            sizes = [rows // self._members] * self._members
+        if len(sizes) != self._members:
+            raise ValueError(
+                f"all_to_all_single: Number of tensor splits not equal to group size: {len(sizes)} for the {what}, and "
+                f"{self._members} members"
+            )
+        if sum(sizes) != tensor.shape[0]:
+            raise ValueError(
+                f"all_to_all_single: Split sizes doesn't match total dim 0 size: {sum(sizes)} for the {what}, which has "
+                f"{tensor.shape[0]} rows"
+            )
+        return list(torch.split(tensor, list(sizes)))
+
+    def _in_order(self, by_position: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Returns what belongs to the members, or is one tensor for all of them, in the daemon's order."""
+        if self._order is None or len(by_position) != self._members:
+            return by_position
+        return [by_position[position] for position in self._order]
+
+    def _cut(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the members' equal parts of a tensor, as views of it."""
+        with torch.no_grad():
+            return list(tensor.detach().view(-1).chunk(self._members))
+
+    # --- arguments ----------------------------------------------------------------------------------------------------
+
+    def _root(self, root: int, operation: str) -> int:
+        if not 0 <= root < self._members:
+            raise ValueError(f"{operation}: invalid root rank: {root}; the group has ranks 0 to {self._members - 1}")
+        return root
+
+    def _check_count(self, given: Sequence[Any], operation: str, what: str) -> None:
+        if len(given) != self._members:
+            raise ValueError(
+                f"{operation}: invalid {what} tensor list: its length must be the size of the group, {self._members}, "
+                f"not {len(given)}"
+            )
+
+    def _check_whole(self, whole: torch.Tensor, part: torch.Tensor, operation: str, of: str, each: str) -> None:
+        if whole.numel() != part.numel() * self._members:
+            raise ValueError(
+                f"{operation}: the {of} tensor must have the {each} tensor's size times the size of the group, "
+                f"{part.numel()} x {self._members} elements, not {whole.numel()}"
+            )
+        if whole.dtype != part.dtype:
+            raise ValueError(f"{operation}: the {of} tensor is of type {whole.dtype}, the {each} tensor of {part.dtype}")
+
+
+def _only(tensors: Any, operation: str, what: str) -> torch.Tensor:
+    """Returns the only tensor of a list, or a tensor itself."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"{operation}: requires a single-element {what} list, not one of {len(tensors)}")
+    only: torch.Tensor = tensors[0]
+    return only
+
+
+def _only_list(lists: Sequence[Any], operation: str, what: str) -> Sequence[torch.Tensor]:
+    if len(lists) != 1:
+        raise ValueError(f"{operation}: requires a single-element {what} list, not one of {len(lists)}")
+    only: Sequence[torch.Tensor] = lists[0]
+    return only
+
+
+def _some(tensors: Any, operation: str, what: str) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if not tensors:
+        raise ValueError(f"{operation}: requires a non-empty {what}")
+    return list(tensors)
+
+
+def _check_alike(tensors: Sequence[torch.Tensor], operation: str) -> None:
+    """Raises `ValueError` unless all tensors have the first one's type and number of elements."""
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        if tensor.dtype != first.dtype:
+            raise ValueError(f"{operation}: invalid tensor type: expected {first.dtype}, not {tensor.dtype}")
+        if tensor.numel() != first.numel():
+            raise ValueError(
+                f"{operation}: invalid tensor size: expected {tuple(first.shape)}, not {tuple(tensor.shape)}"
+            )
+
+
+def _pairs(tensor: torch.Tensor, op: wire.Op) -> torch.Tensor:
+    """Returns the real and imaginary parts of a complex tensor, as a view of it."""
+    if op not in ("sum", "average"):
+        raise ValueError(f"complex tensors have no {op}; use ReduceOp.SUM or ReduceOp.AVG")
+    return torch.view_as_real(tensor.detach())

@@ -1,0 +1,191 @@
+"""Operations of a process group under way, as c10d knows them.
+
+A work costs no thread: `wait` reads the channel to the daemon itself. Only for who asks for a future, as DDP's reducer
+does, somebody else has to (`completion.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.dist.completion import Completer
+from fusion_rt.dist.submission import Submission
+
+
+class CollectiveError(HorovodInternalError, dist.DistBackendError):
+    """An operation of a process group has failed; the text says why, and on which rank."""
+
+
+class FusionWork(dist.Work):
+    """An operation of a process group under way: one or more submissions to the daemon.
+
+    Args:
+        completer: completes its future, if somebody asks for one.
+        title: of the operation, for messages to people.
+        parts: what it consists of.
+        results: the tensors that have the result.
+        source: returns the rank in the group that sent what was received; None: nothing is received from one rank.
+    """
+
+    def __init__(
+        self,
+        completer: Completer,
+        title: str,
+        parts: Sequence[Submission],
+        results: list[Any],
+        source: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._completer = completer
+        self._title = title
+        self._parts = parts
+        self._results = results
+        self._source = source
+        self._future: LazyFuture | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until the operation has ended.
+
+        Args:
+            timeout: at most so long; None or nothing: as long as its own time-out lets it.
+
+        Raises:
+            CollectiveError: it failed, or has not ended in time.
+        """
+        seconds = timeout.total_seconds() if timeout else None
+        channel = self._completer.channel
+        for part in self._parts:
+            if not part.done and not channel.read_until(part, seconds):
+                raise CollectiveError(
+                    f"{self._title} has not ended within {seconds:g} s, for which wait() was asked to wait; it is "
+                    "still under way, and its tensors must not be used"
+                )
+        self.settle()
+        self._raise()
+        return True
+
+    def is_completed(self) -> bool:
+        """Tells whether the operation has ended, well or not."""
+        for part in self._parts:
+            if not part.done:
+                self._completer.channel.read_available()
+                if not part.done:
+                    return False
+        self.settle()
+        return True
+
+    def is_success(self) -> bool:
+        """Tells whether the operation has ended well."""
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> CollectiveError | None:
+        """Returns why the operation has failed; None if it has not."""
+        error = self._error() if self.is_completed() else None
+        return None if error is None else CollectiveError(error)
+
+    def synchronize(self) -> None:
+        """Waits until the operation has ended. Raises as `wait`."""
+        self.wait()
+
+    def result(self) -> list[Any]:
+        """Waits, and returns the tensors that have the result. Raises as `wait`."""
+        self.wait()
+        return self._results
+
+    def source_rank(self) -> int:
+        """Returns the rank in the group that sent what was received. Raises as `wait`, and `RuntimeError` where nothing
+        was received from one rank."""
+        if self._source is None:
+            raise RuntimeError(f"sourceRank() may only be called on a receive from any source, not on {self._title}")
+        self.wait()
+        return self._source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Returns a future with the tensors that have the result, which is completed without anybody waiting."""
+        future = self._future
+        if future is None:
+            future = self._future = LazyFuture(self)
+            self._completer.complete(self)
+        return future
+
+    # --- for the completer --------------------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> Sequence[Submission]:
+        """What it consists of."""
+        return self._parts
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether the completion of its future runs functions of a script."""
+        return self._future is not None and self._future.calls_back
+
+    def settle(self) -> None:
+        """Completes its future, if there is one, with the outcome that all its parts have had."""
+        if self._future is not None:
+            self._future.settle(self._results, self._error())
+
+    def _error(self) -> str | None:
+        return next((part.error for part in self._parts if part.error is not None), None)
+
+    def _raise(self) -> None:
+        for part in self._parts:
+            if part.error is not None:
+                raise CollectiveError(part.error)
+
+
+class LazyFuture(torch.futures.Future[Any]):
+    """The future of a work. Who waits for it in Python reads the channel itself, so that a function that was called
+    back may wait for another operation.
+
+    Attributes:
+        calls_back: its completion runs functions of a script.
+    """
+
+    def __init__(self, work: FusionWork) -> None:
+        super().__init__()
+        self.calls_back = False
+        self._work: FusionWork | None = work
+        self._lock = threading.Lock()
+
+    def settle(self, results: list[Any], error: str | None) -> None:
+        """Completes it, unless that has been done or is being done."""
+        with self._lock:
+            work, self._work = self._work, None
+        if work is None:
+            return
+        if error is None:
+            self.set_result(results)
+        else:
+            self.set_exception(CollectiveError(error))
+
+    def done(self) -> bool:
+        work = self._work
+        if work is not None:
+            work.is_completed()
+        return super().done()
+
+    def wait(self) -> Any:
+        work = self._work
+        if work is not None:
+            with contextlib.suppress(CollectiveError):  # which is the future's own, below
+                work.wait()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> torch.futures.Future[Any]:
+        self.calls_back = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], None]) -> None:
+        self.calls_back = True
+        super().add_done_callback(callback)

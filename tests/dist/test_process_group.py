@@ -1,0 +1,152 @@
+"""Operations of c10d on the backend "fusion", on the ranks of one node and of two, beside the same in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import Job
+
+pytestmark = pytest.mark.multiprocess
+
+SMALL, LARGE = (3, 5), (300, 70)  # inline, and through memory
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
+
+
+def _in_group(store: str, body: Callable[..., Any]) -> Any:
+    """Runs a function in a process group of all ranks."""
+    rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+    dist.init_process_group("fusion", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        return body(rank, size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _given(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of small whole numbers, another one on each rank: sums of them are exact in all types."""
+    made = torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(rank))
+    return made.to(dtype)
+
+
+def _reductions(rank: int, size: int) -> None:
+    for dtype in TYPES:
+        for shape in (SMALL, LARGE, (), (0, 3)):
+            everyone = [_given(other, shape, dtype) for other in range(size)]
+            whole = torch.stack([each.double() for each in everyone])
+            expected = {
+                dist.ReduceOp.SUM: whole.sum(0),
+                dist.ReduceOp.PRODUCT: whole.prod(0),
+                dist.ReduceOp.MIN: whole.amin(0),
+                dist.ReduceOp.MAX: whole.amax(0),
+            }
+            for op, result in expected.items():
+                tensor = everyone[rank].clone()
+                dist.all_reduce(tensor, op)
+                assert torch.equal(tensor, result.to(dtype)), (dtype, shape, op)
+                tensor = everyone[rank].clone()
+                dist.reduce(tensor, 1, op)
+                assert torch.equal(tensor, result.to(dtype) if rank == 1 else everyone[rank])
+    turned = _given(rank, LARGE, torch.float32).t()  # not contiguous
+    dist.all_reduce(turned)
+    assert torch.equal(turned, sum(_given(other, LARGE, torch.float32) for other in range(size)).t())
+    pairs = _given(rank, SMALL, torch.complex64) * (1 + 1j)
+    dist.all_reduce(pairs)
+    assert torch.equal(pairs, sum(_given(other, SMALL, torch.complex64) for other in range(size)) * (1 + 1j))
+    average = torch.full(SMALL, float(rank))
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    assert torch.equal(average, torch.full(SMALL, (size - 1) / 2))
+
+
+def _moves(rank: int, size: int) -> None:
+    for dtype in (*TYPES, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        for shape in (SMALL, LARGE, ()):
+            everyone = [_given(other, shape, dtype) for other in range(size)]
+            tensor = everyone[rank].clone()
+            dist.broadcast(tensor, 2)
+            assert _same(tensor, everyone[2])
+            taken = [torch.empty_like(tensor) for _ in range(size)]
+            dist.all_gather(taken, everyone[rank])
+            assert all(map(_same, taken, everyone))
+            taken = [torch.empty_like(tensor) for _ in range(size)]
+            dist.gather(everyone[rank], taken if rank == 3 else None, 3)
+            assert rank != 3 or all(map(_same, taken, everyone))
+            dist.scatter(tensor, [each.flip(0) if shape else each for each in everyone] if rank == 1 else None, 1)
+            assert _same(tensor, everyone[rank].flip(0) if shape else everyone[rank])
+            if shape:
+                one = torch.empty(size * shape[0], *shape[1:], dtype=dtype)
+                dist.all_gather_into_tensor(one, everyone[rank])
+                assert _same(one, torch.cat(everyone))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether two tensors are equal; types without comparison are compared as bytes."""
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def _dealt(rank: int, size: int) -> None:
+    for rows in (2, 3000):
+        everyone = [_given(other, (size * rows, 3), torch.float32) for other in range(size)]
+        part = torch.empty(rows, 3)
+        dist.reduce_scatter_tensor(part, everyone[rank])
+        assert torch.equal(part, sum(everyone)[rank * rows : (rank + 1) * rows])
+        part = torch.empty(rows, 3)
+        dist.reduce_scatter(part, list(everyone[rank].chunk(size)), dist.ReduceOp.MAX)
+        assert torch.equal(part, torch.stack(everyone).amax(0)[rank * rows : (rank + 1) * rows])
+        mine = slice(rank * rows, (rank + 1) * rows)
+        dealt = torch.empty(size * rows, 3)
+        dist.all_to_all_single(dealt, everyone[rank])
+        assert torch.equal(dealt, torch.cat([each[mine] for each in everyone]))
+        taken = [torch.empty(rows, 3) for _ in range(size)]
+        dist.all_to_all(taken, list(everyone[rank].chunk(size)))
+        assert torch.equal(torch.cat(taken), torch.cat([each[mine] for each in everyone]))
+        # Uneven: rank i gives rank j i + j rows, or that many times as many.
+        scale = rows // 2
+        counts = [[scale * (i + j) for j in range(size)] for i in range(size)]
+        sent = [_given(i, (sum(counts[i]), 3), torch.float32) for i in range(size)]
+        uneven = torch.empty(sum(counts[i][rank] for i in range(size)), 3)
+        dist.all_to_all_single(uneven, sent[rank], [counts[i][rank] for i in range(size)], counts[rank])
+        assert torch.equal(uneven, torch.cat([sent[i].split(counts[i])[rank] for i in range(size)]))
+
+
+def _objects_and_models(rank: int, size: int) -> None:
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * rank})
+    assert gathered == [{"rank": other, "text": "x" * other} for other in range(size)]
+    said = [("from", rank), rank] if rank == 1 else [None, None]
+    dist.broadcast_object_list(said, 1)
+    assert said == [("from", 1), 1]
+    torch.manual_seed(0)
+    model, alone = torch.nn.Linear(50, 60), torch.nn.Linear(50, 60)
+    alone.load_state_dict(model.state_dict())
+    parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.005)
+    inputs = [torch.randn(7, 50, generator=torch.Generator().manual_seed(other)) for other in range(size)]
+    for _ in range(3):
+        for each in (model, alone):
+            each.zero_grad()
+        parallel(inputs[rank]).square().mean().backward()
+        sum(alone(each).square().mean() for each in inputs).backward()  # type: ignore[union-attr]
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad / size)
+
+
+def test_reductions_give_what_one_process_computes(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _reductions)
+
+
+def test_moved_elements_arrive_whatever_their_type(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _moves)
+
+
+def test_parts_of_tensors_come_to_those_they_are_meant_for(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _dealt)
+
+
+def test_objects_travel_and_ddp_trains_as_one_process_does(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _objects_and_models)
