@@ -6,8 +6,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fusion_rt import wire
@@ -16,7 +18,7 @@ from fusion_rt.client.channel import Channel
 from fusion_rt.client.clocks import Clocks
 from fusion_rt.client.operation import Operation, Terms
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
 from fusion_rt.host import stacks
 from fusion_rt.host.arena import Arena, Region, Segment
@@ -64,6 +66,7 @@ class Client:
         self.channel: Channel = Channel(sock, rank)
         self.arena = Arena(self._offer, self._drop)
         self._in_flight: set[tuple[int, str]] = set()
+        self._groups: dict[int, str] = {}  # keys, by id
         stacks_fd, stack_signal = stacks.offer()
         hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal)
         try:
@@ -110,22 +113,40 @@ class Client:
         inline: bytes | None = None,
         place: tuple[int, int] | None = None,
         splits: tuple[int, ...] = (),
+        receives: tuple[int, ...] = (),
+        into: tuple[int, int] | None = None,
+        seconds: float = 0.0,
         release: Callable[[Operation], None] | None = None,
     ) -> Operation:
         """Submits one operation on a tensor that is `inline` or lies at `place` (segment id, offset) in the arena.
 
-        An operation without a name is paired with those of other ranks by kind and order; several may be under way.
-        `release`: see `Operation`; for one without a name.
+        An operation without a name is paired with those of other ranks by kind and order; several may be under way. In
+        a group (`open_group`) operations have no names, and are paired by order alone; several threads may submit in
+        different groups.
+
+        Args:
+            name: pairs it with those of the other ranks.
+            signature: has to be the same on all ranks.
+            inline: the tensor's bytes, at most `wire.MAX_INLINE`. A rank that only receives gives no tensor.
+            place: where the tensor lies.
+            splits: of an alltoall: rows for each rank.
+            receives: in a group. Of an alltoall: rows from each rank. Of an allgather: the rows of each rank's tensor;
+                of a reducescatter: those of each rank's result; the same on all ranks, and empty where all are equal.
+            into: in a group: where in the arena the result goes (segment id, offset).
+            seconds: in a group: time after which it fails, if it has not ended; 0: it has as long as it needs.
+            release: see `Operation`; for one without a name.
 
         Raises:
             HorovodInternalError: the job has failed.
             ValueError: an operation of this name is still under way here.
-            FusionError: too many names have been used.
+            FusionError: too many names have been used, or there is no such group.
         """
+        process_set = signature.process_set
+        if wire.is_group(process_set):
+            return self._submit_in_group(signature, inline, place, splits, receives, into, seconds, release)
         unnamed = name is None
         if name is None:
             name = f"{signature.kind}.noname"
-        process_set = signature.process_set
         identity = (process_set, name)
         if identity in self._in_flight:
             self.channel.read_available()  # it may have ended, and nobody has looked
@@ -146,11 +167,75 @@ class Client:
         else:
             self._in_flight.add(identity)
             operation.release = lambda _: self._in_flight.discard(identity)
-        operation.about = (name, clock, 0)
+        self._sent(operation, name, clock, _nbytes_of(signature) if inline is None else len(inline), packet)
+        return operation
+
+    def _submit_in_group(
+        self,
+        signature: wire.Signature,
+        inline: bytes | None,
+        place: tuple[int, int] | None,
+        splits: tuple[int, ...],
+        receives: tuple[int, ...],
+        into: tuple[int, int] | None,
+        seconds: float,
+        release: Callable[[Operation], None] | None,
+    ) -> Operation:
+        key = self._groups.get(signature.process_set)
+        if key is None:
+            raise FusionError(f"rank {self.rank} has not opened group {signature.process_set}, or has closed it")
+        if receives and signature.kind != "alltoall":
+            signature, receives = _with_rows(signature, receives), ()
+        clock = self._clocks.count_in_group(signature.process_set)
+        operation = self.channel.begin(key)
+        operation.release = release
+        where = None if place is None else wire.Place(*place)
+        target = None if into is None else wire.Place(*into)
+        submit = wire.Submit(operation.handle, key, clock, signature, where, inline, splits, receives, target, seconds)
         nbytes = _nbytes_of(signature) if inline is None else len(inline)
+        self._sent(operation, key, clock, nbytes, packets.Packet(wire.encode(submit)))
+        return operation
+
+    def _sent(self, operation: Operation, name: str, clock: int, nbytes: int, packet: packets.Packet) -> None:
+        operation.about = (name, clock, 0)
         self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
         self.channel.send(packet)
-        return operation
+
+    def open_group(self, key: str, ranks: Sequence[int]) -> int:
+        """Opens a group of these ranks, of which this one is a member, and returns its id, the same on all of them.
+
+        Only members know of it. Nothing is negotiated in it: an operation begins as soon as all members of a node have
+        submitted it, and operations are paired by order. Nobody may use it before all members have opened it, which
+        whoever opens it makes sure of.
+
+        Args:
+            key: its name, the same on all members, and used once as long as the job has the same ranks.
+            ranks: in any order.
+
+        Raises:
+            HorovodInternalError: the key has been used before, or its id is that of another group.
+        """
+        members = tuple(sorted(ranks))
+        operation = self.channel.begin(key)
+        self._send(wire.OpenGroup(operation.handle, key, members))
+        self.wait(operation)
+        group = wire.group_id(key)
+        self.process_sets[group] = ProcessSet(group, members)
+        self._clocks.open_group(group)
+        self._groups[group] = key
+        return group
+
+    def close_group(self, group: int) -> None:
+        """Leaves a group. What is under way in it fails.
+
+        Raises:
+            KeyError: there is no such group.
+        """
+        operation = self.channel.begin(self._groups.pop(group))
+        del self.process_sets[group]
+        self._send(wire.CloseGroup(operation.handle, group))
+        self.wait(operation)
+        self._clocks.remove(group)
 
     def ready(
         self,
@@ -458,6 +543,11 @@ class Client:
 
     def _send(self, message: wire.WorkerMessage, fd: int = -1) -> None:
         self.channel.send(packets.Packet(wire.encode(message), fd))
+
+
+@lru_cache(maxsize=4096)
+def _with_rows(signature: wire.Signature, rows: tuple[int, ...]) -> wire.Signature:
+    return msgspec.structs.replace(signature, rows=rows)
 
 
 def _nbytes_of(signature: wire.Signature) -> int:

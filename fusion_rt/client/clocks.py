@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from collections.abc import Iterator
 
 from fusion_rt.core.errors import FusionError
 
@@ -18,6 +20,8 @@ class Clocks:
     `first`, since small integers take no memory of their own. The number of names is limited, since a script that gives
     each operation a name of its own would fill the memory.
 
+    The operations of a group are counted together, whatever their kinds, and no join begins that count anew.
+
     Args:
         first: the first clock of each name.
 
@@ -27,7 +31,8 @@ class Clocks:
 
     def __init__(self, first: int) -> None:
         self.joins = 0
-        self._first = first
+        self._first = self._began = first
+        self._groups: dict[int, Iterator[int]] = {}
         # By process set and name; or by plan, less than 0, and bucket.
         self._counts: defaultdict[int, dict[str | int, int]] = defaultdict(dict)
 
@@ -52,6 +57,14 @@ class Clocks:
         counts[name] = before + 1
         return self._first + before
 
+    def open_group(self, group: int) -> None:
+        """Begins to count the operations of a group."""
+        self._groups[group] = itertools.count(self._began)
+
+    def count_in_group(self, group: int) -> int:
+        """Returns the clock of this operation of a group, and counts it. Threads may call it at the same time."""
+        return next(self._groups[group])
+
     def joined(self) -> None:
         """Starts all counts anew once all ranks have joined, since they have not taken the same number of steps."""
         self.joins += 1
@@ -59,5 +72,6 @@ class Clocks:
         self._counts.clear()
 
     def remove(self, process_set: int) -> None:
-        """Forgets the names of a process set that was removed; no other one will have its id."""
+        """Forgets the names of a process set that was removed, or a group that was closed; none will have its id."""
         self._counts.pop(process_set, None)
+        self._groups.pop(process_set, None)

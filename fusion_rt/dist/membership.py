@@ -47,7 +47,7 @@ class Member:
     def __init__(self, here: Runtime, joined: bool) -> None:
         self.here = here
         self.completer = Completer(here.client.channel)
-        self.groups: set[OpenGroup] = set()
+        self.groups: set[JoinedGroup] = set()
         self._joined = joined  # by this module, and not by hvd.init
 
     def leave(self) -> None:
@@ -57,7 +57,7 @@ class Member:
         self.completer.close()
 
 
-class OpenGroup:
+class JoinedGroup:
     """A group of the daemon's that all its members have opened.
 
     Attributes:
@@ -103,7 +103,7 @@ def _forget(member: Member) -> None:
 
 def open_group(
     store: Store, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta
-) -> OpenGroup:
+) -> JoinedGroup:
     """Opens a process group together with all its members, and joins the job first if this is the group of all.
 
     Args:
@@ -118,7 +118,7 @@ def open_group(
     """
     member = _joined(store, rank, size, timeout) if not ranks else _member_of_job()
     ranks = ranks or tuple(range(size))
-    return OpenGroup(member, 0, rank, ranks, store)
+    return JoinedGroup(member, 0, rank, ranks, store)
 
 
 def _member_of_job() -> Member:

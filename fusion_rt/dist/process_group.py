@@ -66,7 +66,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         timeout: of operations that are given none.
     """
 
-    def __init__(self, opened: membership.OpenGroup, name: str, timeout: timedelta) -> None:
+    def __init__(self, opened: membership.JoinedGroup, name: str, timeout: timedelta) -> None:
         super().__init__(opened.rank, opened.size)
         self._opened = opened
         self._id = opened.id

@@ -14,6 +14,7 @@ that is not a well-formed message; no other exception leaves it.
 
 from fusion_rt.wire.basics import (
     CLOCKS_OF_AN_EPOCH,
+    GROUPS,
     MAX_DIMS,
     MAX_FRAMES,
     MAX_GROUPS,
@@ -69,6 +70,7 @@ from fusion_rt.wire.local import (
     OWN,
     AddSegment,
     Bye,
+    CloseGroup,
     CompressionRequest,
     DaemonMessage,
     Done,
@@ -81,6 +83,7 @@ from fusion_rt.wire.local import (
     JobRingRequest,
     JobRingsRequest,
     LoadState,
+    OpenGroup,
     Ping,
     Planned,
     Pong,
@@ -100,7 +103,7 @@ from fusion_rt.wire.local import (
     Welcome,
     WorkerMessage,
 )
-from fusion_rt.wire.operations import OpKey, Place, Signature, digest, mark
+from fusion_rt.wire.operations import OpKey, Place, Signature, digest, group_id, is_group, mark
 from fusion_rt.wire.peers import (
     MAX_OCCUPIED,
     Abort,
@@ -151,6 +154,7 @@ __all__ = [
     "ANYBODY",
     "CLOCKS_OF_AN_EPOCH",
     "ELSEWHERE",
+    "GROUPS",
     "MAX_DIMS",
     "MAX_FRAMES",
     "MAX_GROUPS",
@@ -176,6 +180,7 @@ __all__ = [
     "Bye",
     "Canvass",
     "Chunk",
+    "CloseGroup",
     "CompressionRequest",
     "Count",
     "Credit",
@@ -221,6 +226,7 @@ __all__ = [
     "Op",
     "OpFailed",
     "OpKey",
+    "OpenGroup",
     "OptimizerSpec",
     "PeerHello",
     "PeerMessage",
@@ -291,6 +297,8 @@ __all__ = [
     "decode_worker_message",
     "digest",
     "encode",
+    "group_id",
+    "is_group",
     "mark",
     "message_key",
 ]

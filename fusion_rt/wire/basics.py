@@ -20,6 +20,7 @@ MAX_FRAMES = 32  # calls of a stack
 MAX_LOCATED = 16  # workers of a node
 MAX_WAITING = 256  # operations of a node
 MAX_PATH = 4096  # characters
+GROUPS = 1 << 40  # ids of process sets from here on are groups, which only their members know
 CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: a late message of the one before is known by its clock
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]

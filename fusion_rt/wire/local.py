@@ -46,10 +46,33 @@ class DropSegment(msgspec.Struct, tag="drop", array_like=True):
     segment: Count
 
 
+class OpenGroup(msgspec.Struct, tag="open_group", array_like=True):
+    """This worker is a member of the group of these ranks (ascending), whose id is that of its key (`group_id`).
+
+    Answered with `Done`, or `Failed` where another group has the id. Nobody may use it before all members have opened
+    it.
+    """
+
+    handle: Count
+    key: Name
+    ranks: tuple[Rank, ...]
+
+
+class CloseGroup(msgspec.Struct, tag="close_group", array_like=True):
+    """This worker leaves a group: what is under way in it fails. Answered with `Done`."""
+
+    handle: Count
+    group: Count
+
+
 class Submit(msgspec.Struct, tag="submit", array_like=True):
     """Submits one operation on one tensor, which is in the arena (`place`) or in the message (`inline`).
 
-    `splits`: for alltoall, rows for each rank of the process set.
+    Attributes:
+        splits: for alltoall, rows for each rank of the process set.
+        receives: for alltoall in a group, rows from each rank of it.
+        into: where in the arena the result goes, in a group; None: where the tensor lies, or into the answer.
+        seconds: time after which it fails, in a group; 0: it has as long as it needs.
     """
 
     handle: Count
@@ -59,6 +82,9 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     place: Place | None = None
     inline: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] | None = None
     splits: tuple[Count, ...] = ()
+    receives: tuple[Count, ...] = ()
+    into: Place | None = None
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 ANYBODY = -1  # source of a receive that takes a message of any rank
@@ -261,9 +287,9 @@ class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
 
 ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 WorkerMessage: TypeAlias = (
-    Hello | AddSegment | DropSegment | Submit | SendTo | ReceiveFrom | Propose | Ready | SaveState | LoadState
-    | CompressionRequest | StalenessRequest | StartTimeline | StopTimeline | Ping | Bye | StatusRequest | StopRequest
-    | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
+    Hello | AddSegment | DropSegment | OpenGroup | CloseGroup | Submit | SendTo | ReceiveFrom | Propose | Ready
+    | SaveState | LoadState | CompressionRequest | StalenessRequest | StartTimeline | StopTimeline | Ping | Bye
+    | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip
 
 # --- daemon to worker -------------------------------------------------------------------------------------------------
@@ -294,7 +320,7 @@ class Pong(msgspec.Struct, tag="pong", array_like=True):
 
 
 class Done(msgspec.Struct, tag="done", array_like=True):
-    """An operation is complete. The result lies where the input lay, in `inline`, or in an attached memfd.
+    """An operation is complete. The result lies where the input lay or was to go, in `inline`, or in an attached memfd.
 
     `sizes`: for allgather, rows that came from each rank; for alltoall likewise (the received splits); for a join, the
     last rank that joined; for a new process set, its id; for a message, the rank that sent it and its bytes; from a

@@ -8,7 +8,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from fusion_rt.wire.basics import Count, Kind, Name, Op, Rank, Shape
+from fusion_rt.wire.basics import CLOCKS_OF_AN_EPOCH, GROUPS, Count, Kind, Name, Op, Rank, Shape
+
+_IDS = 1 << 48  # of process sets (`Count`)
+
+
+def group_id(key: str) -> int:
+    """Returns the id of the group with this key, the same wherever it is asked for."""
+    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+    return GROUPS + number % (_IDS - GROUPS)
+
+
+def is_group(process_set: int) -> bool:
+    """Tells whether a process set is a group: known to its members only, who negotiate nothing."""
+    return process_set >= GROUPS
 
 
 class Signature(msgspec.Struct, frozen=True, array_like=True):
@@ -26,6 +39,9 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
         parts: shapes of the tensors that were fused into this one, which then is flat; empty when it is a single one.
             A first dimension in which ranks may differ is 0 there.
         ranks: members of the process set that is added or removed.
+        rows: in a group, the first dimension of each member's part, by its position: of its tensor in an allgather, of
+            its result in a reducescatter; empty: those of an allgather are equal, and a reducescatter's as equal as
+            they can be.
     """
 
     kind: Kind
@@ -39,10 +55,12 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
     codec: Name = "dense"
     parts: tuple[Shape, ...] = ()
     ranks: tuple[Rank, ...] = ()
+    rows: tuple[Count, ...] = ()
 
     def common(self) -> Signature:
         """The part that must be equal on all ranks: without the first dimension where ranks may differ in it."""
-        if self.kind in ("allgather", "alltoall") and self.shape:
+        equal = self.kind == "allgather" and is_group(self.process_set) and not self.rows
+        if self.kind in ("allgather", "alltoall") and self.shape and not equal:
             return msgspec.structs.replace(self, shape=(0, *self.shape[1:]))
         return self
 
@@ -58,10 +76,10 @@ class OpKey(NamedTuple):
     """Identifies one run of one operation, the same on all nodes.
 
     Attributes:
-        process_set: id of the process set.
+        process_set: id of the process set, or group.
         plan: id of the plan for a planned bucket, 0 for any other operation.
-        name: the tensor's name, or the bucket's index in its plan.
-        clock: how many operations of this name the worker had submitted before.
+        name: the tensor's name, the group's key, or the bucket's index in its plan.
+        clock: how many operations of this name the worker had submitted before: in a group, all of them.
     """
 
     process_set: int
@@ -72,6 +90,8 @@ class OpKey(NamedTuple):
     @property
     def in_words(self) -> str:
         """Describes the operation for people."""
+        if is_group(self.process_set):
+            return f"operation {self.clock % CLOCKS_OF_AN_EPOCH} of group {self.name!r}"
         return f"bucket {self.name} of plan {self.plan}" if self.plan else f"tensor {self.name!r}"
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES, DType
+from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import ProcessSet, Topology
 from fusion_rt.settings import Settings
 from fusiond.core.result import Result
@@ -238,8 +239,15 @@ class SimulatedJob:
         clock: int = 0,
         splits: tuple[int, ...] = (),
         inline: bool = False,
+        receives: tuple[int, ...] = (),
+        into: int | None = None,
+        seconds: float = 0.0,
     ) -> int:
-        """Submits `values` (as they are stored) of a rank, in its arena or in the message; returns the handle."""
+        """Submits `values` (as they are stored) of a rank, in its arena or in the message; returns the handle.
+
+        Args:
+            into: bytes of a place in the arena of its own, to which the result goes.
+        """
         self._handles += 1
         handle, memory, data = self._handles, None, None
         if values is not None and inline:
@@ -247,11 +255,36 @@ class SimulatedJob:
         elif values is not None:
             memory = self._memory[rank, handle] = values.reshape(-1).view(np.uint8).copy()
         place = None if memory is None else wire.Place(1, 0)
-        submit = wire.Submit(handle, name, clock, signature, place, data, splits)
+        there = None if into is None else wire.Place(2, 0)
+        submit = wire.Submit(handle, name, clock, signature, place, data, splits, receives, there, seconds)
         decoded = wire.decode_worker_message(wire.encode(submit))
         assert isinstance(decoded, wire.Submit)
-        self.engine(rank).submit(rank, decoded, memory)
+        if into is None:
+            self.engine(rank).submit(rank, decoded, memory)
+            return handle
+        target = self._memory[rank, handle] = np.full(into, GARBAGE, np.uint8)
+
+        def find(nbytes: int) -> Array:
+            if nbytes > len(target):
+                raise WireError(f"{nbytes} bytes are not in the arena")
+            return target[:nbytes]
+
+        self.engine(rank).submit(rank, decoded, memory, find)
         return handle
+
+    def open_group(self, key: str, ranks: Sequence[int]) -> int:
+        """Opens a group on all of its members; returns its id."""
+        for rank in ranks:
+            self._handles += 1
+            self.engine(rank).groups.open(rank, wire.OpenGroup(self._handles, key, tuple(ranks)))
+            assert isinstance(self.answer(rank, self._handles)[0], wire.Done)
+        return wire.group_id(key)
+
+    def close_group(self, key: str, rank: int) -> None:
+        """A member closes a group."""
+        self._handles += 1
+        self.engine(rank).groups.close(rank, wire.CloseGroup(self._handles, wire.group_id(key)))
+        assert isinstance(self.answer(rank, self._handles)[0], wire.Done)
 
     def on_all_ranks(self, action: Callable[[int], int]) -> list[int]:
         """Runs `action`, which returns a handle, on every rank at some time; returns the handles once all is done."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from fusiond.core.errors import RequestError
 from fusiond.core.participants import EMPTY_KINDS, Members
 
 _BYTE = DTYPES["uint8"]
+_RESIZING = ("allgather", "alltoall", "reducescatter")  # kinds whose result is not as long as the tensor
 _MAX_PLAN = 2**46  # bytes
 
 
@@ -63,6 +64,7 @@ class Recipe:
 
     Attributes:
         layout: dtype and number of elements of one rank's tensor.
+        direct: it is an operation in a group, of which every member knows the sizes that concern it.
         parts: first element and number of elements of each tensor that was fused into it; of itself, if it is one.
         nbytes: of one rank's tensor; `local_nbytes`: of all local members' together.
     """
@@ -75,12 +77,16 @@ class Recipe:
     parts: tuple[tuple[int, int], ...]
     nbytes: int
     local_nbytes: int
+    direct: bool
 
-    def part(self, rank: int, submit: wire.Submit, memory: Array | None) -> Contribution:
+    def part(
+        self, rank: int, submit: wire.Submit, memory: Array | None, into: Callable[[int], Array] | None = None
+    ) -> Contribution:
         """Returns the contribution that a submission of this signature describes.
 
         Args:
             memory: the tensor's bytes (uint8) in the arena, or None when they are in the message.
+            into: returns so many bytes (uint8) of where the result goes, if that is somewhere else.
 
         Raises:
             RequestError: it makes no sense, whatever the other ranks submit.
@@ -88,21 +94,69 @@ class Recipe:
         if rank not in self.members.local:
             members = self.members.set
             raise RequestError(f"rank {rank} is not in process set {members.id}, whose ranks are {list(members.ranks)}")
-        storage = self.layout.dtype.storage
-        if memory is None:
+        signature, storage = self.signature, self.layout.dtype.storage
+        position = self.members.set.ranks.index(rank)
+        if signature.kind == "alltoall":
+            self._check_splits(submit.splits)
+        if self.direct:
+            self._check_sizes(position, submit)
+        place: Array | None = None
+        if memory is not None:
+            if len(memory) != self.nbytes:
+                raise self._wrong_length(len(memory))
+            values: Array = memory.view(storage)
+            place = None if signature.kind in _RESIZING else values
+        elif submit.inline is None and self.direct and signature.kind == "broadcast" and rank != signature.root:
+            values = np.empty(self.layout.elements if into is None else 0, storage)  # it only receives
+        else:
             data = submit.inline or b""
             if len(data) != self.nbytes:
                 raise self._wrong_length(len(data))
-            values: Array = np.frombuffer(data, storage)
-            place = None
-        else:
-            if len(memory) != self.nbytes:
-                raise self._wrong_length(len(memory))
-            values = place = memory.view(storage)
-        if self.signature.kind == "alltoall":
-            self._check_splits(submit.splits)
-        position = self.members.set.ranks.index(rank)
-        return Contribution(position, values, submit.handle, place, signature=submit.signature, splits=submit.splits)
+            values = np.frombuffer(data, storage)
+        if into is not None and self.direct:
+            place = into(self._result_nbytes(position, submit)).view(storage)
+        return Contribution(
+            position,
+            values,
+            submit.handle,
+            place,
+            signature=submit.signature,
+            splits=submit.splits,
+            receives=submit.receives,
+        )
+
+    def _result_nbytes(self, position: int, submit: wire.Submit) -> int:
+        """Bytes of the result of the member at a position."""
+        signature = self.signature
+        if signature.kind not in _RESIZING:
+            return self.nbytes
+        row = math.prod(signature.shape[1:]) * self.layout.dtype.itemsize
+        if signature.kind == "alltoall":
+            return sum(submit.receives) * row
+        rows = self.rows()
+        return (sum(rows) if signature.kind == "allgather" else rows[position]) * row
+
+    def rows(self) -> Sequence[int]:
+        """Returns the first dimension of each member's part of an allgather or reducescatter in a group."""
+        signature, members = self.signature, len(self.members.set.ranks)
+        if signature.rows:
+            return signature.rows
+        if signature.kind == "allgather":
+            return [signature.shape[0]] * members
+        return [high - low for low, high in rows_of_members(signature.shape[0], members)]
+
+    def _check_sizes(self, position: int, submit: wire.Submit) -> None:
+        """Raises `RequestError` unless the sizes that a member of a group gives fit its tensor."""
+        shape, rows, members = submit.signature.shape, submit.signature.rows, len(self.members.set.ranks)
+        kind = submit.signature.kind
+        if kind == "alltoall" and len(submit.receives) != members:
+            raise RequestError(f"alltoall in a group needs rows from each of {members}, not {list(submit.receives)}")
+        if kind in ("allgather", "reducescatter") and rows:
+            whole = rows[position] if kind == "allgather" and len(rows) == members else sum(rows)
+            if len(rows) != members or whole != shape[0]:
+                raise RequestError(
+                    f"the rows {list(rows)} of {members} members do not fit its tensor of {shape[0]} rows"
+                )
 
     def _wrong_length(self, nbytes: int) -> RequestError:
         shape = list(self.signature.shape)
@@ -155,6 +209,7 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         parts,
         nbytes,
         nbytes * len(members.local),
+        wire.is_group(signature.process_set),
     )
 
 
@@ -227,7 +282,7 @@ def collective_exchange(
         local: parts of the local members, in rank order.
         outputs: where they want a broadcast tensor, from `outputs_of`.
         rows: first dimension of every member's tensor.
-        splits: for alltoall, every member's splits.
+        splits: for alltoall, every member's splits. In a group, what concerns it is known here.
 
     Raises:
         RequestError: the members' sizes do not fit together.
@@ -247,12 +302,36 @@ def collective_exchange(
     row_elements = math.prod(signature.shape[1:])
     row_nbytes = row_elements * recipe.layout.dtype.itemsize
     if signature.kind == "allgather":
+        rows = recipe.rows() if recipe.direct else rows
         return _allgather(port, homes, here, local, [r * row_nbytes for r in rows], tuple(rows))
     if signature.kind == "alltoall":
+        splits = _known_splits(recipe, here, local) if recipe.direct else splits
         return _alltoall(port, homes, here, local, splits, row_nbytes)
-    ranges = [(a * row_elements, b * row_elements) for a, b in rows_of_members(signature.shape[0], len(homes))]
-    sources = [part.values for part in local]
-    return ReduceScatter(port, recipe.reducer, recipe.codec.open(recipe.layout), sources, ranges, homes, here)
+    bounds = [row * row_elements for row in itertools.accumulate(recipe.rows(), initial=0)]
+    sources, places = [part.values for part in local], [part.place for part in local]
+    codec, ranges = recipe.codec.open(recipe.layout), list(itertools.pairwise(bounds))
+    return ReduceScatter(port, recipe.reducer, codec, sources, places, ranges, homes, here)
+
+
+def _known_splits(recipe: Recipe, here: Sequence[int], local: Sequence[Contribution]) -> list[list[int]]:
+    """Returns the splits of an alltoall in a group as far as they are known here: of what members here send or receive.
+
+    Raises:
+        RequestError: two of them do not agree about what one sends the other.
+    """
+    members, ranks = len(recipe.members.set.ranks), recipe.members.set.ranks
+    splits = [[0] * members for _ in range(members)]
+    for j, part in zip(here, local, strict=True):
+        for i, rows in enumerate(part.receives):
+            splits[i][j] = rows
+    for i, part in zip(here, local, strict=True):
+        for j, rows in enumerate(part.splits):
+            if j in here and splits[i][j] != rows:
+                raise RequestError(
+                    f"rank {ranks[i]} sends {rows} rows to rank {ranks[j]}, which expects {splits[i][j]} from it"
+                )
+            splits[i][j] = rows
+    return splits
 
 
 def _allgather(
@@ -263,22 +342,27 @@ def _allgather(
     nbytes: Sequence[int],
     rows: tuple[int, ...],
 ) -> Blocks:
-    """Makes the exchange of every member's block with every other node; the local members share one result."""
-    members, nodes, position = len(homes), port.nodes, port.position
-    offsets = [sum(nbytes[:m]) for m in range(members)]
+    """Makes the exchange of every member's block with every other node; members who did not say where their result goes
+    share one."""
+    nodes, position = port.nodes, port.position
+    offsets = [0, *itertools.accumulate(nbytes)]
     data = {m: part.values.view(np.uint8) for m, part in zip(here, local, strict=True)}
+    places = [None if part.place is None else part.place.view(np.uint8) for part in local]
+    if all(place is None for place in places):
+        places = [None]
     blocks = []
-    for m in range(members):
+    for m in range(len(homes)):
         for target in range(nodes):
             if target != homes[m] and position in (homes[m], target):
                 blocks.append(Block(m * nodes + target, homes[m], target, nbytes[m]))
+    each = range(len(places))
     return Blocks(
         port,
         blocks,
         {b.part: data[b.part // nodes] for b in blocks if b.source == position},
-        [(sum(nbytes), rows)],
-        [(0, offsets[m], data[m]) for m in here],
-        {b.part: (0, offsets[b.part // nodes]) for b in blocks if b.target == position},
+        [(offsets[-1], rows, place) for place in places],
+        [(k, offsets[m], data[m]) for k in each for m in here],
+        {b.part: [(k, offsets[b.part // nodes]) for k in each] for b in blocks if b.target == position},
     )
 
 
@@ -292,25 +376,28 @@ def _alltoall(
 ) -> Blocks:
     """Makes the exchange of rows `splits[i][j]` from member i to member j; each member has a result of its own."""
     members = len(homes)
-    nbytes = [[rows * row_nbytes for rows in splits[m]] for m in range(members)]
     blocks = []
     outgoing: dict[int, Array] = {}
-    incoming: dict[int, tuple[int, int]] = {}
+    incoming: dict[int, Sequence[tuple[int, int]]] = {}
     copies: list[tuple[int, int, Array]] = []
-    data = {m: part.values.view(np.uint8) for m, part in zip(here, local, strict=True)}
-    for i in range(members):
+    results = []
+    data = [part.values.view(np.uint8) for part in local]
+    for k, j in enumerate(here):
+        received = tuple(splits[i][j] for i in range(members))
+        starts = [row * row_nbytes for row in itertools.accumulate(received, initial=0)]
+        place = local[k].place
+        results.append((starts[-1], received, None if place is None else place.view(np.uint8)))
+        for i in range(members):
+            if i not in here:
+                blocks.append(Block(i * members + j, homes[i], homes[j], received[i] * row_nbytes))
+                incoming[i * members + j] = [(k, starts[i])]
+    for k, i in enumerate(here):
+        starts = [row * row_nbytes for row in itertools.accumulate(splits[i], initial=0)]
         for j in range(members):
-            part = i * members + j
-            start = sum(nbytes[i][:j])
-            place = (here.index(j), sum(nbytes[m][j] for m in range(i))) if j in here else None
-            if i in here and place is not None:
-                copies.append((*place, data[i][start : start + nbytes[i][j]]))
-            elif i in here:
-                outgoing[part] = data[i][start : start + nbytes[i][j]]
-            elif place is not None:
-                incoming[part] = place
-            if (i in here) != (j in here):
-                blocks.append(Block(part, homes[i], homes[j], nbytes[i][j]))
-    received = [tuple(splits[i][j] for i in range(members)) for j in here]
-    sizes = [(sum(nbytes[i][j] for i in range(members)), received[k]) for k, j in enumerate(here)]
-    return Blocks(port, blocks, outgoing, sizes, copies, incoming)
+            block = data[k][starts[j] : starts[j + 1]]
+            if j in here:
+                copies.append((here.index(j), sum(splits[m][j] for m in range(i)) * row_nbytes, block))
+            else:
+                blocks.append(Block(i * members + j, homes[i], homes[j], len(block)))
+                outgoing[i * members + j] = block
+    return Blocks(port, blocks, outgoing, results, copies, incoming)

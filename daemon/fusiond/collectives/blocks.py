@@ -6,7 +6,7 @@ That moves the least bytes there are, N - 1 blocks out and in, and needs one hop
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from fusiond.collectives.base import (
     chunk_starts,
     raw,
 )
+from fusiond.collectives.one_node import shared_jobs
 from fusiond.core.result import Result
 
 
@@ -48,10 +49,10 @@ class Blocks(Exchange):
         port: N >= 1 nodes.
         blocks: all blocks of the operation that leave or enter this node.
         outgoing: bytes of each outgoing block, by part.
-        results: length in bytes and `sizes` of each local member's result; equal members may share one (allgather).
-        shared: there is one result, for all local members.
+        results: length in bytes, `sizes` and place in the arena, if it has one, of each local member's result; members
+            may share one (allgather).
         local_copies: (result, offset in it, bytes) of each block that stays on this node.
-        incoming: (result, offset in it) of each incoming block, by part.
+        incoming: (result, offset in it) of each place of an incoming block, by part.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class Blocks(Exchange):
         port: Port,
         blocks: Sequence[Block],
         outgoing: Mapping[int, Array],
-        results: Sequence[tuple[int, tuple[int, ...]]],
+        results: Sequence[tuple[int, tuple[int, ...], Array | None]],
         local_copies: Sequence[tuple[int, int, Array]],
-        incoming: Mapping[int, tuple[int, int]],
+        incoming: Mapping[int, Sequence[tuple[int, int]]],
     ) -> None:
         super().__init__(port)
         self._blocks = {block.part: block for block in blocks}
@@ -69,17 +70,27 @@ class Blocks(Exchange):
         self._shapes = results
         self._local_copies = local_copies
         self._incoming = incoming
-        self.local_nbytes = sum(nbytes for nbytes, _ in results)
+        self.local_nbytes = sum(nbytes for nbytes, _, _ in results)
         step = port.chunk_bytes
         self._once = Once(sum(len(chunk_starts(self._blocks[part].nbytes, step)) for part in incoming))
 
     def jobs(self, threads: int) -> Sequence[Job]:
-        return [self._allocate_and_copy]
+        if any(place is None for _, _, place in self._shapes):
+            return [self._allocate_and_copy]
+        self._allocate()
+        return shared_jobs([(self._copy(*copy), len(copy[2]), 1) for copy in self._local_copies], threads)
+
+    def _allocate(self) -> None:
+        self.results = [Result.allocate(*shape) for shape in self._shapes]
 
     def _allocate_and_copy(self) -> None:
-        self.results = [Result.allocate(nbytes, sizes) for nbytes, sizes in self._shapes]
-        for result, offset, data in self._local_copies:
-            np.copyto(self.results[result].array[offset : offset + len(data)], data)
+        self._allocate()
+        for copy in self._local_copies:
+            self._copy(*copy)(0, len(copy[2]))
+
+    def _copy(self, result: int, offset: int, data: Array) -> Callable[[int, int], None]:
+        target = self.results[result].array[offset : offset + len(data)]
+        return lambda low, high: np.copyto(target[low:high], data[low:high])
 
     def start(self) -> None:
         here, nodes = self.port.position, self.port.nodes
@@ -92,11 +103,11 @@ class Blocks(Exchange):
             self.port.finish()
 
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
-        place = self._incoming.get(chunk.part)
+        places = self._incoming.get(chunk.part)
         block = self._blocks.get(chunk.part)
         step = self.port.chunk_bytes
         if (
-            place is None
+            places is None
             or block is None
             or block.source != position
             or chunk.start % step
@@ -106,8 +117,9 @@ class Blocks(Exchange):
         ):
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} is no part of this operation")
         self._once.note(chunk)
-        result, offset = place
-        low = offset + chunk.start
-        self.results[result].array[low : low + len(payload)] = np.frombuffer(payload, np.uint8)
+        data = np.frombuffer(payload, np.uint8)
+        for result, offset in places:
+            low = offset + chunk.start
+            self.results[result].array[low : low + len(data)] = data
         if self._once.complete:
             self.port.finish()

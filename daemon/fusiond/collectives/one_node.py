@@ -32,6 +32,27 @@ def split_jobs(work: Callable[[int, int], None], length: int, threads: int, item
     return [job(low, high) for low, high in cpu.split(length, threads, itemsize)]
 
 
+def shared_jobs(pieces: Sequence[tuple[Callable[[int, int], None], int, int]], threads: int) -> list[Job]:
+    """Returns at most `threads` jobs, each of which does a part of every piece of work.
+
+    Args:
+        pieces: functions to be called with ranges, the length that these add up to, and the bytes of an element.
+    """
+    shares: list[list[Job]] = [[] for _ in range(threads)]
+    for work, length, itemsize in pieces:
+        for share, job in zip(shares, split_jobs(work, length, threads, itemsize), strict=False):
+            share.append(job)
+
+    def all_of(share: Sequence[Job]) -> Job:
+        def do() -> None:
+            for job in share:
+                job()
+
+        return do
+
+    return [all_of(share) for share in shares if share]
+
+
 class OneNode(Exchange):
     """All-reduce of a process set whose members share a node: one pass over the arenas, and nothing to send."""
 

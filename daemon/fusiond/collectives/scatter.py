@@ -8,7 +8,7 @@ they came in, so results do not depend on timing. Parts that wait are bounded by
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from fusiond.collectives.base import (
     chunk_starts,
     of_partials,
 )
+from fusiond.collectives.one_node import shared_jobs
 from fusiond.core.result import Result
 
 
@@ -35,6 +36,7 @@ class ReduceScatter(Exchange):
         port: N >= 1 nodes.
         reducer, codec: as for `Ring`.
         sources: n elements of each local member; they are not changed.
+        places: where in the arena the result of each local member goes; None: into memory of its own.
         ranges: for each member of the process set, by its index, first and last element (exclusive) of what it gets.
         homes: position of each member's node.
         local: indices of the local members, in rank order.
@@ -46,6 +48,7 @@ class ReduceScatter(Exchange):
         reducer: Reducer,
         codec: BucketCodec,
         sources: Sequence[Array],
+        places: Sequence[Array | None],
         ranges: Sequence[tuple[int, int]],
         homes: Sequence[int],
         local: Sequence[int],
@@ -54,6 +57,7 @@ class ReduceScatter(Exchange):
         self._reducer = reducer
         self._codec = of_partials(reducer, codec)
         self._sources = sources
+        self._places = places
         self._ranges = ranges
         self._homes = homes
         self._local = local
@@ -66,20 +70,47 @@ class ReduceScatter(Exchange):
         self._once = Once(chunks * (port.nodes - 1))
 
     def jobs(self, threads: int) -> Sequence[Job]:
-        return [self._reduce_local]
+        if self.port.nodes > 1 or any(place is None for place in self._places):
+            return [self._reduce_local]
+        self._allocate()
+        return shared_jobs(self._whole(), threads)
 
-    def _reduce_local(self) -> None:
+    def _allocate(self) -> None:
         itemsize = self._reducer.dtype.itemsize
-        self.results = [Result.allocate((self._ranges[m][1] - self._ranges[m][0]) * itemsize) for m in self._local]
+        for member, place in zip(self._local, self._places, strict=True):
+            low, high = self._ranges[member]
+            raw = None if place is None else place.view(np.uint8)
+            self.results.append(Result.allocate((high - low) * itemsize, place=raw))
         self._outputs = {
             member: result.array.view(self._reducer.dtype.storage)
             for member, result in zip(self._local, self.results, strict=True)
         }
+
+    def _whole(self) -> list[tuple[Callable[[int, int], None], int, int]]:
+        """Returns each member's reduction as a piece of work (`shared_jobs`), where all members are on this node."""
+
+        def work(start: int, output: Array) -> Callable[[int, int], None]:
+            return lambda low, high: self._reducer.whole(
+                [source[start + low : start + high] for source in self._sources], [output[low:high]]
+            )
+
+        itemsize = self._reducer.dtype.itemsize
+        return [(work(self._ranges[m][0], out), len(out), itemsize) for m, out in self._outputs.items()]
+
+    def _reduce_local(self) -> None:
+        self._allocate()
+        if self.port.nodes == 1:
+            for work, length, _ in self._whole():
+                work(0, length)
+            return
         self._mine = np.empty(len(self._sources[0]), self._reducer.partial.storage)
         self._reducer.local(self._sources, self._mine)
 
     def start(self) -> None:
         nodes, here = self.port.nodes, self.port.position
+        if nodes == 1:
+            self.port.finish()
+            return
         for member in sorted(range(len(self._ranges)), key=lambda m: ((self._homes[m] - here) % nodes, m)):
             for start in self._starts(member):
                 if self._homes[member] == here:

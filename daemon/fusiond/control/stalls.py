@@ -15,6 +15,7 @@ from fusion_rt import wire
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.control.coordination import Coordination
+from fusiond.control.inquiries import Inquiries
 from fusiond.control.questions import Questions
 from fusiond.control.waiting import (
     Subject,
@@ -65,6 +66,9 @@ class Stalls:
         self._questions = questions
         self._homes = homes
         self._proposals = proposals
+        self._of_groups = Inquiries(
+            context.participants, context.settings, questions, context.outside.warn, lambda _: {}, self._conclude
+        )
         self._asked: dict[tuple[Subject, int], float] = {}  # when (s), of what waits
         self._due: set[tuple[OpKey, int]] = set()  # contributions about which the nodes are being asked
 
@@ -119,7 +123,20 @@ class Stalls:
         if kind == "operation":
             name, clock, plan = about_key(key)
             self._context.trace.record(Kind.STALL, name, int(waited), clock, plan)
-        self._coordination.ask(wire.Mismatch(key, waited, kind))
+        if wire.is_group(key.process_set):  # no coordinator knows it
+            self._of_groups.inquire(subject, waited)
+        else:
+            self._coordination.ask(wire.Mismatch(key, waited, kind))
+
+    def _conclude(self, subject: Subject, error: str) -> None:
+        """An inquiry about an operation of a group is over."""
+        if error:
+            self._outcomes.everywhere(subject[1], error)
+
+    def forget_group(self, group: int) -> None:
+        """A group has been closed."""
+        for subject in [subject for subject in self._of_groups if subject[1].process_set == group]:
+            self._of_groups.forget(subject)
 
     def _told_of_homes(self, result: Survey) -> None:
         """The nodes have told what homes wait for: contributions that have waited too long are ended."""

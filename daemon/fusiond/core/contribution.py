@@ -39,8 +39,8 @@ class Contribution:
         values: 1-D, its elements; valid until it is answered, and only to be read. None of one that came encoded and
             is not decoded yet.
         handle: the number under which its worker, if that is on this node, waits for the answer.
-        place: where in the arena the result goes, which is where the elements came from; None when they came in a
-            message, and the result goes back in one.
+        place: where in the arena the result goes: where the elements came from, unless its worker said otherwise; None
+            when they came in a message, and the result goes back in one, or is longer than they are.
         kind: `post`: of a worker, which waits for an answer; `ask`, `seed`, `reseed`: see `wire.Ready`; `pass`: of a
             worker that waits in another operation and has nothing to contribute at this clock; else what one home
             sends another: see `wire.Piece`.
@@ -51,7 +51,7 @@ class Contribution:
         weight: push-sum weight.
         payload: the encoded values, of one that came from another node.
         arrived: when it came to its home (s).
-        signature, splits: of a tensor outside a plan, as submitted.
+        signature, splits, receives: of a tensor outside a plan, as submitted.
         rescale: factor of each tensor's residual, applied first.
         urgency: the less, the sooner the worker needs it.
         selected: the worker's selection from a bucket, instead of the elements in `values`.
@@ -73,6 +73,7 @@ class Contribution:
     arrived: float = 0.0
     signature: wire.Signature = _BARRIER
     splits: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
     rescale: tuple[float, ...] = ()
     urgency: int = 0
     selected: WorkerSelection | None = None

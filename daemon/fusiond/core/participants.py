@@ -4,13 +4,17 @@ A rank that has *joined* has no data left, but the others may go on: until every
 to their all-reduces in the global set, and takes part in nothing else.
 
 A rank that is *lost* will not come back: operations without data go on without it, all others that it belongs to fail.
+
+A *group* is a process set that only its members know, each node of them as soon as one of its ranks has opened it. What
+joins is no business of a group, and none of its operations goes on without a lost rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from fusion_rt import wire
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
 
@@ -30,6 +34,15 @@ class Members:
     local: tuple[int, ...]
 
 
+@dataclass
+class Group:
+    """The state of a group on a node: the local ranks that have opened and closed it."""
+
+    key: str
+    opened: set[int] = field(default_factory=set)
+    closed: set[int] = field(default_factory=set)
+
+
 class Participants:
     """The process sets of a job, and the ranks that are away. Every node has the same, in the same order.
 
@@ -40,6 +53,7 @@ class Participants:
         lost_nodes: those that were declared lost.
         joined: ranks that have joined, in the order in which this node heard of them.
         joins: how many times all ranks had joined, and went on together.
+        groups: those that a local rank has opened, by id; also closed ones, whose keys are not used again.
     """
 
     def __init__(self, topology: Topology, node: int) -> None:
@@ -49,6 +63,7 @@ class Participants:
         self.lost_nodes: set[int] = set()
         self.joined: list[int] = []
         self.joins = 0
+        self.groups: dict[int, Group] = {}
         self._node = node
         self._members: dict[int, Members] = {}
         self._next = GLOBAL_SET
@@ -62,16 +77,22 @@ class Participants:
         try:
             return self._members[process_set]
         except KeyError:
-            raise FusionError(f"there is no process set {process_set}") from None
+            group = self.groups.get(process_set)
+            raise FusionError(
+                f"group {group.key!r} has been closed" if group else f"there is no process set {process_set}"
+            ) from None
 
     def is_over(self, process_set: int) -> bool:
-        """Returns whether there was such a process set, and it has been removed."""
-        return process_set < self._next and process_set not in self._members
+        """Returns whether there was such a process set, and it has been removed.
+
+        A group that is not here is over, since nobody uses one before all of its members have opened it.
+        """
+        return (process_set < self._next or wire.is_group(process_set)) and process_set not in self._members
 
     def find(self, ranks: Sequence[int]) -> int | None:
         """Returns the id of the process set of these ranks (ascending); None if there is none."""
         wanted = tuple(ranks)
-        return next((id for id, members in self._members.items() if members.set.ranks == wanted), None)
+        return next((id for id, ranks in self.sets().items() if ranks == wanted), None)
 
     def add(self, ranks: Sequence[int]) -> int:
         """Adds the process set of these ranks (ascending) and returns its id."""
@@ -79,6 +100,40 @@ class Participants:
         self._members[added.id] = self._seen(added)
         self._next += 1
         return added.id
+
+    def open_group(self, key: str, ranks: Sequence[int], rank: int) -> None:
+        """A local rank opens the group of these ranks (ascending).
+
+        Raises:
+            FusionError: it has been opened by that rank, the key is that of other ranks, or its id of another key.
+        """
+        id = wire.group_id(key)
+        group = self.groups.get(id)
+        if rank not in ranks or list(ranks) != sorted(set(ranks)) or ranks[-1] >= self.topology.size:
+            raise FusionError(
+                f"rank {rank} opened group {key!r} of ranks {list(ranks)}; a group has different ranks of 0 to "
+                f"{self.topology.size - 1}, of which whoever opens it is one"
+            )
+        if group is None:
+            group = self.groups[id] = Group(key)
+            self._members[id] = self._seen(ProcessSet(id, tuple(ranks)))
+        if group.key != key:
+            raise FusionError(f"the keys {key!r} and {group.key!r} of two groups have one id, {id}; choose another key")
+        if rank in group.opened or id not in self._members:
+            raise FusionError(f"rank {rank} opened group {key!r} a second time; a key is used once, choose another one")
+        if self._members[id].set.ranks != tuple(ranks):
+            raise FusionError(
+                f"rank {rank} opened group {key!r} of ranks {list(ranks)}, and "
+                f"{self.topology.describe(group.opened)} opened it of ranks {list(self._members[id].set.ranks)}"
+            )
+        group.opened.add(rank)
+
+    def why_closed(self, id: int) -> str:
+        """Returns why nothing may be submitted in a group, as a sentence; empty if it may."""
+        group = self.groups.get(id)
+        if group is None:
+            return f"no rank here has opened group {id}"
+        return f"{self.topology.describe(group.closed)} closed the group" if group.closed else ""
 
     def _seen(self, process_set: ProcessSet) -> Members:
         nodes, local = process_set.nodes(self.topology), process_set.local(self.topology, self._node)
@@ -109,8 +164,8 @@ class Participants:
         self._next = max(self._next, next_set)
 
     def sets(self) -> dict[int, tuple[int, ...]]:
-        """Returns the ranks of each process set, by id."""
-        return {id: members.set.ranks for id, members in self._members.items()}
+        """Returns the ranks of each process set that all ranks know, by id."""
+        return {id: members.set.ranks for id, members in self._members.items() if not wire.is_group(id)}
 
     def remove(self, process_set: int) -> None:
         """Removes a process set."""
@@ -141,12 +196,16 @@ class Participants:
     def why_not_since(self, kind: str, members: Members) -> str:
         """Returns why an operation cannot run since ranks are lost, as a sentence; empty when it can."""
         lost = [rank for rank in members.set.ranks if rank in self.lost]
-        if not lost or kind in EMPTY_KINDS:
+        group = self.groups.get(members.set.id)
+        if not lost or (kind in EMPTY_KINDS and group is None):
             return ""
         whose = "all ranks" if members.set.id == GLOBAL_SET else f"all ranks of process set {members.set.id}"
+        add = "add a process set"
+        if group is not None:
+            whose, add = f"all ranks of group {group.key!r}", "open a group"
         return (
-            f"{kind} needs {whose}, and {self.topology.describe(lost)} is lost ({self.lost[lost[0]]}); add a process "
-            "set of those that are left"
+            f"{kind} needs {whose}, and {self.topology.describe(lost)} is lost ({self.lost[lost[0]]}); {add} of those "
+            "that are left"
         )
 
     def why_not(self, kind: str, members: Members, present: Collection[int]) -> str:
@@ -156,7 +215,7 @@ class Participants:
             present: ranks that submitted it, maybe before they joined.
         """
         absent = [rank for rank in self.joined if rank in members.set.ranks and rank not in present]
-        if not absent or kind == "join":
+        if not absent or kind == "join" or wire.is_group(members.set.id):
             return ""
         who = self.topology.describe(absent)
         if members.set.id != GLOBAL_SET:
@@ -166,6 +225,7 @@ class Participants:
         return ""
 
     def statistics(self) -> dict[str, object]:
-        """Returns the ranks of each process set by id, and those that have `joined`."""
-        sets = {str(id): list(members.set.ranks) for id, members in self._members.items()}
-        return {"sets": sets, "joined": list(self.joined)}
+        """Returns the ranks of each process set by id, and of each group by key, and those that have `joined`."""
+        sets = {str(id): list(ranks) for id, ranks in self.sets().items()}
+        groups = {g.key: list(self._members[id].set.ranks) for id, g in self.groups.items() if id in self._members}
+        return {"sets": sets, "joined": list(self.joined), "groups": groups}

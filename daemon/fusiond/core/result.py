@@ -23,8 +23,14 @@ class Result:
     sizes: tuple[int, ...] = ()
 
     @classmethod
-    def allocate(cls, nbytes: int, sizes: tuple[int, ...] = ()) -> Result:
-        """Makes a result of `nbytes` bytes with undefined contents. Raises `ArenaError` when memory is out."""
+    def allocate(cls, nbytes: int, sizes: tuple[int, ...] = (), place: Array | None = None) -> Result:
+        """Makes a result of `nbytes` bytes with undefined contents, in its `place` in the arena if it has one.
+
+        Raises:
+            ArenaError: memory is out.
+        """
+        if place is not None:
+            return cls(place, None, sizes)
         if nbytes <= wire.MAX_INLINE:
             return cls(np.empty(nbytes, np.uint8), None, sizes)
         segment = Segment.create(nbytes)

@@ -154,7 +154,7 @@ class Agreement:
         """The process sets are those that all nodes have; `removed` is called with the others first."""
         for process_set in [id for id in self._participants.sets() if id not in settled.sets]:
             removed(process_set)
-            self._remove_set(process_set)
+            self.remove_set(process_set)
         self._participants.next_set = settled.next_set
 
     def one_less(self) -> None:
@@ -189,9 +189,13 @@ class Agreement:
                 rows = self._participants.joined[-1:]
             self._start(operation, rows, [p.splits for p in local])
             return
+        in_group = wire.is_group(operation.key.process_set)
         operation.digest = wire.digest(recipe.signature)
         if any(chunk.digest != operation.digest for _, chunk, _ in operation.early):
             self._disagree(operation)
+            return
+        if in_group:  # its ranks agree, or will notice
+            self._start(operation, (), ())
             return
         agreed = (operation.key.process_set, operation.digest)
         if operation.early:  # no peer would have sent anything unless it were approved
@@ -313,9 +317,10 @@ class Agreement:
         elif signature.kind == "remove_process_set":
             removed = self._participants.find(signature.ranks)
             if removed is not None:  # else ranks removed it twice, and the clients know
-                self._remove_set(removed)
+                self.remove_set(removed)
 
-    def _remove_set(self, process_set: int) -> None:
+    def remove_set(self, process_set: int) -> None:
+        """There is no such process set any more. What is under way in it fails."""
         for key in [key for key in self._operations if key.process_set == process_set]:
             what = self._operations[key].what
             self._outcomes.here(key, f"{what} was under way when process set {process_set} was removed")

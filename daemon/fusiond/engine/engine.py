@@ -36,6 +36,7 @@ from fusiond.core.participants import Participants
 from fusiond.core.tracing import record_plan
 from fusiond.engine.codec_service import CodecService
 from fusiond.engine.exchanges import Exchanges, Route, Section
+from fusiond.engine.groups import Groups
 from fusiond.engine.proposals import Proposals
 from fusiond.engine.snapshots import Snapshots
 from fusiond.operations.context import Context
@@ -137,6 +138,7 @@ class Engine:
         self._stalls = Stalls(
             context, self._outcomes, self._coordination, self._questions, self.homes, self._proposals.waits
         )
+        self.groups = Groups(context, self._outcomes, self._agreement, self._stalls, self.messages)
         self.handlers = self._handlers()
 
     @property
@@ -164,9 +166,11 @@ class Engine:
                 worker.rank,
                 submit,
                 None if submit.place is None else worker.at(submit.place, _nbytes(submit.signature)),
+                None if submit.into is None else partial(worker.at, submit.into),
             ),
             wire.SendTo: lambda worker, send: self.messages.send(worker.rank, send, _place_of(worker, send)),
             wire.ReceiveFrom: lambda worker, asked: self.messages.receive(worker.rank, asked, _place_of(worker, asked)),
+            **self.groups.worker_handlers(),
             wire.Propose: lambda worker, asked: self.propose(worker.rank, asked.handle, asked.proposal),
             wire.StalenessRequest: lambda worker, asked: self.staleness(worker.rank, asked.handle),
             wire.AddSegment: self._segment_added,
@@ -184,9 +188,16 @@ class Engine:
             assert worker.rank is not None
             self.drop_plan_memory(worker.rank, worker.plans[message.segment])
 
-    def submit(self, rank: int, submit: wire.Submit, memory: Array | None) -> None:
-        """A worker submits an operation; `memory` is its tensor's bytes (uint8) in the arena, if it is there."""
-        self._exchanges.submit(rank, submit, memory)
+    def submit(
+        self, rank: int, submit: wire.Submit, memory: Array | None, into: Callable[[int], Array] | None = None
+    ) -> None:
+        """A worker submits an operation.
+
+        Args:
+            memory: its tensor's bytes (uint8) in the arena, if it is there.
+            into: returns so many bytes of where the result goes, if that is somewhere else.
+        """
+        self._exchanges.submit(rank, submit, memory, into)
 
     def propose(self, rank: int, handle: int, proposal: wire.Proposal) -> None:
         """A worker asks for a plan."""

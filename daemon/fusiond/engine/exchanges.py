@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from fusion_rt import wire
-from fusion_rt.core.errors import FusionError, StepGivenUp
+from fusion_rt.core.errors import FusionError, StepGivenUp, WireError
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import BucketState, Plans, PlanState
@@ -123,39 +123,50 @@ class Exchanges:
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
-    def submit(self, rank: int, submit: wire.Submit, memory: Array | None) -> None:
-        """A worker submits an operation outside a plan; `memory` is its tensor's bytes (uint8) in the arena, if it is
-        there.
+    def submit(
+        self, rank: int, submit: wire.Submit, memory: Array | None, into: Callable[[int], Array] | None = None
+    ) -> None:
+        """A worker submits an operation outside a plan.
+
+        Args:
+            memory: its tensor's bytes (uint8) in the arena, if it is there.
+            into: returns so many bytes of where the result goes, if that is somewhere else.
 
         Raises:
             RequestError: no worker of ours would submit that.
+            WireError: the result has no place where it is to go.
         """
         signature = submit.signature
         key = OpKey(signature.process_set, 0, submit.name, submit.clock)
         if why := self._outcomes.why(key):
             self._outcomes.refuse(rank, submit.handle, why)
             return
+        if wire.is_group(key.process_set) and (why := self._participants.why_closed(key.process_set)):
+            self._outcomes.refuse(rank, submit.handle, f"{key.in_words}: {why}")
+            return
         try:
             recipe = self.agreement.recipe(signature)
-            part = recipe.part(rank, submit, memory)
+            part = recipe.part(rank, submit, memory, into)
+        except WireError:
+            raise
         except FusionError as error:
             # The other ranks may have submitted the same and would wait for this one: it fails for all.
-            sentence = f"rank {rank} submitted tensor {submit.name!r} wrongly: {error}"
+            sentence = f"rank {rank} submitted {key.in_words} wrongly: {error}"
             if signature.process_set in self._participants:
                 self._outcomes.everywhere(key, sentence)
             self._outcomes.refuse(rank, submit.handle, sentence)
             return
         if len(recipe.members.nodes) > 1:
-            again = partial(self.submit, rank, submit, memory)
+            again = partial(self.submit, rank, submit, memory, into)
             if not self._codecs.kernels_of(recipe.codec, [recipe.layout.dtype.name], again):
                 return
         if self._participants.lost and (why := self._participants.why_not_since(signature.kind, recipe.members)):
-            self._outcomes.here(key, f"tensor {submit.name!r}: {why}")
-            self._outcomes.refuse(rank, submit.handle, f"tensor {submit.name!r}: {why}")
+            self._outcomes.here(key, f"{key.in_words}: {why}")
+            self._outcomes.refuse(rank, submit.handle, f"{key.in_words}: {why}")
             return
         operation = self.agreement.operation(key, recipe.members)
         if rank in operation.parts:
-            raise RequestError(f"rank {rank} submitted tensor {submit.name!r} twice under one clock")
+            raise RequestError(f"rank {rank} submitted {key.in_words} twice under one clock")
         if operation.recipe is None:
             operation.recipe = recipe
         operation.parts[rank] = part

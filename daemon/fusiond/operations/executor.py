@@ -375,7 +375,7 @@ class Executor:
                 self._outside.to_worker(rank, done)
                 continue
             result = results[index if len(results) > 1 else 0]
-            small = None if result.segment else result.array.tobytes()
+            small = None if result.segment or part.place is not None else result.array.tobytes()
             nbytes = result.segment.nbytes if result.segment else 0
             self._outside.to_worker(rank, wire.Done(part.handle, small, result.sizes, nbytes), result)
         for result in results:

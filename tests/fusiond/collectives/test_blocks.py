@@ -30,9 +30,9 @@ class Exchanged:
                 port,
                 [Block(i * nodes + j, i, j, lengths[i][j]) for i, j in parts],
                 {i * nodes + j: self.data[i][j] for i, j in parts if i == here},
-                [(sum(row[here] for row in lengths), tuple(row[here] for row in lengths))],
+                [(sum(row[here] for row in lengths), tuple(row[here] for row in lengths), None)],
                 [(0, into[here], self.data[here][here])],
-                {i * nodes + j: (0, into[i]) for i, j in parts if j == here},
+                {i * nodes + j: [(0, into[i])] for i, j in parts if j == here},
             )
 
         self.group = Group(nodes, make, seed)

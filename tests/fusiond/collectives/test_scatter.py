@@ -49,7 +49,7 @@ class Scattered:
             local = [m for m, home in enumerate(self.homes) if home == port.position]
             sources = [self.parts[m] for m in local]
             opened = codecs.parse(codec).open(layout)
-            return ReduceScatter(port, reducer, opened, sources, self.ranges, self.homes, local)
+            return ReduceScatter(port, reducer, opened, sources, [None] * len(local), self.ranges, self.homes, local)
 
         self.group = Group(len(local_sizes), make, seed, chunk_bytes)
         self.group.may_send_last = True

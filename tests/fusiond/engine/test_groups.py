@@ -1,0 +1,298 @@
+"""Groups: process sets that only their members know, in which nothing is negotiated.
+
+Results are compared with numpy. The simulated workers overwrite their memory as soon as an operation is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusion_rt import wire
+from tests.fusiond.simulation import Array, SimulatedJob
+
+pytestmark = pytest.mark.usefixtures("small_loans")
+LAYOUTS = [[1], [3], [1, 1], [2, 1, 3], [1, 1, 1, 1, 1]]
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+every_seed = pytest.mark.parametrize("seed", range(3))
+ways = pytest.mark.parametrize("way", ["in place", "inline", "into", "inline, into"])
+
+
+def whole(job: SimulatedJob, seed: int, *shape: int) -> list[Array]:
+    """Small whole numbers, so that sums are exact: for each rank."""
+    choose = np.random.default_rng(seed)
+    return [choose.integers(-9, 10, shape).astype(np.float32) for _ in job.ranks]
+
+
+class Members:
+    """The members of a group, which submit one operation after the other."""
+
+    def __init__(self, job: SimulatedJob, key: str = "group", ranks: tuple[int, ...] = ()) -> None:
+        self.job = job
+        self.ranks = ranks or tuple(job.ranks)
+        self.key = key
+        self.id = job.open_group(key, self.ranks)
+        self._clocks = dict.fromkeys(self.ranks, 0)
+
+    def submit(self, rank: int, kind: str, values: Array | None, *, way: str = "in place", **how: Any) -> int:
+        """Submits a member's next operation; `nbytes`: of its result. Returns the handle."""
+        clock = self._clocks[rank]
+        self._clocks[rank] += 1
+        nbytes, splits, receives = how.pop("nbytes", 0), how.pop("splits", ()), how.pop("receives", ())
+        seconds = how.pop("seconds", 0.0)
+        shape = () if values is None else values.shape
+        dtype = "" if values is None else how.pop("dtype", "float32")
+        signature = wire.Signature(kind, dtype, shape, process_set=self.id, **how)  # type: ignore[arg-type]
+        return self.job.submit(
+            rank, self.key, signature, values, clock, splits, "inline" in way, receives,
+            nbytes if "into" in way else None, seconds,
+        )  # fmt: skip
+
+    def submit_all(self, kind: str, values: list[Array] | None, **how: Any) -> dict[int, int]:
+        """Every member submits its next operation, at some time; returns the handles."""
+        handles: dict[int, int] = {}
+        sizes = {name: how.pop(name) for name in ("nbytes", "splits", "receives") if isinstance(how.get(name), list)}
+        for position, rank in enumerate(self.ranks):
+
+            def submit(rank: int = rank, position: int = position) -> None:
+                mine = None if values is None else values[rank]
+                own = {name: size[position] for name, size in sizes.items()}
+                handles[rank] = self.submit(rank, kind, mine, **how, **own)
+
+            self.job.later(rank, submit)
+        return handles
+
+    def results(self, handles: dict[int, int]) -> list[Array]:
+        self.job.settle()
+        return [self.job.result(rank, handles[rank]) for rank in self.ranks]
+
+
+def nothing_was_negotiated(job: SimulatedJob) -> None:
+    assert [job.messages(kind) for kind in (wire.Request, wire.Verdict, wire.Mismatch)] == [0, 0, 0]
+    job.nothing_is_left()
+
+
+@layouts
+@ways
+@every_seed
+@pytest.mark.parametrize("count", [0, 1, 5, 3000])
+def test_everybody_gets_the_sum(layout: list[int], way: str, count: int, seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    if "inline" in way:
+        count = min(count, 5)
+    handles = []
+    for step in range(3):
+        values = whole(job, 10 * seed + step, count)
+        handles.append((members.submit_all("allreduce", values, way=way, nbytes=4 * count), np.sum(values, axis=0)))
+    for some, expected in handles:
+        np.testing.assert_array_equal(members.results(some), [expected] * job.size)
+    nothing_was_negotiated(job)
+
+
+@layouts
+@ways
+@every_seed
+def test_a_tensor_goes_from_the_root_to_all(layout: list[int], way: str, seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    values = whole(job, seed, 5 if "inline" in way else 3000)
+    for root in job.ranks:
+        handles = members.submit_all("broadcast", values, way=way, nbytes=values[0].nbytes, root=root)
+        np.testing.assert_array_equal(members.results(handles), [values[root]] * job.size)
+    nothing_was_negotiated(job)
+
+
+@layouts
+@pytest.mark.parametrize("into", [False, True])
+def test_who_only_receives_a_broadcast_gives_no_tensor(layout: list[int], into: bool) -> None:
+    job = SimulatedJob(layout)
+    members = Members(job)
+    values = whole(job, 0, 20)
+    handles = {}
+    for rank in job.ranks:
+        signature = wire.Signature("broadcast", "float32", (20,), process_set=members.id)
+        mine = values[0] if rank == 0 else None
+        handles[rank] = job.submit(rank, "group", signature, mine, into=80 if into else None)
+    np.testing.assert_array_equal(members.results(handles), [values[0]] * job.size)
+    nothing_was_negotiated(job)
+
+
+@layouts
+@ways
+@every_seed
+@pytest.mark.parametrize("even", [False, True])
+def test_everybody_gets_the_rows_of_all(layout: list[int], way: str, even: bool, seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    choose = np.random.default_rng(seed)
+    scale = 3 if "inline" in way else 700
+    rows = [scale] * job.size if even else [int(n) for n in choose.integers(0, scale, job.size)]
+    values = [choose.random((n, 3)).astype(np.float32) for n in rows]
+    expected = np.concatenate(values).reshape(-1)
+    handles = members.submit_all("allgather", values, way=way, nbytes=expected.nbytes, rows=() if even else tuple(rows))
+    np.testing.assert_array_equal(members.results(handles), [expected] * job.size)
+    assert {job.answer(rank, handles[rank])[0].sizes for rank in job.ranks} == {tuple(rows)}  # type: ignore[union-attr]
+    nothing_was_negotiated(job)
+
+
+@layouts
+@ways
+@every_seed
+def test_rows_go_to_where_their_split_says(layout: list[int], way: str, seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    choose = np.random.default_rng(seed)
+    splits = choose.integers(0, 3 if "inline" in way else 300, (job.size, job.size)) * choose.integers(0, 2, job.size)
+    values = [choose.random((int(sum(row)), 2)).astype(np.float32) for row in splits]
+    parts = [np.split(mine, np.cumsum(row)[:-1]) for mine, row in zip(values, splits, strict=True)]
+    expected = [np.concatenate([part[rank] for part in parts]).reshape(-1) for rank in job.ranks]
+    handles = members.submit_all(
+        "alltoall",
+        values,
+        way=way,
+        nbytes=[result.nbytes for result in expected],
+        splits=[tuple(row) for row in splits.tolist()],
+        receives=[tuple(column) for column in splits.T.tolist()],
+    )
+    for result, wanted in zip(members.results(handles), expected, strict=True):
+        np.testing.assert_array_equal(result, wanted)
+    nothing_was_negotiated(job)
+
+
+@layouts
+@ways
+@every_seed
+@pytest.mark.parametrize("even", [False, True])
+def test_everybody_gets_its_rows_of_the_sum(layout: list[int], way: str, even: bool, seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    choose = np.random.default_rng(seed)
+    scale = 3 if "inline" in way else 700
+    rows = [scale] * job.size if even else [int(n) for n in choose.integers(0, scale, job.size)]
+    values = whole(job, seed, sum(rows), 2)
+    expected = np.split(np.sum(values, axis=0), np.cumsum(rows)[:-1])
+    handles = members.submit_all(
+        "reducescatter", values, way=way, nbytes=[part.nbytes for part in expected], rows=() if even else tuple(rows)
+    )
+    for result, wanted in zip(members.results(handles), expected, strict=True):
+        np.testing.assert_array_equal(result, wanted.reshape(-1))
+    nothing_was_negotiated(job)
+
+
+@layouts
+@every_seed
+def test_nobody_passes_a_barrier_before_all_have_come(layout: list[int], seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    handles = {rank: members.submit(rank, "barrier", None, way="inline") for rank in members.ranks[:-1]}
+    while job.step():
+        pass
+    assert not any(job.is_answered(rank, handle) for rank, handle in handles.items())
+    last = members.ranks[-1]
+    handles[last] = members.submit(last, "barrier", None, way="inline")
+    members.results(handles)
+    nothing_was_negotiated(job)
+
+
+@every_seed
+def test_groups_overlap_and_do_not_wait_for_each_other(seed: int) -> None:
+    job = SimulatedJob([2, 2], seed)
+    groups = [Members(job, key, ranks) for key, ranks in [("a", (0, 1, 3)), ("b", (1, 2)), ("c", (0, 1, 2, 3))]]
+    waiting = groups[2].submit(0, "allreduce", np.ones(9, np.float32))
+    values = whole(job, seed, 40)
+    told = [(group, group.submit_all("allreduce", values)) for group in groups[:2] for _ in range(3)]
+    for group, handles in told:
+        expected = sum(values[rank] for rank in group.ranks)
+        np.testing.assert_array_equal(group.results(handles), [expected] * len(group.ranks))
+    assert not job.is_answered(0, waiting)
+
+
+def test_who_is_no_member_knows_nothing_of_a_group() -> None:
+    job = SimulatedJob([1, 1, 1])
+    members = Members(job, "pair", (1, 2))
+    values = whole(job, 0, 5)
+    members.results(members.submit_all("allreduce", values))
+    assert not any(0 in (source, target) for source, target, _ in job.sent)
+    assert members.id not in job.engine(0).participants
+    assert members.id == wire.group_id("pair") >= wire.GROUPS
+    handle = job.submit(0, "pair", wire.Signature("allreduce", "float32", (5,), process_set=members.id), values[0])
+    assert "no rank here has opened" in job.error(0, handle)
+
+
+def test_two_groups_with_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SimulatedJob([2])
+    monkeypatch.setattr(wire, "group_id", lambda key: wire.GROUPS + 7)
+    job.engine(0).groups.open(0, wire.OpenGroup(1, "a", (0, 1)))
+    job.engine(0).groups.open(1, wire.OpenGroup(2, "b", (0, 1)))
+    assert isinstance(job.answer(0, 1)[0], wire.Done)
+    assert "the keys 'b' and 'a' of two groups have one id" in job.error(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "why"),
+    [
+        (0, (0, 1), "rank 0 opened group 'a' a second time"),
+        (1, (0, 1, 2), "rank 0 (host host0) opened it of ranks [0, 1]"),
+        (2, (0, 1), "of which whoever opens it is one"),
+        (1, (1, 0), "a group has different ranks"),
+        (1, (1, 7), "a group has different ranks of 0 to 2"),
+        (1, (), "a group has different ranks"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(rank: int, ranks: tuple[int, ...], why: str) -> None:
+    job = SimulatedJob([3])
+    job.engine(0).groups.open(0, wire.OpenGroup(1, "a", (0, 1)))
+    job.engine(0).groups.open(rank, wire.OpenGroup(2, "a", ranks))
+    assert why in job.error(rank, 2)
+
+
+@every_seed
+def test_closing_a_group_fails_what_is_under_way_in_it(seed: int) -> None:
+    job = SimulatedJob([2, 1], seed)
+    members = Members(job)
+    handles = {rank: members.submit(rank, "allreduce", np.ones(9, np.float32)) for rank in (0, 2)}
+    job.close_group("group", 0)
+    job.settle()
+    for rank, handle in handles.items():
+        assert job.error(rank, handle) == (
+            "operation 0 of group 'group' was under way when rank 0 (host host0) closed the group"
+        )
+    late = members.submit(1, "allreduce", np.ones(9, np.float32))
+    assert "rank 0 (host host0) closed the group" in job.error(1, late)
+    for rank in (1, 2):
+        job.close_group("group", rank)
+    assert all(members.id not in node.engine.participants for node in job.nodes)
+    job.engine(0).groups.open(0, wire.OpenGroup(99, "group", (0, 1, 2)))
+    assert "a key is used once" in job.error(0, 99)
+    job.nothing_is_left()
+
+
+@every_seed
+def test_data_of_a_group_that_is_closed_here_is_dropped(seed: int) -> None:
+    job = SimulatedJob([1, 1], seed)
+    members = Members(job)
+    job.close_group("group", 1)
+    handle = members.submit(0, "allreduce", np.ones(2000, np.float32))
+    job.settle()
+    assert not job.is_answered(0, handle)
+    job.close_group("group", 0)
+    assert "closed the group" in job.error(0, handle)
+
+
+@every_seed
+def test_joining_is_no_business_of_a_group(seed: int) -> None:
+    job = SimulatedJob([2, 1], seed)
+    members = Members(job, "most", (0, 2))
+    joined = job.submit(0, "join", wire.Signature("join"))
+    values = whole(job, seed, 100)
+    handles = members.submit_all("allreduce", values)
+    np.testing.assert_array_equal(members.results(handles), [values[0] + values[2]] * 2)
+    assert not job.is_answered(0, joined)
+    others = [job.submit(rank, "join", wire.Signature("join")) for rank in (1, 2)]
+    job.settle()
+    assert all(job.is_answered(rank, handle) for rank, handle in zip((0, 1, 2), [joined, *others], strict=True))
+    members.results(members.submit_all("barrier", None, way="inline"))
+    job.nothing_is_left()
