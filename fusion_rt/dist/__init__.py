@@ -6,14 +6,23 @@ script imports `fusion_rt.dist`, which registers too.)
 
 `process_group.py` is what c10d sees; `membership.py` joins and leaves the job; `submission.py` turns tensors into
 operations of the daemon; `work.py` has operations under way, and `completion.py` their futures.
+
+`ddp.py` has a hook for DDP's gradients; `sets.py` has the process sets of groups.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusion_rt.dist.ddp import DDPGradients, compress, ddp_hook
+
+__all__ = ["DDPGradients", "compress", "ddp_hook", "register"]
 
 BACKEND = "fusion"
 DEVICES = ["cpu", "cuda"]
+_MODULES = {"DDPGradients": "ddp", "compress": "ddp", "ddp_hook": "ddp"}
 
 
 def register() -> None:
@@ -28,6 +37,13 @@ def _create(options: Any, backend_options: Any) -> Any:
     from fusion_rt.dist.process_group import create
 
     return create(options, backend_options)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what scripts use by name when they do."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 register()

@@ -104,6 +104,11 @@ class Trained:
             for i, j, parameter in self._places()
         ]
 
+    def ids(self) -> list[int]:
+        """Returns the ids of what `named` returns, in its order, also on ranks that do not take part."""
+        groups = self.optimizer().__dict__["param_groups"]
+        return [id(p) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
+
     def sizes(self) -> dict[str, int]:
         """Returns the number of elements of each parameter, by name."""
         return {named.name: named.parameter.numel() for named in self.named()}

@@ -17,7 +17,13 @@ from fusion_rt.torch.sync.parameters import Named
 
 
 class GradientHooks(Protocol):
-    """An object that is told of gradients."""
+    """An object that is told of gradients.
+
+    Attributes:
+        hears: autograd tells it; else somebody else hands gradients over.
+    """
+
+    hears: bool
 
     def arriving(self, slot: Slot, gradients: Any) -> None:
         """Called when autograd is about to add to `p.grad`."""
@@ -91,6 +97,9 @@ class Slot:
         self.velocity: torch.Tensor | None = None
         self.context: Any = None
         self.guard: Any = None
+        self._hooks: tuple[Any, ...] = ()
+        if not owner.hears or not self.parameter.requires_grad:
+            return
         self._take_over()
         self._adds = torch.autograd.graph.get_gradient_edge(self.parameter).node  # nobody else keeps it alive
         self._hooks = (

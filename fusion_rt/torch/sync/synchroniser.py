@@ -78,6 +78,7 @@ class When:
         sync: the synchroniser, which asks this one.
 
     Attributes:
+        hears: autograd tells it of gradients; see `slots.GradientHooks`.
         eager: buckets are sent as soon as they are complete.
         own_gradients: `p.grad` is this rank's own until `step()`, so that a `GradScaler` has to call that in any case.
         may_be_late: updates can be applied one step late.
@@ -91,6 +92,7 @@ class When:
         backward: a reference to the backward pass that runs, or has failed; else `no_pass`.
     """
 
+    hears = True
     eager = own_gradients = may_be_late = keeps_context = local = delays = False
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
@@ -99,6 +101,10 @@ class When:
         self.backward: Callable[[], object | None] = no_pass
         self.samples = 1
         self.serial = sync.serial
+
+    def slot(self, named: Named) -> Slot:
+        """Makes the slot of a parameter."""
+        return Slot(self, named)
 
     # --- what autograd says; see `slots.GradientHooks` ----------------------------------------------------------------
 
@@ -426,9 +432,7 @@ class Synchroniser:
 
     def has_changed(self) -> bool:
         """Tells whether other parameters are trained than before."""
-        groups = self.trained.optimizer().__dict__["param_groups"]
-        now = [id(p) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
-        return now != self._ids and self._takes_part
+        return self.trained.ids() != self._ids and self._takes_part
 
     def watch(self) -> None:
         """Has a slot for each parameter that is trained, in their order, and for no other."""
@@ -444,7 +448,7 @@ class Synchroniser:
             slot.forget()
 
     def _slot(self, named: Named) -> Slot:
-        slot = Slot(self.when, named)
+        slot = self.when.slot(named)
         slot.direct = self._carriage.is_direct(slot)
         return slot
 

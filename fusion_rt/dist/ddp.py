@@ -1,0 +1,297 @@
+"""A communication hook for DDP that exchanges gradients by a codec.
+
+DDP decides in which of its buckets a gradient is, and changes its mind after the first step. Here gradients are
+exchanged by a plan of their own, which stays as it is: from each of DDP's buckets they are copied into the plan's, and
+results back. So residuals belong to parameters.
+
+Nobody waits in a hook, and no thread waits for results. When autograd has run the whole graph, it calls what was
+queued: first here, where results are awaited and futures completed, and then DDP, which finds them complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusion_rt import codecs, wire
+from fusion_rt.dist.sets import process_set_of
+from fusion_rt.torch.core.compressors import codec_of
+from fusion_rt.torch.core.process_sets import takes_part
+from fusion_rt.torch.sync.handed import (
+    GivenGradients,
+    HandedOver,
+    HandedSlot,
+    HandedTensors,
+    ToGiver,
+    handed_over,
+    stand_in,
+)
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Named
+from fusion_rt.torch.sync.slots import Slot
+from fusion_rt.torch.sync.synchroniser import OptimizerStatistics
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+_Arrived = tuple[torch.Tensor, torch.Tensor]  # a parameter, and its gradient in DDP's bucket, 1-D
+
+
+class DDPGradients:
+    """Gradients of one DDP module, exchanged by a codec: the state of the communication hook.
+
+    Args:
+        codec: a codec's text, such as "topk(0.01)", or a compressor of fusion_rt.torch.
+        named_parameters: the model's, for names in checkpoints and messages; None: they are numbered.
+        process_group: DDP's; None stands for the default group. If it is only a part of the ranks, all ranks of the job
+            have to make their hooks at the same place.
+        optimizer: steps with the gradients. If it is given, residuals are rescaled when its learning rates change.
+
+    Raises:
+        ValueError: the codec, or something that it is to be used with, cannot be used.
+    """
+
+    def __init__(
+        self,
+        codec: Any = "dense",
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        text = codec_of(codec)
+        if text is None:
+            raise ValueError(f"{codec!r} is a compressor of the script's own, which DDP's hook cannot use; use a codec")
+        codecs.parse(text).check_use("average")
+        packages = tuple(filter(None, [codecs.CODECS.package(codecs.parse(text).name)]))
+        reduction = wire.Reduction("average", codec=text, packages=packages)
+        process_set = process_set_of(process_group)
+        self._options = Options(reduction, process_set, GivenGradients(), ToGiver())
+        self._alone = not takes_part(process_set)
+        self._names = None if named_parameters is None else {id(p): name for name, p in named_parameters}
+        self._optimizer = optimizer
+        self._arrived: list[_Arrived] = []  # of the first step, until all of it is there
+        self._results: list[tuple[_Result, torch.Tensor]] = []  # of this step, with DDP's buffers
+        self._slots: dict[int, HandedSlot] = {}  # by id of the parameter
+        self._parameters: list[torch.Tensor] = []  # kept alive, so that nothing else has their ids
+        self._exchange: HandedOver | None = None
+        self._loaded: Mapping[str, Any] | None = None  # waits for the first step
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts to exchange one of DDP's buckets. Returns a future of its buffer, which has the mean of all ranks'
+        gradients then.
+
+        Raises:
+            ValueError: the gradients are sparse, or of another module, or will be differentiated.
+            RuntimeError: the backward pass before has failed.
+            HorovodInternalError: the job has failed.
+        """
+        buffer = bucket.buffer()
+        future = _Result(bucket.index(), buffer.device)
+        if self._alone:
+            future.set_result(buffer)
+            return future
+        self._check(bucket, buffer)
+        self._results.append((future, buffer))
+        arrived = _elements(bucket, buffer)
+        if self._exchange is None:
+            self._arrived += reversed(arrived)
+        else:
+            self._exchange.give([(self._slot_of(parameter), gradient) for parameter, gradient in arrived])
+        if bucket.is_last():
+            if self._exchange is None:
+                self._begin()
+            # No node runs when DDP stands in for a rank that has joined, or in the first step of a static graph, where
+            # it gives out all buckets after the graph has run: it waits for futures right after this.
+            if torch._C._current_autograd_node() is None:
+                self._end()
+            else:
+                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return future
+
+    def _check(self, bucket: GradBucket, buffer: torch.Tensor) -> None:
+        if buffer.layout is not torch.strided:
+            raise ValueError(
+                f"a gradient of DDP's bucket {bucket.index()} is sparse, and codecs in DDP's hook need dense ones; use "
+                "sparse=False for the embedding, or hvd.DistributedOptimizer instead of DDP"
+            )
+        if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
+            raise ValueError(
+                "backward(create_graph=True) is for gradients that are differentiated once more, and what DDP's hook "
+                "exchanges by a codec cannot be; use torch.autograd.grad outside of DDP for that"
+            )
+        if bucket.index() == 0 and self._results:
+            raise RuntimeError(
+                "a backward pass of this DDP module did not end, and its gradients are still being exchanged; the job "
+                "has to be started anew from a checkpoint"
+            )
+
+    def _begin(self) -> None:
+        """Learns from the first step which parameters there are, in the reverse of their order in the model: about that
+        in which gradients arrive, and the same after a restart."""
+        arrived, self._arrived = self._arrived, []
+        named = []
+        for number, (parameter, gradient) in zip(itertools.count(len(arrived) - 1, -1), arrived, strict=False):
+            name = f"parameter.{number}" if self._names is None else self._names.get(id(parameter))
+            if name is None:
+                raise ValueError(
+                    f"named_parameters lacks a parameter of shape {list(parameter.shape)} that DDP reduces; give "
+                    "model.named_parameters() of the module that is in DDP"
+                )
+            _check_reduced_once(name, parameter)
+            self._parameters.append(parameter)
+            named.append(Named(name, stand_in(parameter, gradient.dtype)))
+        tensors = HandedTensors(named, self._options.process_set, self._optimizer, self._groups(named))
+        self._exchange = handed_over(self._options, tensors, self)
+        slots = {id(slot.parameter): slot for slot in self._exchange.sync.slots}
+        for parameter, one in zip(self._parameters, named, strict=True):
+            slot = slots[id(one.parameter)]
+            assert isinstance(slot, HandedSlot)
+            self._slots[id(parameter)] = slot
+        if self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
+            self._exchange.sync.checkpoint.load_codec_state(loaded)
+        self._exchange.give([(self._slots[id(parameter)], gradient) for parameter, gradient in arrived])
+        self._exchange.sync.propose()
+
+    def _groups(self, named: list[Named]) -> dict[str, int]:
+        """Returns the index of each parameter's group in the optimizer, by name."""
+        if self._optimizer is None:
+            return {}
+        groups = {id(p): index for index, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        pairs = zip(named, self._parameters, strict=True)
+        return {one.name: groups[id(parameter)] for one, parameter in pairs if id(parameter) in groups}
+
+    def _slot_of(self, parameter: torch.Tensor) -> HandedSlot:
+        slot = self._slots.get(id(parameter))
+        if slot is None:
+            raise ValueError(
+                f"a parameter of shape {list(parameter.shape)} comes to a hook that was made for another DDP module; "
+                "make a hook for each, and a new one when DDP is made anew"
+            )
+        return slot
+
+    def _end(self) -> None:
+        """Waits for the results of a step. Raises `HorovodInternalError` if an exchange failed, on all ranks."""
+        assert self._exchange is not None
+        results, self._results = self._results, []
+        try:
+            self._exchange.end()
+        except Exception as error:
+            for future, _ in results:
+                future.set_exception(error)  # type: ignore[arg-type]  # as torch says itself
+            raise
+        for future, buffer in results:
+            future.set_result(buffer)
+
+    # --- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what this node's codec has not sent, and remembers: tensors, numbers and texts. It is the node's:
+        save it on one rank of each, to a file of its own.
+
+        Raises:
+            ValueError: gradients are under way.
+            HorovodInternalError: gradients of other ranks of this node are.
+        """
+        if self._exchange is None:
+            return dict(self._loaded or {})
+        return self._exchange.sync.checkpoint.codec_state() or {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`, of this node; with a new hook at the first step.
+
+        Raises:
+            ValueError: it is nothing that `state_dict` returned, or of other parameters; or as for that.
+            HorovodInternalError: the daemon cannot use it.
+        """
+        if self._exchange is None:
+            self._loaded = state or None
+        elif state:
+            self._exchange.sync.checkpoint.load_codec_state(state)
+
+    def statistics(self) -> OptimizerStatistics:
+        """Returns the cost of this module's communication so far."""
+        if self._exchange is None:
+            return OptimizerStatistics(0, 0, 0, 0, 0.0, 0.0)
+        return self._exchange.sync.statistics()
+
+
+class _Result(torch.futures.Future[torch.Tensor]):
+    """A future of a bucket, which is complete when autograd has run the whole graph, and not before."""
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        super().__init__(devices=None if device.type == "cpu" else [device])
+        self._index = index
+
+    def wait(self) -> torch.Tensor:
+        """Returns the bucket's buffer. Raises `RuntimeError` where that would be waited for for ever."""
+        if not self.done():
+            raise RuntimeError(
+                f"bucket {self._index} was waited for while the backward pass runs, which has to end first; a hook "
+                "that does something with the result does that in future.then(...)"
+            )
+        return super().wait()
+
+
+def exchange_gradients(state: DDPGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Exchanges a bucket of DDP: the communication hook."""
+    return state.take(bucket)
+
+
+exchange_gradients.__annotations__ = {}  # DDP compares them with classes, and here they are texts
+
+
+def ddp_hook(
+    codec: Any = "dense",
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> tuple[DDPGradients, Callable[[DDPGradients, GradBucket], torch.futures.Future[torch.Tensor]]]:
+    """Makes a communication hook for DDP: `ddp.register_comm_hook(*ddp_hook("topk(0.01)"))`.
+
+    Returns:
+        The state, whose `state_dict` belongs into checkpoints, and the hook.
+
+    Args and errors are those of `DDPGradients`.
+    """
+    return DDPGradients(codec, named_parameters, process_group, optimizer), exchange_gradients
+
+
+def compress(ddp: DistributedDataParallel, codec: Any, optimizer: torch.optim.Optimizer | None = None) -> DDPGradients:
+    """Has a DDP module exchange its gradients by a codec from now on: `compress(ddp, "topk(0.01)")`.
+
+    Args:
+        ddp: the module.
+        codec, optimizer: see `DDPGradients`.
+
+    Returns:
+        The state, whose `state_dict` belongs into checkpoints.
+    """
+    state, hook = ddp_hook(codec, ddp.module.named_parameters(), ddp.process_group, optimizer)
+    ddp.register_comm_hook(state, hook)
+    return state
+
+
+def _elements(bucket: GradBucket, buffer: torch.Tensor) -> list[_Arrived]:
+    """Returns the bucket's parameters, each with its gradient as it lies there."""
+    parameters = bucket.parameters()
+    return list(zip(parameters, torch.split(buffer, [parameter.numel() for parameter in parameters]), strict=True))
+
+
+def _check_reduced_once(name: str, parameter: torch.Tensor) -> None:
+    """Raises `ValueError` if a distributed optimizer reduces the parameter's gradient, too."""
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        slot = hook.args[0] if isinstance(hook, partial) and hook.args else None
+        if isinstance(slot, Slot) and slot.owner.sync.options.algorithm.sums_gradients:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"the gradient of {name!r} would be reduced twice: by DDP's hook, and by hvd.DistributedOptimizer; "
+                "with DDP use the optimizer as it is, or one with local_sgd or diloco"
+            )

@@ -1,0 +1,182 @@
+"""Gradients that others hand over: hooks of torch's own data parallelism, which has them in buffers of its own.
+
+They go through the synchroniser's plan, buckets and checkpoints like an optimizer's. Whose buffer a gradient is in, and
+how those are cut, does not count: elements belong to a slot, and with them what a codec has not sent of them.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
+from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.parameters import Named, Trained
+from fusion_rt.torch.sync.slots import Slot, memory_order
+from fusion_rt.torch.sync.strategies import Applied, Posted
+from fusion_rt.torch.sync.synchroniser import Synchroniser, When
+from fusion_rt.tracing.format import Kind
+
+_GRADIENT = int(Kind.GRADIENT)
+
+
+class HandedSlot(Slot):
+    """A gradient that is handed over, step after step.
+
+    Attributes:
+        given: the present one, 1-D, which the result replaces; None if there is none.
+    """
+
+    __slots__ = ("given",)
+
+    def __init__(self, owner: HandedOver, named: Named) -> None:
+        super().__init__(owner, named)
+        self.given: torch.Tensor | None = None
+
+    def place(self, bucket: Any, flat: torch.Tensor, direct: bool) -> None:
+        self.bucket, self.direct, self.view = bucket, direct, flat
+
+
+class GivenGradients(Posted):
+    """Gradients that were handed over."""
+
+    def value(self, slot: Slot) -> torch.Tensor | None:
+        return cast(HandedSlot, slot).given
+
+
+class ToGiver(Applied):
+    """Results replace what was handed over."""
+
+    def take(self, slots: Sequence[Slot], results: Sequence[torch.Tensor], added: bool) -> None:
+        pairs = [(cast(HandedSlot, slot).given, result) for slot, result in zip(slots, results, strict=True)]
+        given = [place for place, _ in pairs if place is not None]
+        if given:
+            torch._foreach_copy_(given, [result.view(-1) for place, result in pairs if place is not None])
+
+
+class HandedTensors(Trained):
+    """Tensors whose gradients are handed over, in an order that is the same on all ranks.
+
+    Args:
+        named: each with a stand-in for the parameter; see `stand_in`.
+        process_set: the ranks that reduce them.
+        optimizer: steps with them; its learning rates count for residuals. None if it is not known.
+        groups: index of each tensor's group in the optimizer, by name; of those that are in it.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[Named],
+        process_set: ProcessSet,
+        optimizer: torch.optim.Optimizer | None = None,
+        groups: Mapping[str, int] | None = None,
+    ) -> None:
+        reference: Any = (lambda: None) if optimizer is None else weakref.ref(optimizer)
+        super().__init__(reference, {}, process_set)
+        self._named = list(named) if takes_part(process_set) else []
+        self._groups = groups or {}
+
+    def named(self) -> list[Named]:
+        return self._named
+
+    def ids(self) -> list[int]:
+        return [id(named.parameter) for named in self._named]
+
+    def group_rates(self) -> list[float]:
+        optimizer = self.optimizer()
+        return [] if optimizer is None else [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+    def rates(self) -> dict[str, float]:
+        rates = self.group_rates()
+        return {name: rates[group] for name, group in self._groups.items()} if rates else {}
+
+
+class HandedOver(When):
+    """Exchanges gradients as they are handed over, until whoever does that says that it was the last."""
+
+    hears = False
+    eager = True
+
+    def slot(self, named: Named) -> HandedSlot:
+        return HandedSlot(self, named)
+
+    def give(self, values: Iterable[tuple[HandedSlot, torch.Tensor]]) -> None:
+        """Takes gradients (1-D, as they lie in memory), and sends buckets that are complete.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+        """
+        sync = self.sync
+        if sync.idle:
+            sync.begin()
+        steps = sync.steps
+        for slot, value in values:
+            slot.given = value
+            steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
+            if slot.bucket is not None:
+                slot.bucket.missing -= 1
+                if not slot.bucket.missing or sync.copying:
+                    sync.advance(slot.bucket)
+
+    def end(self) -> None:
+        """Sends what is left of this step, and waits until results have replaced all that was given.
+
+        Raises:
+            HorovodInternalError: an exchange failed, on all ranks.
+        """
+        began, sync = time.perf_counter(), self.sync
+        sync.submit()
+        try:
+            sync.receive()
+        finally:
+            sync.end_step()
+        sync.note_waited(began)
+        sync.steps.end()
+
+    def exchange(self, values: Sequence[tuple[HandedSlot, torch.Tensor]]) -> None:
+        """Exchanges gradients that are all of their buckets, and waits for the results. Raises as `end`."""
+        began, sync = time.perf_counter(), self.sync
+        if sync.idle:
+            sync.begin()
+        if not sync.plan.made:
+            sync.make_plan()
+        try:
+            self.give(values)
+            sync.post()
+            for bucket in dict.fromkeys(slot.bucket for slot, _ in values):
+                bucket.receive()
+        except HorovodInternalError:
+            sync.await_sent()
+            raise
+        finally:
+            sync.end_step()
+        sync.stepped()
+        sync.note_waited(began)
+
+    def ended(self) -> None:
+        for slot in self.sync.slots:
+            cast(HandedSlot, slot).given = None
+
+
+def stand_in(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Makes a tensor without memory of a parameter's shape, as that lies in memory, and of the dtype of gradients."""
+    shape = [parameter.shape[dim] for dim in memory_order(parameter)]
+    return torch.empty((), dtype=dtype, device=parameter.device).expand(shape)
+
+
+def handed_over(options: Options, tensors: HandedTensors, owner: object) -> HandedOver:
+    """Makes what exchanges handed gradients.
+
+    Args:
+        options: how; `posted` and `applied` have to be those of this module.
+        tensors: all that will be handed over.
+        owner: hands them over; when it is gone, memory is released.
+    """
+    sync = Synchroniser(options, tensors, lambda sync: HandedOver(sync, 1))
+    weakref.finalize(owner, sync.release).atexit = False
+    return cast(HandedOver, sync.when)

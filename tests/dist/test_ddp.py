@@ -1,0 +1,372 @@
+"""DDP with gradients exchanged by a codec, on two nodes, beside plain DDP and a simulation in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import types
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fusion_rt.torch as hvd
+from fusion_rt.codecs import CODECS
+from fusion_rt.dist import DDPGradients, compress, ddp_hook
+from tests.harness import Job, on_ranks
+
+START = {"HOROVOD_START_TIMEOUT": "120"}  # seconds
+TOPK = "topk(density=0.05, value='fp32', scope='tensor', minimum=100)"
+TEXTS = [
+    TOPK,
+    "topk(density=0.05, minimum=100, momentum=0.9)",
+    "fp16",
+    *(f"{name}(minimum=100)" for name, codec in sorted(CODECS.items()) if codec.stateful and name != "topk"),
+]
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    """Two ranks on two nodes, and small buckets; what is selected goes to everybody, as in the simulation."""
+    with Job((1, 1), {**START, "HOROVOD_FUSION_THRESHOLD": "16KiB", "FUSION_SPARSE_ROUTE": "gather"}) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """A default group of gloo, of the ranks of the job."""
+    with tempfile.NamedTemporaryFile() as file:
+        path = hvd.broadcast_object(file.name, 0)
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=hvd.rank(), world_size=hvd.size())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            hvd.barrier()
+
+
+class Branches(torch.nn.Module):
+    """Layers of which some are used on some ranks, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(40, 60)
+        self.left, self.right = torch.nn.Linear(60, 50), torch.nn.Linear(60, 50)
+        self.last = torch.nn.Linear(50, 4)
+
+    def forward(self, inputs: torch.Tensor, left: bool = True) -> torch.Tensor:
+        return self.last((self.left if left else self.right)(self.first(inputs).tanh()))
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 50), torch.nn.Linear(50, 4)
+    )
+
+
+def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 40, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+
+def loss_of(model: Callable[..., torch.Tensor], step: int, rank: int | None = None, **options: Any) -> torch.Tensor:
+    inputs, labels = batch_of(hvd.rank() if rank is None else rank, step)
+    return torch.nn.functional.cross_entropy(model(inputs, **options), labels)
+
+
+def backward(loss: torch.Tensor, **options: bool) -> None:
+    loss.backward(**options)  # type: ignore[no-untyped-call]
+
+
+def bits(model: torch.nn.Module) -> bytes:
+    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+
+
+def train(model: Any, steps: Iterable[int], rate: float = 0.1, **options: Any) -> list[bytes]:
+    """Returns the parameters after each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    after = []
+    for step in steps:
+        optimizer.zero_grad()
+        backward(loss_of(model, step, **options))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        after.append(bits(model))
+    return after
+
+
+class ErrorFeedback:
+    """Top-k of each tensor with error feedback on two ranks, in one process, by numpy.
+
+    Args:
+        model: the ranks' common start; trained here.
+    """
+
+    def __init__(self, model: torch.nn.Module, rate: float = 0.1) -> None:
+        self.model = model
+        self._rate = rate
+        self._left: dict[tuple[int, str], Any] = {}
+
+    def step(self, losses: Callable[[int], torch.Tensor]) -> None:
+        """Takes a step with the mean of what two ranks send of their gradients; `losses`: by rank."""
+        sums = {name: np.zeros(p.numel(), np.float32) for name, p in self.model.named_parameters()}
+        for rank in range(2):
+            self.model.zero_grad()
+            backward(losses(rank))
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    sums[name] += self._sent(rank, name, parameter)
+        self.model.zero_grad()
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = torch.from_numpy(sums[name] / 2).view(parameter.shape)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.optim.SGD(self.model.parameters(), lr=self._rate).step()
+
+    def _sent(self, rank: int, name: str, parameter: torch.Tensor) -> Any:
+        given = np.zeros(parameter.numel(), np.float32) if parameter.grad is None else parameter.grad.numpy().ravel()
+        if parameter.numel() < 100 or name.endswith("bias"):
+            return given
+        total = given + self._left.get((rank, name), np.zeros_like(given))
+        largest = np.argsort(-np.abs(total), kind="stable")[: max(1, round(0.05 * total.size))]
+        sent = np.zeros_like(total)
+        sent[largest] = total[largest]
+        self._left[rank, name] = total - sent
+        return sent
+
+
+@on_ranks
+def test_dense_is_plain_ddp_bit_by_bit() -> None:
+    with process_group():
+        plain = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+        hooked = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+        state = compress(hooked, "dense")
+        assert train(hooked, range(6)) == train(plain, range(6))
+        assert state.statistics().steps == 6
+        assert state.statistics().buckets > 1
+        assert state.state_dict() == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@on_ranks
+def test_topk_is_error_feedback_by_parameter_though_buckets_are_rebuilt(options: dict[str, bool]) -> None:
+    with process_group():
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01, **options)  # type: ignore[arg-type]
+        state = compress(model, TOPK)
+        simulated = ErrorFeedback(make_model())
+        for step, after in enumerate(train(model, range(6))):
+            simulated.step(partial(loss_of, simulated.model, step))
+            assert after == bits(simulated.model), step
+        assert state.statistics().plans == 1
+        assert model._get_ddp_logging_data()["has_rebuilt_buckets"]  # type: ignore[no-untyped-call]
+
+
+@on_ranks
+def test_unused_and_frozen_parameters() -> None:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = Branches()
+        model.first.bias.requires_grad_(False)
+        return model
+
+    with process_group():
+        model = DistributedDataParallel(make(), find_unused_parameters=True, bucket_cap_mb=0.01)
+        compress(model, TOPK)
+        simulated = ErrorFeedback(make())
+        for step, after in enumerate(train(model, range(6), left=hvd.rank() == 0)):
+            simulated.step(partial(_loss_of_branch, simulated.model, step))
+            assert after == bits(simulated.model), step
+
+
+def _loss_of_branch(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    return loss_of(model, step, rank, left=rank == 0)
+
+
+def _loss_of_both(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    return loss_of(model, 10 + step, rank) + loss_of(model, step, rank)
+
+
+@on_ranks
+def test_accumulated_gradients_are_sent_once() -> None:
+    with process_group():
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+        state = compress(model, TOPK)
+        simulated = ErrorFeedback(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            with model.no_sync():
+                backward(loss_of(model, 10 + step))
+            backward(loss_of(model, step))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            simulated.step(partial(_loss_of_both, simulated.model, step))
+            for parameter, expected in zip(model.parameters(), simulated.model.parameters(), strict=True):
+                torch.testing.assert_close(parameter, expected)
+        assert state.statistics().steps == 4
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@on_ranks
+def test_a_restored_training_goes_on_bit_by_bit(text: str) -> None:
+    with process_group():
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+        state = compress(model, text)
+        train(model, range(5))
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "hook": state.state_dict()}, file)
+        expected = train(model, range(5, 10))
+        file.seek(0)
+        checkpoint = torch.load(file, weights_only=True)
+        for steps in (0, 2):  # into one that is new, and into one that has a plan
+            model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+            state = compress(model, text)
+            train(model, range(20, 20 + steps))
+            model.load_state_dict(checkpoint["model"])
+            state.load_state_dict(checkpoint["hook"])
+            assert train(model, range(5, 10)) == expected
+        assert len(set(hvd.allgather_object(expected[-1]))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["fp16", TOPK, "topk(density=0.05, minimum=100, momentum=0.9)", "powersgd(minimum=100)"]
+)
+@on_ranks
+def test_one_overflow_of_a_gradient_scaler_skips_one_step_on_all_ranks(text: str) -> None:
+    with process_group():
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+        compress(model, text)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+        after = [bits(model)]
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = loss_of(model, step) * (float("inf") if step == 2 and hvd.rank() == 1 else 1.0)
+            backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            after.append(bits(model))
+        assert scaler.get_scale() == 128
+        assert [old != new for old, new in pairwise(after)] == [step != 2 for step in range(6)]
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+        assert len(set(hvd.allgather_object(after[-1]))) == 1
+
+
+@on_ranks
+def test_a_rank_that_has_joined_contributes_zeros() -> None:
+    with process_group():
+        after = []
+        for hooked in (True, False):
+            model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+            if hooked:
+                compress(model, "dense")
+            with Join([model]):
+                train(model, range(3 + 3 * hvd.rank()))
+            after.append(bits(model))
+        assert after[0] == after[1]
+
+
+@on_ranks
+def test_several_modules_in_one_backward_pass() -> None:
+    with process_group():
+        after = []
+        for hooked in (True, False):
+            first = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+            second = DistributedDataParallel(torch.nn.Linear(4, 4), bucket_cap_mb=0.01)
+            if hooked:
+                compress(first, "dense"), compress(second, "dense")
+            both = torch.nn.Sequential(first, second)
+            after.append(train(both, range(4)))
+        assert after[0] == after[1]
+
+
+@on_ranks
+def test_a_hook_without_names_and_the_wrappers_of_torch() -> None:
+    with process_group():
+        plain = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+        plain.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        wrapped = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+        state, hook = ddp_hook("dense")
+        wrapped.register_comm_hook(state, default_hooks.fp16_compress_wrapper(hook))
+        train(plain, range(4)), train(wrapped, range(4))
+        for parameter, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-4)
+
+
+@on_ranks
+def test_residuals_follow_the_learning_rate_of_an_optimizer() -> None:
+    with process_group():
+        totals = []
+        for known in (True, False):
+            model = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            state = compress(model, TOPK, optimizer if known else None)
+            backward(loss_of(model, 0))
+            before = _norm(state)
+            optimizer.param_groups[0]["lr"] = 0.05
+            optimizer.zero_grad()
+            backward(loss_of(model, 1) * 0)
+            totals.append(_norm(state) / before)
+        assert totals[1] < 1 < totals[0] < 2 + 1e-6, totals
+
+
+def _norm(state: DDPGradients) -> float:
+    residuals = [v for k, v in state.state_dict()["state"].items() if ":residual/" in k]
+    return float(torch.cat([value.flatten() for value in residuals]).norm())
+
+
+@on_ranks
+def test_what_makes_no_sense_is_refused_by_a_sentence() -> None:
+    with process_group():
+        model = DistributedDataParallel(make_model())
+        with pytest.raises(ValueError, match="compressor of the script's own"):
+            compress(model, types.SimpleNamespace(compress=None, decompress=None))
+        state = compress(model, TOPK)
+        with pytest.raises(RuntimeError, match="in-place"):  # of torch
+            backward(loss_of(model, 0), create_graph=True)
+        single = DistributedDataParallel(torch.nn.Linear(4, 4, bias=False))
+        compress(single, TOPK)
+        with pytest.raises(ValueError, match=r"create_graph=True.*codec"):
+            backward(single(torch.ones(2, 4)).square().sum(), create_graph=True)
+
+        torch.manual_seed(0)
+        sparse = DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
+        compress(sparse, TOPK)
+        with pytest.raises(ValueError, match=r"sparse.*hvd.DistributedOptimizer"):
+            backward(sparse(torch.tensor([1, 2])).sum())
+
+        twice = DistributedDataParallel(make_model())
+        hvd.DistributedOptimizer(optimizer := torch.optim.SGD(twice.parameters(), lr=0.1))
+        wrapped = hvd.DistributedOptimizer(optimizer)
+        compress(twice, TOPK)
+        with pytest.raises(ValueError, match=r"reduced twice.*hvd.DistributedOptimizer"):
+            backward(loss_of(twice, 0))
+        del wrapped
+
+        model = DistributedDataParallel(make_model())
+        state, hook = ddp_hook(TOPK)
+        model.register_comm_hook(state, lambda state, bucket: _waited_for(hook(state, bucket)))
+        with pytest.raises(RuntimeError, match=r"then"):
+            backward(loss_of(model, 0))
+
+
+def _waited_for(future: Any) -> Any:
+    future.wait()
+    return future
+
+
+@on_ranks
+def test_a_hook_without_a_job_of_these_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"init_process_group\(.fusion.\)"):
+        ddp_hook(TOPK)
