@@ -7,7 +7,8 @@ script imports `fusion_rt.dist`, which registers too.)
 `process_group.py` is what c10d sees; `membership.py` joins and leaves the job; `submission.py` turns tensors into
 operations of the daemon; `work.py` has operations under way, and `completion.py` their futures.
 
-`ddp.py` has a hook for DDP's gradients; `sets.py` has the process sets of groups.
+`ddp.py` and `fsdp.py` have hooks for gradients of DDP and FSDP2, which share `exchanged.py`; `sets.py` has the process
+sets of groups.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion_rt.dist.ddp import DDPGradients, compress, ddp_hook
+    from fusion_rt.dist.fsdp import ReplicatedShards, fully_shard_in_arena
 
-__all__ = ["DDPGradients", "compress", "ddp_hook", "register"]
+__all__ = ["DDPGradients", "ReplicatedShards", "compress", "ddp_hook", "fully_shard_in_arena", "register"]
 
 BACKEND = "fusion"
 DEVICES = ["cpu", "cuda"]
-_MODULES = {"DDPGradients": "ddp", "compress": "ddp", "ddp_hook": "ddp"}
+_MODULES = {
+    "DDPGradients": "ddp",
+    "ReplicatedShards": "fsdp",
+    "compress": "ddp",
+    "ddp_hook": "ddp",
+    "fully_shard_in_arena": "fsdp",
+}
 
 
 def register() -> None:

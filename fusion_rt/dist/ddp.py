@@ -11,7 +11,7 @@ queued: first here, where results are awaited and futures completed, and then DD
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,23 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusion_rt import codecs, wire
+from fusion_rt.dist.exchanged import ExchangedGradients
 from fusion_rt.dist.sets import process_set_of
-from fusion_rt.torch.core.compressors import codec_of
 from fusion_rt.torch.core.process_sets import takes_part
-from fusion_rt.torch.sync.handed import (
-    GivenGradients,
-    HandedOver,
-    HandedSlot,
-    HandedTensors,
-    ToGiver,
-    handed_over,
-    stand_in,
-)
-from fusion_rt.torch.sync.options import Options
+from fusion_rt.torch.sync.handed import HandedSlot, stand_in
 from fusion_rt.torch.sync.parameters import Named
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import OptimizerStatistics
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -43,7 +32,7 @@ if TYPE_CHECKING:
 _Arrived = tuple[torch.Tensor, torch.Tensor]  # a parameter, and its gradient in DDP's bucket, 1-D
 
 
-class DDPGradients:
+class DDPGradients(ExchangedGradients):
     """Gradients of one DDP module, exchanged by a codec: the state of the communication hook.
 
     Args:
@@ -64,25 +53,13 @@ class DDPGradients:
         process_group: dist.ProcessGroup | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        text = codec_of(codec)
-        if text is None:
-            raise ValueError(f"{codec!r} is a compressor of the script's own, which DDP's hook cannot use; use a codec")
-        codecs.parse(text).check_use("average")
-        packages = tuple(filter(None, [codecs.CODECS.package(codecs.parse(text).name)]))
-        reduction = wire.Reduction("average", codec=text, packages=packages)
-        process_set = process_set_of(process_group)
-        self._options = Options(reduction, process_set, GivenGradients(), ToGiver())
-        self._alone = not takes_part(process_set)
+        super().__init__(codec, process_set_of(process_group), optimizer)
+        self._alone = not takes_part(self._options.process_set)
         self._names = None if named_parameters is None else {id(p): name for name, p in named_parameters}
-        self._optimizer = optimizer
         self._arrived: list[_Arrived] = []  # of the first step, until all of it is there
         self._results: list[tuple[_Result, torch.Tensor]] = []  # of this step, with DDP's buffers
         self._slots: dict[int, HandedSlot] = {}  # by id of the parameter
         self._parameters: list[torch.Tensor] = []  # kept alive, so that nothing else has their ids
-        self._exchange: HandedOver | None = None
-        self._loaded: Mapping[str, Any] | None = None  # waits for the first step
-
-    # --- a step -------------------------------------------------------------------------------------------------------
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts to exchange one of DDP's buckets. Returns a future of its buffer, which has the mean of all ranks'
@@ -101,13 +78,13 @@ class DDPGradients:
         self._check(bucket, buffer)
         self._results.append((future, buffer))
         arrived = _elements(bucket, buffer)
-        if self._exchange is None:
+        if self.exchange is None:
             self._arrived += reversed(arrived)
         else:
-            self._exchange.give([(self._slot_of(parameter), gradient) for parameter, gradient in arrived])
+            self.exchange.give([(self._slot_of(parameter), gradient) for parameter, gradient in arrived])
         if bucket.is_last():
-            if self._exchange is None:
-                self._begin()
+            if self.exchange is None:
+                self._learn()
             # No node runs when DDP stands in for a rank that has joined, or in the first step of a static graph, where
             # it gives out all buckets after the graph has run: it waits for futures right after this.
             if torch._C._current_autograd_node() is None:
@@ -133,7 +110,7 @@ class DDPGradients:
                 "has to be started anew from a checkpoint"
             )
 
-    def _begin(self) -> None:
+    def _learn(self) -> None:
         """Learns from the first step which parameters there are, in the reverse of their order in the model: about that
         in which gradients arrive, and the same after a restart."""
         arrived, self._arrived = self._arrived, []
@@ -146,28 +123,12 @@ class DDPGradients:
                     "model.named_parameters() of the module that is in DDP"
                 )
             _check_reduced_once(name, parameter)
-            self._parameters.append(parameter)
             named.append(Named(name, stand_in(parameter, gradient.dtype)))
-        tensors = HandedTensors(named, self._options.process_set, self._optimizer, self._groups(named))
-        self._exchange = handed_over(self._options, tensors, self)
-        slots = {id(slot.parameter): slot for slot in self._exchange.sync.slots}
-        for parameter, one in zip(self._parameters, named, strict=True):
-            slot = slots[id(one.parameter)]
-            assert isinstance(slot, HandedSlot)
-            self._slots[id(parameter)] = slot
-        if self._loaded is not None:
-            loaded, self._loaded = self._loaded, None
-            self._exchange.sync.checkpoint.load_codec_state(loaded)
-        self._exchange.give([(self._slots[id(parameter)], gradient) for parameter, gradient in arrived])
-        self._exchange.sync.propose()
-
-    def _groups(self, named: list[Named]) -> dict[str, int]:
-        """Returns the index of each parameter's group in the optimizer, by name."""
-        if self._optimizer is None:
-            return {}
-        groups = {id(p): index for index, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
-        pairs = zip(named, self._parameters, strict=True)
-        return {one.name: groups[id(parameter)] for one, parameter in pairs if id(parameter) in groups}
+        self._parameters = [parameter for parameter, _ in arrived]
+        exchange, slots = self._begin(named, self._parameters)
+        self._slots = {id(parameter): slot for parameter, slot in zip(self._parameters, slots, strict=True)}
+        exchange.give([(self._slots[id(parameter)], gradient) for parameter, gradient in arrived])
+        exchange.sync.propose()
 
     def _slot_of(self, parameter: torch.Tensor) -> HandedSlot:
         slot = self._slots.get(id(parameter))
@@ -180,48 +141,16 @@ class DDPGradients:
 
     def _end(self) -> None:
         """Waits for the results of a step. Raises `HorovodInternalError` if an exchange failed, on all ranks."""
-        assert self._exchange is not None
+        assert self.exchange is not None
         results, self._results = self._results, []
         try:
-            self._exchange.end()
+            self.exchange.end()
         except Exception as error:
             for future, _ in results:
                 future.set_exception(error)  # type: ignore[arg-type]  # as torch says itself
             raise
         for future, buffer in results:
             future.set_result(buffer)
-
-    # --- in checkpoints -----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what this node's codec has not sent, and remembers: tensors, numbers and texts. It is the node's:
-        save it on one rank of each, to a file of its own.
-
-        Raises:
-            ValueError: gradients are under way.
-            HorovodInternalError: gradients of other ranks of this node are.
-        """
-        if self._exchange is None:
-            return dict(self._loaded or {})
-        return self._exchange.sync.checkpoint.codec_state() or {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`, of this node; with a new hook at the first step.
-
-        Raises:
-            ValueError: it is nothing that `state_dict` returned, or of other parameters; or as for that.
-            HorovodInternalError: the daemon cannot use it.
-        """
-        if self._exchange is None:
-            self._loaded = state or None
-        elif state:
-            self._exchange.sync.checkpoint.load_codec_state(state)
-
-    def statistics(self) -> OptimizerStatistics:
-        """Returns the cost of this module's communication so far."""
-        if self._exchange is None:
-            return OptimizerStatistics(0, 0, 0, 0, 0.0, 0.0)
-        return self._exchange.sync.statistics()
 
 
 class _Result(torch.futures.Future[torch.Tensor]):

@@ -13,7 +13,9 @@ from typing import Any, cast
 
 import torch
 
+from fusion_rt import codecs, wire
 from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.torch.core.compressors import codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, takes_part
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.parameters import Named, Trained
@@ -163,17 +165,42 @@ class HandedOver(When):
             cast(HandedSlot, slot).given = None
 
 
-def stand_in(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Makes a tensor without memory of a parameter's shape, as that lies in memory, and of the dtype of gradients."""
+def stand_in(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Makes a tensor without memory of a parameter's shape, as that lies in memory, and of the dtype of gradients.
+
+    Args:
+        device: of the gradients; None: the parameter's.
+    """
     shape = [parameter.shape[dim] for dim in memory_order(parameter)]
-    return torch.empty((), dtype=dtype, device=parameter.device).expand(shape)
+    return torch.empty((), dtype=dtype, device=device or parameter.device).expand(shape)
+
+
+def options_for(codec: Any, process_set: ProcessSet) -> Options:
+    """Returns the options of gradients that are handed over, of which all ranks get the mean.
+
+    Args:
+        codec: a codec's text, or a compressor of fusion_rt.torch.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: the codec cannot be used.
+    """
+    text = codec_of(codec)
+    if text is None:
+        raise ValueError(f"{codec!r} is a compressor of the script's own; gradients of torch's data parallelism need a "
+                         "codec")  # fmt: skip
+    spec = codecs.parse(text)
+    spec.check_use("average")
+    packages = tuple(filter(None, [codecs.CODECS.package(spec.name)]))
+    reduction = wire.Reduction("average", codec=text, packages=packages)
+    return Options(reduction, process_set, GivenGradients(), ToGiver())
 
 
 def handed_over(options: Options, tensors: HandedTensors, owner: object) -> HandedOver:
     """Makes what exchanges handed gradients.
 
     Args:
-        options: how; `posted` and `applied` have to be those of this module.
+        options: of `options_for`.
         tensors: all that will be handed over.
         owner: hands them over; when it is gone, memory is released.
     """
