@@ -7,8 +7,8 @@ script imports `fusion_rt.dist`, which registers too.)
 `process_group.py` is what c10d sees; `membership.py` joins and leaves the job; `submission.py` turns tensors into
 operations of the daemon; `work.py` has operations under way, and `completion.py` their futures.
 
-`ddp.py` and `fsdp.py` have hooks for gradients of DDP and FSDP2, which share `exchanged.py`; `sets.py` has the process
-sets of groups.
+`ddp.py` and `fsdp.py` have hooks for gradients of DDP and FSDP2, which share `exchanged.py`; `outer.py` has local steps
+over both; `sets.py` has the process sets of groups.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_rt.dist.ddp import DDPGradients, compress, ddp_hook
     from fusion_rt.dist.fsdp import ReplicatedShards, fully_shard_in_arena
+    from fusion_rt.dist.outer import local_steps
 
-__all__ = ["DDPGradients", "ReplicatedShards", "compress", "ddp_hook", "fully_shard_in_arena", "register"]
+__all__ = [
+    "DDPGradients",
+    "ReplicatedShards",
+    "compress",
+    "ddp_hook",
+    "fully_shard_in_arena",
+    "local_steps",
+    "register",
+]
 
 BACKEND = "fusion"
 DEVICES = ["cpu", "cuda"]
@@ -30,6 +39,7 @@ _MODULES = {
     "compress": "ddp",
     "ddp_hook": "ddp",
     "fully_shard_in_arena": "fsdp",
+    "local_steps": "outer",
 }
 
 

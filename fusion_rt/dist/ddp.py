@@ -36,7 +36,7 @@ class DDPGradients(ExchangedGradients):
     """Gradients of one DDP module, exchanged by a codec: the state of the communication hook.
 
     Args:
-        codec: a codec's text, such as "topk(0.01)", or a compressor of fusion_rt.torch.
+        codec: a codec's text, such as "topk(density=0.01)", or a compressor of fusion_rt.torch.
         named_parameters: the model's, for names in checkpoints and messages; None: they are numbered.
         process_group: DDP's; None stands for the default group. If it is only a part of the ranks, all ranks of the job
             have to make their hooks at the same place.
@@ -184,7 +184,7 @@ def ddp_hook(
     process_group: dist.ProcessGroup | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[DDPGradients, Callable[[DDPGradients, GradBucket], torch.futures.Future[torch.Tensor]]]:
-    """Makes a communication hook for DDP: `ddp.register_comm_hook(*ddp_hook("topk(0.01)"))`.
+    """Makes a communication hook for DDP: `ddp.register_comm_hook(*ddp_hook("topk(density=0.01)"))`.
 
     Returns:
         The state, whose `state_dict` belongs into checkpoints, and the hook.
@@ -195,7 +195,7 @@ def ddp_hook(
 
 
 def compress(ddp: DistributedDataParallel, codec: Any, optimizer: torch.optim.Optimizer | None = None) -> DDPGradients:
-    """Has a DDP module exchange its gradients by a codec from now on: `compress(ddp, "topk(0.01)")`.
+    """Has a DDP module exchange its gradients by a codec from now on: `compress(ddp, "topk(density=0.01)")`.
 
     Args:
         ddp: the module.

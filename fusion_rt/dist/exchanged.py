@@ -17,7 +17,7 @@ class ExchangedGradients:
     """Gradients that are exchanged once the first step has shown which there are.
 
     Args:
-        codec: a codec's text, such as "topk(0.01)", or a compressor of fusion_rt.torch.
+        codec: a codec's text, such as "topk(density=0.01)", or a compressor of fusion_rt.torch.
         process_set: the ranks that exchange.
         optimizer: steps with the gradients. If it is given, residuals are rescaled when its learning rates change.
 

@@ -100,7 +100,7 @@ class ReplicatedShards(ExchangedGradients):
 
     Args:
         model: sharded by `fully_shard` over a mesh of one dimension.
-        codec: a codec's text, such as "topk(0.01)", or a compressor of fusion_rt.torch.
+        codec: a codec's text, such as "topk(density=0.01)", or a compressor of fusion_rt.torch.
         replicas: the ranks that have the same shard: a group, or a mesh of one dimension. All ranks of the job have to
             make this at the same place, each with its own.
         optimizer: steps with the gradients. If it is given, residuals are rescaled when its learning rates change.

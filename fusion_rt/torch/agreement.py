@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusion_rt.torch import ops
+from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import after_join, runtime
 from fusion_rt.torch.ops.objects import broadcast_object
 from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
@@ -66,7 +67,7 @@ def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> Non
     ops.barrier()
     for sync in chosen:
         if sync.when.local and not sync.options.algorithm.at_shards:
-            _average(slot.parameter.detach() for slot in sync.slots)
+            _average((slot.parameter.detach() for slot in sync.slots), sync.options.process_set)
     if model is not None:
         average_buffers(model)
 
@@ -118,11 +119,13 @@ def staleness() -> dict[str, Any]:
     return runtime().client.staleness()
 
 
-def _average(tensors: Iterable[torch.Tensor]) -> None:
-    """Replaces tensors by their means over all ranks, but those that have joined."""
+def _average(tensors: Iterable[torch.Tensor], ranks: ProcessSet = global_process_set) -> None:
+    """Replaces tensors by their means over the ranks that have them, but those that have joined."""
+    if not takes_part(ranks):
+        return
     found = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in found):
-        ops.grouped_allreduce_([tensor for tensor in found if tensor.dtype == dtype], op=ops.Average)
-    share = runtime().size / float(ops.allreduce(torch.ones(1), op=ops.Sum))
+        ops.grouped_allreduce_([t for t in found if t.dtype == dtype], op=ops.Average, process_set=ranks)
+    share = (ranks.size() or 1) / float(ops.allreduce(torch.ones(1), op=ops.Sum, process_set=ranks))
     if share != 1.0:
         torch._foreach_mul_(found, share)

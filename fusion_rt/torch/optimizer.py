@@ -24,7 +24,7 @@ from fusion_rt.torch.sync.at_step import AdasumAtStep, AtHomes, LocalSteps
 from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.overlap.later import Later, chosen_overlap
-from fusion_rt.torch.sync.parameters import Groups, groups_of, names_of, optimizer_spec
+from fusion_rt.torch.sync.parameters import Groups, are_shards, groups_of, names_of, optimizer_spec
 from fusion_rt.torch.sync.strategies import Differences, OuterStep, applied, posted
 from fusion_rt.torch.sync.synchroniser import Synchroniser, When
 from fusion_rt.torch.sync.wrapped import Wrapped, checked_passes, wrap
@@ -103,6 +103,11 @@ def DistributedOptimizer(
     chosen = here.client.welcome.compression if compression is Compression.none else codec or "dense"
     _check_codec(optimizer, chosen, ops.resolve(op))
     spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
+    if spec.signal is algorithms.Signal.GRADIENT and are_shards(optimizer):
+        raise ValueError(
+            f"parameters are sharded (by fully_shard, say), so that who shards them reduces their gradients, and not "
+            f"{spec}; use the optimizer as it is, local_sgd or diloco, or fusion_rt.dist.ReplicatedShards"
+        )
     algorithms.check_use(spec, codecs.parse(chosen), ops.resolve(op), process_set.size() or 1)
     settings, asked = Settings.from_env(), overlap
     overlap = chosen_overlap(overlap, optimizer, spec, op == ops.Adasum)

@@ -137,6 +137,37 @@ class Trained:
         ]
 
 
+class TrainedShards(Trained):
+    """The parameters of an optimizer, of which this rank has a shard each (`DTensor`): as such they are exchanged."""
+
+    def named(self) -> list[Named]:
+        return [named._replace(parameter=shard_of(named.parameter)) for named in super().named()]
+
+    def ids(self) -> list[int]:
+        return [id(shard_of(parameter)) for parameter in self._trained()]
+
+    def group_of(self, parameter: torch.Tensor) -> int:
+        return next(i for i, _, found in self._places() if shard_of(found) is parameter)
+
+    def _places(self) -> list[tuple[int, int, torch.Tensor]]:
+        return [place for place in super()._places() if shard_of(place[2]).numel()]
+
+    def _trained(self) -> list[torch.Tensor]:
+        groups = self.optimizer().__dict__["param_groups"]
+        return [p for group in groups for p in group["params"] if p.requires_grad and shard_of(p).numel()]
+
+
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of a `DTensor`; of any other tensor, itself."""
+    shard: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return shard
+
+
+def are_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether this rank has only shards of some of an optimizer's parameters."""
+    return any(shard_of(p) is not p for group in optimizer.param_groups for p in group["params"])
+
+
 def _default_name(group: int, index: int) -> str:
     return f"allreduce.noname.{group}.{index}"
 

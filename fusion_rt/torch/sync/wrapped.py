@@ -17,7 +17,7 @@ import torch
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.sync.checkpoint import KEY
 from fusion_rt.torch.sync.options import Options
-from fusion_rt.torch.sync.parameters import Trained
+from fusion_rt.torch.sync.parameters import Trained, TrainedShards, are_shards
 from fusion_rt.torch.sync.synchroniser import OptimizerStatistics, Synchroniser, When
 from fusion_rt.tracing.format import Kind
 
@@ -223,7 +223,8 @@ def wrap(
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped.__dict__.pop("step", None)  # an LR scheduler puts a wrapper there, bound to the original
     wrapped._script_optimizer, wrapped._parameter_names = optimizer, names
-    sync = wrapped._sync = Synchroniser(options, Trained(weakref.ref(wrapped), together, options.process_set), when)
+    trained = (TrainedShards if are_shards(optimizer) else Trained)(weakref.ref(wrapped), together, options.process_set)
+    sync = wrapped._sync = Synchroniser(options, trained, when)
     if sync.when.own_gradients:
         wrapped._step_supports_amp_scaling = True
     if sync.when.delays:
