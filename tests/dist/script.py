@@ -16,11 +16,11 @@ START = {"HOROVOD_START_TIMEOUT": "120"}  # seconds
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """A default group of gloo, of the ranks of the job."""
+def process_group(backend: str = "fusion") -> Iterator[None]:
+    """A default group of the ranks of the job."""
     with tempfile.NamedTemporaryFile() as file:
         path = hvd.broadcast_object(file.name, 0)
-        dist.init_process_group("gloo", init_method=f"file://{path}", rank=hvd.rank(), world_size=hvd.size())
+        dist.init_process_group(backend, init_method=f"file://{path}", rank=hvd.rank(), world_size=hvd.size())
         try:
             yield
         finally:

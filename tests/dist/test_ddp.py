@@ -108,9 +108,10 @@ class ErrorFeedback:
         return sent
 
 
+@pytest.mark.parametrize("backend", ["fusion", "gloo"])
 @on_ranks
-def test_dense_is_plain_ddp_bit_by_bit() -> None:
-    with process_group():
+def test_dense_is_plain_ddp_bit_by_bit(backend: str) -> None:
+    with process_group(backend):
         plain = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
         hooked = DistributedDataParallel(make_model(), bucket_cap_mb=0.01)
         state = compress(hooked, "dense")

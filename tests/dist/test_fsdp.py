@@ -81,7 +81,7 @@ def test_buffers_in_the_arena_change_no_result() -> None:
 
 @on_ranks
 def test_dense_between_replicas_is_hsdp() -> None:
-    with process_group():
+    with process_group("gloo"):
         mesh = mesh_of_all()
         expected = train(sharded(mesh), range(4))
         model = sharded(mesh["shard"])
@@ -93,7 +93,7 @@ def test_dense_between_replicas_is_hsdp() -> None:
 
 @on_ranks
 def test_topk_between_replicas_is_error_feedback_by_shard() -> None:
-    with process_group():
+    with process_group("gloo"):
         mesh = mesh_of_all()
         model = sharded(mesh["shard"])
         ReplicatedShards(model, TOPK, mesh["replicate"].get_group())
@@ -139,7 +139,7 @@ def sent(left: dict[tuple[int, int, str], Any], key: tuple[int, int, str], given
 
 @on_ranks
 def test_a_restored_training_goes_on_bit_by_bit() -> None:
-    with process_group():
+    with process_group("gloo"):
         mesh = mesh_of_all()
         model = sharded(mesh["shard"])
         replicated = ReplicatedShards(model, TOPK, mesh["replicate"])
@@ -163,7 +163,7 @@ def test_a_restored_training_goes_on_bit_by_bit() -> None:
 
 @on_ranks
 def test_what_makes_no_sense_is_refused_by_a_sentence() -> None:
-    with process_group():
+    with process_group("gloo"):
         mesh = mesh_of_all()
         with pytest.raises(ValueError, match="fully_shard was applied to"):
             fully_shard_in_arena(make_model())
