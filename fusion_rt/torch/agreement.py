@@ -1,7 +1,9 @@
-"""Functions that make one model of the ranks' own copies, to be called before it is evaluated or saved."""
+"""Functions that make one model of the ranks' own copies, to be called before it is evaluated or saved; and the part of
+optimizers in a `join`, before a rank waits for the others and when all have come."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +12,43 @@ import torch
 
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
-from fusion_rt.torch.core.runtime import after_join, runtime
+from fusion_rt.torch.core.runtime import Runtime, after_join, before_join, runtime
 from fusion_rt.torch.ops.objects import broadcast_object
 from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
+
+_POLL = 1e-3  # seconds
+
+
+def stand_in(here: Runtime) -> None:
+    """Contributes neutral values, before this worker joins, to the steps that other ranks of its node have begun and
+    cannot take without it (`node.ledger`); to all at once, since others may take them in any order.
+
+    Raises:
+        HorovodInternalError: one of them failed, on all ranks.
+    """
+    standing = []
+    for sync in everyone():
+        if not sync.is_of(here) or sync.plan.node is None:
+            continue
+        sync.when.finish()
+        if sync.plan.node.withdraw():
+            standing.append(sync)
+            for bucket in sync.plan.buckets:
+                if bucket.rows is None and not bucket.sent:
+                    bucket.send_nothing()
+                    sync.copying.append(bucket)
+    while any(sync.copying for sync in standing):
+        for sync in standing:
+            while sync.copying and sync.copying[0].post(wait=False):
+                sync.copying.popleft()
+            if sync.plan.node is not None:
+                sync.plan.node.watch()
+        time.sleep(_POLL)
+    for sync in standing:
+        for bucket in sync.plan.buckets:
+            if bucket.rows is None:
+                bucket.abandon()
+        sync.end_step()
 
 
 def agree_after_join(last: int) -> None:
@@ -29,6 +65,7 @@ def agree_after_join(last: int) -> None:
             mine[name].when.load_own_state(state)
 
 
+before_join.append(stand_in)
 after_join.append(agree_after_join)
 
 

@@ -25,7 +25,7 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.core.recording import Steps
-from fusion_rt.torch.core.runtime import Runtime, before_join, is_initialized, runtime
+from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.sync.active_plan import ActivePlan
 from fusion_rt.torch.sync.buckets import Bucket, Carriage
 from fusion_rt.torch.sync.checkpoint import Checkpoint
@@ -40,7 +40,6 @@ TOO_MANY = (
     "backward_passes_per_step to accumulate gradients locally."
 )
 Closure: TypeAlias = Callable[[], Any]
-_POLL = 1e-3  # seconds
 
 _serial = itertools.count()
 _all: weakref.WeakSet[Synchroniser] = weakref.WeakSet()
@@ -552,38 +551,3 @@ def enter_all(here: Runtime) -> None:
     for sync in everyone():
         if list(sync.slots):
             sync.enter(here)
-
-
-def stand_in(here: Runtime) -> None:
-    """Contributes neutral values, before this worker joins, to the steps that other ranks of its node have begun and
-    cannot take without it (`node.ledger`); to all at once, since others may take them in any order.
-
-    Raises:
-        HorovodInternalError: one of them failed, on all ranks.
-    """
-    standing = []
-    for sync in everyone():
-        if not sync.is_of(here) or sync.plan.node is None:
-            continue
-        sync.when.finish()
-        if sync.plan.node.withdraw():
-            standing.append(sync)
-            for bucket in sync.plan.buckets:
-                if bucket.rows is None and not bucket.sent:
-                    bucket.send_nothing()
-                    sync.copying.append(bucket)
-    while any(sync.copying for sync in standing):
-        for sync in standing:
-            while sync.copying and sync.copying[0].post(wait=False):
-                sync.copying.popleft()
-            if sync.plan.node is not None:
-                sync.plan.node.watch()
-        time.sleep(_POLL)
-    for sync in standing:
-        for bucket in sync.plan.buckets:
-            if bucket.rows is None:
-                bucket.abandon()
-        sync.end_step()
-
-
-before_join.append(stand_in)
