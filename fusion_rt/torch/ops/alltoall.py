@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from fusion_rt.client import Operation
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.core.tensors import nbytes_of
+from fusion_rt.torch.ops.gradients import differentiable
 from fusion_rt.torch.ops.handles import hold
 from fusion_rt.torch.ops.signatures import as_real, id_of, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Rows
@@ -40,11 +40,23 @@ def alltoall(
         ValueError: before `init`, the splits do not fit, or this rank is not in the process set.
         HorovodInternalError: the operation failed, on all ranks.
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        output, received = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
-    else:
+    rows, sizes = 0, tuple[int, ...]()
+
+    def run(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal rows, sizes
         here = runtime()
-        output, received = _deal(here, tensor, splits, name, process_set).result(here)
+        dealt = _deal(here, tensor, splits, name, process_set)
+        output, received = dealt.result(here)
+        rows, sizes = len(tensor), dealt.operations[0].sizes
+        return output, received
+
+    def back(gradient: torch.Tensor, _: torch.Tensor) -> list[torch.Tensor]:  # goes back the way that the rows came
+        returned, _ = alltoall(gradient, sizes, process_set=process_set)
+        if len(returned) < rows:  # some went nowhere
+            returned = torch.cat([returned, returned.new_zeros(rows - len(returned), *returned.shape[1:])])
+        return [returned]
+
+    output, received = differentiable(run, back, tensor)
     return output if splits is None else (output, received)
 
 
@@ -114,26 +126,3 @@ def _checked(splits: Splits, rows: int, members: int) -> tuple[int, ...]:
             f"Sum of splits entries ({sum(shares)}) is greater than the first dimension of tensor ({rows})."
         )
     return shares
-
-
-class _AllToAll(torch.autograd.Function):
-    """An all-to-all whose gradient goes back the way that the rows came."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        here = runtime()
-        output, received = _deal(here, tensor, splits, name, process_set).result(here)
-        ctx.process_set = process_set
-        ctx.received = received.tolist()
-        ctx.rows = len(tensor)
-        ctx.mark_non_differentiable(received)
-        return output, received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back, _ = alltoall(gradients[0], splits=ctx.received, process_set=ctx.process_set)
-        if len(back) < ctx.rows:  # rows that went nowhere
-            back = torch.cat([back, back.new_zeros(ctx.rows - len(back), *back.shape[1:])])
-        return back, None, None, None

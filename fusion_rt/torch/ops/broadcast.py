@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fusion_rt import wire
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.runtime import Runtime, after_join, before_join, runtime
+from fusion_rt.torch.ops.gradients import differentiable
 from fusion_rt.torch.ops.handles import hold
 from fusion_rt.torch.ops.reduce import allreduce
 from fusion_rt.torch.ops.signatures import Average, as_real, id_of, signature_of, tensor_name
@@ -36,10 +35,17 @@ def broadcast(
         ValueError: before `init`, there is no such root in the process set, or this rank is not in it.
         HorovodInternalError: the operation failed, on all ranks.
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
     here = runtime()
-    return _cast(here, tensor, root_rank, name, process_set, in_place=False).result(here)
+    is_root = here.rank == root_rank
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        return _cast(here, tensor, root_rank, name, process_set, in_place=False).result(here)
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:  # as Horovod defines it: the average on the root
+        averaged = allreduce(gradient, op=Average, process_set=process_set)
+        return [averaged if is_root else torch.zeros_like(averaged)]
+
+    return differentiable(run, back, tensor)
 
 
 def broadcast_async(
@@ -116,19 +122,3 @@ def _cast(
     signature = signature_of("broadcast", real.dtype, real.shape, root=root, process_set=process_set_id)
     transfer = Transfer(here, tensor_name("broadcast", name), signature, real, in_place, send=root == here.rank)
     return transfer if real is tensor else Complex(transfer, tensor, in_place)
-
-
-class _Broadcast(torch.autograd.Function):
-    """A broadcast whose gradient is, as Horovod defines it, the average on the root and zero elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-        here = runtime()
-        ctx.process_set = process_set
-        ctx.is_root = root == here.rank
-        return _cast(here, tensor, root, name, process_set, in_place=False).result(here)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        averaged = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
-        return (averaged if ctx.is_root else torch.zeros_like(averaged)), None, None, None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.fused import FusedGather, fuse
+from fusion_rt.torch.ops.gradients import differentiable
 from fusion_rt.torch.ops.handles import Group, hold
 from fusion_rt.torch.ops.reduce import allreduce, grouped_allreduce
 from fusion_rt.torch.ops.signatures import Average, Sum, as_real, id_of, signature_of, tensor_name
@@ -30,10 +30,21 @@ def allgather(
         ValueError: before `init`, the tensor is a scalar, or this rank is not in the process set.
         HorovodInternalError: the operation failed, on all ranks.
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _AllGather.apply(tensor, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
-    here = runtime()
-    return gather(here, tensor, name, process_set).result(here)
+    sizes: Sequence[int] = ()
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal sizes
+        here = runtime()
+        gathering = gather(here, tensor, name, process_set)
+        gathered = gathering.result(here)
+        sizes = gathering.operation.sizes
+        return gathered
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        averaged = allreduce(gradient, op=Average, process_set=process_set)
+        return [_own_rows(averaged, sizes, process_set)]
+
+    return differentiable(run, back, tensor)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -49,10 +60,21 @@ def grouped_allgather(
 
     `name` is a common base. Differentiable. Raises as `allgather` does.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return tuple(_GroupedAllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
-    here = runtime()
-    return _gather_group(here, tensors, name, process_set).result(here)
+    rows: dict[int, Sequence[int]] = {}
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        here = runtime()
+        gathering = _gather_group(here, tensors, name, process_set)
+        gathered = gathering.result(here)
+        for part, places in gathering.parts:
+            rows.update(zip(places, part.rows, strict=True))
+        return gathered
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        averaged = grouped_allreduce(gradients, op=Average, process_set=process_set)
+        return [_own_rows(mean, rows[place], process_set) for place, mean in enumerate(averaged)]
+
+    return differentiable(run, back, *tensors)
 
 
 def grouped_allgather_async(
@@ -82,48 +104,8 @@ def _gather_group(
     return fuse("allgather", name, tensors, Sum, make)
 
 
-# --- gradients, as Horovod defines them: this rank's rows of the average ----------------------------------------------
-
-
-def _own_rows(rows: Sequence[int], process_set: ProcessSet) -> tuple[int, int]:
-    """Returns the first of this rank's rows, and their number."""
+def _own_rows(averaged: torch.Tensor, rows: Sequence[int], process_set: ProcessSet) -> torch.Tensor:
+    """Returns the gradient as Horovod defines it: this rank's rows of the average. `rows`: how many are each rank's."""
     position = process_set.rank()
     assert position is not None
-    return sum(rows[:position]), rows[position]
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-        here = runtime()
-        gathering = gather(here, tensor, name, process_set)
-        gathered = gathering.result(here)
-        ctx.process_set = process_set
-        ctx.rows = _own_rows(gathering.operation.sizes, process_set)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        averaged = allreduce(gradients[0], op=Average, process_set=ctx.process_set)
-        return averaged.narrow(0, *ctx.rows), None, None
-
-
-class _GroupedAllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        here = runtime()
-        gathering = _gather_group(here, tensors, name, process_set)
-        gathered = gathering.result(here)
-        rows: dict[int, list[int]] = {}
-        for part, places in gathering.parts:
-            rows.update(zip(places, part.rows, strict=True))
-        ctx.process_set = process_set
-        ctx.rows = [_own_rows(rows[place], process_set) for place in range(len(tensors))]
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        averaged = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
-        return None, None, *(mean.narrow(0, *rows) for mean, rows in zip(averaged, ctx.rows, strict=True))
+    return averaged.narrow(0, sum(rows[:position]), rows[position])

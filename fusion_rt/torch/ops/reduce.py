@@ -12,6 +12,7 @@ from fusion_rt.torch.core.compressors import Compression, codec_of
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.fused import FusedReduction, fuse
+from fusion_rt.torch.ops.gradients import differentiable
 from fusion_rt.torch.ops.handles import Group, hold
 from fusion_rt.torch.ops.signatures import How, as_real, id_of, resolve, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Transfer
@@ -56,10 +57,15 @@ def allreduce(
         )
         return torch.as_tensor(compression.decompress(reduced, context))
     how = How(resolve(op, average), prescale_factor, postscale_factor, process_set, codec)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _AllReduce.apply(tensor, name, how)  # type: ignore[no-any-return, no-untyped-call]
-    here = runtime()
-    return _reduce(here, tensor, name, how, in_place=False).result(here)
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        here = runtime()
+        return _reduce(here, tensor, name, how, in_place=False).result(here)
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:  # as Horovod defines it: the same all-reduce
+        return [allreduce(gradient, None, None, Compression.none, *how[:4])]
+
+    return differentiable(run, back, tensor)
 
 
 def allreduce_async(
@@ -131,10 +137,15 @@ def grouped_allreduce(
         )  # fmt: skip
         return [compression.decompress(tensor, pair[1]) for tensor, pair in zip(reduced, pairs, strict=True)]
     how = How(resolve(op, average), prescale_factor, postscale_factor, process_set, codec)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return list(_GroupedAllReduce.apply(name, how, *tensors))  # type: ignore[no-untyped-call]
-    here = runtime()
-    return list(_reduce_group(here, tensors, name, how, in_place=False).result(here))
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        here = runtime()
+        return _reduce_group(here, tensors, name, how, in_place=False).result(here)
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        return grouped_allreduce(gradients, None, None, Compression.none, *how[:4])
+
+    return list(differentiable(run, back, *tensors))
 
 
 def grouped_allreduce_async(
@@ -202,38 +213,3 @@ def _reduce_group(
         return FusedReduction(here, own_name, chosen, how, process_set, in_place)
 
     return fuse("allreduce", name, tensors, how.op, make, in_place)
-
-
-# --- gradients, as Horovod defines them: the same all-reduce ----------------------------------------------------------
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, how: How) -> torch.Tensor:
-        ctx.how = how
-        here = runtime()
-        return _reduce(here, tensor, name, how, in_place=False).result(here)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        op, prescale, postscale, process_set, _ = ctx.how
-        reduced = allreduce(
-            gradients[0], op=op, prescale_factor=prescale, postscale_factor=postscale, process_set=process_set
-        )
-        return reduced, None, None
-
-
-class _GroupedAllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, how: How, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.how = how
-        here = runtime()
-        return _reduce_group(here, tensors, name, how, in_place=False).result(here)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        op, prescale, postscale, process_set, _ = ctx.how
-        reduced = grouped_allreduce(
-            gradients, op=op, prescale_factor=prescale, postscale_factor=postscale, process_set=process_set
-        )
-        return None, None, *reduced

@@ -14,6 +14,7 @@ from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.fused import FusedScatter, fuse, shares
 from fusion_rt.torch.ops.gather import allgather, grouped_allgather
+from fusion_rt.torch.ops.gradients import differentiable
 from fusion_rt.torch.ops.handles import Group, hold
 from fusion_rt.torch.ops.signatures import Average, How, Sum, as_real, id_of, signature_of, tensor_name
 from fusion_rt.torch.ops.transfers import Complex, Rows
@@ -51,10 +52,15 @@ def reducescatter(
         )
         return torch.as_tensor(compression.decompress(scattered, context))
     how = How(op, prescale_factor, postscale_factor, process_set, codec)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _ReduceScatter.apply(tensor, name, how)  # type: ignore[no-any-return, no-untyped-call]
-    here = runtime()
-    return _scatter(here, tensor, name, how).result(here)
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        here = runtime()
+        return _scatter(here, tensor, name, how).result(here)
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        return [allgather(gradient * _factor(how), process_set=process_set)]
+
+    return differentiable(run, back, tensor)
 
 
 def reducescatter_async(
@@ -91,10 +97,16 @@ def grouped_reducescatter(
         )
         return [compression.decompress(tensor, pair[1]) for tensor, pair in zip(scattered, pairs, strict=True)]
     how = How(op, prescale_factor, postscale_factor, process_set, codec)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return list(_GroupedReduceScatter.apply(name, how, *tensors))  # type: ignore[no-untyped-call]
-    here = runtime()
-    return list(_scatter_group(here, tensors, name, how).result(here))
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        here = runtime()
+        return _scatter_group(here, tensors, name, how).result(here)
+
+    def back(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        factor = _factor(how)
+        return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
+
+    return list(differentiable(run, back, *tensors))
 
 
 def grouped_reducescatter_async(
@@ -139,36 +151,8 @@ def _scatter_group(here: Runtime, tensors: Sequence[torch.Tensor], name: str | N
     return fuse("reducescatter", name, tensors, how.op, make)
 
 
-# --- gradients, as Horovod defines them: all ranks' gradients, gathered and scaled ------------------------------------
-
-
 def _factor(how: How) -> float:
+    """Returns the factor of the gradient as Horovod defines it: all ranks' gradients, gathered and scaled."""
     members = how.process_set.size() if how.op == Sum else 1
     assert members is not None
     return members * how.prescale * how.postscale
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, how: How) -> torch.Tensor:
-        ctx.how = how
-        here = runtime()
-        return _scatter(here, tensor, name, how).result(here)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return allgather(gradients[0] * _factor(ctx.how), process_set=ctx.how.process_set), None, None
-
-
-class _GroupedReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, how: How, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.how = how
-        here = runtime()
-        return _scatter_group(here, tensors, name, how).result(here)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        factor = _factor(ctx.how)
-        scaled = [gradient * factor for gradient in gradients]
-        return None, None, *grouped_allgather(scaled, process_set=ctx.how.process_set)

@@ -1,0 +1,35 @@
+"""Operations through which autograd goes: each with the operation that its gradients take back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+_Result = TypeVar("_Result")
+
+
+def differentiable(
+    run: Callable[..., _Result], back: Callable[..., Sequence[torch.Tensor]], *tensors: torch.Tensor
+) -> _Result:
+    """Runs an operation, differentiably if any of its tensors needs a gradient.
+
+    Args:
+        run: the operation on these tensors; returns a tensor, or a tuple of them.
+        back: called with the gradients of what `run` has returned; returns those of the tensors.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _Operation.apply(run, back, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return run(*tensors)
+
+
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        ctx.back = back
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.back(*gradients)
