@@ -176,16 +176,8 @@ class FeedbackBucketCodec(BucketCodec):
         return memories if self._velocity is None else [*memories, ("velocity", self._velocity)]
 
     def _as_float32(self, values: Array) -> Array:
-        if self.layout.dtype == F32:
-            return values
-        wide = np.empty(len(values), np.float32)
-        cpu.convert(values, self.layout.dtype, wide, F32)
-        return wide
+        return cpu.converted(values, self.layout.dtype, F32)
 
     def _as_stored(self, values: Array) -> Array:
         """The opposite of `_as_float32`."""
-        if self.layout.dtype == F32:
-            return values
-        stored = np.empty(len(values), self.layout.dtype.storage)
-        cpu.convert(values, F32, stored, self.layout.dtype)
-        return stored
+        return cpu.converted(values, F32, self.layout.dtype)

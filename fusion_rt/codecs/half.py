@@ -29,9 +29,7 @@ class HalfBucket(BucketCodec):
         cpu.prepare([], [(layout.dtype, codec.wire), (codec.wire, layout.dtype)])
 
     def encode(self, start: int, values: Array) -> memoryview:
-        halves = np.empty(len(values), self.codec.wire.storage)
-        cpu.convert(values, self.layout.dtype, halves, self.codec.wire)
-        return byte_view(halves)
+        return byte_view(cpu.converted(values, self.layout.dtype, self.codec.wire))
 
     def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
         check_length(payload, self.max_encoded_nbytes(len(out)), len(out), self.layout.dtype, self.codec.name)

@@ -121,13 +121,10 @@ class Fp16Values(ValueFormat):
         scaled = values * np.float32(2.0**-exponent)
         if exponent == self._MOST:  # rounding up could leave the range of float32
             scaled = np.where(np.isfinite(scaled), scaled.clip(-self._BELOW, self._BELOW), scaled)
-        halves = np.empty(len(values), np.uint16)
-        cpu.convert(scaled, _F32, halves, self.half)
-        return exponent, halves
+        return exponent, cpu.converted(scaled, _F32, self.half)
 
     def _values(self, halves: Array, exponent: int) -> Array:
-        values = np.empty(len(halves), np.float32)
-        cpu.convert(halves, self.half, values, _F32)
+        values = cpu.converted(halves, self.half, _F32)
         with np.errstate(over="ignore"):  # only a peer that is faulty sends such
             values *= np.float32(2.0**exponent)
         return values
@@ -142,26 +139,16 @@ class Bf16Values(ValueFormat):
 
     def rounded(self, values: Array) -> Array:
         held = np.where(np.isfinite(values), np.clip(values, -self._LARGEST, self._LARGEST), values)
-        return self._values(self._halves(held))
+        return cpu.converted(cpu.converted(held, _F32, self.half), self.half, _F32)
 
     def nbytes(self, n: int, phase: int) -> int:
         return 2 * n
 
     def pack(self, values: Array, phase: int) -> list[Array]:
-        return [self._halves(values).view(np.uint8)]
+        return [cpu.converted(values, _F32, self.half).view(np.uint8)]
 
     def unpack(self, payload: Array, n: int, phase: int) -> Array:
-        return self._values(np.frombuffer(payload.tobytes(), np.uint16))
-
-    def _halves(self, values: Array) -> Array:
-        halves = np.empty(len(values), np.uint16)
-        cpu.convert(values, _F32, halves, self.half)
-        return halves
-
-    def _values(self, halves: Array) -> Array:
-        values = np.empty(len(halves), np.float32)
-        cpu.convert(halves, self.half, values, _F32)
-        return values
+        return cpu.converted(np.frombuffer(payload.tobytes(), np.uint16), self.half, _F32)
 
 
 class Int8Values(ValueFormat):

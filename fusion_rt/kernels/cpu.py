@@ -124,6 +124,16 @@ def convert(source: Array, source_dtype: DType, target: Array, target_dtype: DTy
     run(_UNUSED, _UNUSED, *addresses, n)
 
 
+def converted(source: Array, source_dtype: DType, target_dtype: DType) -> Array:
+    """Returns the elements as `convert` would write them, in a new array; `source` itself where nothing changes. Raises
+    as `convert`."""
+    if source_dtype == target_dtype:
+        return source
+    target = np.empty(len(source), target_dtype.storage)
+    convert(source, source_dtype, target, target_dtype)
+    return target
+
+
 def split(n_elements: int, n_parts: int, itemsize: int) -> list[tuple[int, int]]:
     """Divides a range of elements into at most `n_parts` nearly equal ones, for as many threads.
 

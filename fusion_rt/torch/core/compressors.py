@@ -46,28 +46,30 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
+class _Cast(Compressor):
+    """Casts floating-point tensors to the type `half`."""
+
+    half: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.to(cls.half) if tensor.dtype.is_floating_point else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx) if ctx.is_floating_point else tensor
+
+
+class FP16Compressor(_Cast):
     """Casts floating-point tensors to float16."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return (tensor.to(torch.float16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor.to(ctx) if ctx.is_floating_point else tensor
+    half = torch.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_Cast):
     """Casts floating-point tensors to bfloat16."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return (tensor.to(torch.bfloat16) if tensor.dtype.is_floating_point else tensor), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor.to(ctx) if ctx.is_floating_point else tensor
+    half = torch.bfloat16
 
 
 class _EveryCodec(type):
