@@ -24,12 +24,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import arguments as shared
-from benchmarks import compare, machine, results
+from benchmarks.common import arguments as shared
+from benchmarks.common import compare, machine, results
+from benchmarks.common.results import Results, ResultsError
+from benchmarks.common.tables import Table
 from benchmarks.netlab import preflight
-from benchmarks.results import Results, ResultsError
 from benchmarks.suites import SUITES, Part, missing, module
-from benchmarks.tables import Table
 
 QUICK = machine.ROOT / "build" / "benchmarks"
 

@@ -27,10 +27,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import arguments as shared
-from benchmarks import results, runs
-from benchmarks.runs import Result
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import results, runs
+from benchmarks.common.runs import Result
+from benchmarks.common.tables import Table
 
 NAME = "algorithms"
 RANKS = 4
@@ -63,7 +63,7 @@ def train(model: str, name: str, seed: int, steps: int, factor: float) -> Result
     import torch
 
     import fusion_rt.torch as hvd
-    from benchmarks import training
+    from benchmarks.common import training
 
     text, momentum, _ = ALGORITHMS[name]
     lr = MODELS[model][1] * factor

@@ -25,10 +25,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import arguments as shared
-from benchmarks import launch, peers, results, sampling, tables
-from benchmarks.results import Measure, Record, Setting
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, peers, results, sampling, tables
+from benchmarks.common.results import Measure, Record, Setting
+from benchmarks.common.tables import Table
 
 NAME = "allreduce"
 GLOO, ARENA, COPY = "gloo", "arena", "copy"

@@ -25,10 +25,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arguments as shared
-from benchmarks import launch, results, sampling
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table, goals, number
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results, sampling
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table, goals, number
 
 NAME = "autotune"
 RESULTS = results.RESULTS / "autotune.json"

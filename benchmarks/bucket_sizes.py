@@ -23,11 +23,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import arguments as shared
-from benchmarks import launch, results, sampling, tables
-from benchmarks.peers import DDP
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results, sampling, tables
+from benchmarks.common.peers import DDP
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 
 NAME = "bucket_sizes"
 RESULTS = results.RESULTS / "bucket_sizes.json"
@@ -49,7 +49,7 @@ def time_steps(width: int, layers: int, size: float, steps: int, rounds: int) ->
     import torch.distributed as dist
 
     import fusion_rt.torch as hvd
-    from benchmarks import training
+    from benchmarks.common import training
 
     models: dict[str, tuple[Any, Any, Any]] = {}
     for name in (ALONE, OURS, DDP):

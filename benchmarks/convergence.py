@@ -28,10 +28,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import arguments as shared
-from benchmarks import results, runs, tables
-from benchmarks.runs import Result
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import results, runs, tables
+from benchmarks.common.runs import Result
+from benchmarks.common.tables import Table
 
 NAME = "convergence"
 NODES = 4
@@ -78,7 +78,7 @@ def train(model: str, codec: str, seed: int, steps: int, number: int) -> Result:
     import torch
 
     import fusion_rt.torch as hvd
-    from benchmarks import training
+    from benchmarks.common import training
 
     lr, text = MODELS[model][1], CODECS[codec]
     torch.manual_seed(seed)

@@ -27,12 +27,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arguments as shared
-from benchmarks import results
-from benchmarks.machine import Machine
+from benchmarks.common import arguments as shared
+from benchmarks.common import results
+from benchmarks.common.machine import Machine
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 from benchmarks.netlab import Netlab
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table
 
 NAME = "elastic"
 HOSTS = 4

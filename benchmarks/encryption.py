@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import msgspec
 from rich.console import Console
 
-from benchmarks import arguments as shared
-from benchmarks import launch, results, tables
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results, tables
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 
 NAME = "encryption"
 

@@ -14,10 +14,10 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks import arguments as shared
-from benchmarks import launch, results
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 
 NAME = "footprint"
 OURS, CPU, OWN = "fusion_rt", "CPU", "resident memory beyond the arenas"

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import arguments as shared
-from benchmarks import results, sampling, tables
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import results, sampling, tables
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
 

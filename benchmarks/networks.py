@@ -44,10 +44,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import arguments as shared
-from benchmarks import launch, results, tables
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results, tables
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 
 NAME = "networks"
 
@@ -118,7 +118,7 @@ class Contestant:
         import torch
 
         import fusion_rt.torch as hvd
-        from benchmarks import training
+        from benchmarks.common import training
 
         method = METHODS[name]
         torch.manual_seed(1)
@@ -156,7 +156,7 @@ def time_steps(names: Sequence[str], steps: int, rounds: int) -> Measured:
     import torch
 
     import fusion_rt.torch as hvd
-    from benchmarks.launch import link_bytes
+    from benchmarks.common.launch import link_bytes
 
     runs = {name: Contestant(name, tests=1) for name in names}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -181,7 +181,7 @@ def time_steps(names: Sequence[str], steps: int, rounds: int) -> Measured:
 
 def _settle() -> None:
     """Waits until this host's link is quiet: homes of AD-PSGD still average when no worker waits for them."""
-    from benchmarks.launch import link_bytes
+    from benchmarks.common.launch import link_bytes
 
     before = -QUIET_BYTES
     while (now := link_bytes()) >= before + QUIET_BYTES:

@@ -26,8 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import launch, results
-from benchmarks.results import Measure, Record
+from benchmarks.common import launch, results
+from benchmarks.common.results import Measure, Record
 from benchmarks.step import LR, shapes
 
 ALONE, DDP = "no communication", "DDP, gloo"

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import arguments as shared
-from benchmarks import results, sampling
-from benchmarks.machine import Machine
+from benchmarks.common import arguments as shared
+from benchmarks.common import results, sampling
+from benchmarks.common.machine import Machine
+from benchmarks.common.results import Measure, Record, Setting
+from benchmarks.common.tables import Table
 from benchmarks.netlab import Netlab
-from benchmarks.results import Measure, Record, Setting
-from benchmarks.tables import Table
 from fusion_rt import wire
 from fusion_rt.client import Client
 from fusion_rt.core.errors import HorovodInternalError

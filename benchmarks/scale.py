@@ -29,7 +29,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import launch, machine
+from benchmarks.common import launch, machine
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 NODES = tuple(2**k for k in range(1, 13))

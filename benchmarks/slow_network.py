@@ -27,11 +27,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import arguments as shared
-from benchmarks import launch, peers, results, sampling, tables
-from benchmarks.peers import DDP, FP16, POWERSGD
-from benchmarks.results import Measure, Record, Setting
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, peers, results, sampling, tables
+from benchmarks.common.peers import DDP, FP16, POWERSGD
+from benchmarks.common.results import Measure, Record, Setting
+from benchmarks.common.tables import Table
 
 NAME = "slow_network"
 
@@ -59,7 +59,7 @@ class Contestant:
         import torch
 
         import fusion_rt.torch as hvd
-        from benchmarks import training
+        from benchmarks.common import training
 
         torch.manual_seed(1)
         self.task = training.char_gpt_task(1, hvd.rank(), hvd.size(), **sizes)

@@ -32,12 +32,13 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import arguments as shared
-from benchmarks import launch, results, runs, straggler
-from benchmarks.launch import fusionrun
-from benchmarks.runs import Result
+from benchmarks import straggler
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results, runs
+from benchmarks.common.launch import fusionrun
+from benchmarks.common.runs import Result
+from benchmarks.common.tables import Table
 from benchmarks.straggler import RANKS, Family, Setup
-from benchmarks.tables import Table
 
 NAME = "solvers"
 KNOWN_BY = ("family", "ratio", "seed", "seconds")

@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from benchmarks import arguments as shared
-from benchmarks import launch, results
-from benchmarks.results import Measure, Record, Setting
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results
+from benchmarks.common.results import Measure, Record, Setting
+from benchmarks.common.tables import Table
 
 NAME = "sparse"
 PAYLOAD, WIRE = "payload", "wire"

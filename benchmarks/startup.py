@@ -22,11 +22,11 @@ import time
 from functools import partial
 from typing import Any
 
-from benchmarks import arguments as shared
-from benchmarks import peers, results, sampling, tables
-from benchmarks.launch import environment
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import peers, results, sampling, tables
+from benchmarks.common.launch import environment
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 
 NAME = "startup"
 OURS, TORCHRUN, HOROVODRUN = "fusionrun", "torchrun", "horovodrun"

@@ -34,11 +34,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arguments as shared
-from benchmarks import launch, peers, results, sampling, tables
-from benchmarks.peers import DDP, FP16, HOROVOD, POWERSGD
-from benchmarks.results import Measure, Record, Setting
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, peers, results, sampling, tables
+from benchmarks.common.peers import DDP, FP16, HOROVOD, POWERSGD
+from benchmarks.common.results import Measure, Record, Setting
+from benchmarks.common.tables import Table
 
 NAME = "step"
 LR = 1e-3
@@ -81,7 +81,7 @@ class Turns:
 
     def __init__(self, steps: int) -> None:
         import fusion_rt.torch as hvd
-        from benchmarks.stopwatch import measure_fusion
+        from benchmarks.common.stopwatch import measure_fusion
 
         self._steps = steps
         self._clock = measure_fusion()

@@ -47,11 +47,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import arguments as shared
-from benchmarks import launch, results, runs, tables
-from benchmarks.launch import fusionrun
-from benchmarks.runs import Result
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import launch, results, runs, tables
+from benchmarks.common.launch import fusionrun
+from benchmarks.common.runs import Result
+from benchmarks.common.tables import Table
 
 NAME = "straggler"
 
@@ -127,7 +127,7 @@ def train(name: str, family: Family, setup: Setup, seed: int, seconds: float) ->
     import torch
 
     import fusion_rt.torch as hvd
-    from benchmarks import training
+    from benchmarks.common import training
 
     torch.manual_seed(seed)
     task = training.char_gpt_task(seed, hvd.rank(), hvd.size(), **setup.sizes, tests=128)

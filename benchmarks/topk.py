@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks import arguments as shared
-from benchmarks import results, sampling, tables
-from benchmarks.results import Measure, Record, Setting
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import results, sampling, tables
+from benchmarks.common.results import Measure, Record, Setting
+from benchmarks.common.tables import Table
 from fusion_rt.codecs import Layout
 from fusion_rt.codecs.selecting import SelectingBucketCodec
 from fusion_rt.codecs.topk import TopK, TopKBucket

@@ -23,10 +23,10 @@ import timeit
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import arguments as shared
-from benchmarks import results, sampling, tables
-from benchmarks.results import Measure, Record
-from benchmarks.tables import Table
+from benchmarks.common import arguments as shared
+from benchmarks.common import results, sampling, tables
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
 
 NAME = "tracing"
 ON, OFF = "recorded", "not recorded"
@@ -41,7 +41,7 @@ def worker(steps: int) -> None:
     import torch
 
     import fusion_rt.torch as hvd
-    from benchmarks import training
+    from benchmarks.common import training
 
     hvd.init()
     torch.set_num_threads(1)

@@ -27,7 +27,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import launch, machine
+from benchmarks.common import launch, machine
 
 RESULTS = Path(__file__).parent / "results" / "whatif.json"
 RATES = ("1gbit", "200mbit", "100mbit")

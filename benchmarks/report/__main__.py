@@ -14,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import arguments as shared
-from benchmarks import results
-from benchmarks.machine import ROOT
+from benchmarks.common import arguments as shared
+from benchmarks.common import results
+from benchmarks.common.machine import ROOT
+from benchmarks.common.results import ResultsError
 from benchmarks.report import measured, regions, training
 from benchmarks.report.measured import All
 from benchmarks.report.regions import DocumentError
-from benchmarks.results import ResultsError
 
 TABLES = {**measured.TABLES, **training.TABLES}
 IMAGES = ROOT / "docs" / "images"

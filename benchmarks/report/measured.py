@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks import allreduce, autotune, elastic, encryption, recovery, startup, step, tables
+from benchmarks import allreduce, autotune, elastic, encryption, recovery, startup, step
 from benchmarks import overlap as overlapping
-from benchmarks.peers import DDP, HOROVOD
-from benchmarks.results import Record, Results, ResultsError
-from benchmarks.sampling import median, quartiles, ratio
-from benchmarks.tables import Table
+from benchmarks.common import tables
+from benchmarks.common.peers import DDP, HOROVOD
+from benchmarks.common.results import Record, Results, ResultsError
+from benchmarks.common.sampling import median, quartiles, ratio
+from benchmarks.common.tables import Table
 
 All = Mapping[str, Results]
 README_SIZES = (4, 65_536, 1_048_576, 25_600_000, 102_400_000, 268_435_456, 1_073_741_824)

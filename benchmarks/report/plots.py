@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import allreduce, overlap, step
-from benchmarks.peers import DDP
+from benchmarks.common.peers import DDP
+from benchmarks.common.sampling import median, quartiles, ratio
 from benchmarks.report.measured import All, in_order, records, where
-from benchmarks.sampling import median, quartiles, ratio
 
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fusion_rt",  # ids in the file are otherwise random

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from benchmarks import algorithms, convergence, networks, runs, solvers, straggler
+from benchmarks import algorithms, convergence, networks, solvers, straggler
+from benchmarks.common import runs
+from benchmarks.common.tables import Table
 from benchmarks.report.measured import All, records
-from benchmarks.tables import Table
 
 SLOW = ("1gbit", "100mbit", "1gbit, one link 100mbit")
 SECONDS = 20.0  # duration of the shown runs beside a slow worker

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from benchmarks import allreduce, tables
+from benchmarks import allreduce
+from benchmarks.common import tables
 
 
 def test_ranks_are_on_as_many_hosts_as_share_them_evenly() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import autotune
-from benchmarks.results import Measure, Record
+from benchmarks.common.results import Measure, Record
 
 
 def record(**seconds: float) -> Record:

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from benchmarks import bucket_sizes
 from benchmarks.bucket_sizes import ALONE, MESSAGE, OURS, STEP
-from benchmarks.peers import DDP
-from benchmarks.results import Measure, Record
+from benchmarks.common.peers import DDP
+from benchmarks.common.results import Measure, Record
 
 
 def record(size: float, seconds: float, buckets: int, rate: str = "200mbit") -> Record:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import convergence, runs, training
+from benchmarks import convergence
+from benchmarks.common import runs, training
 
 
 def result(codec: str, losses: list[float], seed: int = 1, steps: int = 800, **other: Any) -> dict[str, Any]:

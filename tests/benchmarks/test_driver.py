@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as driver
-from benchmarks import results, suites
+from benchmarks import suites
+from benchmarks.common import results
 from benchmarks.suites import SUITES, Part, Suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +92,11 @@ def test_a_suite_that_fails_or_writes_nonsense_is_a_failure(tmp_path: Path, monk
     assert driver.run("topk", False, tmp_path).startswith("failed: it wrote no")
     (tmp_path / "topk.json").write_text("[]")
     assert "is no file of results" in driver.run("topk", False, tmp_path)
+
+
+def test_each_module_beside_the_driver_is_a_suite() -> None:
+    found = {path.stem for path in Path(driver.__file__).parent.glob("*.py") if not path.stem.startswith("__")}
+    assert found - {"suites"} <= SUITES.keys()  # what they share is in `benchmarks.common`
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if not suites.missing(name)])

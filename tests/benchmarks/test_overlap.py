@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overlap, results
+from benchmarks import overlap
+from benchmarks.common import results
 from benchmarks.overlap import ALONE, DDP
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import results
-from benchmarks.machine import ROOT
+from benchmarks.common import results
+from benchmarks.common.machine import ROOT
+from benchmarks.common.results import Measure, Record, Results, ResultsError
 from benchmarks.report import __main__ as report
 from benchmarks.report import regions
 from benchmarks.report.regions import DocumentError
-from benchmarks.results import Measure, Record, Results, ResultsError
 
 DOCUMENTS = regions.documents(ROOT)
 

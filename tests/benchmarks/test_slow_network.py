@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import slow_network
-from benchmarks.peers import DDP, FP16, POWERSGD
+from benchmarks.common.peers import DDP, FP16, POWERSGD
 from benchmarks.slow_network import ALONE, OURS
 
 SECONDS = {ALONE: 0.4, "fusion_rt dense": 5.0, "fusion_rt fp16": 3.0, OURS: 0.5, DDP: 6.0, FP16: 3.2, POWERSGD: 0.6}

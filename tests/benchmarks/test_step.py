@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import step
-from benchmarks.peers import DDP
+from benchmarks.common.peers import DDP
+from benchmarks.common.stopwatch import Clock
 from benchmarks.step import shapes
-from benchmarks.stopwatch import Clock
 
 
 def test_the_tensors_are_those_of_resnet_50() -> None:

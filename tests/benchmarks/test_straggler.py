@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import runs, straggler
+from benchmarks import straggler
+from benchmarks.common import runs
 from benchmarks.straggler import FAMILIES, Runs
 from fusion_rt import algorithms
 

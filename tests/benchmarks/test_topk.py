@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results, topk
+from benchmarks import topk
+from benchmarks.common import results
 
 
 def test_a_small_run_shows_and_keeps_a_row_for_each_density(

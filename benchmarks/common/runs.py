@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
-from benchmarks.results import Measure, Record
+from benchmarks.common import results
+from benchmarks.common.results import Measure, Record
 
 Result = dict[str, Any]
 

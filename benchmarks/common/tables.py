@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from benchmarks.sampling import Estimate
+from benchmarks.common.sampling import Estimate
 
 
 @dataclass

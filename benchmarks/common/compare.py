@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks import sampling, tables
-from benchmarks.results import Measure, Record, Results, label
-from benchmarks.sampling import Estimate
-from benchmarks.tables import Table
+from benchmarks.common import sampling, tables
+from benchmarks.common.results import Measure, Record, Results, label
+from benchmarks.common.sampling import Estimate
+from benchmarks.common.tables import Table
 
 CONFIDENCE = 0.99
 TOLERANCE = 0.1

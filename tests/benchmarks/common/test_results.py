@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import machine, results
-from benchmarks.results import Measure, Record, ResultsError
+from benchmarks.common import machine, results
+from benchmarks.common.results import Measure, Record, ResultsError
 
 MACHINE = machine.Machine("cpu", 2, 8, "6.1", "3.11.1", "2.4.0", 0.3, "abc")
 

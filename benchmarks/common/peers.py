@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.launch import MEETING
+from benchmarks.common.launch import MEETING
 
 DDP, FP16, POWERSGD = "DDP", "DDP, fp16 hook", "DDP, PowerSGD hook"
 HOROVOD = "Horovod"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BUSY = 0.5  # load average per core from which other programs are likely to disturb a measurement
 
 

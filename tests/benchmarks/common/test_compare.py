@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as driver
-from benchmarks import compare, results
-from benchmarks.machine import Machine
-from benchmarks.results import Measure, Record, Results
+from benchmarks.common import compare, results
+from benchmarks.common.machine import Machine
+from benchmarks.common.results import Measure, Record, Results
 
 HERE = Machine("cpu", 2, 8, "6.1", "3.11.1", "2.4.0", 0.3)
 ELSEWHERE = Machine("other", 64, 256, "6.1", "3.11.1", "2.4.0", 0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import sampling
+from benchmarks.common import sampling
 
 
 def test_contenders_take_turns_and_none_always_follows_the_same_one() -> None:

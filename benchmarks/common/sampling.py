@@ -7,7 +7,7 @@ contenders the median of the turns' ratios, with its 95 % confidence interval by
 doi 10.1214/aos/1176344552).
 
 An interval covers chance *within* this run. Another run, with other memory and other load, may differ by more;
-`benchmarks.compare` therefore has a tolerance, too.
+`benchmarks.common.compare` therefore has a tolerance, too.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from benchmarks import machine
-from benchmarks.machine import Machine
+from benchmarks.common import machine
+from benchmarks.common.machine import Machine
 from benchmarks.suites import SUITES
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SCHEMA = 1
 DIGITS = 6  # significant ones that are kept of a sample
 Setting = dict[str, str | int | float | bool]
