@@ -7,7 +7,8 @@ import re
 
 from fusion_rt.core.traceback_format import MARGIN, TRACEBACK
 
-_ECHO = re.compile(r"[\w.]*\bHorovodInternalError\b")
+_ECHO = re.compile(r"[\w.]*\b(HorovodInternalError|CollectiveError)\b")
+_RANK = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # before each line, by torch's excepthook in a process group
 _CHAINED = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
@@ -18,7 +19,7 @@ _TAIL_LINES = 30
 def echo_of(stderr: str) -> int:
     """Tells how far a worker that ended with an error tells of another failure only.
 
-    It does when its exception is HorovodInternalError, or was raised because of one.
+    It does when its exception is HorovodInternalError (or CollectiveError, which is one), or was raised because of one.
 
     Returns:
         0 not at all, 1 it does, 2 in the other one's own words.
@@ -55,7 +56,7 @@ def excerpt(stderr: str) -> list[str]:
 
 
 def _lines(stderr: str) -> list[str]:
-    return [line for line in re.split(r"\r\n|\r|\n", stderr) if line.strip()]
+    return [line for line in re.split(r"\r\n|\r|\n", _RANK.sub("", stderr)) if line.strip()]
 
 
 def _end(lines: list[str]) -> list[str]:

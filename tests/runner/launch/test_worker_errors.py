@@ -137,3 +137,13 @@ def test_a_quote_keeps_the_ends_of_a_long_traceback() -> None:
     assert lines[1] == "    " + frames[0]
     assert lines[-2:] == ["    " + frames[-1], "    ValueError: boom"]
     assert "      ... (422 lines)" in lines
+
+
+def test_lines_that_torch_begins_with_the_rank_are_read_without_it() -> None:
+    plain = (
+        'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    step()\nValueError: no data\n'
+    )
+    marked = "".join(f"[rank12]: {line}\n" for line in plain.splitlines())
+    assert last_error(f"a warning\n{marked}") == "ValueError: no data"
+    echo = marked.replace("ValueError: no data", "fusion_rt.dist.work.CollectiveError: rank 1 (host b) ended")
+    assert (echo_of(marked), echo_of(echo)) == (0, 1)
