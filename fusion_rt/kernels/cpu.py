@@ -26,6 +26,8 @@ _WIDENED = 1 << 16  # elements at a time
 _INT64 = DTYPES["int64"]
 
 _OPS = {"sum": SUM, "product": PRODUCT, "min": MIN, "max": MAX}
+_BITWISE: dict[str, Any] = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
+_BLOCK = 1 << 16  # bytes that numpy combines at a time
 _BOOL_OPS = {"sum": MAX, "product": MIN, "min": MIN, "max": MAX}  # of zeros and ones: or, and
 
 _code = MachineCode(cache_folders())
@@ -53,7 +55,8 @@ def reduce(
     byte is not 0: sum and max are "or", product and min are "and", outputs hold 0 or 1.
 
     Args:
-        op: "sum", "product", "min" or "max". An average is a sum with `divisor` = the number of contributions.
+        op: "sum", "product", "min" or "max"; for integers and bool also "band", "bor" and "bxor", without scaling. An
+            average is a sum with `divisor` = the number of contributions.
         dtype: of the elements.
         sources: one or more arrays, 1-D, contiguous, of `dtype.storage`, all of n elements.
         outputs: one or more such arrays, writable. Each may be exactly one of the sources; it may not overlap a source
@@ -66,8 +69,11 @@ def reduce(
         KernelError: this is the first use, and the kernel could not be compiled.
     """
     code = (_BOOL_OPS if dtype.name == "bool" else _OPS).get(op)
-    if code is None:
-        raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join(_OPS)}")
+    bitwise = _BITWISE.get(op)
+    if code is None and bitwise is None:
+        raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join((*_OPS, *_BITWISE))}")
+    if bitwise and (dtype.is_floating or not prescale == postscale == divisor == 1):
+        raise ValueError(f"{op} is for integers and bool that are not scaled or averaged; this is {dtype}")
     if not sources or not outputs:
         raise ValueError(f"a reduction needs a source and an output; it got {len(sources)} and {len(outputs)}")
     if divisor < 1:
@@ -78,6 +84,9 @@ def reduce(
     addresses = [_address(array, dtype, n) for array in sources]
     addresses += [_address(array, dtype, n, True) for array in outputs]
     if n == 0:
+        return
+    if bitwise:
+        _combine_bits(bitwise, dtype, sources, outputs)
         return
     if divisor != 1 and not dtype.is_floating and dtype.itemsize < _INT64.itemsize:
         reduce_widened(op, sources, outputs, prescale, postscale, divisor)
@@ -100,6 +109,19 @@ def reduce_widened(
         reduce(op, _INT64, wide, [result], prescale=prescale, postscale=postscale, divisor=divisor)
         for output in outputs:
             output[part] = result
+
+
+def _combine_bits(bitwise: Any, dtype: DType, sources: Sequence[Array], outputs: Sequence[Array]) -> None:
+    step = _BLOCK // dtype.itemsize
+    for low in range(0, len(sources[0]), step):
+        parts = [source[low : low + step] for source in sources]
+        if dtype.name == "bool":
+            parts = [(part != 0).view(np.uint8) for part in parts]
+        result = parts[0].copy()
+        for part in parts[1:]:
+            bitwise(result, part, out=result)
+        for output in outputs:
+            output[low : low + step] = result
 
 
 def convert(source: Array, source_dtype: DType, target: Array, target_dtype: DType) -> None:

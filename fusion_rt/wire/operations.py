@@ -31,9 +31,9 @@ class Signature(msgspec.Struct, frozen=True, array_like=True):
         kind: the collective; `join` and those that add and remove a process set are barriers with an effect.
         dtype: name of an entry of `dtypes.DTYPES`; empty for an operation without data.
         shape: dimensions of this rank's tensor. Ranks may differ in the first one in an allgather and an alltoall.
-        op: how the elements of different ranks are combined, for allreduce and reducescatter.
+        op: how the elements of different ranks are combined, for allreduce, reducescatter and reduce.
         prescale, postscale: factors applied to each rank's elements before and to the result after combining.
-        root: the rank whose tensor is broadcast; 0 otherwise.
+        root: the rank whose tensor is broadcast, or which alone gets the result of a reduce; 0 otherwise.
         process_set: id of the set of ranks that take part.
         codec: spec of the codec between nodes.
         parts: shapes of the tensors that were fused into this one, which then is flat; empty when it is a single one.

@@ -187,7 +187,10 @@ def orthonormal(vectors: Array) -> Array:
 def _combine(op: str, dtype: DType, left: Array, right: Array) -> Array:
     if dtype.name == "bool":
         op = {"sum": "max", "product": "min"}.get(op, op)
-    functions = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
+    functions = {
+        "sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum,
+        "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
+    }  # fmt: skip
     result: Array = functions[op](left, right)
     if dtype.is_floating and op in ("min", "max"):  # numpy leaves open which of -0 and +0 it is
         signs = np.signbit(left), np.signbit(right)

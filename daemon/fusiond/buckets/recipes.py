@@ -12,7 +12,7 @@ import numpy as np
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.core.topology import GLOBAL_SET, Topology
-from fusiond.collectives.base import Array, Exchange, Port, Reducer
+from fusiond.collectives.base import BITWISE, Array, Exchange, Port, Reducer
 from fusiond.collectives.blocks import Block, Blocks
 from fusiond.collectives.broadcast import Broadcast
 from fusiond.collectives.doubling import Doubling
@@ -24,6 +24,7 @@ from fusiond.core.participants import EMPTY_KINDS, Members
 
 _BYTE = DTYPES["uint8"]
 _RESIZING = ("allgather", "alltoall", "reducescatter")  # kinds whose result is not as long as the tensor
+_REDUCING = ("allreduce", "reducescatter", "reduce")  # kinds with an op
 _MAX_PLAN = 2**46  # bytes
 
 
@@ -128,6 +129,8 @@ class Recipe:
     def _result_nbytes(self, position: int, submit: wire.Submit) -> int:
         """Bytes of the result of the member at a position."""
         signature = self.signature
+        if signature.kind == "reduce" and self.members.set.ranks[position] != signature.root:
+            return 0
         if signature.kind not in _RESIZING:
             return self.nbytes
         row = math.prod(signature.shape[1:]) * self.layout.dtype.itemsize
@@ -181,7 +184,9 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         dtype, elements = DType.named(signature.dtype), math.prod(signature.shape)
     if signature.kind in ("allgather", "alltoall", "reducescatter") and not signature.shape:
         raise RequestError(f"{signature.kind} needs a tensor of at least one dimension")
-    if signature.kind == "broadcast" and signature.root not in members.set.ranks:
+    if signature.kind == "reduce" and not wire.is_group(members.set.id):
+        raise RequestError("reduce is an operation of groups; use allreduce")
+    if signature.kind in ("broadcast", "reduce") and signature.root not in members.set.ranks:
         raise RequestError(f"the root rank {signature.root} is not in process set {members.set.id}")
     check_scales(signature)
     codec = codecs.parse(signature.codec)
@@ -190,9 +195,8 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         raise RequestError(f"Adasum is an all-reduce of floating-point elements, not a {signature.kind} of {dtype}")
     if signature.kind == "allreduce" and signature.parts and sum(map(math.prod, signature.parts)) != elements:
         raise RequestError(f"the {len(signature.parts)} tensors of the group do not have {elements} elements together")
-    scaled = signature.op == "average" or (signature.prescale, signature.postscale) != (1.0, 1.0)
-    if signature.kind in ("allreduce", "reducescatter") and dtype.name == "bool" and scaled:
-        raise RequestError("bool elements can be neither averaged nor scaled; use sum (or), product (and), min or max")
+    if signature.kind in _REDUCING:
+        _check_op(signature, dtype)
     nbytes = elements * dtype.itemsize
     shapes = signature.parts or (signature.shape,)
     parts = tuple(_parts([math.prod(shape) for shape in shapes])) if elements else ()
@@ -211,6 +215,15 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         nbytes * len(members.local),
         wire.is_group(signature.process_set),
     )
+
+
+def _check_op(how: wire.Reduction | wire.Signature, dtype: DType) -> None:
+    """Raises `RequestError` unless elements of this type can be combined so."""
+    scaled = how.op == "average" or (how.prescale, how.postscale) != (1.0, 1.0)
+    if dtype.name == "bool" and scaled:
+        raise RequestError("bool elements can be neither averaged nor scaled; use sum (or), product (and), min or max")
+    if how.op in BITWISE and (scaled or dtype.is_floating):
+        raise RequestError(f"{how.op} is for integers and bool, and they cannot be scaled; this is {dtype}")
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -247,6 +260,8 @@ def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
     if nbytes > _MAX_PLAN:
         raise RequestError(f"its tensors take {nbytes} bytes, more than the {_MAX_PLAN} that a plan may have")
     check_scales(proposal.reduction)
+    if reduction.op in BITWISE:
+        raise RequestError(f"{reduction.op} combines no gradients; use Average or Sum")
     codecs.parse(proposal.reduction.codec).check_use(proposal.reduction.op)
     if proposal.tuning is not None:
         if not algorithm.sums_gradients or reduction.op == "adasum":
@@ -306,10 +321,17 @@ def collective_exchange(
         return _allgather(port, homes, here, local, [r * row_nbytes for r in rows], tuple(rows))
     if signature.kind == "alltoall":
         splits = _known_splits(recipe, here, local) if recipe.direct else splits
-        return _alltoall(port, homes, here, local, splits, row_nbytes)
-    bounds = [row * row_elements for row in itertools.accumulate(recipe.rows(), initial=0)]
+        return _alltoall(port, members.set.ranks, homes, here, local, splits, row_nbytes)
     sources, places = [part.values for part in local], [part.place for part in local]
-    codec, ranges = recipe.codec.open(recipe.layout), list(itertools.pairwise(bounds))
+    codec = recipe.codec.open(recipe.layout)
+    if signature.kind == "reduce":  # a reduce-scatter of which one member gets all
+        root = members.set.ranks.index(signature.root)
+        ranges = [(0, recipe.layout.elements if member == root else 0) for member in range(len(homes))]
+        empty: Array = np.empty(0, recipe.layout.dtype.storage)
+        places = [place if member == root else empty for member, place in zip(here, places, strict=True)]
+    else:
+        bounds = [row * row_elements for row in itertools.accumulate(recipe.rows(), initial=0)]
+        ranges = list(itertools.pairwise(bounds))
     return ReduceScatter(port, recipe.reducer, codec, sources, places, ranges, homes, here)
 
 
@@ -368,6 +390,7 @@ def _allgather(
 
 def _alltoall(
     port: Port,
+    ranks: Sequence[int],
     homes: Sequence[int],
     here: Sequence[int],
     local: Sequence[Contribution],
@@ -400,4 +423,12 @@ def _alltoall(
             else:
                 blocks.append(Block(i * members + j, homes[i], homes[j], len(block)))
                 outgoing[i * members + j] = block
-    return Blocks(port, blocks, outgoing, results, copies, incoming)
+    return Blocks(
+        port,
+        blocks,
+        outgoing,
+        results,
+        copies,
+        incoming,
+        lambda part: f"in the rows from rank {ranks[part // members]} to rank {ranks[part % members]}",
+    )

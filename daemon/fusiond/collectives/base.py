@@ -31,6 +31,7 @@ Job: TypeAlias = Callable[[], None]
 _TINY = 64  # elements up to which numpy beats the call of a kernel
 _NATIVE = ("float32", "float64")
 _INT64 = DTYPES["int64"]
+BITWISE = ("band", "bor", "bxor")  # ops, for integers and bool
 
 
 class ExchangeError(FusionError):
@@ -132,6 +133,8 @@ class Reducer:
     def nothing(self, elements: int) -> Array:
         """Returns elements that change no result when they are combined (before scaling), as they are stored."""
         dtype = self.dtype
+        if self.op == "band":
+            return ~np.zeros(elements, dtype.storage)
         if self.op in ("min", "max") and dtype.name != "bool":
             largest = self.op == "min"
             if dtype.is_half:
@@ -147,6 +150,8 @@ class Reducer:
 
     def needs_kernel(self, elements: int) -> bool:
         """Returns whether a kernel has to be compiled, the first time on a host, to reduce so many elements."""
+        if self.op in BITWISE:
+            return False
         plain = self.op == "sum" and self.dtype.name in _NATIVE and self.prescale == self.postscale == 1
         return elements > _TINY or not plain
 

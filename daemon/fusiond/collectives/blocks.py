@@ -53,6 +53,7 @@ class Blocks(Exchange):
             may share one (allgather).
         local_copies: (result, offset in it, bytes) of each block that stays on this node.
         incoming: (result, offset in it) of each place of an incoming block, by part.
+        name: of a block, by its part, in messages to people: who sends it to whom.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Blocks(Exchange):
         results: Sequence[tuple[int, tuple[int, ...], Array | None]],
         local_copies: Sequence[tuple[int, int, Array]],
         incoming: Mapping[int, Sequence[tuple[int, int]]],
+        name: Callable[[int], str] = lambda part: f"block {part}",
     ) -> None:
         super().__init__(port)
         self._blocks = {block.part: block for block in blocks}
@@ -70,6 +72,7 @@ class Blocks(Exchange):
         self._shapes = results
         self._local_copies = local_copies
         self._incoming = incoming
+        self._name = name
         self.local_nbytes = sum(nbytes for nbytes, _, _ in results)
         step = port.chunk_bytes
         self._once = Once(sum(len(chunk_starts(self._blocks[part].nbytes, step)) for part in incoming))
@@ -106,16 +109,12 @@ class Blocks(Exchange):
         places = self._incoming.get(chunk.part)
         block = self._blocks.get(chunk.part)
         step = self.port.chunk_bytes
-        if (
-            places is None
-            or block is None
-            or block.source != position
-            or chunk.start % step
-            or chunk.start >= block.nbytes
-            or len(payload) != min(step, block.nbytes - chunk.start)
-            or chunk.hop
-        ):
+        if places is None or block is None or block.source != position or chunk.start % step or chunk.hop:
             raise ExchangeError(f"a chunk of {chunk.key.name!r} from node {position} is no part of this operation")
+        if chunk.start >= block.nbytes or len(payload) != min(step, block.nbytes - chunk.start):
+            raise ExchangeError(
+                f"{self._name(chunk.part)} more or fewer bytes come than the {block.nbytes} that are expected there"
+            )
         self._once.note(chunk)
         data = np.frombuffer(payload, np.uint8)
         for result, offset in places:

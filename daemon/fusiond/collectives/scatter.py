@@ -102,9 +102,11 @@ class ReduceScatter(Exchange):
         if self.port.nodes == 1:
             for work, length, _ in self._whole():
                 work(0, length)
-            return
-        self._mine = np.empty(len(self._sources[0]), self._reducer.partial.storage)
-        self._reducer.local(self._sources, self._mine)
+        elif len(self._sources) == 1 and self._reducer.prescale == 1.0 and not self._reducer.widens:
+            self._mine = self._sources[0]
+        else:
+            self._mine = np.empty(len(self._sources[0]), self._reducer.partial.storage)
+            self._reducer.local(self._sources, self._mine)
 
     def start(self) -> None:
         nodes, here = self.port.nodes, self.port.position

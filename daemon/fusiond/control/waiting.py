@@ -246,16 +246,20 @@ def explain_contribution(
 def describe(signature: wire.Signature) -> str:
     """A signature in words: `allreduce sum float32 [4, 2]`."""
     words: list[str] = [signature.kind]
-    if signature.kind in ("allreduce", "reducescatter"):
+    if signature.kind in ("allreduce", "reducescatter", "reduce"):
         words.append(signature.op)
     if signature.kind == "broadcast":
         words.append(f"from root {signature.root}")
+    if signature.kind == "reduce":
+        words.append(f"to root {signature.root}")
     if signature.ranks:
         words.append(f"of the ranks {list(signature.ranks)}")
     if signature.parts:
         words.append(f"of {len(signature.parts)} tensors {[list(shape) for shape in signature.parts[:8]]}")
     if signature.dtype:
         words.append(f"{signature.dtype} {list(signature.shape)}")
+    if signature.rows:
+        words.append(f"in parts of {list(signature.rows[:8])} rows")
     if (signature.prescale, signature.postscale) != (1.0, 1.0):
         words.append(f"scaled by {signature.prescale:g} before and {signature.postscale:g} after")
     if signature.codec != "dense":

@@ -36,11 +36,17 @@ class Members:
 
 @dataclass
 class Group:
-    """The state of a group on a node: the local ranks that have opened and closed it."""
+    """The state of a group on a node.
+
+    Attributes:
+        opened, closed: the local ranks that have opened and closed it.
+        broken: why nothing can be right in it any more; empty if it can.
+    """
 
     key: str
     opened: set[int] = field(default_factory=set)
     closed: set[int] = field(default_factory=set)
+    broken: str = ""
 
 
 class Participants:
@@ -133,7 +139,7 @@ class Participants:
         group = self.groups.get(id)
         if group is None:
             return f"no rank here has opened group {id}"
-        return f"{self.topology.describe(group.closed)} closed the group" if group.closed else ""
+        return f"{self.topology.describe(group.closed)} closed the group" if group.closed else group.broken
 
     def _seen(self, process_set: ProcessSet) -> Members:
         nodes, local = process_set.nodes(self.topology), process_set.local(self.topology, self._node)

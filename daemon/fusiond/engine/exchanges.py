@@ -17,6 +17,7 @@ from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import BucketState, Plans, PlanState
 from fusiond.collectives.base import Array
 from fusiond.control.coordination import Coordination
+from fusiond.control.waiting import describe
 from fusiond.core.contribution import Contribution
 from fusiond.core.dispatch import Handlers
 from fusiond.core.errors import RequestError
@@ -142,7 +143,7 @@ class Exchanges:
             self._outcomes.refuse(rank, submit.handle, why)
             return
         if wire.is_group(key.process_set) and (why := self._participants.why_closed(key.process_set)):
-            self._outcomes.refuse(rank, submit.handle, f"{key.in_words}: {why}")
+            self._refuse_in_group(rank, submit.handle, key, why)
             return
         try:
             recipe = self.agreement.recipe(signature)
@@ -178,6 +179,12 @@ class Exchanges:
         else:
             self.agreement.advance(operation)
         self._homes.occupied.look(rank)
+
+    def _refuse_in_group(self, rank: int, handle: int, key: OpKey, why: str) -> None:
+        sentence = f"{key.in_words}: {why}"
+        if key.process_set in self._participants:  # else nobody waits for this node
+            self._outcomes.everywhere(key, sentence)
+        self._outcomes.refuse(rank, handle, sentence)
 
     def post(self, rank: int, state: PlanState, bucket: BucketState, part: Contribution) -> None:
         """A worker's contribution to a planned bucket is in the arena.
@@ -229,7 +236,10 @@ class Exchanges:
         if chunk.key.clock // wire.CLOCKS_OF_AN_EPOCH != self._epoch:
             return
         operation = self._begun(node, chunk.key)
-        if operation is None or node not in operation.members.nodes:
+        if operation is None:
+            self._look_back(node, chunk)
+            return
+        if node not in operation.members.nodes:
             return
         if operation.digest and not chunk.key.plan and chunk.digest != operation.digest:
             if not operation.disputed:
@@ -244,6 +254,18 @@ class Exchanges:
             operation.early_from[node] += 1
             operation.peers_digest = chunk.digest
             self.agreement.peer_has_begun(operation)
+
+    def _look_back(self, node: int, chunk: wire.Chunk) -> None:
+        """Data has come of an operation that is over here. In a group one that was something else for the sender may be
+        over for both: a broadcast of which each was the root."""
+        group = self._participants.groups.get(chunk.key.process_set)
+        signature = None if group is None else self._outcomes.completed_as(chunk.key)
+        if group is not None and signature is not None and wire.digest(signature) != chunk.digest:
+            describe_node = self._context.topology.describe_node
+            group.broken = group.broken or (
+                f"the ranks did not agree about {chunk.key.in_words}, which was {describe(signature)} for "
+                f"{describe_node(self._context.node)} and something else for {describe_node(node)}"
+            )
 
     def _begun(self, node: int, key: OpKey) -> Operation | None:
         """Returns the operation that a peer says something about; None if it is over here, or cannot be."""

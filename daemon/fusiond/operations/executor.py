@@ -174,7 +174,7 @@ class Executor:
         local = operation.local() or [nothing(recipe.reducer, recipe.layout.elements)]
         outputs, operation.shared = outputs_of(local)
         topology = self._topology
-        reduces = recipe.signature.kind == "reducescatter"
+        reduces = recipe.signature.kind in ("reducescatter", "reduce")
         compiles = self._kernels_for(recipe.reducer, recipe.layout.elements) if reduces else None
         self._start(
             operation,

@@ -5,12 +5,14 @@ Results are compared with numpy. The simulated workers overwrite their memory as
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusion_rt import wire
+from fusion_rt.core.dtypes import DTYPES
 from tests.fusiond.simulation import Array, SimulatedJob
 
 pytestmark = pytest.mark.usefixtures("small_loans")
@@ -296,3 +298,183 @@ def test_joining_is_no_business_of_a_group(seed: int) -> None:
     assert all(job.is_answered(rank, handle) for rank, handle in zip((0, 1, 2), [joined, *others], strict=True))
     members.results(members.submit_all("barrier", None, way="inline"))
     job.nothing_is_left()
+
+
+@layouts
+@ways
+@every_seed
+def test_the_root_alone_gets_the_reduction(layout: list[int], way: str, seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    values = whole(job, seed, 5 if "inline" in way else 3000)
+    for root in job.ranks:
+        nbytes = [values[0].nbytes if rank == root else 0 for rank in job.ranks]
+        handles = members.submit_all("reduce", values, way=way, nbytes=nbytes, root=root)
+        results = members.results(handles)
+        np.testing.assert_array_equal(results[root], np.sum(values, axis=0))
+        if way != "in place":
+            assert [len(result) for rank, result in enumerate(results) if rank != root] == [0] * (job.size - 1)
+    nothing_was_negotiated(job)
+
+
+def test_a_reduction_sends_data_to_the_root_only() -> None:
+    job = SimulatedJob([1, 1, 1])
+    members = Members(job)
+    values = whole(job, 0, 5000)
+    members.results(members.submit_all("reduce", values, root=1))
+    assert job.payload_bytes == [20_000, 0, 20_000]
+
+
+@layouts
+@pytest.mark.parametrize("kind", ["allreduce", "reducescatter", "reduce"])
+@pytest.mark.parametrize(
+    ("op", "function"), [("band", np.bitwise_and), ("bor", np.bitwise_or), ("bxor", np.bitwise_xor)]
+)
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_bits_are_combined(layout: list[int], kind: str, op: str, function: Any, dtype: str) -> None:
+    job = SimulatedJob(layout)
+    members = Members(job)
+    choose = np.random.default_rng(1)
+    top = 2 if dtype == "bool" else 250
+    values = [choose.integers(0, top, 400 * job.size).astype(DTYPES[dtype].storage) for _ in job.ranks]
+    handles = members.submit_all(kind, values, op=op, dtype=dtype)
+    job.settle()
+    expected = functools.reduce(function, values)
+    result = job.result(0, handles[0], dtype)
+    np.testing.assert_array_equal(result, expected[:400] if kind == "reducescatter" else expected)
+
+
+@pytest.mark.parametrize(("dtype", "prescale"), [("float32", 1.0), ("int32", 2.0)])
+def test_bits_of_what_is_no_integer_or_scaled_are_refused(dtype: str, prescale: float) -> None:
+    job = SimulatedJob([1])
+    members = Members(job)
+    handle = members.submit(
+        0, "allreduce", np.zeros(3, DTYPES[dtype].storage), dtype=dtype, op="band", prescale=prescale
+    )
+    assert "band is for integers and bool, and they cannot be scaled" in job.error(0, handle)
+
+
+# --- ranks that do not do the same ------------------------------------------------------------------------------------
+
+ONE = np.ones((4, 3), np.float32)
+MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "kind": ({"kind": "allreduce"}, {"kind": "barrier", "values": None, "way": "inline"}, "allreduce sum", "barrier"),
+    "kind, of which one receives": ({"kind": "broadcast"}, {"kind": "allreduce"}, "broadcast from root 0", "allreduce"),
+    "shape": ({"kind": "allreduce"}, {"kind": "allreduce", "values": ONE[:2]}, "float32 [4, 3]", "float32 [2, 3]"),
+    "dtype": (
+        {"kind": "allreduce"},
+        {"kind": "allreduce", "values": ONE.astype(np.int32), "dtype": "int32"},
+        "float32 [4, 3]",
+        "int32 [4, 3]",
+    ),
+    "op": ({"kind": "allreduce"}, {"kind": "allreduce", "op": "max"}, "allreduce sum", "allreduce max"),
+    "root": ({"kind": "broadcast", "root": 0}, {"kind": "broadcast", "root": 1}, "from root 0", "from root 1"),
+    "root of a reduction": ({"kind": "reduce", "root": 0}, {"kind": "reduce", "root": 1}, "to root 0", "to root 1"),
+    "rows": (
+        {"kind": "allgather", "rows": (4, 4)},
+        {"kind": "allgather", "rows": (3, 4)},
+        "in parts of [4, 4] rows",
+        "in parts of [3, 4] rows",
+    ),
+    "equal rows": ({"kind": "allgather"}, {"kind": "allgather", "values": ONE[:2]}, "[4, 3]", "[2, 3]"),
+    "rows of a sum": (
+        {"kind": "reducescatter", "rows": (4, 0)},
+        {"kind": "reducescatter"},
+        "in parts of [4, 0] rows",
+        "reducescatter sum float32 [4, 3]",
+    ),
+}
+
+
+# Of these, a node without data to wait for is done before it could know.
+DONE_AT_ONCE = {"kind, of which one receives", "root"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"), [([2], case) for case in MISMATCHES] + [([1, 1], case) for case in {*MISMATCHES} - DONE_AT_ONCE]
+)
+@every_seed
+def test_ranks_that_do_not_do_the_same_all_fail_and_the_group_goes_on(layout: list[int], case: str, seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    handles: list[int] = []
+    for rank, how in enumerate(MISMATCHES[case][:2]):
+        how = {"values": ONE, **how}
+        job.later(rank, lambda rank=rank, how=how: handles.append(members.submit(rank, **how)))  # type: ignore[misc]
+    job.settle()
+    job.pass_time(70)
+    errors = [
+        message.message for rank in (0, 1) for message, _ in job.answers[rank] if isinstance(message, wire.Failed)
+    ]
+    assert len(errors) == 2
+    for error in errors:
+        assert "do not agree about operation 0 of group 'group'" in error
+        assert all(words in error for words in MISMATCHES[case][2:])
+    values = whole(job, 0, 50)
+    np.testing.assert_array_equal(members.results(members.submit_all("allreduce", values)), [sum(values)] * 2)
+    job.nothing_is_left()
+
+
+@pytest.mark.parametrize("layout", [[2], [1, 1]], ids=str)
+@every_seed
+def test_rows_that_nobody_expects_fail_on_both(layout: list[int], seed: int) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    handles = members.submit_all("alltoall", [ONE, ONE], splits=[(2, 2), (1, 3)], receives=[(2, 2), (2, 3)])
+    job.settle()
+    late = {rank: handle for rank, handle in handles.items() if len(layout) == 1 or rank == 0}  # 1 has what it expects
+    for rank, handle in late.items():
+        error = job.error(rank, handle)
+        assert (
+            "rank 1 sends 1 rows to rank 0, which expects 2" in error or "from rank 1 to rank 0 more or fewer" in error
+        )
+    members.results(members.submit_all("barrier", None, way="inline"))
+    job.nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"kind": "alltoall", "splits": (4, 0), "receives": (4,)}, "needs rows from each of 2"),
+        ({"kind": "alltoall", "splits": (4, 1), "receives": (4, 0)}, "splits that add up to 4 rows"),
+        ({"kind": "allgather", "rows": (3, 4)}, "do not fit its tensor of 4 rows"),
+        ({"kind": "reducescatter", "rows": (3, 4)}, "do not fit its tensor of 4 rows"),
+        ({"kind": "broadcast", "root": 7}, "the root rank 7 is not in"),
+    ],
+)
+def test_sizes_that_do_not_fit_fail_on_all(how: dict[str, Any], why: str) -> None:
+    job = SimulatedJob([1, 1])
+    members = Members(job)
+    handles = [members.submit(0, values=ONE, **how), members.submit(1, "barrier", None, way="inline")]
+    job.settle()
+    for rank, handle in enumerate(handles):
+        assert why in job.error(rank, handle)
+    job.nothing_is_left()
+
+
+@every_seed
+def test_who_is_done_when_others_find_that_they_do_not_agree_learns_it_with_the_next_operation(seed: int) -> None:
+    job = SimulatedJob([1, 1], seed)
+    members = Members(job)
+    done = [members.submit(rank, "broadcast", ONE, root=rank) for rank in (0, 1)]
+    job.settle()
+    assert all(isinstance(job.answer(rank, handle)[0], wire.Done) for rank, handle in enumerate(done))
+    handles = members.submit_all("allreduce", [ONE, ONE])
+    job.settle()
+    for rank, handle in handles.items():
+        assert "the ranks did not agree about operation 0 of group 'group', which was broadcast from" in job.error(
+            rank, handle
+        )
+
+
+@every_seed
+def test_who_still_waits_fails_when_another_was_done_with_something_else(seed: int) -> None:
+    job = SimulatedJob([1, 1], seed)
+    members = Members(job)
+    done, waiting = members.submit(0, "broadcast", ONE), members.submit(1, "allreduce", ONE)
+    job.settle()
+    assert isinstance(job.answer(0, done)[0], wire.Done)
+    error = job.error(1, waiting)
+    assert "do not agree about operation 0" in error
+    assert "broadcast from root 0" in error
+    assert "allreduce sum" in error
