@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -77,7 +78,7 @@ class Client:
             raise
         self.channel.patience = self.welcome.patience
         self._clocks = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)
-        self._messages = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)  # by group and the two ranks
+        self._messages: dict[tuple[int, str], Iterator[int]] = {}  # numbers of the next ones, by group and ranks
         self._unanswered = 0
         self._answered: Operation | None = None  # the last small message of which the daemon is to say that it has it
         self.topology: Topology = self.welcome.topology
@@ -315,7 +316,7 @@ class Client:
             operation = self.channel.begin(name)
             if inline is not None:
                 self._answered = operation
-        clock = self._messages.count(group, name)
+        clock = self._number(group, name)
         operation.about = (name, clock, 0)
         nbytes = nbytes if inline is None else len(inline)
         where = None if place is None else wire.Place(*place)
@@ -355,12 +356,20 @@ class Client:
         self._not_myself(source)
         name = f"message to {self.rank}" if rank is None else f"message {rank} to {self.rank}"
         operation = self.channel.begin(name)
-        clock = self._messages.count(group, name)
+        clock = self._number(group, name)
         operation.about = (name, clock, 0)
         where = None if place is None else wire.Place(*place)
         self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
         self._send(wire.ReceiveFrom(operation.handle, group, source, tag, clock, nbytes, where, seconds))
         return operation
+
+    def _number(self, group: int, name: str) -> int:
+        """Returns the number of a message between two ranks. Threads may ask for it concurrently."""
+        numbers = self._messages.get((group, name))
+        if numbers is None:
+            first = self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH
+            numbers = self._messages.setdefault((group, name), itertools.count(first))
+        return next(numbers)
 
     def _not_myself(self, rank: int) -> None:
         if rank == self.rank:

@@ -166,3 +166,51 @@ def test_a_worker_that_leaves_with_answers_unread_still_says_bye(daemon: Daemon)
     daemon.send(wire.Done(operation.handle, bytes(8)))
     client.close()
     assert daemon.receive() == wire.Bye("")
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_message_needs_no_answer_but_every_so_often(daemon: Daemon, client: Client) -> None:
+    handles = []
+    for number in range(70):
+        operation = client.send_to(0, 0, 5, inline=b"abcd")
+        sent = daemon.receive()
+        assert isinstance(sent, wire.SendTo)
+        assert (sent.clock, sent.rank, sent.tag, sent.inline) == (number, 0, 5, b"abcd")
+        assert operation.done == (sent.handle == 0)
+        handles.append(sent.handle)
+        if sent.handle and len(handles) < 40:
+            daemon.send(wire.Done(sent.handle))
+    assert [number for number, handle in enumerate(handles) if handle] == [31, *range(63, 70)]
+    for handle in handles[63:]:
+        daemon.send(wire.Done(handle))
+    client.wait(operation)
+    assert client.send_to(0, 0, 5, inline=b"abcd").done
+
+
+def test_messages_are_counted_by_group_and_rank_from_any_thread(daemon: Daemon, client: Client) -> None:
+    def send(group: int) -> None:
+        for _ in range(100):
+            client.send_to(group, 0, 0, place=(1, 0), nbytes=4)
+
+    threads = [threading.Thread(target=send, args=(group,)) for group in (0, 0, 3)]
+    for thread in threads:
+        thread.start()
+    received = [daemon.receive() for _ in range(300)]
+    for thread in threads:
+        thread.join()
+    clocks: dict[int, list[int]] = {0: [], 3: []}
+    for sent in received:
+        assert isinstance(sent, wire.SendTo)
+        clocks[sent.group].append(sent.clock)
+    assert sorted(clocks[0]) == list(range(200))
+    assert clocks[3] == list(range(100))
+
+
+def test_a_receive_tells_who_sent_what(daemon: Daemon, client: Client) -> None:
+    operation = client.receive_from(0, None, 3, 8, seconds=2.5)
+    assert daemon.receive() == wire.ReceiveFrom(operation.handle, 0, wire.ANYBODY, 3, 0, 8, None, 2.5)
+    daemon.send(wire.Done(operation.handle, b"abc", (0, 3)))
+    assert client.wait(operation).inline == b"abc"
+    assert operation.sizes == (0, 3)
