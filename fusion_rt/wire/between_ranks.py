@@ -48,9 +48,10 @@ class MessageOver(msgspec.Struct, tag="mo", array_like=True):
 
 
 class MessagesTaken(msgspec.Struct, tag="mt", array_like=True):
-    """So many further messages that came at once have been received: as many more may come at once."""
+    """So many further messages, of so many bytes, that came at once have been received: as many more may come."""
 
     count: Count
+    nbytes: Count
 
 
 class MessageChunk(Chunk, tag="mc", array_like=True):

@@ -83,7 +83,7 @@ def _say(job: SimulatedJob, program: Program) -> None:
         wire.MessageSent(group, source, target, program.of(_TAGS), clock, nbytes, data),
         wire.MessageAccepted(key),
         wire.MessageOver(key, "because"),
-        wire.MessagesTaken(program.of((0, 1, 256, 2**47))),
+        wire.MessagesTaken(program.of((0, 1, 256, 2**47)), program.of((0, 4, 2**47))),
         wire.MessageCredit(key, program.of((0, 1, 2**47))),
     )[kind]
     _tell(job, program, said)

@@ -1,82 +1,120 @@
 """Limits of what peers send before anybody here has asked for it.
 
-A message that travels at once lies in the memory of its receiver's daemon until it is received. So a node may send
-another one `AT_ONCE` of them, and as many more as that says it has handed on. Any other message is only announced, and
-its data waits where it is. Who announces more than `ANNOUNCED` fails here, and there, if it does it all the same.
+A message that travels at once lies in the memory of its receiver's daemon until it is received, and goes over the
+control connection, where others wait behind it. So a node may send another one `AT_ONCE` of them, of `BYTES_AT_ONCE` in
+all, and as many more as that says it has handed on. Any other message is only announced, and its data waits where it
+is. Who announces more than `ANNOUNCED` fails here, and there, if it does it all the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from dataclasses import dataclass
 
 from fusion_rt.core.errors import WireError
 from fusiond.transport.flow_control import CreditExceeded
 
-AT_ONCE = 1024  # messages of at most `wire.MAX_INLINE` bytes, between two nodes
+AT_ONCE = 1024  # messages, each of at most `wire.MAX_INLINE` bytes, between two nodes
+BYTES_AT_ONCE = 1 << 20
 ANNOUNCED = 16384  # messages, between two nodes
 
 
+@dataclass(slots=True)
+class _Counts:
+    """Messages between this node and a peer, and their bytes.
+
+    Attributes:
+        sent: at once, and not yet taken there, as far as it has said so.
+        came: at once, and not yet said to be taken; `taken`: of these.
+        there, here: announced there, or here, and neither accepted nor given up.
+    """
+
+    sent: int = 0
+    sent_bytes: int = 0
+    came: int = 0
+    came_bytes: int = 0
+    taken: int = 0
+    taken_bytes: int = 0
+    there: int = 0
+    here: int = 0
+
+
 class Limits:
-    """The counts of one node, by peer."""
+    """The counts of one node. It is a peer of its own, for the messages between its ranks."""
 
     def __init__(self) -> None:
-        self._sent: Counter[int] = Counter()  # at once, and not yet taken there, as far as it has said so
-        self._came: Counter[int] = Counter()  # at once, and not yet said to be taken
-        self._taken: Counter[int] = Counter()  # of these
-        self._announced_there: Counter[int] = Counter()
-        self._announced_here: Counter[int] = Counter()
+        self._peers: defaultdict[int, _Counts] = defaultdict(_Counts)
 
     @property
     def are_clear(self) -> bool:
         """True if no message counts that came here, or was announced."""
-        announced = self._announced_here.total() or self._announced_there.total()
-        return not announced and self._came == self._taken
+        return not any(
+            peer.here or peer.there or (peer.came, peer.came_bytes) != (peer.taken, peer.taken_bytes)
+            for peer in self._peers.values()
+        )
 
-    def may_send(self, node: int) -> bool:
+    def may_send(self, node: int, nbytes: int) -> bool:
         """Returns whether another message may go to a node at once; then it is counted."""
-        if self._sent[node] >= AT_ONCE:
+        peer = self._peers[node]
+        if peer.sent >= AT_ONCE or peer.sent_bytes + nbytes > BYTES_AT_ONCE:
             return False
-        self._sent[node] += 1
+        peer.sent += 1
+        peer.sent_bytes += nbytes
         return True
 
-    def granted(self, node: int, count: int) -> None:
+    def granted(self, node: int, count: int, nbytes: int) -> None:
         """A node has handed on `count` messages. Raises `WireError` if it had not so many."""
-        if count > self._sent[node]:
-            raise WireError(f"it has taken {count} messages, and only {self._sent[node]} were sent to it")
-        self._sent[node] -= count
+        peer = self._peers[node]
+        if count > peer.sent or nbytes > peer.sent_bytes:
+            raise WireError(
+                f"it has taken {count} messages of {nbytes} bytes, and only {peer.sent} of {peer.sent_bytes} were sent "
+                "to it"
+            )
+        peer.sent -= count
+        peer.sent_bytes -= nbytes
 
-    def came(self, node: int) -> None:
+    def came(self, node: int, nbytes: int) -> None:
         """A message has come at once. Raises `CreditExceeded` if it is one too many."""
-        self._came[node] += 1
-        if self._came[node] > AT_ONCE:
-            raise CreditExceeded(f"it sent more than {AT_ONCE} messages that nobody has received")
+        peer = self._peers[node]
+        peer.came += 1
+        peer.came_bytes += nbytes
+        if peer.came > AT_ONCE or peer.came_bytes > BYTES_AT_ONCE:
+            raise CreditExceeded(
+                f"it sent more messages that nobody has received than {AT_ONCE}, of {BYTES_AT_ONCE} bytes in all"
+            )
 
-    def taken(self, node: int) -> int:
-        """One of these is handed on. Returns how many the node is to be told of now; 0: none."""
-        self._taken[node] += 1
-        if 4 * self._taken[node] < AT_ONCE:
-            return 0
-        count = self._taken.pop(node)
-        self._came[node] -= count
-        return count
+    def taken(self, node: int, nbytes: int) -> tuple[int, int]:
+        """One of these is handed on. Returns how many, of how many bytes, the node is to be told of now; or none."""
+        peer = self._peers[node]
+        peer.taken += 1
+        peer.taken_bytes += nbytes
+        if 4 * peer.taken < AT_ONCE and 4 * peer.taken_bytes < BYTES_AT_ONCE:
+            return 0, 0
+        told = peer.taken, peer.taken_bytes
+        peer.came -= peer.taken
+        peer.came_bytes -= peer.taken_bytes
+        peer.taken = peer.taken_bytes = 0
+        return told
 
     def may_announce(self, node: int) -> bool:
         """Returns whether a message may be announced to a node; then it is counted."""
-        if self._announced_there[node] >= ANNOUNCED:
+        peer = self._peers[node]
+        if peer.there >= ANNOUNCED:
             return False
-        self._announced_there[node] += 1
+        peer.there += 1
         return True
 
     def announced(self, node: int) -> None:
         """A node has announced a message. Raises `CreditExceeded` if it is one too many."""
-        self._announced_here[node] += 1
-        if self._announced_here[node] > ANNOUNCED:
+        peer = self._peers[node]
+        peer.here += 1
+        if peer.here > ANNOUNCED:
             raise CreditExceeded(f"it announced more than {ANNOUNCED} messages that nobody has received")
 
     def settled_there(self, node: int) -> None:
         """A message that was announced to a node is accepted or given up."""
-        self._announced_there[node] -= 1
+        self._peers[node].there -= 1
 
     def settled_here(self, node: int) -> None:
         """A message that a node has announced is accepted or given up."""
-        self._announced_here[node] -= 1
+        self._peers[node].here -= 1

@@ -127,7 +127,7 @@ class Messaging:
         """Sends a small message; returns whether it is away, or has to wait where it is."""
         here = asked.rank in self._local
         node = self._context.node if here else self._context.topology.node_of(asked.rank)
-        if not self._limits.may_send(node):
+        if not self._limits.may_send(node, len(inline)):
             return False
         if not here:
             self._context.outside.to_node(
@@ -248,13 +248,14 @@ class Messaging:
     def _taken(self, message: Message) -> None:
         """A message that travelled at once does not wait here any more."""
         if message.node < 0:
-            self._limits.granted(self._context.node, 1)
+            self._limits.granted(self._context.node, 1, message.nbytes)
         else:
-            self._free(message.node)
+            self._free(message.node, message.nbytes)
 
-    def _free(self, node: int) -> None:
-        if count := self._limits.taken(node):
-            self._context.outside.to_node(node, wire.MessagesTaken(count))
+    def _free(self, node: int, nbytes: int) -> None:
+        count, total = self._limits.taken(node, nbytes)
+        if count:
+            self._context.outside.to_node(node, wire.MessagesTaken(count, total))
 
     def _copy(self, message: Message, source: Array, target: Array) -> None:
         """Copies a message between the memories of two ranks of this node, on threads if it is large."""
@@ -284,7 +285,7 @@ class Messaging:
             wire.MessageSent: self._sent_elsewhere,
             wire.MessageAccepted: self._accepted,
             wire.MessageOver: self._over,
-            wire.MessagesTaken: lambda node, word: self._limits.granted(node, word.count),
+            wire.MessagesTaken: lambda node, word: self._limits.granted(node, word.count, word.nbytes),
             wire.MessageChunk: self._transfers.chunk,
             wire.MessageCredit: self._transfers.credit,
         }
@@ -298,7 +299,7 @@ class Messaging:
         if sent.data is not None:
             if len(sent.data) != sent.nbytes:
                 raise WireError(f"a message of {sent.nbytes} bytes has {len(sent.data)}")
-            self._limits.came(node)
+            self._limits.came(node, sent.nbytes)
         elif key in self._messages:
             raise WireError(f"{key.name} of clock {key.clock} was announced before")
         else:
@@ -308,7 +309,7 @@ class Messaging:
         if not why:
             self._arrived(message)
         elif sent.data is not None:
-            self._free(node)
+            self._free(node, sent.nbytes)
         else:
             self._break(message, f"rank {sent.target} cannot receive from rank {sent.source}: {why}")
 

@@ -10,7 +10,7 @@ import pytest
 from fusion_rt import wire
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import ProcessSet
-from fusiond.point_to_point.limits import ANNOUNCED, AT_ONCE
+from fusiond.point_to_point.limits import ANNOUNCED, AT_ONCE, BYTES_AT_ONCE
 from fusiond.transport.flow_control import CreditExceeded
 from tests.fusiond.point_to_point.mail import Mail
 
@@ -164,16 +164,20 @@ def test_hundreds_of_messages_arrive_in_order_whatever_the_network_does(sizes: l
     mail.nothing_is_left()
 
 
-def test_more_small_messages_than_a_node_keeps_wait_where_they_are() -> None:
-    mail = Mail([1, 1])
-    sends = [mail.send(0, 1, number.to_bytes(4, "big"), inline=True) for number in range(AT_ONCE + 10)]
-    mail.job.settle()
-    assert [mail.sent(0, handle) for handle in sends] == [True] * AT_ONCE + [False] * 10
-    got = [mail.receive(1, 0, 4, inline=True) for _ in sends]
-    mail.job.settle()
-    assert [mail.received(1, handle)[1] for handle in got] == [n.to_bytes(4, "big") for n in range(AT_ONCE + 10)]
-    assert all(mail.sent(0, handle) for handle in sends)
-    mail.nothing_is_left()
+@pytest.mark.parametrize("nbytes", [4, wire.MAX_INLINE])
+def test_more_small_messages_than_a_node_keeps_wait_where_they_are(nbytes: int) -> None:
+    mail, kept = Mail([1, 1]), min(AT_ONCE, BYTES_AT_ONCE // nbytes)
+    for _ in range(3):  # room is made again
+        sends = [mail.send(0, 1, data_of(nbytes, number), inline=True) for number in range(kept + 10)]
+        mail.job.settle()
+        told = [mail.sent(0, handle) for handle in sends]
+        assert told == sorted(told, reverse=True)
+        assert kept // 4 < sum(told) <= kept
+        got = [mail.receive(1, 0, nbytes, inline=True) for _ in sends]
+        mail.job.settle()
+        assert [mail.received(1, handle)[1] for handle in got] == [data_of(nbytes, n) for n in range(kept + 10)]
+        assert all(mail.sent(0, handle) for handle in sends)
+        mail.nothing_is_left()
 
 
 # --- what fails -------------------------------------------------------------------------------------------------------
@@ -345,7 +349,18 @@ def test_no_more_messages_are_kept_than_were_granted() -> None:
     mail = Mail([1, 1])
     flood = [wire.MessageSent(0, 1, 0, 0, clock, 4, b"abcd") for clock in range(AT_ONCE + 1)]
     from_node_1(mail, *flood[:-1])
-    with pytest.raises(CreditExceeded, match="it sent more than 1024 messages that nobody has received"):
+    with pytest.raises(
+        CreditExceeded, match="it sent more messages that nobody has received than 1024, of 1048576 bytes in all"
+    ):
+        from_node_1(mail, flood[-1])
+
+
+def test_no_more_bytes_are_kept_than_were_granted() -> None:
+    mail, data = Mail([1, 1]), bytes(wire.MAX_INLINE)
+    most = BYTES_AT_ONCE // len(data)
+    flood = [wire.MessageSent(0, 1, 0, 0, clock, len(data), data) for clock in range(most + 1)]
+    from_node_1(mail, *flood[:-1])
+    with pytest.raises(CreditExceeded, match="of 1048576 bytes in all"):
         from_node_1(mail, flood[-1])
 
 
@@ -363,7 +378,7 @@ def test_no_more_messages_are_announced_than_may_be() -> None:
         (wire.MessageSent(0, 0, 1, 0, 0, 4, b"abcd"), "rank 0 is not there, or rank 1 not here"),
         (wire.MessageSent(0, 1, 1, 0, 0, 4, b"abcd"), "rank 1 not here"),
         (wire.MessageSent(0, 1, 0, 0, 0, 5, b"abcd"), "a message of 5 bytes has 4"),
-        (wire.MessagesTaken(1), "it has taken 1 messages, and only 0 were sent to it"),
+        (wire.MessagesTaken(1, 0), "it has taken 1 messages of 0 bytes, and only 0 of 0 were sent to it"),
     ],
 )
 def test_a_message_that_cannot_be_is_refused(message: wire.PeerMessage, why: str) -> None:
