@@ -27,10 +27,12 @@ from fusiond.core.errors import RequestError
 from fusiond.core.tracing import Job
 from fusiond.operations.context import Context
 from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
+from fusiond.point_to_point.answers import Answers
 from fusiond.point_to_point.calls import Call, Message, ReceiveCall, SendCall
 from fusiond.point_to_point.deadlines import Deadlines
 from fusiond.point_to_point.limits import ANNOUNCED, Limits
 from fusiond.point_to_point.matching import Mailbox
+from fusiond.point_to_point.presence import Presence
 from fusiond.point_to_point.reports import Reports
 from fusiond.point_to_point.transfers import Transfers
 
@@ -62,19 +64,16 @@ class Messaging:
         self.completed_bytes = 0
         self._context = context
         self._work = work
-        self._failure = failure
-        self._participants = context.participants
+        self._presence = Presence(context.topology, context.participants, failure)
+        self._answers = Answers(context.outside, context.trace)
         self._local = frozenset(context.topology.ranks[context.node])
-        self._calls: dict[Call, None] = {}  # those that have not been answered, the oldest first
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}  # by group and rank
         self._sends: dict[OpKey, SendCall] = {}  # announced to other nodes
         self._messages: dict[OpKey, Message] = {}  # announced by other nodes
-        self._closed: set[tuple[int, int]] = set()  # groups that local ranks have closed
-        self._told: set[str] = set()  # what was warned of, where nobody waits for an answer
         self._limits = Limits()
         self._transfers = Transfers(context, limits, self._sent, self._received)
         self._deadlines = Deadlines(context.outside.clock, context.outside.call_later, self._overdue)
-        self.reports = Reports(context, self._calls, self._fail, whereabouts)
+        self.reports = Reports(context, self._answers, self._fail, whereabouts)
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
@@ -92,12 +91,12 @@ class Messaging:
         key = wire.message_key(asked.group, rank, asked.rank, asked.clock)
         trace = self._context.trace
         trace.record(Kind.READY, key.name, asked.nbytes, asked.clock, 0, 0, rank)
-        if why := self._why_not(rank, asked.group, asked.rank) or self._is_gone(asked.rank):
-            self._refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", key)
+        if why := self._presence.why_not(rank, asked.group, asked.rank) or self._presence.why_gone(asked.rank):
+            self._answers.refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", key)
             return
         if inline is not None and self._at_once(rank, asked, key, inline):
             if asked.handle:
-                self._answer(rank, asked.handle, key)
+                self._answers.done(rank, asked.handle, key)
             return
         if memory is None:
             assert inline is not None
@@ -110,7 +109,7 @@ class Messaging:
         node = self._context.node if asked.rank in self._local else self._context.topology.node_of(asked.rank)
         if not self._limits.may_announce(node):
             why = f"{ANNOUNCED} messages that its node has announced there have not been received"
-            self._refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", key)
+            self._answers.refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", key)
             return
         self._begin(call, asked.seconds)
         if asked.rank not in self._local:
@@ -152,53 +151,20 @@ class Messaging:
             memory=memory,
         )  # fmt: skip
         self._context.trace.record(Kind.READY, name, asked.nbytes, asked.clock, 0, 0, rank)
-        why = self._why_not(rank, asked.group, asked.rank)
+        why = self._presence.why_not(rank, asked.group, asked.rank)
         message = None if why else self._mailbox(asked.group, rank).receive(call)
-        if not why and message is None and (why := self._nobody_sends(call)):
+        if not why and message is None and (why := self._presence.why_nothing_comes(call)):
             self._mailbox(asked.group, rank).withdraw(call)
         if why:
             text = f"{call.describe(self._context.topology)} is not possible: {why}"
-            self._refuse(rank, asked.handle, text, OpKey(asked.group, 0, *call.about))
+            self._answers.refuse(rank, asked.handle, text, OpKey(asked.group, 0, *call.about))
             return
         self._begin(call, asked.seconds)
         if message is not None:
             self._deliver(message, call)
 
-    def _why_not(self, rank: int, group: int, other: int) -> str:
-        """Returns why a rank can send nothing to another one of a group, nor receive from it; empty if it can."""
-        if failure := self._failure():
-            return failure
-        if group not in self._participants:
-            return f"there is no group {group}, or no longer"
-        ranks = self._participants.members(group).set.ranks
-        for member in (rank, other):
-            if member not in ranks and member != ANYBODY:
-                return f"rank {member} is not in group {group}"
-            if (group, member) in self._closed:
-                return f"rank {member} has closed group {group}"
-        return ""
-
-    def _is_gone(self, rank: int) -> str:
-        """Returns that a rank has left, or is lost, as a sentence; empty if it is there."""
-        participants = self._participants
-        if rank not in participants.departed:
-            return ""
-        who = self._context.topology.describe([rank])
-        return f"{who} is lost ({participants.lost[rank]})" if rank in participants.lost else f"{who} has left the job"
-
-    def _nobody_sends(self, call: ReceiveCall) -> str:
-        """Returns why nothing will come for a receive; empty if it may."""
-        if call.group not in self._participants:
-            return "the group is closed"
-        if call.other != ANYBODY:
-            return self._is_gone(call.other)
-        others = [rank for rank in self._participants.members(call.group).set.ranks if rank != call.rank]
-        if any(rank not in self._participants.departed for rank in others):
-            return ""
-        return "all other ranks of the group have left the job"
-
     def _begin(self, call: Call, seconds: float) -> None:
-        self._calls[call] = None
+        self._answers.await_end(call)
         if seconds:
             call.until = call.since + seconds
             self._deadlines.add(call.until)
@@ -305,7 +271,7 @@ class Messaging:
         else:
             self._limits.announced(node)
             self._messages[key] = message
-        why = self._why_not(sent.target, sent.group, sent.source) or self._is_gone(sent.target)
+        why = self._presence.why_not(sent.target, sent.group, sent.source) or self._presence.why_gone(sent.target)
         if not why:
             self._arrived(message)
         elif sent.data is not None:
@@ -336,14 +302,12 @@ class Messaging:
         self._messages.pop(message.key, None)
         if message.into is not None:
             self._context.trace.record(Kind.RUN_END, message.key.name, 0, message.key.clock)
-        if call in self._calls:
-            inline = None
-            if call.memory is None:
-                inline = message.data if message.into is None else message.into.tobytes()
+        inline = None
+        if call.memory is None:
+            inline = message.data if message.into is None else message.into.tobytes()
+        if self._answers.end(call, message.key, inline, (message.source, message.nbytes)):
             self.completed += 1
             self.completed_bytes += message.nbytes
-            del self._calls[call]
-            self._answer(call.rank, call.handle, message.key, inline, (message.source, message.nbytes))
         call.message = None  # no circle: memory of workers is free as soon as nobody uses it
         if message.send is not None:
             self._sent(message.send)
@@ -353,18 +317,9 @@ class Messaging:
         self._sends.pop(call.key, None)
         self._settle(call)
         call.message = None
-        if call in self._calls:
-            del self._calls[call]
-            if call.node >= 0:
-                self._context.trace.record(Kind.RUN_END, call.key.name, 0, call.key.clock)
-            self._answer(call.rank, call.handle, call.key)
-
-    def _answer(
-        self, rank: int, handle: int, key: OpKey, inline: bytes | None = None, sizes: tuple[int, ...] = ()
-    ) -> None:
-        self._context.trace.record(Kind.ANSWERED, key.name, 0, key.clock, 0, 0, rank)
-        if handle:
-            self._context.outside.to_worker(rank, wire.Done(handle, inline, sizes))
+        if call.node >= 0:
+            self._context.trace.record(Kind.RUN_END, call.key.name, 0, call.key.clock)
+        self._answers.end(call, call.key)
 
     def _settle(self, call: SendCall) -> None:
         """A send's message is not only announced any more."""
@@ -374,14 +329,6 @@ class Messaging:
 
     # --- what fails ---------------------------------------------------------------------------------------------------
 
-    def _refuse(self, rank: int, handle: int, error: str, key: OpKey) -> None:
-        self._context.trace.record(Kind.FAILED, key.name, 0, key.clock)
-        if handle:
-            self._context.outside.to_worker(rank, wire.Failed(handle, error))
-        elif key.name not in self._told:
-            self._told.add(key.name)
-            self._context.outside.warn(f"{error}; it was not told, since small messages are away when they are sent")
-
     def _failed(self, call: Call, error: str) -> None:
         """Tells a worker that its send or receive has failed, which nothing is left of then."""
         call.message = None
@@ -389,9 +336,7 @@ class Messaging:
             self._sends.pop(call.key, None)
             self._transfers.forget(call.key)
             self._settle(call)
-        if call in self._calls:
-            del self._calls[call]
-            self._refuse(call.rank, call.handle, error, OpKey(call.group, 0, *call.about))
+        self._answers.fail(call, error)
 
     def _fail(self, call: Call, error: str) -> None:
         """A send or receive fails, and so does what it is paired with."""
@@ -431,10 +376,10 @@ class Messaging:
 
     def _overdue(self, now: float) -> float:
         """Ends what is due; returns when the next one is."""
-        for call in [call for call in self._calls if call.until <= now]:
-            if call in self._calls:  # the end of one may be that of another
+        for call in self._answers:
+            if call.until <= now:
                 self._fail(call, self.reports.explain(call, call.until - call.since))
-        return min((call.until for call in self._calls if call.until > now), default=math.inf)
+        return min((call.until for call in self._answers if call.until > now), default=math.inf)
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
@@ -444,20 +389,18 @@ class Messaging:
         if joined:
             return
         gone = set(ranks)
-        for call in [*self._calls]:
-            if call not in self._calls:  # it failed with another one
-                continue
+        for call in self._answers:
             whose = call.rank
             if whose not in gone:
                 whose = call.other if call.message is None else self._source_or_target(call, call.message)
-            why = self._is_gone(whose) if whose in gone else ""
+            why = self._presence.why_gone(whose) if whose in gone else ""
             if not why and call.message is None and isinstance(call, ReceiveCall):
-                why = self._nobody_sends(call)
+                why = self._presence.why_nothing_comes(call)
             if why:
                 self._fail(call, f"{call.describe(self._context.topology)} failed: {why}")
         for (_, owner), mailbox in self._mailboxes.items():
             if owner in gone:
-                self._empty(mailbox, self._is_gone(owner))
+                self._empty(mailbox, self._presence.why_gone(owner))
 
     @staticmethod
     def _source_or_target(call: Call, message: Message) -> int:
@@ -466,10 +409,10 @@ class Messaging:
 
     def close(self, group: int, rank: int) -> None:
         """A local rank has closed a group: what it has under way there fails, and nothing more comes."""
-        self._closed.add((group, rank))
+        self._presence.closed.add((group, rank))
         why = f"{self._context.topology.describe([rank])} has closed the group"
-        for call in [*self._calls]:
-            if (call.group, call.rank) == (group, rank) and call in self._calls:
+        for call in self._answers:
+            if (call.group, call.rank) == (group, rank):
                 self._fail(call, f"{call.describe(self._context.topology)} failed: {why}")
         mailbox = self._mailboxes.get((group, rank))
         if mailbox is not None:
@@ -482,13 +425,12 @@ class Messaging:
 
     def end(self, error: str) -> None:
         """Fails everything under way with this sentence."""
-        for call in [*self._calls]:
-            if call in self._calls:
-                self._fail(call, f"{call.describe(self._context.topology)} failed: {error}")
+        for call in self._answers:
+            self._fail(call, f"{call.describe(self._context.topology)} failed: {error}")
 
     def fail(self, error: str) -> None:
         """Forgets everything under way: the job cannot go on, for this reason."""
-        self._calls.clear()
+        self._answers.clear()
         self._sends.clear()
         self._messages.clear()
         self._mailboxes.clear()
@@ -498,7 +440,7 @@ class Messaging:
     @property
     def idle(self) -> bool:
         """True if no local worker waits for a send or a receive."""
-        return not self._calls
+        return not self._answers
 
     @property
     def is_empty(self) -> bool:
@@ -510,7 +452,7 @@ class Messaging:
         """Returns the sends and receives `under_way`, messages `kept` that nobody has received, those `completed`,
         their `bytes`, and chunks `dropped` because their messages were over."""
         return {
-            "under_way": len(self._calls),
+            "under_way": len(self._answers),
             "kept": sum(1 for mailbox in self._mailboxes.values() for _ in mailbox.messages()),
             "completed": self.completed,
             "bytes": self.completed_bytes,

@@ -4,12 +4,13 @@ long."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from fusion_rt import wire
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import ANYBODY, OpKey
 from fusiond.operations.context import Context
+from fusiond.point_to_point.answers import Answers
 from fusiond.point_to_point.calls import Call, ReceiveCall
 
 _SHOWN = 8  # in a warning
@@ -27,7 +28,7 @@ class Reports:
     def __init__(
         self,
         context: Context,
-        calls: Collection[Call],
+        calls: Answers,
         fail: Callable[[Call, str], None],
         whereabouts: Callable[[Iterable[int], Callable[[str], None]], None],
     ) -> None:
@@ -40,9 +41,7 @@ class Reports:
         """Time has passed: warns of what waits long, and ends what has waited as long as any operation may."""
         now, settings = self._context.outside.clock(), self._context.settings
         late: list[Call] = []
-        for call in [*self._calls]:
-            if call not in self._calls:  # it failed with another one
-                continue
+        for call in self._calls:
             waited = now - call.since
             if waited > settings.operation_timeout and call.until == math.inf:
                 self._fail(call, self.explain(call, waited))

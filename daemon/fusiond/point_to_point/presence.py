@@ -1,0 +1,60 @@
+"""Who can send to whom, and receive from whom: ranks leave, are lost, and close groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fusion_rt.core.topology import Topology
+from fusion_rt.wire import ANYBODY
+from fusiond.core.participants import Participants
+from fusiond.point_to_point.calls import ReceiveCall
+
+
+class Presence:
+    """The ranks that are there, as one engine sees them.
+
+    Args:
+        failure: returns why the job cannot go on; empty if it can.
+
+    Attributes:
+        closed: groups, each with a local rank that has closed it.
+    """
+
+    def __init__(self, topology: Topology, participants: Participants, failure: Callable[[], str]) -> None:
+        self.closed: set[tuple[int, int]] = set()
+        self._topology = topology
+        self._participants = participants
+        self._failure = failure
+
+    def why_not(self, rank: int, group: int, other: int) -> str:
+        """Returns why a rank can send nothing to another one of a group, nor receive from it; empty if it can."""
+        if failure := self._failure():
+            return failure
+        if group not in self._participants:
+            return f"there is no group {group}, or no longer"
+        ranks = self._participants.members(group).set.ranks
+        for member in (rank, other):
+            if member not in ranks and member != ANYBODY:
+                return f"rank {member} is not in group {group}"
+            if (group, member) in self.closed:
+                return f"rank {member} has closed group {group}"
+        return ""
+
+    def why_gone(self, rank: int) -> str:
+        """Returns that a rank has left, or is lost, as a sentence; empty if it is there."""
+        participants = self._participants
+        if rank not in participants.departed:
+            return ""
+        who = self._topology.describe([rank])
+        return f"{who} is lost ({participants.lost[rank]})" if rank in participants.lost else f"{who} has left the job"
+
+    def why_nothing_comes(self, call: ReceiveCall) -> str:
+        """Returns why nothing will be sent that a receive takes; empty if it may."""
+        if call.group not in self._participants:
+            return "the group is closed"
+        if call.other != ANYBODY:
+            return self.why_gone(call.other)
+        others = [rank for rank in self._participants.members(call.group).set.ranks if rank != call.rank]
+        if any(rank not in self._participants.departed for rank in others):
+            return ""
+        return "all other ranks of the group have left the job"
