@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_rt.dist.exchanged import ExchangedGradients
-from fusion_rt.dist.sets import process_set_of
+from fusion_rt.dist.sets import check_job, process_set_of
 from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.sync.handed import HandedSlot, stand_in
 from fusion_rt.torch.sync.parameters import Named
@@ -38,8 +38,8 @@ class DDPGradients(ExchangedGradients):
     Args:
         codec: a codec's text, such as "topk(density=0.01)", or a compressor of fusion_rt.torch.
         named_parameters: the model's, for names in checkpoints and messages; None: they are numbered.
-        process_group: DDP's; None stands for the default group. If it is only a part of the ranks, all ranks of the job
-            have to make their hooks at the same place.
+        process_group: DDP's; None stands for the default group, which there may be later. If it is only a part of the
+            ranks, all ranks of the job have to make their hooks at the same place.
         optimizer: steps with the gradients. If it is given, residuals are rescaled when its learning rates change.
 
     Raises:
@@ -53,8 +53,7 @@ class DDPGradients(ExchangedGradients):
         process_group: dist.ProcessGroup | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        super().__init__(codec, process_set_of(process_group), optimizer)
-        self._alone = not takes_part(self._options.process_set)
+        super().__init__(codec, None if process_group is None else process_set_of(process_group), optimizer)
         self._names = None if named_parameters is None else {id(p): name for name, p in named_parameters}
         self._arrived: list[_Arrived] = []  # of the first step, until all of it is there
         self._results: list[tuple[_Result, torch.Tensor]] = []  # of this step, with DDP's buffers
@@ -72,7 +71,7 @@ class DDPGradients(ExchangedGradients):
         """
         buffer = bucket.buffer()
         future = _Result(bucket.index(), buffer.device)
-        if self._alone:
+        if not takes_part(self.process_set):
             future.set_result(buffer)
             return future
         self._check(bucket, buffer)
@@ -204,6 +203,7 @@ def compress(ddp: DistributedDataParallel, codec: Any, optimizer: torch.optim.Op
     Returns:
         The state, whose `state_dict` belongs into checkpoints.
     """
+    check_job()
     state, hook = ddp_hook(codec, ddp.module.named_parameters(), ddp.process_group, optimizer)
     ddp.register_comm_hook(state, hook)
     return state

@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from fusion_rt.dist.sets import process_set_of
 from fusion_rt.torch.core.process_sets import ProcessSet
-from fusion_rt.torch.sync.handed import HandedOver, HandedSlot, HandedTensors, handed_over, options_for
+from fusion_rt.torch.optimizer import check_codec
+from fusion_rt.torch.sync.handed import (
+    HandedOver,
+    HandedSlot,
+    HandedTensors,
+    codec_text,
+    handed_over,
+    options_for,
+)
 from fusion_rt.torch.sync.parameters import Named
 from fusion_rt.torch.sync.synchroniser import OptimizerStatistics
 
@@ -18,7 +28,7 @@ class ExchangedGradients:
 
     Args:
         codec: a codec's text, such as "topk(density=0.01)", or a compressor of fusion_rt.torch.
-        process_set: the ranks that exchange.
+        process_set: the ranks that exchange; None: all of the job that this worker is in then.
         optimizer: steps with the gradients. If it is given, residuals are rescaled when its learning rates change.
 
     Attributes:
@@ -28,18 +38,27 @@ class ExchangedGradients:
         ValueError: the codec cannot be used.
     """
 
-    def __init__(self, codec: Any, process_set: ProcessSet, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, codec: Any, process_set: ProcessSet | None, optimizer: Optimizer | None) -> None:
         self.exchange: HandedOver | None = None
-        self._options = options_for(codec, process_set)
+        self._codec, self._process_set = codec_text(codec), process_set
         self._optimizer = optimizer
+        if optimizer is not None:
+            check_codec(optimizer, self._codec, "average")
         self._loaded: Mapping[str, Any] | None = None  # waits for the first step
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that exchange. Raises `ValueError` if this worker is in no job."""
+        if self._process_set is None:
+            self._process_set = process_set_of(None)
+        return self._process_set
 
     def _begin(self, named: list[Named], parameters: list[torch.Tensor]) -> tuple[HandedOver, list[HandedSlot]]:
         """Begins with stand-ins of these parameters, in an order that is the same on all ranks. Returns what exchanges
         them, and their slots."""
         groups = {} if self._optimizer is None else _groups(self._optimizer, named, parameters)
-        tensors = HandedTensors(named, self._options.process_set, self._optimizer, groups)
-        exchange = self.exchange = handed_over(self._options, tensors, self)
+        tensors = HandedTensors(named, self.process_set, self._optimizer, groups)
+        exchange = self.exchange = handed_over(options_for(self._codec, self.process_set), tensors, self)
         slots = {id(slot.parameter): slot for slot in exchange.sync.slots if isinstance(slot, HandedSlot)}
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
@@ -77,7 +96,7 @@ class ExchangedGradients:
         return self.exchange.sync.statistics()
 
 
-def _groups(optimizer: torch.optim.Optimizer, named: list[Named], parameters: list[torch.Tensor]) -> dict[str, int]:
+def _groups(optimizer: Optimizer, named: list[Named], parameters: list[torch.Tensor]) -> dict[str, int]:
     """Returns the index of each parameter's group in the optimizer, by name."""
     found = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     pairs = zip(named, parameters, strict=True)

@@ -125,7 +125,7 @@ class ReplicatedShards(ExchangedGradients):
         for each in self._groups:
             _check_mesh(each, members)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        if takes_part(self._options.process_set):
+        if takes_part(self.process_set):
             for index, each in enumerate(self._groups):
                 each._all_reduce_hook = partial(self.average, index)
 

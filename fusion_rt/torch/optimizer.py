@@ -101,7 +101,7 @@ def DistributedOptimizer(
     codec = codec_of(compression)
     compressor = compression if codec is None else None
     chosen = here.client.welcome.compression if compression is Compression.none else codec or "dense"
-    _check_codec(optimizer, chosen, ops.resolve(op))
+    check_codec(optimizer, chosen, ops.resolve(op))
     spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
     if spec.signal is algorithms.Signal.GRADIENT and are_shards(optimizer):
         raise ValueError(
@@ -169,7 +169,7 @@ def _check_algorithm(
         )
 
 
-def _check_codec(optimizer: torch.optim.Optimizer, text: str, op: wire.Op) -> None:
+def check_codec(optimizer: torch.optim.Optimizer, text: str, op: wire.Op) -> None:
     """Raises `CodecError` for a codec that cannot be used with `op`, and warns of momentum that would count twice."""
     codec = codecs.parse(text)
     codec.check_use(op)

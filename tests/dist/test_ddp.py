@@ -292,6 +292,15 @@ def _norm(state: DDPGradients) -> float:
 
 
 @on_ranks
+def test_two_momenta_are_warned_of() -> None:
+    with process_group():
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with pytest.warns(UserWarning, match=r"codec topk has a momentum.*optimizer"):
+            compress(model, "topk(momentum=0.9)", optimizer)
+
+
+@on_ranks
 def test_what_makes_no_sense_is_refused_by_a_sentence() -> None:
     with process_group():
         model = DistributedDataParallel(make_model())
@@ -332,6 +341,12 @@ def _waited_for(future: Any) -> Any:
 
 
 @on_ranks
-def test_a_hook_without_a_job_of_these_ranks_is_refused() -> None:
+def test_a_hook_may_be_made_before_the_process_group() -> None:
+    state, hook = ddp_hook("dense", (plain := make_model()).named_parameters())
     with pytest.raises(ValueError, match=r"init_process_group\(.fusion.\)"):
-        ddp_hook(TOPK)
+        _ = state.process_set
+    with process_group():
+        model = DistributedDataParallel(plain)
+        model.register_comm_hook(state, hook)
+        expected = DistributedDataParallel(make_model())
+        assert train(model, range(2)) == train(expected, range(2))

@@ -175,24 +175,32 @@ def stand_in(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device |
     return torch.empty((), dtype=dtype, device=device or parameter.device).expand(shape)
 
 
-def options_for(codec: Any, process_set: ProcessSet) -> Options:
-    """Returns the options of gradients that are handed over, of which all ranks get the mean.
+def codec_text(codec: Any) -> str:
+    """Returns the text of a codec for gradients of torch's data parallelism, of which all ranks get the mean.
 
     Args:
-        codec: a codec's text, or a compressor of fusion_rt.torch.
-        process_set: the ranks that take part.
+        codec: its text, or a compressor of fusion_rt.torch.
 
     Raises:
-        ValueError: the codec cannot be used.
+        ValueError: it cannot be used.
     """
     text = codec_of(codec)
     if text is None:
         raise ValueError(f"{codec!r} is a compressor of the script's own; gradients of torch's data parallelism need a "
                          "codec")  # fmt: skip
-    spec = codecs.parse(text)
-    spec.check_use("average")
-    packages = tuple(filter(None, [codecs.CODECS.package(spec.name)]))
-    reduction = wire.Reduction("average", codec=text, packages=packages)
+    codecs.parse(text).check_use("average")
+    return text
+
+
+def options_for(codec: str, process_set: ProcessSet) -> Options:
+    """Returns the options of gradients that are handed over, of which all ranks get the mean.
+
+    Args:
+        codec: its text.
+        process_set: the ranks that take part.
+    """
+    packages = tuple(filter(None, [codecs.CODECS.package(codecs.parse(codec).name)]))
+    reduction = wire.Reduction("average", codec=codec, packages=packages)
     return Options(reduction, process_set, GivenGradients(), ToGiver())
 
 
