@@ -368,7 +368,6 @@ class Mesh:
         measured = measure(heartbeat.echoed, heartbeat.came, heartbeat.sent, came)
         if measured is None or heartbeat.echoed != peer.asked_at:
             return  # it is late by a whole interval, which says nothing, or makes no sense
-        peer.clock.add(measured)
         most = 2**32 - 1
         trip = min(-(-measured.round_trip // 1000), most)
         self._trace.record(Kind.CLOCK, "", measured.offset, 0, 0, trip, peer.node)

@@ -27,7 +27,6 @@ from enum import Enum
 from statistics import NormalDist
 
 from fusion_rt import wire
-from fusion_rt.core.clocks import ClockFilter
 from fusion_rt.host.bootstrap import Endpoint
 from fusiond.transport import delivery
 from fusiond.transport.delivery import ReceiveWindow, Sending
@@ -199,7 +198,7 @@ class Peer:
         leaving: it has said that it ends.
         lost: it was declared so; what it sends is fenced, unless it is leaving: those are its last words.
         control_from: routing id under which its control messages come.
-        clock: the estimate of its clock; `asked_at`: `sent` of the last heartbeat to it.
+        asked_at: `sent` of the last heartbeat to it.
         owed, owed_bytes: received since it was last sent an acknowledgement.
         owes_from: so many of these bytes are acknowledged without a message to ride on.
     """
@@ -221,7 +220,6 @@ class Peer:
     owed: int = 0
     owed_bytes: int = 0
     fenced: int = 0
-    clock: ClockFilter = field(default_factory=ClockFilter)
     asked_at: int = 0
     sent_chunks: int = 0
     sent_bytes: int = 0

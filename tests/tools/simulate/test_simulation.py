@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusion_rt import codecs
 from fusion_trace.simulate.daemons import SimulationError
 from fusion_trace.simulate.ghost_codecs import factors, real_layout
-from fusion_trace.simulate.model import FREE, HEAD_NBYTES, Bucket, Cluster, CodecCosts, Costs, Link, equal, ethernet
+from fusion_trace.simulate.model import HEAD_NBYTES, Bucket, Cluster, CodecCosts, Costs, Link, equal, ethernet
 from fusion_trace.simulate.network import Network
 from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
 from fusion_trace.simulate.simulation import Job, Outcome, place
@@ -27,6 +27,7 @@ CODECS = {
     "powersgd(rank=4)": CodecCosts(0.01, 0.1e-9, add=0.1e-9, write=0.1e-9),
 }
 COSTS = Costs(codecs=CODECS)
+FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # what is left are the links
 NO_COSTS = msgspec.structs.replace(FREE, codecs={text: CodecCosts(each.ratio) for text, each in CODECS.items()})
 LINK = ethernet(1e9, 100e-6)
 ALGORITHMS = (

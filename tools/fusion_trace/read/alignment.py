@@ -17,10 +17,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from fusion_rt.core.clocks import MOST_DRIFT
 from fusion_rt.tracing.format import Kind
 from fusion_trace.read.ring_reader import Records
 
+_MOST_DRIFT = 1e-4  # seconds a second by which clocks may drift apart: twice what NTP takes clocks to be
 PIECE = 16 * 10**9  # ns between corners, at least
 _SHORT = 2 * 10**9  # ns in which no drift can be told from noise
 _ENOUGH = 8  # measurements for a piece of the line
@@ -49,7 +49,7 @@ class Offset:
         x, at, changes = (times - self.at[0]).astype(float), (self.at - self.at[0]).astype(float), self.ns - base
         moved = np.interp(x, at, changes)
         if len(at) > 1:
-            slope = np.clip(np.diff(changes) / np.diff(at), -MOST_DRIFT, MOST_DRIFT)
+            slope = np.clip(np.diff(changes) / np.diff(at), -_MOST_DRIFT, _MOST_DRIFT)
             moved += slope[0] * np.minimum(x - at[0], 0) + slope[-1] * np.maximum(x - at[-1], 0)
         aligned: NDArray[np.int64] = times + base + np.rint(moved).astype(np.int64)
         return aligned

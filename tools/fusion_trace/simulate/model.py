@@ -102,10 +102,6 @@ class Costs(msgspec.Struct, frozen=True):
         return CodecCosts() if codecs.parse(text).lossless else self.codecs[text]
 
 
-FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-"""Costs of a machine that takes no time for anything: what is left are the links. Codecs send as many bytes as ever."""
-
-
 @dataclass(frozen=True)
 class Bucket:
     """Tensors that are exchanged together.
