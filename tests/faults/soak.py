@@ -37,6 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.netlab import Netlab, preflight
+from fusion_rt.core.dtypes import DTYPES
+from fusion_rt.kernels import cpu
 from tests import forks
 from tests.faults import soak_faults
 from tests.faults.jobs import Array
@@ -301,6 +303,7 @@ def main() -> int:
     long = bool(os.environ.get("SOAK_LONG_JOB"))
     print(f"SOAK_SEED={seed} SOAK_SECONDS={seconds:g}" + (f"; on loopback: {why_not}" if why_not else ""), flush=True)
     directory = Path(tempfile.mkdtemp(prefix="frt", dir="/tmp"))
+    cpu.prepare([DTYPES["int64"]])  # compiling them takes longer than the first job may stand still
     before = len(os.listdir("/proc/self/fd"))
     try:
         with contextlib.ExitStack() as stack:
