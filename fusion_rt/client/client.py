@@ -287,6 +287,7 @@ class Client:
         place: tuple[int, int] | None = None,
         nbytes: int = 0,
         seconds: float = 0.0,
+        release: Callable[[Operation], None] | None = None,
     ) -> Operation:
         """Sends a message to one rank of a group, which has to receive it with `receive_from`.
 
@@ -300,6 +301,7 @@ class Client:
             inline: the message, at most `wire.MAX_INLINE` bytes.
             place: else the segment id and offset where its `nbytes` bytes lie in the arena.
             seconds: after which it fails unless it was received; 0: as long as any operation may wait.
+            release: see `Operation`; not called where the operation has ended when this returns.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -314,6 +316,7 @@ class Client:
             operation.done = True
         else:
             operation = self.channel.begin(name)
+            operation.release = release
             if inline is not None:
                 self._answered = operation
         clock = self._number(group, name)
@@ -335,6 +338,7 @@ class Client:
         *,
         place: tuple[int, int] | None = None,
         seconds: float = 0.0,
+        release: Callable[[Operation], None] | None = None,
     ) -> Operation:
         """Receives a message of at most `nbytes` bytes: the first with this tag that no other receive has taken.
 
@@ -347,6 +351,7 @@ class Client:
             place: segment id and offset in the arena where it goes; None: it is the operation's `inline`, and is not
                 longer than `wire.MAX_INLINE`.
             seconds: after which it fails unless the message is there; 0: as long as any operation may wait.
+            release: see `Operation`.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -356,6 +361,7 @@ class Client:
         self._not_myself(source)
         name = f"message to {self.rank}" if rank is None else f"message {rank} to {self.rank}"
         operation = self.channel.begin(name)
+        operation.release = release
         clock = self._number(group, name)
         operation.about = (name, clock, 0)
         where = None if place is None else wire.Place(*place)

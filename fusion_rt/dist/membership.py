@@ -10,8 +10,10 @@ them uses it: they count in the store.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +22,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from fusion_rt.core.errors import FusionError
+from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.dist.completion import Completer
 from fusion_rt.host.bootstrap import make_private_directory
 from fusion_rt.launchers import environment
@@ -86,6 +88,9 @@ class JoinedGroup:
         member, self._member = self._member, None
         if member is None:
             return
+        client = self.here.client
+        with contextlib.suppress(HorovodInternalError):  # the job has failed, and the group with it
+            client.close_group(self.id)
         member.groups.discard(self)
         if not member.groups:
             _forget(member)
@@ -117,8 +122,48 @@ def open_group(
         FusionError: not all members came in time, or this worker has another place in the job than the script says.
     """
     member = _joined(store, rank, size, timeout) if not ranks else _member_of_job()
-    ranks = ranks or tuple(range(size))
-    return JoinedGroup(member, 0, rank, ranks, store)
+    try:
+        return _opened(member, store, name, rank, ranks or tuple(range(size)), timeout)
+    except BaseException:
+        if not member.groups:
+            _forget(member)
+            member.leave()
+        raise
+
+
+def _opened(
+    member: Member, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta
+) -> JoinedGroup:
+    """Opens a group together with its other members, as one of which this worker counts itself in the store."""
+    client, size = member.here.client, len(ranks)
+    scope = f"{_SCOPE}/{client.job}/group"
+    number = (store.add(f"{scope}.openings", 1) - 1) // size  # a store may outlive the group, and serve one like it
+    scope = f"{scope}.{number}"
+    store.set(f"{scope}.{rank}", "coming")
+    if rank == 0:
+        store.set(f"{scope}.key", secrets.token_hex(8))
+    _await(store, f"{scope}.key", scope, name, ranks, timeout)
+    key = f"{name}.{store.get(f'{scope}.key').decode()}"
+    opened = JoinedGroup(member, client.open_group(key, ranks), rank, ranks, store)
+    try:
+        if store.add(f"{scope}.members", 1) == size:
+            store.set(f"{scope}.complete", "yes")
+        _await(store, f"{scope}.complete", scope, name, ranks, timeout)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _await(store: Store, key: str, scope: str, name: str, ranks: Sequence[int], timeout: timedelta) -> None:
+    """Waits for a key in the store, which the last member or the first one sets."""
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:
+        missing = [ranks[position] for position in range(len(ranks)) if not store.check([f"{scope}.{position}"])]
+        who = f"{name_ranks(missing)} did not come" if missing else "not all members got further"
+        raise FusionError(f"process group {name!r} was not opened within {timeout.total_seconds():g} s: {who} "
+                          f"({str(error).partition(chr(10))[0]})") from None  # fmt: skip
 
 
 def _member_of_job() -> Member:

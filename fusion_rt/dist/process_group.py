@@ -17,7 +17,15 @@ import torch.distributed as dist
 
 from fusion_rt import wire
 from fusion_rt.dist import membership
-from fusion_rt.dist.submission import Submission, moved_as, signature_for
+from fusion_rt.dist.submission import (
+    AwaitedMessage,
+    Collective,
+    OwnMessages,
+    SentMessage,
+    Submission,
+    moved_as,
+    signature_for,
+)
 from fusion_rt.dist.work import FusionWork
 from fusion_rt.torch.core.tensors import dtype_name
 
@@ -78,6 +86,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self._name = name
         self._description = "undefined"
         self._seconds = timeout.total_seconds()
+        self._own = OwnMessages()
         self._store: Any = opened.store
 
     # --- about it -----------------------------------------------------------------------------------------------------
@@ -232,7 +241,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             "broadcast", self._id, dtype, tensor.nbytes // itemsize, root=self._ranks[root]
         )
         inputs, outputs = ([tensor], []) if root == self._position else ([], [tensor])
-        part = Submission(
+        part = Collective(
             self._opened.here, signature, inputs, outputs, nbytes=tensor.nbytes, seconds=self._limit(opts, timeout)
         )
         return self._work("broadcast", [part], [tensor])
@@ -358,13 +367,59 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    # --- from one member to another -----------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> FusionWork:
+        """Sends a tensor to a member, which has to receive it with the same tag; also to this one itself."""
+        tensor = _only(tensors, "send", "tensor")
+        rank = self._peer(dstRank, "destination")
+        if rank == self._position:
+            part = self._own.send(tag, tensor)
+        else:
+            part = SentMessage(self._opened.here, self._id, self._ranks[rank], _checked_tag(tag), tensor, self._seconds)
+        return self._work("send", [part], [tensor])
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> FusionWork:
+        """Receives what a member sends with the same tag, in the order in which it does."""
+        tensor = _only(tensors, "recv", "tensor")
+        rank = self._peer(srcRank, "source")
+        if rank == self._position:
+            part = self._own.receive(tag, tensor)
+        else:
+            part = self._awaited(self._ranks[rank], tag, tensor)
+        return FusionWork(self._opened.completer, "recv", [part], [tensor], lambda: rank)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> FusionWork:
+        """Receives what any other member sends with the same tag, whichever comes first."""
+        tensor = _only(tensors, "recv", "tensor")
+        part = self._awaited(None, tag, tensor)
+        return FusionWork(
+            self._opened.completer, "recv", [part], [tensor], lambda: self._ranks.index(part.sizes[0])
+        )
+
+    def _awaited(self, rank: int | None, tag: int, tensor: torch.Tensor) -> Submission:
+        return AwaitedMessage(self._opened.here, self._id, rank, _checked_tag(tag), tensor, self._seconds)
+
+    def _peer(self, rank: int, what: str) -> int:
+        if not 0 <= rank < self._members:
+            raise ValueError(f"invalid {what} rank: {rank}; the group has ranks 0 to {self._members - 1}")
+        return rank
+
     # --- synchronisation ----------------------------------------------------------------------------------------------
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Returns when all members have come to it. (The error of one that is missing names all that are, always.)
+
+        Raises:
+            CollectiveError: not all have in time.
+        """
+        self.barrier(timeout=timeout).wait()
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> FusionWork:
         """Ends when all members have come to it."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
-        part = Submission(
+        part = Collective(
             self._opened.here,
             wire.Signature("barrier", process_set=self._id),
             (),
@@ -423,7 +478,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         dtype = inputs[0].dtype
         count = sum(tensor.numel() for tensor in inputs)
         signature = signature_for(kind, self._id, dtype_name(dtype), count, op, factor)
-        return Submission(
+        return Collective(
             self._opened.here, signature, inputs, outputs, nbytes=count * dtype.itemsize, seconds=seconds
         )
 
@@ -440,7 +495,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         signature = signature_for("allgather", self._id, dtype, nbytes // itemsize)
         if not ordered:
             outputs = self._in_order(outputs)
-        return Submission(self._opened.here, signature, inputs, outputs, nbytes=nbytes, seconds=seconds)
+        return Collective(self._opened.here, signature, inputs, outputs, nbytes=nbytes, seconds=seconds)
 
     def _exchanged(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seconds: float
@@ -451,7 +506,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         splits = tuple(tensor.nbytes // itemsize for tensor in inputs)
         receives = tuple(tensor.nbytes // itemsize for tensor in outputs)
         signature = signature_for("alltoall", self._id, dtype, sum(splits))
-        return Submission(
+        return Collective(
             self._opened.here,
             signature,
             inputs,
@@ -541,6 +596,12 @@ def _only_list(lists: Sequence[Any], operation: str, what: str) -> Sequence[torc
         raise ValueError(f"{operation}: requires a single-element {what} list, not one of {len(lists)}")
     only: Sequence[torch.Tensor] = lists[0]
     return only
+
+
+def _checked_tag(tag: int) -> int:
+    if tag < 0:
+        raise ValueError(f"invalid tag: {tag}; use 0 or more")
+    return tag
 
 
 def _some(tensors: Any, operation: str, what: str) -> list[torch.Tensor]:

@@ -6,6 +6,8 @@ has ended, whoever waits for it or nobody: the thread that reads the daemon's an
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -40,22 +42,79 @@ class Submission:
     """An operation that has been submitted to the daemon.
 
     Args:
-        here: this worker's membership.
-        signature: of the operation; its shape is the number of elements that this rank gives.
-        inputs: tensors whose elements, one after the other, this rank gives.
         outputs: tensors that get the elements of the result, one after the other.
-        splits: for an alltoall, elements for each member.
-        receives: for an alltoall and an allgather, elements that come from each member.
-        nbytes: of all that this rank gives; more than its inputs have where the memory is only for the result.
-        seconds: until the daemon gives it up; 0: never.
 
     Attributes:
         done: whether it has ended, and the result is where it belongs.
         error: why it failed; None if it has not.
+        sizes: what the daemon has answered besides.
         watcher: called when it has ended.
     """
 
-    __slots__ = ("_memory", "_outputs", "done", "error", "operation", "watcher")
+    __slots__ = ("_memory", "_outputs", "done", "error", "sizes", "watcher")
+
+    def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
+        self._outputs = outputs
+        self._memory: Memory | None = None
+        self.done = False
+        self.error: str | None = None
+        self.sizes: tuple[int, ...] = ()
+        self.watcher: Callable[[], None] | None = None
+
+    def end(self) -> None:
+        """Ends it."""
+        self._memory = None
+        self._outputs = ()
+        self.done = True
+        if self.watcher is not None:
+            self.watcher()
+
+    def _staged(self, here: Runtime, nbytes: int, inputs: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+        """Returns the place in the arena of the operation's data, into which the inputs have been copied."""
+        host = all(map(device.layer.is_host, (*inputs, *self._outputs)))
+        self._memory = memory = Memory(here, nbytes, on_device=not host)
+        if inputs:
+            copy_in(_over(memory.view, inputs), inputs)
+        return memory.place
+
+    def _ended(self, operation: Operation) -> None:
+        self.error = operation.error
+        self.sizes = operation.sizes
+        if self.error is None and self._outputs:
+            try:
+                self._deliver(operation)
+            except Exception as error:
+                self.error = f"the result of {operation.name} could not be put into its tensors: {error}"
+        self.end()
+
+    def _deliver(self, operation: Operation) -> None:
+        outputs = self._outputs
+        data = operation.inline
+        if data is not None and len(outputs) == 1:
+            fill(outputs[0], data)
+            return
+        if data is not None or self._memory is None or operation.output is not None:
+            view = received(operation)
+        else:
+            view = self._memory.view
+        copy_in(outputs, _over(view, outputs))
+
+
+class Collective(Submission):
+    """An operation of all members of a group.
+
+    Args:
+        here: this worker's membership.
+        signature: of the operation; its shape is the number of elements that this rank gives.
+        inputs: tensors whose elements, one after the other, this rank gives.
+        outputs: as for all submissions.
+        nbytes: of all that this rank gives; more than its inputs have where the memory is only for the result.
+        splits: for an alltoall, elements for each member.
+        receives: for an alltoall and an allgather, elements that come from each member.
+        seconds: until the daemon gives it up; 0: never.
+    """
+
+    __slots__ = ()
 
     def __init__(
         self,
@@ -69,49 +128,104 @@ class Submission:
         receives: tuple[int, ...] = (),
         seconds: float = 0.0,
     ) -> None:
-        self._outputs = outputs
-        self._memory: Memory | None = None
-        self.done = False
-        self.error: str | None = None
-        self.watcher: Callable[[], None] | None = None
-        client = here.client
+        super().__init__(outputs)
+        inline = place = None
         if nbytes <= wire.MAX_INLINE:
             inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
             inline = inline or bytes(nbytes)
-            self.operation = client.submit(None, signature, inline=inline, splits=splits, release=self._ended)
-            return
-        host = all(map(device.layer.is_host, (*inputs, *outputs)))
-        self._memory = memory = Memory(here, nbytes, on_device=not host)
-        if inputs:
-            copy_in(_over(memory.view, inputs), inputs)
-        self.operation = client.submit(None, signature, place=memory.place, splits=splits, release=self._ended)
+        else:
+            place = self._staged(here, nbytes, inputs)
+        here.client.submit(None, signature, inline=inline, place=place, splits=splits, release=self._ended)
 
-    def _ended(self, operation: Operation) -> None:
-        self.error = operation.error
-        if self.error is None:
-            try:
-                self._deliver(operation)
-            except Exception as error:
-                self.error = f"the result of {operation.name} could not be put into its tensors: {error}"
-        self._memory = None
-        self._outputs = ()
-        self.done = True
-        if self.watcher is not None:
-            self.watcher()
+
+class SentMessage(Submission):
+    """A tensor on its way to another member of a group.
+
+    Args:
+        here: this worker's membership.
+        group: id of the group.
+        rank: whom it is for, in the job.
+        tag: of the message.
+        tensor: it.
+        seconds: until the daemon gives it up; 0: never.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self, here: Runtime, group: int, rank: int, tag: int, tensor: torch.Tensor, seconds: float
+    ) -> None:
+        super().__init__()
+        nbytes = tensor.nbytes
+        inline = place = None
+        if nbytes <= wire.MAX_INLINE:
+            inline = contents(tensor)
+        else:
+            place = self._staged(here, nbytes, [tensor])
+        operation = here.client.send_to(
+            group, rank, tag, inline=inline, place=place, nbytes=nbytes, seconds=seconds, release=self._ended
+        )
+        if operation.handle == 0:  # it is away
+            self.end()
+
+
+class AwaitedMessage(Submission):
+    """A tensor that another member of a group sends.
+
+    Args:
+        here, group, tag, seconds: as for `SentMessage`.
+        rank: who sends it, in the job; None: whoever does first.
+        tensor: takes it.
+    """
+
+    __slots__ = ("_nbytes",)
+
+    def __init__(
+        self, here: Runtime, group: int, rank: int | None, tag: int, tensor: torch.Tensor, seconds: float
+    ) -> None:
+        super().__init__([tensor])
+        self._nbytes = nbytes = tensor.nbytes
+        place = None if nbytes <= wire.MAX_INLINE else self._staged(here, nbytes, ())
+        here.client.receive_from(group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended)
 
     def _deliver(self, operation: Operation) -> None:
-        outputs = self._outputs
-        if not outputs:
-            return
-        data = operation.inline
-        if data is not None and len(outputs) == 1:
-            fill(outputs[0], data)
-            return
-        if data is not None or self._memory is None or operation.output is not None:
-            view = received(operation)
-        else:
-            view = self._memory.view
-        copy_in(outputs, _over(view, outputs))
+        if operation.sizes[1] != self._nbytes:
+            raise ValueError(f"rank {operation.sizes[0]} has sent {operation.sizes[1]} bytes, and the tensor has "
+                             f"{self._nbytes}")  # fmt: skip
+        super()._deliver(operation)
+
+
+class OwnMessages:
+    """Messages of a worker to itself, which need no daemon."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: defaultdict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self._awaited: defaultdict[int, deque[tuple[Submission, torch.Tensor]]] = defaultdict(deque)
+
+    def send(self, tag: int, tensor: torch.Tensor) -> Submission:
+        """Takes a copy of a tensor for the receive with this tag."""
+        with self._lock:
+            if self._awaited[tag]:
+                part, into = self._awaited[tag].popleft()
+                copy_in([into], [tensor])
+                part.end()
+            else:
+                self._sent[tag].append(tensor.detach().clone())
+        sent = Submission()
+        sent.end()
+        return sent
+
+    def receive(self, tag: int, tensor: torch.Tensor) -> Submission:
+        """Fills a tensor with what has been sent with this tag, or will be."""
+        part = Submission()
+        with self._lock:
+            if self._sent[tag]:
+                copy_in([tensor], [self._sent[tag].popleft()])
+                part.end()
+            else:
+                self._awaited[tag].append((part, tensor))
+        return part
 
 
 def _over(buffer: memoryview, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

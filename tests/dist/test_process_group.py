@@ -115,6 +115,49 @@ def _dealt(rank: int, size: int) -> None:
         assert torch.equal(uneven, torch.cat([sent[i].split(counts[i])[rank] for i in range(size)]))
 
 
+def _messages(rank: int, size: int) -> None:
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for shape in (SMALL, LARGE, (0, 3)):
+        tensors = {
+            (source, tag): _given(10 * source + tag, shape, torch.float32) for source in range(size) for tag in (0, 7)
+        }
+        taken = {tag: torch.empty(shape) for tag in (0, 7)}
+        works = [dist.irecv(taken[tag], before, tag=tag) for tag in (7, 0)]
+        works += [dist.isend(tensors[rank, tag], after, tag=tag) for tag in (0, 7)]
+        for work in works:
+            assert work is not None
+            assert work.wait()
+        assert all(torch.equal(taken[tag], tensors[before, tag]) for tag in (0, 7))
+        turned = torch.empty(shape).t()
+        if rank == 0:
+            froms = []
+            for _ in range(size - 1):
+                froms.append(dist.recv(turned, tag=3))
+                assert torch.equal(turned, tensors[froms[-1], 0].t())
+            assert sorted(froms) == list(range(1, size))
+        else:
+            dist.send(tensors[rank, 0].t(), 0, tag=3)
+    ours = torch.empty(3, dtype=torch.bool)
+    work = dist.irecv(ours, rank, tag=1)
+    dist.isend(torch.tensor([True, False, True]), rank, tag=1)
+    assert work is not None
+    work.wait()
+    assert ours.tolist() == [True, False, True]
+    ring = [
+        dist.P2POp(dist.isend, torch.full((2,), float(rank)), after),
+        dist.P2POp(dist.irecv, torch.empty(2), before),
+    ]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    assert ring[1].tensor.tolist() == [before, before]
+    said = ["x" * 20000, rank]
+    if rank == 0:
+        dist.send_object_list(said, 1)
+    elif rank == 1:
+        dist.recv_object_list(said, 0)
+        assert said == ["x" * 20000, 0]
+
+
 def _objects_and_models(rank: int, size: int) -> None:
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, {"rank": rank, "text": "x" * rank})
@@ -146,6 +189,10 @@ def test_moved_elements_arrive_whatever_their_type(job: Job, tmp_path: Path) -> 
 
 def test_parts_of_tensors_come_to_those_they_are_meant_for(job: Job, tmp_path: Path) -> None:
     job.run(_in_group, str(tmp_path / "store"), _dealt)
+
+
+def test_messages_are_matched_by_source_and_tag(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _messages)
 
 
 def test_objects_travel_and_ddp_trains_as_one_process_does(job: Job, tmp_path: Path) -> None:
