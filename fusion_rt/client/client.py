@@ -78,7 +78,7 @@ class Client:
             raise
         self.channel.patience = self.welcome.patience
         self._clocks = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)
-        self._messages: dict[tuple[int, str], Iterator[int]] = {}  # numbers of the next ones, by group and ranks
+        self._messages: dict[int, dict[str, Iterator[int]]] = {}  # numbers of the next ones, by group, and the ranks
         self._unanswered = 0
         self._answered: Operation | None = None  # the last small message of which the daemon is to say that it has it
         self.topology: Topology = self.welcome.topology
@@ -237,6 +237,7 @@ class Client:
         self._send(wire.CloseGroup(operation.handle, group))
         self.wait(operation)
         self._clocks.remove(group)
+        self._messages.pop(group, None)
 
     def ready(
         self,
@@ -371,10 +372,11 @@ class Client:
 
     def _number(self, group: int, name: str) -> int:
         """Returns the number of a message between two ranks. Threads may ask for it concurrently."""
-        numbers = self._messages.get((group, name))
+        of_group = self._messages.get(group) or self._messages.setdefault(group, {})
+        numbers = of_group.get(name)
         if numbers is None:
             first = self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH
-            numbers = self._messages.setdefault((group, name), itertools.count(first))
+            numbers = of_group.setdefault(name, itertools.count(first))
         return next(numbers)
 
     def _not_myself(self, rank: int) -> None:

@@ -19,7 +19,8 @@ from tests.fuzz.engines import Program, checked, programs
 
 _LAYOUTS = ((2,), (1, 1), (2, 1))
 _RANKS = (0, 0, 1, 1, 2, 3, 65535)
-_GROUPS = (0, 0, 0, 0, 0, 0, 1, 1 << 40)
+_GROUP = wire.group_id("g")
+_GROUPS = (0, 0, 0, 0, _GROUP, _GROUP, _GROUP, 1, 1 << 40)
 _TAGS = (0, 0, 0, 1, 2**47)
 _SIZES = (0, 4, 4, 4, wire.MAX_INLINE, 9000, 20_000)
 _CLAIMS = (0, 4, 4, 9000, 20_000, 2**47)  # what a peer says that it has
@@ -36,7 +37,7 @@ def _run(data: bytes) -> bool:
     program = Program(data)
     job = SimulatedJob(program.of(_LAYOUTS))
     while not program.is_over and not any(node.failure for node in job.nodes):
-        act = program.of((_send, _receive, _say, _data, _close))
+        act = program.of((_send, _receive, _say, _data, _open_or_close))
         act(job, program)
         for _ in range(program.byte() % 16):
             job.step()
@@ -102,7 +103,11 @@ def _tell(job: SimulatedJob, program: Program, message: Any, *payload: memoryvie
     job.nodes[node].engine.peer_message(1 - node, wire.decode_peer_message(wire.encode(message)), *payload)
 
 
-def _close(job: SimulatedJob, program: Program) -> None:
+def _open_or_close(job: SimulatedJob, program: Program) -> None:
+    """A rank opens a group, as others do or not, or closes it."""
     rank = program.of(job.ranks)
-    if not program.byte() % 4:
-        job.engine(rank).messages.close(program.of(_GROUPS), rank)
+    if program.byte() % 4:
+        opened = wire.OpenGroup(1, "g", program.of(((0, 1), (0, 1), (1,), tuple(job.ranks))))
+        job.engine(rank).groups.open(rank, opened)
+    else:
+        job.engine(rank).groups.close(rank, wire.CloseGroup(1, _GROUP))

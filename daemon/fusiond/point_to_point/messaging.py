@@ -409,7 +409,6 @@ class Messaging:
 
     def close(self, group: int, rank: int) -> None:
         """A local rank has closed a group: what it has under way there fails, and nothing more comes."""
-        self._presence.closed.add((group, rank))
         why = f"{self._context.topology.describe([rank])} has closed the group"
         for call in self._answers:
             if (call.group, call.rank) == (group, rank):

@@ -15,13 +15,9 @@ class Presence:
 
     Args:
         failure: returns why the job cannot go on; empty if it can.
-
-    Attributes:
-        closed: groups, each with a local rank that has closed it.
     """
 
     def __init__(self, topology: Topology, participants: Participants, failure: Callable[[], str]) -> None:
-        self.closed: set[tuple[int, int]] = set()
         self._topology = topology
         self._participants = participants
         self._failure = failure
@@ -30,14 +26,15 @@ class Presence:
         """Returns why a rank can send nothing to another one of a group, nor receive from it; empty if it can."""
         if failure := self._failure():
             return failure
+        opened = self._participants.groups.get(group)
         if group not in self._participants:
-            return f"there is no group {group}, or no longer"
+            return f"there is no group {group}" if opened is None else f"group {opened.key!r} has been closed"
         ranks = self._participants.members(group).set.ranks
         for member in (rank, other):
             if member not in ranks and member != ANYBODY:
                 return f"rank {member} is not in group {group}"
-            if (group, member) in self.closed:
-                return f"rank {member} has closed group {group}"
+            if opened is not None and member in opened.closed:
+                return f"rank {member} has closed group {opened.key!r}"
         return ""
 
     def why_gone(self, rank: int) -> str:

@@ -24,7 +24,7 @@ class Mail:
 
     def __init__(self, local_sizes: Sequence[int], seed: int = 0, sets: Sequence[ProcessSet] = (), **settings: Any):
         self.job = SimulatedJob(local_sizes, seed, process_sets=sets, **settings)
-        self._handles = 0
+        self._handles = 10_000  # those below are the job's
         self._clocks: Counter[tuple[int, int, int]] = Counter()
         self._memory: dict[int, Array] = {}
 

@@ -296,24 +296,32 @@ def test_a_job_that_fails_leaves_nothing() -> None:
 
 @layouts
 def test_a_rank_that_closes_a_group_fails_what_it_has_under_way_there_and_nothing_else(sizes: list[int]) -> None:
-    mail = Mail([*sizes, 1], sets=[ProcessSet(1, (0, 1, 2))])
-    mail.send(0, 1, b"kept", 8, inline=True, group=1)
-    sent, got = mail.send(0, 1, data_of(9000), group=1), mail.receive(1, 0, 5, 9, group=1)
-    others = [mail.receive(1, 0, 5), mail.receive(0, 2, 5, group=1)]
+    mail = Mail([*sizes, 1])
+    group = mail.job.open_group("g", (0, 1, 2))
+    mail.send(0, 1, b"kept", 8, inline=True, group=group)
+    sent, got = mail.send(0, 1, data_of(9000), group=group), mail.receive(1, 0, 5, 9, group=group)
+    others = [mail.receive(1, 0, 5), mail.receive(0, 2, 5, group=group)]
     mail.job.settle()
-    mail.job.engine(1).messages.close(1, 1)
+    mail.job.close_group("g", 1)
     mail.job.settle()
     why = f"failed: rank 1 (host {mail.job.topology.hosts[len(sizes) - 1]}) has closed the group"
     assert mail.job.error(1, got).endswith(why)
     assert mail.job.error(0, sent).endswith(why)
-    late = mail.send(0, 1, data_of(9000), group=1)
-    mail.send(0, 1, b"too late", inline=True, group=1)
+    late = mail.send(0, 1, data_of(9000), group=group)
+    mail.send(0, 1, b"too late", inline=True, group=group)
     mail.send(0, 1, b"there", inline=True)
-    mail.send(2, 0, b"still", inline=True, group=1)
+    mail.send(2, 0, b"still", inline=True, group=group)
     mail.job.settle()
-    assert mail.job.error(0, late).endswith("rank 1 has closed group 1")
+    assert mail.job.error(0, late).endswith(
+        "rank 1 has closed group 'g'" if len(sizes) == 1 else "group 'g' has been closed"
+    )
     assert mail.received(1, others[0]) == (0, b"there")
     assert mail.received(0, others[1]) == (2, b"still")
+    mail.nothing_is_left()
+    for rank in (0, 2):
+        mail.job.close_group("g", rank)
+    mail.job.settle()
+    assert mail.job.error(0, mail.send(0, 2, b"x", inline=True, group=group)).endswith("group 'g' has been closed")
     mail.nothing_is_left()
 
 
@@ -332,7 +340,7 @@ def test_who_is_in_no_such_group_is_told() -> None:
     mail = Mail([2, 1], sets=[ProcessSet(1, (0, 2))])
     assert mail.job.error(0, mail.send(0, 1, b"x", inline=True, group=1)).endswith("rank 1 is not in group 1")
     assert mail.job.error(1, mail.receive(1, 0, 4, group=1)).endswith("rank 1 is not in group 1")
-    assert mail.job.error(0, mail.receive(0, 2, 4, group=5)).endswith("there is no group 5, or no longer")
+    assert mail.job.error(0, mail.receive(0, 2, 4, group=5)).endswith("there is no group 5")
     mail.nothing_is_left()
 
 
