@@ -196,20 +196,23 @@ class Messaging:
                 f"{message.tag}, and {topology.describe([call.rank])} receives no more than {call.nbytes}: sizes of a "
                 "send and its receive have to be equal",
             )
-        elif message.data is not None:
-            if call.memory is not None:
-                call.memory[: message.nbytes] = np.frombuffer(message.data, np.uint8)
-            self._received(message)
-        else:
-            message.into = np.empty(message.nbytes, np.uint8) if call.memory is None else call.memory[: message.nbytes]
-            self._context.trace.record(Kind.RUN_BEGIN, message.key.name, message.nbytes, message.key.clock)
-            if message.send is not None:
-                self._copy(message, message.send.memory, message.into)
-                return
-            message.accepted = True
-            self._limits.settled_here(message.node)
-            self._context.outside.to_node(message.node, wire.MessageAccepted(message.key))
-            self._transfers.receive(message, message.into)
+            return
+        into = None if call.memory is None else call.memory[: message.nbytes]
+        if message.data is not None:
+            if into is None:
+                self._received(message)
+            else:
+                self._copy(message, np.frombuffer(message.data, np.uint8), into)
+            return
+        self._context.trace.record(Kind.RUN_BEGIN, message.key.name, message.nbytes, message.key.clock)
+        message.into = np.empty(message.nbytes, np.uint8) if into is None else into
+        if message.send is not None:
+            self._copy(message, message.send.memory, message.into)
+            return
+        message.accepted = True
+        self._limits.settled_here(message.node)
+        self._context.outside.to_node(message.node, wire.MessageAccepted(message.key))
+        self._transfers.receive(message, message.into)
 
     def _taken(self, message: Message) -> None:
         """A message that travelled at once does not wait here any more."""
@@ -224,7 +227,7 @@ class Messaging:
             self._context.outside.to_node(node, wire.MessagesTaken(count, total))
 
     def _copy(self, message: Message, source: Array, target: Array) -> None:
-        """Copies a message between the memories of two ranks of this node, on threads if it is large."""
+        """Copies a message that is here to where its receive wants it, on threads if it is large."""
         threads = max(1, min(self._context.settings.kernel_threads, message.nbytes // _FEWEST))
         step = max(1, -(-message.nbytes // threads))
         jobs: list[Job] = [
