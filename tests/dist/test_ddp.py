@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -18,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusion_rt.torch as hvd
 from fusion_rt.codecs import CODECS
+from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.dist import DDPGradients, compress, ddp_hook
-from tests.dist.script import START, backward, loss_of, make_model, process_group
+from tests.dist.script import START, TOPK, ErrorFeedback, backward, bits, loss_of, make_model, process_group, train
 from tests.harness import Job, on_ranks
 
-TOPK = "topk(density=0.05, value='fp32', scope='tensor', minimum=100)"
 TEXTS = [
     TOPK,
     "topk(density=0.05, minimum=100, momentum=0.9)",
@@ -50,62 +49,6 @@ class Branches(torch.nn.Module):
     def forward(self, inputs: torch.Tensor, left: bool = True) -> torch.Tensor:
         outputs: torch.Tensor = self.last((self.left if left else self.right)(self.first(inputs).tanh()))
         return outputs
-
-
-def bits(model: torch.nn.Module) -> bytes:
-    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-
-
-def train(model: Any, steps: Iterable[int], rate: float = 0.1, **options: Any) -> list[bytes]:
-    """Returns the parameters after each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    after = []
-    for step in steps:
-        optimizer.zero_grad()
-        backward(loss_of(model, step, **options))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        after.append(bits(model))
-    return after
-
-
-class ErrorFeedback:
-    """Top-k of each tensor with error feedback on two ranks, in one process, by numpy.
-
-    Args:
-        model: the ranks' common start; trained here.
-    """
-
-    def __init__(self, model: torch.nn.Module, rate: float = 0.1) -> None:
-        self.model = model
-        self._rate = rate
-        self._left: dict[tuple[int, str], Any] = {}
-
-    def step(self, losses: Callable[[int], torch.Tensor]) -> None:
-        """Takes a step with the mean of what two ranks send of their gradients; `losses`: by rank."""
-        sums = {name: np.zeros(p.numel(), np.float32) for name, p in self.model.named_parameters()}
-        for rank in range(2):
-            self.model.zero_grad()
-            backward(losses(rank))
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    sums[name] += self._sent(rank, name, parameter)
-        self.model.zero_grad()
-        for name, parameter in self.model.named_parameters():
-            parameter.grad = torch.from_numpy(sums[name] / 2).view(parameter.shape)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        torch.optim.SGD(self.model.parameters(), lr=self._rate).step()
-
-    def _sent(self, rank: int, name: str, parameter: torch.Tensor) -> Any:
-        given = np.zeros(parameter.numel(), np.float32) if parameter.grad is None else parameter.grad.numpy().ravel()
-        if parameter.numel() < 100 or name.endswith("bias"):
-            return given
-        total = given + self._left.get((rank, name), np.zeros_like(given))
-        largest = np.argsort(-np.abs(total), kind="stable")[: max(1, round(0.05 * total.size))]
-        sent = np.zeros_like(total)
-        sent[largest] = total[largest]
-        self._left[rank, name] = total - sent
-        return sent
 
 
 @pytest.mark.parametrize("backend", ["fusion", "gloo"])
@@ -289,6 +232,15 @@ def test_residuals_follow_the_learning_rate_of_an_optimizer() -> None:
 def _norm(state: DDPGradients) -> float:
     residuals = [v for k, v in state.state_dict()["state"].items() if ":residual/" in k]
     return float(torch.cat([value.flatten() for value in residuals]).norm())
+
+
+@on_ranks
+def test_ranks_that_want_different_codecs_are_told() -> None:
+    with process_group():
+        model = DistributedDataParallel(make_model())
+        compress(model, "fp16" if hvd.rank() else "bf16")
+        with pytest.raises(HorovodInternalError, match=r"do not agree.*bf16.*fp16"):
+            backward(loss_of(model, 0))
 
 
 @on_ranks

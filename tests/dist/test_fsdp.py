@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import fusion_rt.torch as hvd
-from fusion_rt.dist import ReplicatedShards, fully_shard_in_arena
+from fusion_rt.dist import ReplicatedShards, compress, fully_shard_in_arena
 from fusion_rt.dist.fsdp import AllGatherInArena
 from fusion_rt.torch.core import basics
-from tests.dist.script import START, backward, loss_of, make_model, process_group
+from tests.dist import script
+from tests.dist.script import START, TOPK, ErrorFeedback, backward, loss_of, make_model, process_group
 from tests.harness import Job, on_ranks
-
-TOPK = "topk(density=0.05, value='fp32', scope='tensor', minimum=100)"
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,18 @@ def test_buffers_in_the_arena_change_no_result() -> None:
         assert_equal(train(model, range(4)), expected)
         assert seen
         assert all(seen)
+
+
+@on_ranks
+def test_ddp_of_a_part_of_the_ranks_has_a_codec_of_its_own() -> None:
+    with process_group("gloo"):
+        first = hvd.rank() % 2
+        ddp = DistributedDataParallel(make_model(), process_group=mesh_of_all()["replicate"].get_group())
+        compress(ddp, TOPK)
+        simulated = ErrorFeedback(make_model(), (first, first + 2))
+        for step, after in enumerate(script.train(ddp, range(4))):
+            simulated.step(partial(loss_of, simulated.model, step))
+            assert after == script.bits(simulated.model), step
 
 
 @on_ranks

@@ -104,10 +104,11 @@ class Trained:
             for i, j, parameter in self._places()
         ]
 
-    def ids(self) -> list[int]:
-        """Returns the ids of what `named` returns, in its order, also on ranks that do not take part."""
+    def has_changed(self, ids: list[int]) -> bool:
+        """Tells whether `named` returns other parameters than those with these ids, or in another order."""
         groups = self.optimizer().__dict__["param_groups"]
-        return [id(p) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
+        now = [id(p) for group in groups for p in group["params"] if p.requires_grad and p.numel()]
+        return now != ids and takes_part(self._process_set)
 
     def sizes(self) -> dict[str, int]:
         """Returns the number of elements of each parameter, by name."""
@@ -143,18 +144,14 @@ class TrainedShards(Trained):
     def named(self) -> list[Named]:
         return [named._replace(parameter=shard_of(named.parameter)) for named in super().named()]
 
-    def ids(self) -> list[int]:
-        return [id(shard_of(parameter)) for parameter in self._trained()]
+    def has_changed(self, ids: list[int]) -> bool:
+        return [id(named.parameter) for named in self.named()] != ids
 
     def group_of(self, parameter: torch.Tensor) -> int:
         return next(i for i, _, found in self._places() if shard_of(found) is parameter)
 
     def _places(self) -> list[tuple[int, int, torch.Tensor]]:
         return [place for place in super()._places() if shard_of(place[2]).numel()]
-
-    def _trained(self) -> list[torch.Tensor]:
-        groups = self.optimizer().__dict__["param_groups"]
-        return [p for group in groups for p in group["params"] if p.requires_grad and shard_of(p).numel()]
 
 
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from fusion_rt import wire
 from fusion_rt.client import Terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.settings import Settings
-from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.core.recording import Steps
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.sync.active_plan import ActivePlan
@@ -260,6 +259,7 @@ class Synchroniser:
         replanning: replaces the plan by others, if anything does.
         released: the optimizer is gone.
         serial: in the order in which synchronisers were made.
+        ids: of the parameters that are exchanged.
     """
 
     def __init__(self, options: Options, trained: Trained, when: Callable[[Synchroniser], When]) -> None:
@@ -278,7 +278,7 @@ class Synchroniser:
         self.serial = next(_serial)
         self._prioritises = settings.priority
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
-        self._ids: list[int] = []
+        self.ids: list[int] = []
         self._steps = 0
         self._waited = self._last_waited = 0.0
         self.when = when(self)
@@ -305,7 +305,7 @@ class Synchroniser:
             raise ValueError(f"parameter {self.lost!r} has been given to another DistributedOptimizer since this one "
                              "was made; a parameter can be reduced by one of them only")  # fmt: skip
         here, plan = runtime(), self.plan
-        if plan.here is not here or self.has_changed():
+        if plan.here is not here or self.trained.has_changed(self.ids):
             self.give_up_plan(here)
             self.watch()
         elif self.replanning is not None and self.replanning.due(here):
@@ -429,20 +429,15 @@ class Synchroniser:
 
     # --- parameters, and the plan -------------------------------------------------------------------------------------
 
-    def has_changed(self) -> bool:
-        """Tells whether other parameters are trained than before."""
-        return self.trained.ids() != self._ids and self._takes_part
-
     def watch(self) -> None:
         """Has a slot for each parameter that is trained, in their order, and for no other."""
         if self._slots:
             self.when.watched()
         known, self._slots = self._slots, {}
-        self._takes_part = takes_part(self.options.process_set)
         for named in self.trained.named():
             slot = known.pop(id(named.parameter), None)
             self._slots[id(named.parameter)] = slot or self._slot(named)
-        self._ids = list(self._slots)
+        self.ids = list(self._slots)
         for slot in known.values():
             slot.forget()
 
