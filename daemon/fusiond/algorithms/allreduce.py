@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import cast
 
 from fusion_rt.codecs.factoring import FactoringBucketCodec
@@ -10,6 +11,7 @@ from fusion_rt.codecs.summing import SummingBucketCodec
 from fusiond.algorithms.exchange import Algorithm, Work
 from fusiond.collectives.adasum import Adasum
 from fusiond.collectives.base import Exchange
+from fusiond.collectives.cost import CostModel
 from fusiond.collectives.doubling import Doubling
 from fusiond.collectives.low_rank import LowRank
 from fusiond.collectives.one_node import OneNode
@@ -35,11 +37,16 @@ def _chunks(work: Work) -> Exchange:
     """The cheaper of ring and recursive doubling, or the one that is wanted. The size of chunks has no say in it, so
     that tuning that changes no order in which elements are added up."""
     nbytes, most = len(work.sources[0]) * work.reducer.partial.itemsize, work.whole_nbytes or work.port.chunk_bytes
+    doubles = work.route == "doubling" and nbytes <= most
     if work.route == "auto":
-        doubles = work.cost.prefers_doubling(nbytes, work.port.nodes, most)
-    else:
-        doubles = work.route == "doubling" and nbytes <= most
+        doubles = _prefers_doubling(work.cost, nbytes, work.port.nodes, most)
     return (Doubling if doubles else Ring)(work.port, work.reducer, work.codec, work.sources, work.outputs)
+
+
+@lru_cache(maxsize=1024)
+def _prefers_doubling(cost: CostModel, nbytes: int, nodes: int, most: int) -> bool:
+    """See `CostModel.prefers_doubling`; the same in each step."""
+    return cost.prefers_doubling(nbytes, nodes, most)
 
 
 def _owners(work: Work) -> Exchange:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fusion_rt.codecs import BucketCodec
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import Instrument
 from fusiond.core.tracing import About
 
-_Codec = TypeVar("_Codec", bound=BucketCodec)
 _ENCODE = Kind.ENCODE_BEGIN, Kind.ENCODE_END
 _DECODE = Kind.DECODE_BEGIN, Kind.DECODE_END
 _METHODS = {
@@ -30,14 +29,11 @@ _METHODS = {
 """The methods of codecs in which their time goes."""
 
 
-def record_codec(codec: _Codec, trace: Instrument, what: About) -> _Codec:
-    """Makes a bucket's codec record its work from now on, as being about this; returns the codec.
+def record_codec(codec: BucketCodec, trace: Instrument, what: About) -> None:
+    """Makes a bucket's codec record its work from now on, as being about this.
 
-    A codec without loss does next to nothing, and is left alone. Methods of the object are put before those of its
-    class, because exchanges ask of which class a codec is.
+    Methods of the object are put before those of its class, because exchanges ask of which class a codec is.
     """
-    if codec.lossless:
-        return codec
     nbytes = codec.layout.elements * codec.layout.dtype.itemsize
     inside: list[None] = []  # a codec is used by one thread at a time
     for name, kinds in _METHODS.items():
@@ -45,7 +41,6 @@ def record_codec(codec: _Codec, trace: Instrument, what: About) -> _Codec:
         if method is not None:
             bound = method.__get__(codec)
             setattr(codec, name, partial(_call, bound, inside, trace, what, kinds, nbytes))
-    return codec
 
 
 def _call(

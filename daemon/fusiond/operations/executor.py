@@ -233,7 +233,8 @@ class Executor:
         sources = [part.values for part in contributions]
         selected = contributions[0].selected if len(contributions) == 1 else None
         factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
-        record_codec(codec, self._trace, about_key(operation.key))
+        if not codec.lossless:  # else it does next to nothing
+            record_codec(codec, self._trace, about_key(operation.key))
         first = partial(codec.scale_residual, factors) if factors else None  # a job that comes before all others
         sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
         most = self._settings.chunk_bytes
