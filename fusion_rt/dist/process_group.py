@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fusion_rt import wire
 from fusion_rt.dist import membership
+from fusion_rt.dist.sparse import replace_by_sum
 from fusion_rt.dist.submission import (
     AwaitedMessage,
     Collective,
@@ -174,6 +175,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         """Replaces the tensor on every member by the elementwise combination of all members' tensors."""
         tensor = _only(tensors, "allreduce", "tensor")
         reduction, seconds = self._combination(opts, op, timeout)
+        if tensor.layout != torch.strided:
+            return self._reduce_sparse(tensor, reduction, seconds)
         return self._reduce_all("allreduce", [tensor], reduction, seconds)
 
     def allreduce_coalesced(
@@ -463,6 +466,21 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             by_type.setdefault(tensor.dtype, []).append(tensor)
         parts = [self._reduction("allreduce", same, same, reduction, seconds) for same in by_type.values()]
         return self._work(title, parts, tensors)
+
+    def _reduce_sparse(self, tensor: torch.Tensor, reduction: tuple[wire.Op, float], seconds: float) -> FusionWork:
+        """Returns when it has been done: all members' numbers of indices have to be known for the second half."""
+        if reduction != ("sum", 1.0):
+            raise ValueError("allreduce: sparse tensors can only be summed; use ReduceOp.SUM")
+
+        def gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+            parts = [
+                self._gathered([each], [output] if self._order is None else self._cut(output), seconds)
+                for each, output in zip(inputs, outputs, strict=True)
+            ]
+            self._work("allreduce", parts, []).wait()
+
+        replace_by_sum(tensor, self._members, gather)
+        return self._work("allreduce", [], [tensor])
 
     def _reduction(
         self,
