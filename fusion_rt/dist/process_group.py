@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fusion_rt import wire
 from fusion_rt.dist import membership
+from fusion_rt.dist.monitored import TAGS, MonitoredBarriers
 from fusion_rt.dist.sparse import replace_by_sum
 from fusion_rt.dist.submission import (
     AwaitedMessage,
@@ -88,6 +89,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self._description = "undefined"
         self._seconds = timeout.total_seconds()
         self._own = OwnMessages()
+        self._monitored = MonitoredBarriers(opened)
         self._store: Any = opened.store
 
     # --- about it -----------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         tensor = _only(tensors, "allreduce", "tensor")
         reduction, seconds = self._combination(opts, op, timeout)
         if tensor.layout != torch.strided:
-            return self._reduce_sparse(tensor, reduction, seconds)
+            return self._reduce_sparse(tensor, reduction, opts if hasattr(opts, "timeout") else None)
         return self._reduce_all("allreduce", [tensor], reduction, seconds)
 
     def allreduce_coalesced(
@@ -411,12 +413,16 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
     # --- synchronisation ----------------------------------------------------------------------------------------------
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Returns when all members have come to it. (The error of one that is missing names all that are, always.)
+        """Returns when all members have come to it.
+
+        Args:
+            timeout: how long to wait for the others; None: as long as for any operation.
+            wait_all_ranks: the error names all members that are missing, and not only the first of them.
 
         Raises:
-            CollectiveError: not all have in time.
+            CollectiveError: not all have come in time; on the first member, the text names who has not.
         """
-        self.barrier(timeout=timeout).wait()
+        self._monitored.meet(self._seconds if timeout is None else timeout.total_seconds(), wait_all_ranks)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> FusionWork:
         """Ends when all members have come to it."""
@@ -467,17 +473,13 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         parts = [self._reduction("allreduce", same, same, reduction, seconds) for same in by_type.values()]
         return self._work(title, parts, tensors)
 
-    def _reduce_sparse(self, tensor: torch.Tensor, reduction: tuple[wire.Op, float], seconds: float) -> FusionWork:
+    def _reduce_sparse(self, tensor: torch.Tensor, reduction: tuple[wire.Op, float], opts: Any) -> FusionWork:
         """Returns when it has been done: all members' numbers of indices have to be known for the second half."""
         if reduction != ("sum", 1.0):
             raise ValueError("allreduce: sparse tensors can only be summed; use ReduceOp.SUM")
 
         def gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-            parts = [
-                self._gathered([each], [output] if self._order is None else self._cut(output), seconds)
-                for each, output in zip(inputs, outputs, strict=True)
-            ]
-            self._work("allreduce", parts, []).wait()
+            self.all_gather_single_coalesced(outputs, inputs, opts).wait()
 
         replace_by_sum(tensor, self._members, gather)
         return self._work("allreduce", [], [tensor])
@@ -617,8 +619,8 @@ def _only_list(lists: Sequence[Any], operation: str, what: str) -> Sequence[torc
 
 
 def _checked_tag(tag: int) -> int:
-    if tag < 0:
-        raise ValueError(f"invalid tag: {tag}; use 0 or more")
+    if not 0 <= tag < TAGS:
+        raise ValueError(f"invalid tag: {tag}; use one from 0 to {TAGS - 1}")
     return tag
 
 
