@@ -10,7 +10,7 @@ from itertools import count
 
 import torch
 
-from fusion_rt.dist.membership import OpenGroup
+from fusion_rt.dist.membership import JoinedGroup
 from fusion_rt.dist.submission import AwaitedMessage, SentMessage, Submission
 from fusion_rt.dist.work import CollectiveError, FusionWork
 
@@ -24,7 +24,7 @@ class MonitoredBarriers:
         opened: the group.
     """
 
-    def __init__(self, opened: OpenGroup) -> None:
+    def __init__(self, opened: JoinedGroup) -> None:
         self._opened = opened
         self._tags = count(TAGS, 2)
 
