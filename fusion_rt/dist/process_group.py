@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ _OPS: dict[Any, wire.Op] = {
     dist.ReduceOp.PREMUL_SUM: "sum",
 }
 _NO_TIMEOUT = timedelta(0)
+_T = TypeVar("_T")
 
 
 def create(options: Any, backend_options: Any) -> FusionProcessGroup:
@@ -210,7 +211,10 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         given = inputs if isinstance(inputs[0], torch.Tensor) else _only_list(inputs, "reduce_scatter", "input")
         self._check_count(given, "reduce_scatter", "input")
         reduction, seconds = self._combination(opts, op, timeout)
-        return self._work("reduce_scatter", [self._scattered(output, given, reduction, seconds)], [output])
+        counts = tuple(tensor.numel() for tensor in self._in_order(given))
+        uneven = counts if len(set(counts)) > 1 else ()
+        part = self._reduction("reducescatter", self._in_order(given), [output], reduction, seconds, uneven)
+        return self._work("reduce_scatter", [part], [output])
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
         """Combines the members' tensors; each member gets the part of the combination at its position."""
@@ -224,8 +228,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         parts = []
         for output, given in zip(outputs, inputs, strict=True):
             self._check_whole(given, output, "reduce_scatter", "input", "output")
-            whole = [given] if self._order is None else self._cut(given)
-            parts.append(self._scattered(output, whole, reduction, seconds))
+            parts.append(self._reduction("reducescatter", self._by_member(given), [output], reduction, seconds))
         return self._work("reduce_scatter", parts, list(outputs))
 
     _reduce_scatter_base = reduce_scatter_single
@@ -245,10 +248,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         signature = signature_for(
             "broadcast", self._id, dtype, tensor.nbytes // itemsize, root=self._ranks[root]
         )
-        inputs, outputs = ([tensor], []) if root == self._position else ([], [tensor])
-        part = Collective(
-            self._opened.here, signature, inputs, outputs, nbytes=tensor.nbytes, seconds=self._limit(opts, timeout)
-        )
+        given, taken = ([tensor], []) if root == self._position else (None, [tensor])
+        part = Collective(self._opened.here, signature, given, taken, seconds=self._limit(opts, timeout))
         return self._work("broadcast", [part], [tensor])
 
     # --- from each to each --------------------------------------------------------------------------------------------
@@ -265,9 +266,19 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         """Gives every member its part of each member's tensor; parts are rows (all equal where no sizes are given)."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
-        outputs = self._rows(output, output_split_sizes, "output")
-        inputs = self._rows(input, input_split_sizes, "input")
-        part = self._exchanged(inputs, outputs, self._limit(opts, timeout))
+        takes = self._rows(output, output_split_sizes, "output")
+        gives = self._rows(input, input_split_sizes, "input")
+        dtype, itemsize = moved_as([input, output])
+        row = input.nbytes // input.shape[0] if input.numel() else output.nbytes // max(output.shape[0], 1)
+        each = row // itemsize
+        part = self._dealt(
+            dtype,
+            [rows * each for rows in self._in_order(gives)],
+            self._by_member(input, gives),
+            [rows * each for rows in self._in_order(takes)],
+            self._by_member(output, takes),
+            self._limit(opts, timeout),
+        )
         return self._work("all_to_all", [part], [output])
 
     def alltoall(
@@ -335,7 +346,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else outputs
         taken = _only_list(lists, "allgather", "output")
         self._check_count(taken, "allgather", "output")
-        part = self._gathered([given], taken, self._limit(opts, timeout))
+        taken = self._in_order(taken)
+        part = self._gathered([given], taken, self._limit(opts, timeout), [tensor.nbytes for tensor in taken])
         return self._work("allgather", [part], lists)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
@@ -350,8 +362,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         parts = []
         for output, given in zip(outputs, inputs, strict=True):
             self._check_whole(output, given, "allgather", "output", "input")
-            taken = [output] if self._order is None else self._cut(output)
-            parts.append(self._gathered([given], taken, seconds))
+            parts.append(self._gathered([given], self._by_member(output), seconds))
         return self._work("allgather", parts, list(outputs))
 
     def allgather_coalesced(
@@ -360,13 +371,13 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         """Gives every member the lists of tensors of all members, which travel together."""
         given = _some(inputs, "allgather_coalesced", "input tensor list")
         self._check_count(outputs, "allgather_coalesced", "output")
-        for taken in outputs:
-            if len(taken) != len(given):
+        for member in outputs:
+            if len(member) != len(given):
                 raise ValueError(
-                    f"allgather_coalesced: invalid output lists: one has {len(taken)} tensors for {len(given)} inputs"
+                    f"allgather_coalesced: invalid output lists: one has {len(member)} tensors for {len(given)} inputs"
                 )
-        members = outputs if self._order is None else [outputs[position] for position in self._order]
-        part = self._gathered(given, [tensor for taken in members for tensor in taken], self._limit(opts, None), True)
+        taken = [tensor for member in self._in_order(outputs) for tensor in member]
+        part = self._gathered(given, taken, self._limit(opts, None))
         return self._work("allgather_coalesced", [part], list(outputs))
 
     _allgather_base = all_gather_single
@@ -431,9 +442,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         part = Collective(
             self._opened.here,
             wire.Signature("barrier", process_set=self._id),
+            None,
             (),
-            (),
-            nbytes=0,
             seconds=self._limit(opts, timeout),
         )
         return self._work("barrier", [part], [])
@@ -491,6 +501,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         outputs: Sequence[torch.Tensor],
         reduction: tuple[wire.Op, float],
         seconds: float,
+        receives: tuple[int, ...] = (),
     ) -> Submission:
         op, factor = reduction
         if inputs[0].is_complex():
@@ -499,23 +510,28 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         count = sum(tensor.numel() for tensor in inputs)
         signature = signature_for(kind, self._id, dtype_name(dtype), count, op, factor)
         return Collective(
-            self._opened.here, signature, inputs, outputs, nbytes=count * dtype.itemsize, seconds=seconds
+            self._opened.here,
+            signature,
+            inputs,
+            outputs,
+            in_place=kind == "allreduce",
+            receives=receives,
+            seconds=seconds,
         )
 
-    def _scattered(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: tuple[wire.Op, float], seconds: float
-    ) -> Submission:
-        return self._reduction("reducescatter", self._in_order(inputs), [output], reduction, seconds)
-
     def _gathered(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seconds: float, ordered: bool = False
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        seconds: float,
+        counts: Sequence[int] = (),
     ) -> Submission:
+        """Submits an allgather whose results are in the daemon's order; `counts`: bytes of each, if they differ."""
         dtype, itemsize = moved_as([*inputs, *outputs])
-        nbytes = sum(tensor.nbytes for tensor in inputs)
-        signature = signature_for("allgather", self._id, dtype, nbytes // itemsize)
-        if not ordered:
-            outputs = self._in_order(outputs)
-        return Collective(self._opened.here, signature, inputs, outputs, nbytes=nbytes, seconds=seconds)
+        count = sum(tensor.nbytes for tensor in inputs) // itemsize
+        uneven = tuple(nbytes // itemsize for nbytes in counts) if len(set(counts)) > 1 else ()
+        signature = signature_for("allgather", self._id, dtype, count)
+        return Collective(self._opened.here, signature, inputs, outputs, receives=uneven, seconds=seconds)
 
     def _exchanged(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seconds: float
@@ -523,59 +539,70 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         """Submits an alltoall of a tensor for each member, by position, and one from each."""
         dtype, itemsize = moved_as([*inputs, *outputs])
         inputs, outputs = self._in_order(inputs), self._in_order(outputs)
-        splits = tuple(tensor.nbytes // itemsize for tensor in inputs)
-        receives = tuple(tensor.nbytes // itemsize for tensor in outputs)
+        splits = [tensor.nbytes // itemsize for tensor in inputs]
+        receives = [tensor.nbytes // itemsize for tensor in outputs]
+        return self._dealt(dtype, splits, inputs, receives, outputs, seconds)
+
+    def _dealt(
+        self,
+        dtype: str,
+        splits: Sequence[int],
+        inputs: Sequence[torch.Tensor],
+        receives: Sequence[int],
+        outputs: Sequence[torch.Tensor],
+        seconds: float,
+    ) -> Submission:
+        """Submits an alltoall of so many elements for and from each member, in the daemon's order."""
         signature = signature_for("alltoall", self._id, dtype, sum(splits))
         return Collective(
             self._opened.here,
             signature,
             inputs,
             outputs,
-            nbytes=sum(splits) * itemsize,
-            splits=splits,
-            receives=receives,
+            splits=tuple(splits),
+            receives=tuple(receives),
             seconds=seconds,
         )
 
-    def _rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str) -> list[torch.Tensor]:
-        """Returns the rows of a tensor for each member, as views of it.
+    def _rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str) -> Sequence[int]:
+        """Returns the number of rows of a tensor that are for, or from, each member, by position.
 
         Raises:
-            ValueError, RuntimeError: it cannot be dealt out so.
+            ValueError: it cannot be dealt out so.
         """
         if not tensor.is_contiguous():
             raise ValueError(f"all_to_all_single: the {what} tensor must be contiguous")
-        tensor = tensor.detach()
+        rows = tensor.shape[0] if tensor.dim() else 0
         if not sizes:
-            rows = tensor.shape[0] if tensor.dim() else 0
             if rows % self._members:
                 raise ValueError(
                     f"all_to_all_single: Tensor's dim 0 does not divide equally across group size: the {what} has "
                     f"{rows} rows for {self._members} members"
                 )
-            sizes = [rows // self._members] * self._members
+            return [rows // self._members] * self._members
         if len(sizes) != self._members:
             raise ValueError(
                 f"all_to_all_single: Number of tensor splits not equal to group size: {len(sizes)} for the {what}, and "
                 f"{self._members} members"
             )
-        if sum(sizes) != tensor.shape[0]:
+        if sum(sizes) != rows:
             raise ValueError(
                 f"all_to_all_single: Split sizes doesn't match total dim 0 size: {sum(sizes)} for the {what}, which has "
-                f"{tensor.shape[0]} rows"
+                f"{rows} rows"
             )
-        return list(torch.split(tensor, list(sizes)))
+        return sizes
 
-    def _in_order(self, by_position: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns what belongs to the members, or is one tensor for all of them, in the daemon's order."""
-        if self._order is None or len(by_position) != self._members:
-            return by_position
-        return [by_position[position] for position in self._order]
+    def _in_order(self, by_position: Sequence[_T]) -> Sequence[_T]:
+        """Returns what belongs to the members in the daemon's order."""
+        return by_position if self._order is None else [by_position[position] for position in self._order]
 
-    def _cut(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the members' equal parts of a tensor, as views of it."""
-        with torch.no_grad():
-            return list(tensor.detach().view(-1).chunk(self._members))
+    def _by_member(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Sequence[torch.Tensor]:
+        """Returns the members' parts of a tensor, equal or of so many rows, in the daemon's order: itself if it is."""
+        if self._order is None:
+            return [tensor]
+        if rows is None:
+            return self._in_order(tensor.detach().view(self._members, -1).unbind())
+        return self._in_order(torch.split(tensor.detach(), list(rows)))
 
     # --- arguments ----------------------------------------------------------------------------------------------------
 

@@ -51,11 +51,12 @@ class Submission:
         watcher: called when it has ended.
     """
 
-    __slots__ = ("_memory", "_outputs", "done", "error", "sizes", "watcher")
+    __slots__ = ("_given", "_memory", "_outputs", "done", "error", "sizes", "watcher")
 
     def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         self._outputs = outputs
-        self._memory: Memory | None = None
+        self._given: Memory | None = None
+        self._memory: Memory | None = None  # where the result comes
         self.done = False
         self.error: str | None = None
         self.sizes: tuple[int, ...] = ()
@@ -63,7 +64,7 @@ class Submission:
 
     def end(self) -> None:
         """Ends it."""
-        self._memory = None
+        self._given = self._memory = None
         self._outputs = ()
         self.done = True
         if self.watcher is not None:
@@ -93,10 +94,7 @@ class Submission:
         if data is not None and len(outputs) == 1:
             fill(outputs[0], data)
             return
-        if data is not None or self._memory is None or operation.output is not None:
-            view = received(operation)
-        else:
-            view = self._memory.view
+        view = received(operation) if data is not None or self._memory is None else self._memory.view
         copy_in(outputs, _over(view, outputs))
 
 
@@ -106,11 +104,12 @@ class Collective(Submission):
     Args:
         here: this worker's membership.
         signature: of the operation; its shape is the number of elements that this rank gives.
-        inputs: tensors whose elements, one after the other, this rank gives.
+        inputs: tensors whose elements, one after the other, this rank gives; None: it only receives.
         outputs: as for all submissions.
-        nbytes: of all that this rank gives; more than its inputs have where the memory is only for the result.
+        in_place: the result has as many elements as this rank gives, and takes their place.
         splits: for an alltoall, elements for each member.
-        receives: for an alltoall and an allgather, elements that come from each member.
+        receives: for an alltoall, elements that come from each member; for an allgather, those of each member's tensor,
+            and for a reducescatter, those of each member's result, where they are not equal.
         seconds: until the daemon gives it up; 0: never.
     """
 
@@ -120,22 +119,37 @@ class Collective(Submission):
         self,
         here: Runtime,
         signature: wire.Signature,
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor] | None,
         outputs: Sequence[torch.Tensor],
         *,
-        nbytes: int,
+        in_place: bool = False,
         splits: tuple[int, ...] = (),
         receives: tuple[int, ...] = (),
         seconds: float = 0.0,
     ) -> None:
         super().__init__(outputs)
-        inline = place = None
-        if nbytes <= wire.MAX_INLINE:
-            inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
-            inline = inline or bytes(nbytes)
-        else:
-            place = self._staged(here, nbytes, inputs)
-        here.client.submit(None, signature, inline=inline, place=place, splits=splits, release=self._ended)
+        inline = place = into = None
+        if inputs is not None:
+            nbytes = sum(tensor.nbytes for tensor in inputs)
+            if nbytes <= wire.MAX_INLINE:
+                inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
+            else:
+                place = self._staged(here, nbytes, inputs)
+        if not in_place and (nbytes := sum(tensor.nbytes for tensor in outputs)) > wire.MAX_INLINE:
+            given = self._memory  # has to stay until the operation has ended
+            into = self._staged(here, nbytes, ())
+            self._given = given
+        here.client.submit(
+            None,
+            signature,
+            inline=inline,
+            place=place,
+            splits=splits,
+            receives=receives,
+            into=into,
+            seconds=seconds,
+            release=self._ended,
+        )
 
 
 class SentMessage(Submission):

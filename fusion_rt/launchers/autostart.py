@@ -155,11 +155,14 @@ def _meet(
     from fusion_rt.host.address import address_towards
 
     arrival = Arrival(where.size, where.local_rank, meeting.node, meeting.host, secrets.token_hex(8))
-    assignment = rendezvous.assign(arrival, where.job)
+
+    def check(topology: Topology) -> None:
+        if len(topology.hosts) > 1:
+            _check_secret(meeting, settings)
+
+    assignment = rendezvous.assign(arrival, where.job, check)
     topology = assignment.topology
     alone = len(topology.hosts) == 1
-    if not alone and meeting.tells_hosts:
-        _check_secret(meeting, settings)
     node = topology.node_of(where.rank)
     here = replace(where, job=assignment.job, node=node)
     daemon = None

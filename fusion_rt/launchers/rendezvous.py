@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import Endpoint, PeerTable, StartError
 from fusion_rt.launchers.entries import (
     Arrival,
@@ -122,20 +123,23 @@ class Rendezvous:
         """Host of the store."""
         return self._store.hosts
 
-    def assign(self, arrival: Arrival, launcher: str) -> Assignment:
+    def assign(
+        self, arrival: Arrival, launcher: str, check: Callable[[Topology], None] = lambda topology: None
+    ) -> Assignment:
         """Leaves word where this rank is, and returns what all ranks have agreed on.
 
         Args:
             arrival: this rank's word.
             launcher: how the job's id begins if this is rank 0.
+            check: raises FusionError if there may be no such job; then all ranks do. Only rank 0 calls it.
 
         Raises:
             FusionError: not all ranks came in time, or they contradict each other.
         """
         self._publish(f"rank.{self._rank}", arrival)
-        return self._lead(launcher) if self._rank == 0 else self._follow(arrival.visit)
+        return self._lead(launcher, check) if self._rank == 0 else self._follow(arrival.visit)
 
-    def _lead(self, launcher: str) -> Assignment:
+    def _lead(self, launcher: str, check: Callable[[Topology], None]) -> Assignment:
         """Assigns until all ranks have confirmed."""
         arrivals: dict[int, Arrival] = {}
         assignment: Assignment | None = None
@@ -157,6 +161,7 @@ class Rendezvous:
                     except FusionError as error:
                         problem = error  # unless it is a word of the past
                         continue
+                    check(topology)
                     assignment = Assignment(f"{launcher}-{secrets.token_hex(8)}", topology, visits)
                     self._publish("assignment", assignment)
                     self._publish("confirmed.0", Word(assignment.job))

@@ -82,9 +82,9 @@ def test_workers_on_two_hosts_need_a_secret(runtime_dir: Path, tmp_path: Path) -
         place = {"MASTER_ADDR": lab.hosts[0].address, "MASTER_PORT": "29400", "OMP_NUM_THREADS": "1"}
         for file in ("", str(secret)):
             workers = [
-                lab.run(
-                    rank // 2,
-                    [sys.executable, str(SCRIPT)],
+                forks.popen(
+                    ["ip", "netns", "exec", lab.hosts[rank // 2].name, sys.executable, str(SCRIPT)],
+                    forks.WORKER,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,

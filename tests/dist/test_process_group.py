@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,130 @@ def _messages(rank: int, size: int) -> None:
     elif rank == 1:
         dist.recv_object_list(said, 0)
         assert said == ["x" * 20000, 0]
+    dist.barrier()
+
+
+def _subgroups(rank: int, size: int) -> None:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = pairs[rank % 2]
+    tensor = torch.full(LARGE, float(rank))
+    dist.all_reduce(tensor, group=mine)
+    assert torch.equal(tensor, torch.full(LARGE, float(2 + 2 * (rank % 2))))
+    turned = dist.new_group([2, 0, 3], sort_ranks=False)
+    order = [2, 0, 3]
+    if rank in order:
+        for shape in (SMALL, LARGE):
+            given = _given(rank, shape, torch.float32)
+            taken = [torch.empty(shape) for _ in order]
+            dist.all_gather(taken, given, group=turned)
+            assert all(map(torch.equal, taken, [_given(other, shape, torch.float32) for other in order]))
+            one = torch.empty(3 * shape[0], shape[1])
+            dist.all_gather_into_tensor(one, given, group=turned)
+            assert torch.equal(one, torch.cat(taken))
+            part = torch.empty(shape)
+            dist.reduce_scatter_tensor(part, one * (rank + 1), group=turned)
+            assert torch.equal(part, taken[order.index(rank)] * 8)
+            dealt = torch.empty_like(one)
+            dist.all_to_all_single(dealt, one * (rank + 1), group=turned)
+            mine_of_each = [taken[order.index(rank)] * (other + 1) for other in order]
+            assert torch.equal(dealt, torch.cat(mine_of_each))
+            dist.broadcast(given, 3, group=turned)
+            assert torch.equal(given, taken[2])
+        dist.destroy_process_group(turned)
+    local = dist.new_group([rank - rank % 2, rank - rank % 2 + 1], use_local_synchronization=True)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, rank, group=local)
+    assert found == [rank - rank % 2, rank - rank % 2 + 1]
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=mesh["replicate"].get_group())
+    assert tensor.item() == 2 * (rank % 2) + 2
+    # Two groups that overlap, each used by a thread of its own.
+    whole = dist.new_group()
+    sums: dict[str, torch.Tensor] = {}
+
+    def work(name: str, group: dist.ProcessGroup) -> None:
+        for shape in (SMALL, LARGE) * 20:
+            sums[name] = torch.full(shape, float(rank))
+            dist.all_reduce(sums[name], group=group)
+
+    threads = [threading.Thread(target=work, args=each) for each in (("pair", mine), ("whole", whole))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(sums["pair"], torch.full(LARGE, float(2 + 2 * (rank % 2))))
+    assert torch.equal(sums["whole"], torch.full(LARGE, 6.0))
+
+
+def _chained(tensor: torch.Tensor, size: int) -> Any:
+    """A future of the sum, and of that sum's average, both of which are operations."""
+    first = dist.all_reduce(tensor, async_op=True).get_future()
+    other = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+
+    def again(done: Any) -> torch.Tensor:
+        assert other.then(lambda ended: ended.value()[0]).wait().item() == size
+        return dist.all_reduce(done.value()[0] / size, async_op=True).get_future().wait()[0]
+
+    return first.then(again)
+
+
+def _works(rank: int, size: int) -> None:
+    for shape in (SMALL, LARGE):
+        total = torch.full(shape, 6.0)
+        tensors = [torch.full(shape, float(rank)) for _ in range(5)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        while not works[-1].is_completed():
+            pass
+        assert works[-1].is_success()
+        futures = [work.get_future() for work in works]
+        assert all(torch.equal(future.wait()[0], total) for future in futures)
+        assert torch.equal(works[0].result()[0], total)
+        # A function that is called back may wait for another operation, whose future it has asked for itself or not.
+        for _ in range(3):  # one after the other: operations of a group are in one order on all ranks
+            assert torch.equal(_chained(torch.full(shape, float(rank)), size).wait(), total)
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.group.WORLD
+    given = torch.full(SMALL, float(rank))
+    assert torch.equal(functional.all_reduce(given, "sum", group), torch.full(SMALL, 6.0))
+    assert functional.all_gather_tensor(given, 0, group).shape == (size * SMALL[0], SMALL[1])
+    summed = functional.reduce_scatter_tensor(torch.full((size, 3), float(rank)), "sum", 0, group)
+    assert torch.equal(summed, torch.full((1, 3), 6.0))
+    dealt = functional.all_to_all_single(torch.arange(4.0) + 10 * rank, None, None, group)
+    assert torch.equal(dealt, torch.arange(4.0) * 10 + rank)
+    assert torch.equal(functional.broadcast(given, 2, group), torch.full(SMALL, 2.0))
+
+
+def _errors(rank: int, size: int) -> None:
+    from fusion_rt.dist.work import CollectiveError
+
+    group = dist.group.WORLD
+    assert group is not None
+    for call in (
+        lambda: group.allreduce([]),
+        lambda: group.broadcast([torch.ones(1)], 7),
+        lambda: dist.all_gather([torch.ones(1)], torch.ones(1)),
+        lambda: dist.all_to_all_single(torch.empty(5), torch.empty(5)),
+        lambda: group.send([torch.ones(1)], 9, 0),
+        lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.empty(3)),
+    ):
+        with pytest.raises((ValueError, RuntimeError)):
+            call()
+    dist.barrier()
+    late = dist.new_group()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=late, async_op=True)
+        with pytest.raises(CollectiveError, match=r"0\.2 s"):
+            work.wait(timedelta(seconds=0.2))
+        group.barrier().wait()
+        work.wait()
+    else:
+        group.barrier().wait()
+        dist.all_reduce(torch.ones(1), group=late)
+    mixed = dist.new_group()
+    with pytest.raises(CollectiveError, match="rank 0"):
+        dist.all_reduce(torch.ones(3 if rank else 4), group=mixed)
 
 
 def _objects_and_models(rank: int, size: int) -> None:
@@ -193,6 +319,18 @@ def test_parts_of_tensors_come_to_those_they_are_meant_for(job: Job, tmp_path: P
 
 def test_messages_are_matched_by_source_and_tag(job: Job, tmp_path: Path) -> None:
     job.run(_in_group, str(tmp_path / "store"), _messages)
+
+
+def test_groups_of_some_ranks_run_beside_each_other(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _subgroups)
+
+
+def test_works_and_futures_complete_whoever_waits(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _works)
+
+
+def test_what_cannot_be_is_refused_and_who_is_missing_is_named(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _errors)
 
 
 def test_objects_travel_and_ddp_trains_as_one_process_does(job: Job, tmp_path: Path) -> None:
