@@ -281,6 +281,7 @@ class Channel:
             operation.plan = message.plan
         else:
             operation.error = message.message
+            operation.missing = message.missing
         if operation.release is not None:
             operation.release(operation)
         name, clock, plan = operation.about

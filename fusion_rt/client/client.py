@@ -134,7 +134,7 @@ class Client:
             receives: in a group. Of an alltoall: rows from each rank. Of an allgather: the rows of each rank's tensor;
                 of a reducescatter: those of each rank's result; the same on all ranks, and empty where all are equal.
             into: in a group: where in the arena the result goes (segment id, offset).
-            seconds: in a group: time after which it fails, if it has not ended; 0: it has as long as it needs.
+            seconds: in a group: time after which it fails, unless it has ended; 0: it has as long as any may wait.
             release: see `Operation`; for one without a name.
 
         Raises:

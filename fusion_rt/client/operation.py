@@ -41,6 +41,7 @@ class Operation:
         inline: the result, when it is small.
         output: private copy-on-write mapping of the result, when the daemon has sent one (allgather, alltoall).
         sizes: rows received from each rank (allgather, alltoall), or the answer of an operation without data.
+        missing: of one whose time was up: the ranks that had not submitted it.
         plan: the answer to a proposal.
         release: called when it ends, by the thread that reads its answer, when all but `done` is set.
         about: the name, clock and plan under which it is recorded.
@@ -51,6 +52,7 @@ class Operation:
     inline: bytes | None = None
     output: Segment | None = None
     sizes: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
     plan: wire.Plan | None = None
     release: Callable[[Operation], None] | None = None
 

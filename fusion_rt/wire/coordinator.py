@@ -65,7 +65,8 @@ class Mismatch(msgspec.Struct, tag="mismatch", array_like=True):
 
 
 class OpFailed(msgspec.Struct, tag="op_failed", array_like=True):
-    """One operation fails on all ranks."""
+    """One operation fails on all ranks; `missing`: those that had not submitted it when its time was up."""
 
     key: OpKey
     error: Text
+    missing: tuple[Rank, ...] = ()

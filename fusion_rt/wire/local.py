@@ -72,7 +72,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
         splits: for alltoall, rows for each rank of the process set.
         receives: for alltoall in a group, rows from each rank of it.
         into: where in the arena the result goes, in a group; None: where the tensor lies, or into the answer.
-        seconds: time after which it fails, in a group; 0: it has as long as it needs.
+        seconds: time after which it fails, in a group; 0: it has as long as any operation may wait.
     """
 
     handle: Count
@@ -342,10 +342,14 @@ class Planned(msgspec.Struct, tag="planned", array_like=True):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """One operation failed, on all ranks; the job goes on."""
+    """One operation failed, on all ranks; the job goes on.
+
+    `missing`: the ranks that had not submitted it when its time was up.
+    """
 
     handle: Count
     message: Text
+    missing: tuple[Rank, ...] = ()
 
 
 class JobFailed(msgspec.Struct, tag="job_failed", array_like=True):

@@ -7,8 +7,9 @@ the missing ranks are, which goes after the sentence, and all are asked once mor
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,12 +29,16 @@ class _Inquiry:
     Attributes:
         asked: nodes have been asked, and have not all answered.
         waited: seconds, at most, as nodes have told.
+        limit: seconds after which its time is up.
+        hurried: nodes that do not answer are not waited for.
         ending: its time is up, and it is being found out where those are that are missing.
         where: that, once it is known.
     """
 
     asked: bool = False
     waited: float = 0.0
+    limit: float = math.inf
+    hurried: bool = False
     ending: bool = False
     where: str | None = None
 
@@ -47,7 +52,8 @@ class Inquiries:
         questions: ask the nodes.
         warn: tells people that something is late.
         submitted: tells by rank what the coordinator knows already.
-        conclude: called at the end of an inquiry with the sentence why what it is about fails, or "" if it goes on.
+        conclude: called at the end of an inquiry with the sentence why what it is about fails, or "" if it goes on; and
+            the ranks that were missing when its time was up.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class Inquiries:
         questions: Questions,
         warn: Callable[[str], None],
         submitted: Callable[[Subject], Mapping[int, wire.Signature | None]],
-        conclude: Callable[[Subject, str], None],
+        conclude: Callable[[Subject, str, Sequence[int]], None],
     ) -> None:
         self._participants = participants
         self._settings = settings
@@ -79,18 +85,21 @@ class Inquiries:
         inquiry = self._inquiries.get(subject)
         return inquiry is not None and inquiry.asked
 
-    def inquire(self, subject: Subject, waited: float = 0.0) -> None:
+    def inquire(self, subject: Subject, waited: float = 0.0, seconds: float = 0.0) -> None:
         """Asks all nodes of a process set about something, unless they are being asked already.
 
         Args:
             waited: seconds for which a node has waited for it.
+            seconds: its own time-out, instead of the one of all operations.
         """
         inquiry = self._inquiries.setdefault(subject, _Inquiry())
         inquiry.waited = max(inquiry.waited, waited)
+        inquiry.limit = seconds or self._settings.operation_timeout
+        inquiry.hurried = seconds > 0
         if not inquiry.asked:
             inquiry.asked = True
             nodes = self._participants.members(subject[1].process_set).nodes
-            self._questions.waiting(partial(self._told, subject, inquiry), subject[1], nodes)
+            self._questions.waiting(partial(self._told, subject, inquiry), subject[1], nodes, inquiry.hurried)
 
     def forget(self, subject: Subject) -> None:
         """It has been decided."""
@@ -121,17 +130,19 @@ class Inquiries:
         def sentence(waited: float) -> str:
             topology = participants.topology
             text = explain(subject, submitted, awaited, topology, participants.departed, waited)
-            return "; ".join([text, *(one.describe(topology) for one in late_links if text and waited)])
+            silent = [f"{topology.describe_node(node)} did not answer" for node in members.nodes if node not in told]
+            late = [one.describe(topology) for one in late_links]
+            return "; ".join([text, *(late + silent if text and waited else ())])
 
         missing = [rank for rank in awaited if rank not in submitted]
         waited = inquiry.waited
-        late = waited > self._settings.operation_timeout
+        late = waited > inquiry.limit
         if inquiry.where is not None and not missing:  # they have come while it was found out where they are
             inquiry.ending, inquiry.where, late = False, None, False
         error = sentence(waited if late else 0.0)
         if error and not (late and missing and inquiry.where is None):
             del self._inquiries[subject]
-            self._conclude(subject, error + (inquiry.where or ""))
+            self._conclude(subject, error + (inquiry.where or ""), missing if late else ())
             return
         inquiry.asked, inquiry.waited = False, 0.0
         if error and not inquiry.ending:
@@ -146,10 +157,10 @@ class Inquiries:
                 self._warned.popitem(last=False)
             text = sentence(waited)
             self._questions.whereabouts(missing, lambda where: self._warn(text + where))
-        self._conclude(subject, "")
+        self._conclude(subject, "", ())
 
     def _look_again(self, subject: Subject, inquiry: _Inquiry, waited: float, where: str) -> None:
         """It is known where those are that are missing; they may have come meanwhile, and so it is asked once more."""
         if self._inquiries.get(subject) is inquiry:  # else it has been decided
             inquiry.where = where
-            self.inquire(subject, waited)
+            self.inquire(subject, waited, inquiry.limit if inquiry.hurried else 0.0)

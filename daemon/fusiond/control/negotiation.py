@@ -12,7 +12,7 @@ nodes; it is asked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -176,7 +176,7 @@ class Coordinator:
         kind, key = subject
         return self._submitted(key) if kind == "operation" else dict.fromkeys(self._plans.get(_plan_key(key), ()))
 
-    def _inquired(self, subject: Subject, error: str) -> None:
+    def _inquired(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
         """An inquiry is over: what it was about fails, or goes on if nothing is wrong."""
         kind, key = subject
         if error and kind == "plan":
@@ -184,7 +184,7 @@ class Coordinator:
         elif error:
             self.forget(key)
             nodes = self._participants.members(key.process_set).nodes
-            self._send([(node, wire.OpFailed(key, error)) for node in nodes])
+            self._send([(node, wire.OpFailed(key, error, tuple(missing))) for node in nodes])
         elif kind == "operation":
             self._send(self._decide(key))
 

@@ -56,12 +56,17 @@ class Questions:
         self._rounds.ask(questions, lambda told: then({n: a for n, a in told.items() if isinstance(a, wire.Located)}))
 
     def waiting(
-        self, then: Callable[[dict[int, wire.WaitingHere]], None], key: OpKey | None = None, nodes: Sequence[int] = ()
+        self,
+        then: Callable[[dict[int, wire.WaitingHere]], None],
+        key: OpKey | None = None,
+        nodes: Sequence[int] = (),
+        hurried: bool = False,
     ) -> None:
         """Asks all nodes what is under way there; tells by node.
 
         Args:
             key: is asked about, and nothing else, until all `nodes` have answered.
+            hurried: tells what it has heard when the patience is over, also of a key.
         """
         self._rounds.ask(
             dict.fromkeys(
@@ -69,7 +74,7 @@ class Questions:
                 lambda serial: wire.WaitingRequest(serial, key),
             ),
             lambda told: then({n: a for n, a in told.items() if isinstance(a, wire.WaitingHere)}),
-            hurried=key is None,
+            hurried=hurried or key is None,
         )
 
     def survey(self, everyone: bool, then: Callable[[Survey], None]) -> None:

@@ -8,7 +8,7 @@ the rank that made it only: this node asks the others itself, and ends it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fusion_rt import wire
@@ -25,6 +25,7 @@ from fusiond.control.waiting import (
     explain_contribution,
     plan_in_words,
 )
+from fusiond.core.deadlines import Deadlines
 from fusiond.core.tracing import about_key
 from fusiond.operations.context import Context
 from fusiond.operations.executor import Operation
@@ -32,16 +33,19 @@ from fusiond.operations.outcomes import Outcomes
 from fusiond.shards import ParameterService
 from fusiond.shards.timeouts import key_of
 
+_AGAIN = 10.0  # seconds after which it is asked again about an operation whose time was up, and which has not ended
 _GRACE = 2.0  # seconds for what is late, or waits for a rank that has left, to complete, until it is asked again
 
 
 class _Wait(NamedTuple):
-    """Something that waits. `rank`: whose contribution it is; `left`: ranks have left that it may wait for."""
+    """Something that waits. `rank`: whose contribution it is; `left`: ranks have left that it may wait for; `seconds`:
+    its own time-out, to which `Stalls.limit` sees."""
 
     subject: Subject
     since: float
     left: bool = False
     rank: int = -1
+    seconds: float = 0.0
 
 
 class Stalls:
@@ -69,6 +73,8 @@ class Stalls:
         self._of_groups = Inquiries(
             context.participants, context.settings, questions, context.outside.warn, lambda _: {}, self._conclude
         )
+        clock, call_later = context.outside.clock, context.outside.call_later
+        self._deadlines = Deadlines(clock, call_later, self._overdue)
         self._asked: dict[tuple[Subject, int], float] = {}  # when (s), of what waits
         self._due: set[tuple[OpKey, int]] = set()  # contributions about which the nodes are being asked
 
@@ -82,11 +88,12 @@ class Stalls:
         for wait in list(self._waits()):
             this = wait.subject, wait.rank
             waited, last = now - wait.since, asked.get(this, -math.inf)
-            late = waited > settings.operation_timeout or (wait.left and waited > _GRACE)
+            timeout = math.inf if wait.seconds else settings.operation_timeout
+            late = waited > timeout or (wait.left and waited > _GRACE)
             if (waited > settings.stall_warning_time and last < wait.since) or (late and now - last > _GRACE):
                 if wait.rank < 0:
                     last = now
-                    self._inquire(wait.subject, waited)
+                    self._inquire(wait.subject, waited, wait.seconds)
                 elif not self._due:  # else at a later tick
                     last = now
                     due.add((wait.subject[1], wait.rank))
@@ -105,10 +112,12 @@ class Stalls:
         participants = self._context.participants
         departed = participants.departed.difference(participants.lost)
         for operation in self._context.operations.values():
+            if wire.is_group(operation.key.process_set) and not operation.parts:
+                continue  # nobody waits for it here; those who do see to it
             left = bool(operation.parts) and any(
                 r in operation.members.set.ranks and r not in operation.parts for r in departed
             )
-            yield _Wait(("operation", operation.key), operation.since, left)
+            yield _Wait(("operation", operation.key), operation.since, left, seconds=operation.seconds)
         for key, since, ranks in self._proposals():
             members = participants.members(key.process_set).set.ranks
             yield _Wait(("plan", key), since, any(rank in members and rank not in ranks for rank in departed))
@@ -116,7 +125,7 @@ class Stalls:
             key = key_of(client.plan, client.bucket, client.home)
             yield _Wait(("home", key), client.since, rank=client.rank)
 
-    def _inquire(self, subject: Subject, waited: float) -> None:
+    def _inquire(self, subject: Subject, waited: float, seconds: float = 0.0) -> None:
         """Has the coordinator ask everybody, and tell everybody if something is wrong."""
         kind, key = subject
         assert kind in ("operation", "plan")
@@ -124,14 +133,27 @@ class Stalls:
             name, clock, plan = about_key(key)
             self._context.trace.record(Kind.STALL, name, int(waited), clock, plan)
         if wire.is_group(key.process_set):  # no coordinator knows it
-            self._of_groups.inquire(subject, waited)
+            self._of_groups.inquire(subject, min(waited, seconds or waited), seconds)
         else:
             self._coordination.ask(wire.Mismatch(key, waited, kind))
 
-    def _conclude(self, subject: Subject, error: str) -> None:
+    def _conclude(self, subject: Subject, error: str, missing: Sequence[int]) -> None:
         """An inquiry about an operation of a group is over."""
-        if error:
-            self._outcomes.everywhere(subject[1], error)
+        if error and subject[1] in self._context.operations:  # else it has ended since
+            self._outcomes.everywhere(subject[1], error, missing)
+
+    def limit(self, operation: Operation) -> None:
+        """An operation of a group fails when its time is up."""
+        self._deadlines.add(operation.until)
+
+    def _overdue(self, now: float) -> float:
+        """Asks about the operations whose time is up; returns when the next one's is."""
+        for operation in list(self._context.operations.values()):
+            if operation.until <= now:
+                operation.until = now + _AGAIN
+                waited = math.nextafter(operation.seconds, math.inf)
+                self._of_groups.inquire(("operation", operation.key), waited, operation.seconds)
+        return min((operation.until for operation in self._context.operations.values()), default=math.inf)
 
     def forget_group(self, group: int) -> None:
         """A group has been closed."""

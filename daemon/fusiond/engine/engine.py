@@ -115,6 +115,7 @@ class Engine:
             epoch,
             self._join,
             lambda operation: self._stalls.disagree(operation),
+            lambda operation: self._stalls.limit(operation),
         )
         self._agreement = self._exchanges.agreement
         self.messages = Messaging(
@@ -321,7 +322,7 @@ class Engine:
         self.homes.occupied.look_again()
 
     def _failed_elsewhere(self, node: int, message: wire.OpFailed) -> None:
-        self._outcomes.here(message.key, message.error)
+        self._outcomes.here(message.key, message.error, message.missing)
         self._coordination.forget(message.key)
 
     def _settled(self, node: int, settled: wire.Settled) -> None:

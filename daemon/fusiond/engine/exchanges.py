@@ -74,6 +74,7 @@ class Exchanges:
         epoch: the membership epoch.
         joined: called with a local rank that joins.
         disagree: called with an operation about which the ranks do not agree.
+        limit: called with an operation whose time is limited.
 
     Attributes:
         agreement: of all nodes on these operations.
@@ -94,6 +95,7 @@ class Exchanges:
         epoch: int,
         joined: Callable[[int], None],
         disagree: Callable[[Operation], None],
+        limit: Callable[[Operation], None],
     ) -> None:
         self._context = context
         self._participants = context.participants
@@ -103,6 +105,7 @@ class Exchanges:
         self._codecs = codecs
         self._outcomes = outcomes
         self._disagree = disagree
+        self._limit = limit
         self._progress = progress
         self._epoch = epoch
         self._joined = joined
@@ -171,6 +174,8 @@ class Exchanges:
         if operation.recipe is None:
             operation.recipe = recipe
         operation.parts[rank] = part
+        if submit.seconds and recipe.direct:
+            self._set_limit(operation, submit.seconds)
         self._context.trace.record(Kind.READY, submit.name, part.values.nbytes, submit.clock, peer=rank)
         if signature.kind == "join":
             self._joined(rank)
@@ -179,6 +184,12 @@ class Exchanges:
         else:
             self.agreement.advance(operation)
         self._homes.occupied.look(rank)
+
+    def _set_limit(self, operation: Operation, seconds: float) -> None:
+        until = self._context.outside.clock() + seconds
+        if until < operation.until:
+            operation.seconds, operation.until = seconds, until
+            self._limit(operation)
 
     def _refuse_in_group(self, rank: int, handle: int, key: OpKey, why: str) -> None:
         sentence = f"{key.in_words}: {why}"

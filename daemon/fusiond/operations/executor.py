@@ -51,6 +51,7 @@ class Operation:
         heard: when a chunk last came from a node (s).
         taking: the exchange is taking a chunk; `over`: with that one it has finished.
         working: the kernel pool has jobs of it.
+        seconds: time-out that a local member has set, the shortest; 0: none. `until`: when it is up (s).
         failed: is called when it has failed, and its jobs have ended.
     """
 
@@ -75,6 +76,8 @@ class Operation:
     taking: bool = False
     over: bool = False
     working: bool = False
+    seconds: float = 0.0
+    until: float = math.inf
     failed: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:

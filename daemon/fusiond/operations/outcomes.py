@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fusion_rt import wire
@@ -74,14 +74,14 @@ class Outcomes:
         """Tells a worker that what it submitted has failed."""
         self._context.outside.to_worker(rank, wire.Failed(handle, error))
 
-    def everywhere(self, key: OpKey, error: str) -> None:
-        """An operation fails on all ranks."""
+    def everywhere(self, key: OpKey, error: str, missing: Sequence[int] = ()) -> None:
+        """An operation fails on all ranks; `missing`: those that had not submitted it when its time was up."""
         for node in self._context.participants.members(key.process_set).nodes:
             if node != self._context.node:
-                self._context.outside.to_node(node, wire.OpFailed(key, error))
-        self.here(key, error)
+                self._context.outside.to_node(node, wire.OpFailed(key, error, tuple(missing)))
+        self.here(key, error, missing)
 
-    def here(self, key: OpKey, error: str) -> None:
+    def here(self, key: OpKey, error: str, missing: Sequence[int] = ()) -> None:
         """An operation fails on this node's ranks, also on those that have not submitted it yet."""
         self._failed.setdefault(key, error)
         while len(self._failed) > _REMEMBERED:
@@ -92,16 +92,16 @@ class Outcomes:
         if operation is not None and operation.exchange is not None and operation.started:
             operation.exchange.abandon()
         if operation is not None and operation.working:  # threads still write into the workers' memory
-            operation.failed = partial(self._refuse_all, operation, error)
+            operation.failed = partial(self._refuse_all, operation, error, missing)
         elif operation is not None:
-            self._refuse_all(operation, error)
+            self._refuse_all(operation, error, missing)
         self._one_less()
 
-    def _refuse_all(self, operation: Operation, error: str) -> None:
+    def _refuse_all(self, operation: Operation, error: str, missing: Sequence[int]) -> None:
         for rank, part in operation.parts.items():
             if part.selected is not None and operation.exchange is None:
                 part.selected.disown()
-            self.refuse(rank, part.handle, error)
+            self._context.outside.to_worker(rank, wire.Failed(part.handle, error, tuple(missing)))
 
     # --- exceptions ---------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from fusion_rt.core.errors import WireError
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import ANYBODY, OpKey
 from fusiond.core.contribution import Array
+from fusiond.core.deadlines import Deadlines
 from fusiond.core.dispatch import Handlers
 from fusiond.core.errors import RequestError
 from fusiond.core.tracing import Job
@@ -29,7 +30,6 @@ from fusiond.operations.context import Context
 from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
 from fusiond.point_to_point.answers import Answers
 from fusiond.point_to_point.calls import Call, Message, ReceiveCall, SendCall
-from fusiond.point_to_point.deadlines import Deadlines
 from fusiond.point_to_point.limits import ANNOUNCED, Limits
 from fusiond.point_to_point.matching import Mailbox
 from fusiond.point_to_point.presence import Presence

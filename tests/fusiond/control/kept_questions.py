@@ -35,7 +35,11 @@ class KeptQuestions:
         )
 
     def waiting(
-        self, then: Callable[[dict[int, wire.WaitingHere]], None], key: wire.OpKey, nodes: Sequence[int]
+        self,
+        then: Callable[[dict[int, wire.WaitingHere]], None],
+        key: wire.OpKey,
+        nodes: Sequence[int],
+        hurried: bool = False,
     ) -> None:
         self.asked.append((key, tuple(nodes)))
         self._then.append(then)

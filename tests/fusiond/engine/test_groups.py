@@ -479,3 +479,107 @@ def test_who_still_waits_fails_when_another_was_done_with_something_else(seed: i
     assert "do not agree about operation 0" in error
     assert "broadcast from root 0" in error
     assert "allreduce sum" in error
+
+
+# --- time-outs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [[3], [2, 1], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize("kind", ["allreduce", "barrier", "broadcast", "reduce"])
+@every_seed
+def test_when_its_time_is_up_an_operation_fails_and_names_who_is_missing(
+    layout: list[int], kind: str, seed: int
+) -> None:
+    job = SimulatedJob(layout, seed)
+    members = Members(job)
+    values = None if kind == "barrier" else ONE
+    way = "inline" if kind == "barrier" else "in place"
+    root = 2 if kind == "broadcast" else 1
+    handles = {rank: members.submit(rank, kind, values, way=way, root=root, seconds=5.0) for rank in (0, 1)}
+    job.settle()
+    job.pass_time(4)
+    assert not any(job.is_answered(rank, handle) for rank, handle in handles.items() if kind != "reduce" or rank == 1)
+    job.pass_time(2)
+    late = members.submit(2, kind, values, way=way, root=root)
+    job.settle()
+    for rank, handle in {**handles, 2: late}.items():
+        message, _ = job.answer(rank, handle)
+        if kind == "reduce" and rank == 0 and isinstance(message, wire.Done):
+            continue  # it had nothing to wait for
+        assert isinstance(message, wire.Failed)
+        assert "operation 0 of group 'group' waited 5 s for rank 2 (host " in message.message
+        assert "which did not submit it" in message.message
+        assert rank == 2 or message.missing == (2,)
+    members.results(members.submit_all("barrier", None, way="inline"))
+    job.nothing_is_left()
+
+
+@every_seed
+def test_data_that_is_late_is_dropped(seed: int) -> None:
+    job = SimulatedJob([1, 1], seed)
+    members = Members(job)
+    job.lost.add((1, 0))  # what 1 sends does not arrive
+    handles = members.submit_all("allreduce", [ONE, ONE], seconds=5.0)
+    job.settle()
+    job.pass_time(8)
+    for rank, handle in handles.items():
+        if rank == 0:
+            assert "no progress for 5 s although every rank has submitted it" in job.error(rank, handle)
+    job.lost.clear()
+    handles = members.submit_all("allreduce", [ONE, ONE])
+    np.testing.assert_array_equal(members.results(handles), [2 * ONE.reshape(-1)] * 2)
+    job.nothing_is_left()
+
+
+def test_an_operation_that_ends_in_time_costs_no_question() -> None:
+    job = SimulatedJob([1, 1])
+    members = Members(job)
+    for _ in range(20):
+        members.results(members.submit_all("allreduce", [ONE, ONE], seconds=3.0))
+    assert len(job.timers) == 2  # one a node
+    job.pass_time(10)
+    assert job.messages(wire.WaitingRequest) == 0
+    assert not job.timers
+
+
+def test_who_sets_no_time_out_is_warned_and_then_failed_like_any_other() -> None:
+    job = SimulatedJob([1, 1])
+    members = Members(job)
+    handle = members.submit(0, "allreduce", ONE)
+    job.pass_time(70)
+    assert any("operation 0 of group 'group' waited 6" in warning for warning in job.warnings)
+    assert not job.is_answered(0, handle)
+    job.pass_time(600)
+    assert "for rank 1 (host host1), which did not submit it" in job.error(0, handle)
+
+
+def test_a_time_out_of_its_own_may_be_longer_than_that_of_all() -> None:
+    job = SimulatedJob([1, 1])
+    members = Members(job)
+    handle = members.submit(0, "allreduce", ONE, seconds=1800.0)
+    job.pass_time(1799)
+    assert not job.is_answered(0, handle)
+    job.pass_time(10)
+    assert "waited 1800 s for rank 1" in job.error(0, handle)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@every_seed
+def test_a_rank_that_is_lost_fails_its_groups_and_no_other(seed: int) -> None:
+    job = SimulatedJob([1, 1, 1], seed)
+    hit, other = Members(job, "hit"), Members(job, "other", (0, 2))
+    handles = {rank: hit.submit(rank, "allreduce", ONE) for rank in (0, 2)}
+    job.settle()
+    for node in (0, 2):
+        job.nodes[node].engine.view_begins(wire.View(1, (0, 2), (wire.Loss(1, "it was unplugged"),)), 0)
+    job.settle()
+    for rank, handle in handles.items():
+        assert "under way when rank 1 (host host1) was lost: it was unplugged" in job.error(rank, handle)
+    for kind, values, way in [("allreduce", ONE, "in place"), ("barrier", None, "inline")]:
+        later = {rank: hit.submit(rank, kind, values, way=way) for rank in (0, 2)}
+        job.settle()
+        for rank, handle in later.items():
+            assert f"{kind} needs all ranks of group 'hit', and rank 1 (host host1) is lost" in job.error(rank, handle)
+    np.testing.assert_array_equal(other.results(other.submit_all("allreduce", [ONE] * 3)), [2 * ONE.reshape(-1)] * 2)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusiond.point_to_point.deadlines import Deadlines
+from fusiond.core.deadlines import Deadlines
 
 
 class Clock:
