@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from fusion_rt import wire
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import Instrument
-from fusion_rt.wire import OpKey
 from fusiond.core.effects import Effects
 from fusiond.point_to_point.calls import Call
 
@@ -40,36 +39,43 @@ class Answers:
         """Keeps a call until it is answered."""
         self._calls[call] = None
 
-    def end(self, call: Call, key: OpKey, inline: bytes | None = None, sizes: tuple[int, ...] = ()) -> bool:
+    def end(self, call: Call, inline: bytes | None = None, sizes: tuple[int, ...] = ()) -> bool:
         """Tells a worker the end of what it has asked for; returns False if it has been told another one."""
         if call not in self._calls:
             return False
         del self._calls[call]
-        self.done(call.rank, call.handle, key, inline, sizes)
+        self.done(call.rank, call.handle, call.about, inline, sizes)
         return True
 
     def fail(self, call: Call, error: str) -> None:
         """Tells a worker that what it has asked for has failed, unless it has been told the end."""
         if call in self._calls:
             del self._calls[call]
-            self.refuse(call.rank, call.handle, error, OpKey(call.group, 0, *call.about))
+            self.refuse(call.rank, call.handle, error, call.about)
 
     def done(
-        self, rank: int, handle: int, key: OpKey, inline: bytes | None = None, sizes: tuple[int, ...] = ()
+        self, rank: int, handle: int, about: tuple[str, int], inline: bytes | None = None, sizes: tuple[int, ...] = ()
     ) -> None:
-        """Tells a worker the end of what was not kept; `handle` 0: it does not want to know."""
-        self._trace.record(Kind.ANSWERED, key.name, 0, key.clock, 0, 0, rank)
+        """Tells a worker the end of what was not kept.
+
+        Args:
+            handle: 0: it does not want to know.
+            about: the name and clock under which it is recorded.
+        """
+        name, clock = about
+        self._trace.record(Kind.RUN_END, name, 0, clock)
+        self._trace.record(Kind.ANSWERED, name, 0, clock, 0, 0, rank)
         if handle:
             self._outside.to_worker(rank, wire.Done(handle, inline, sizes))
 
-    def refuse(self, rank: int, handle: int, error: str, key: OpKey) -> None:
+    def refuse(self, rank: int, handle: int, error: str, about: tuple[str, int]) -> None:
         """Tells a worker that something is not possible; logs it, once for each pair of ranks, if that does not want to
         know."""
-        self._trace.record(Kind.FAILED, key.name, 0, key.clock)
+        self._trace.record(Kind.FAILED, about[0], 0, about[1])
         if handle:
             self._outside.to_worker(rank, wire.Failed(handle, error))
-        elif key.name not in self._warned:
-            self._warned.add(key.name)
+        elif about[0] not in self._warned:
+            self._warned.add(about[0])
             self._outside.warn(f"{error}; it was not told, since small messages are away when they are sent")
 
     def clear(self) -> None:

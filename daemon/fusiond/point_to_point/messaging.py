@@ -89,27 +89,27 @@ class Messaging:
         if asked.rank == rank or (not asked.handle and inline is None):
             raise RequestError(f"rank {rank} sends a message to itself, or one in its memory and wants no answer")
         key = wire.message_key(asked.group, rank, asked.rank, asked.clock)
+        about = key.name, key.clock
         trace = self._context.trace
         trace.record(Kind.READY, key.name, asked.nbytes, asked.clock, 0, 0, rank)
         if why := self._presence.why_not(rank, asked.group, asked.rank) or self._presence.why_gone(asked.rank):
-            self._answers.refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", key)
+            self._answers.refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", about)
             return
         if inline is not None and self._at_once(rank, asked, key, inline):
-            if asked.handle:
-                self._answers.done(rank, asked.handle, key)
+            self._answers.done(rank, asked.handle, about)
             return
         if memory is None:
             assert inline is not None
             memory = np.frombuffer(inline, np.uint8)
         now = self._context.outside.clock()
         call = SendCall(
-            rank, asked.handle, asked.group, asked.rank, asked.tag, asked.nbytes, (key.name, asked.clock), now,
+            rank, asked.handle, asked.group, asked.rank, asked.tag, asked.nbytes, about, now,
             memory=memory, key=key,
         )  # fmt: skip
         node = self._context.node if asked.rank in self._local else self._context.topology.node_of(asked.rank)
         if not self._limits.may_announce(node):
             why = f"{ANNOUNCED} messages that its node has announced there have not been received"
-            self._answers.refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", key)
+            self._answers.refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", about)
             return
         self._begin(call, asked.seconds)
         if asked.rank not in self._local:
@@ -157,7 +157,7 @@ class Messaging:
             self._mailbox(asked.group, rank).withdraw(call)
         if why:
             text = f"{call.describe(self._context.topology)} is not possible: {why}"
-            self._answers.refuse(rank, asked.handle, text, OpKey(asked.group, 0, *call.about))
+            self._answers.refuse(rank, asked.handle, text, call.about)
             return
         self._begin(call, asked.seconds)
         if message is not None:
@@ -204,7 +204,7 @@ class Messaging:
             else:
                 self._copy(message, np.frombuffer(message.data, np.uint8), into)
             return
-        self._context.trace.record(Kind.RUN_BEGIN, message.key.name, message.nbytes, message.key.clock)
+        self._context.trace.record(Kind.RUN_BEGIN, call.about[0], message.nbytes, call.about[1])
         message.into = np.empty(message.nbytes, np.uint8) if into is None else into
         if message.send is not None:
             self._copy(message, message.send.memory, message.into)
@@ -303,12 +303,10 @@ class Messaging:
         call = message.receive
         assert call is not None
         self._messages.pop(message.key, None)
-        if message.into is not None:
-            self._context.trace.record(Kind.RUN_END, message.key.name, 0, message.key.clock)
         inline = None
         if call.memory is None:
             inline = message.data if message.into is None else message.into.tobytes()
-        if self._answers.end(call, message.key, inline, (message.source, message.nbytes)):
+        if self._answers.end(call, inline, (message.source, message.nbytes)):
             self.completed += 1
             self.completed_bytes += message.nbytes
         call.message = None  # no circle: memory of workers is free as soon as nobody uses it
@@ -320,9 +318,7 @@ class Messaging:
         self._sends.pop(call.key, None)
         self._settle(call)
         call.message = None
-        if call.node >= 0:
-            self._context.trace.record(Kind.RUN_END, call.key.name, 0, call.key.clock)
-        self._answers.end(call, call.key)
+        self._answers.end(call)
 
     def _settle(self, call: SendCall) -> None:
         """A send's message is not only announced any more."""

@@ -262,7 +262,8 @@ class TimelineWriter:
             where += f" [rank {event.peer}]" if op == PUSH_PULL and self._rank is None else ""
             tensors = [(f"allreduce.{name}", what) for name, what in plan.buckets[int(index)]]
         else:
-            op, _, what = self._tensors.get(event.name, "ALLREDUCE").partition(" ")
+            op = "MESSAGE" if event.name.startswith("message ") else "ALLREDUCE"  # a tensor that was not described
+            op, _, what = self._tensors.get(event.name, op).partition(" ")
             tensors = [(event.name, what)]
         rows = [self._row(name + where) for name, _ in tensors]
         closing = []
