@@ -53,7 +53,8 @@ def backward(loss: torch.Tensor, **options: bool) -> None:
 
 
 def bits(model: torch.nn.Module) -> bytes:
-    return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    whole = [parameter.detach().contiguous().view(-1).view(torch.uint8) for parameter in model.parameters()]
+    return b"".join(value.numpy().tobytes() for value in whole)
 
 
 def train(model: Any, steps: Iterable[int], rate: float = 0.1, **options: Any) -> list[bytes]:

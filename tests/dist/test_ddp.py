@@ -212,6 +212,45 @@ def test_a_hook_without_names_and_the_wrappers_of_torch() -> None:
             torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=1e-4)
 
 
+class Mixed(torch.nn.Module):
+    """Layers of several types, and of a memory format of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle = torch.nn.Linear(40, 60), torch.nn.Linear(60, 50).bfloat16()
+        self.images = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.last = torch.nn.Linear(50, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.last(self.middle(self.first(inputs).bfloat16()).float())
+        images: torch.Tensor = self.images(inputs[:, :32].reshape(-1, 2, 4, 4))
+        return outputs + images.mean((2, 3))
+
+
+@on_ranks
+def test_types_and_memory_formats_of_parameters() -> None:
+    with process_group():
+        plain = DistributedDataParallel(Mixed(), bucket_cap_mb=0.005)
+        hooked = DistributedDataParallel(Mixed(), bucket_cap_mb=0.005)
+        compress(hooked, "dense")
+        train(plain, range(4)), train(hooked, range(4))
+        for parameter, expected in zip(hooked.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected)
+
+
+@on_ranks
+def test_a_compiled_module() -> None:
+    with process_group("gloo"):
+        plain = DistributedDataParallel(make_model(), bucket_cap_mb=2)
+        hooked = DistributedDataParallel(make_model(), bucket_cap_mb=2)
+        state = compress(hooked, "dense")
+        train(plain, range(3)), train(torch.compile(hooked, backend="aot_eager"), range(3))
+        for parameter, expected in zip(hooked.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected)
+        assert state.statistics().steps == 3
+
+
 @on_ranks
 def test_residuals_follow_the_learning_rate_of_an_optimizer() -> None:
     with process_group():

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fusion_rt.torch as hvd
-from fusion_rt.dist import ReplicatedShards, compress, fully_shard_in_arena
+from fusion_rt.dist import ReplicatedShards, compress, fully_shard_in_arena, local_steps
 from fusion_rt.dist.fsdp import AllGatherInArena
 from fusion_rt.torch.core import basics
 from tests.dist import script
@@ -148,6 +148,30 @@ def sent(left: dict[tuple[int, int, str], Any], key: tuple[int, int, str], given
     chosen[largest] = total[largest]
     left[key] = total - chosen
     return chosen
+
+
+@on_ranks
+def test_one_overflow_of_a_gradient_scaler_skips_one_step_on_all_ranks() -> None:
+    with process_group("gloo"):
+        mesh = mesh_of_all()
+        for local in (True, False):
+            model = sharded(mesh["shard"])
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            if local:
+                optimizer = local_steps(optimizer, model, "local_sgd(steps=2)", mesh["replicate"])
+            else:
+                ReplicatedShards(model, TOPK, mesh["replicate"])
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            for step in range(6):
+                optimizer.zero_grad()
+                loss = loss_of(model, step) * (float("inf") if step == 2 and hvd.rank() == 1 else 1.0)
+                backward(scaler.scale(loss))
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == (128 if not local or hvd.rank() < 2 else 256)
+            after = [whole(parameter) for parameter in model.parameters()]
+            assert all(bool(value.isfinite().all()) for value in after)
+            assert len(set(hvd.allgather_object(b"".join(value.numpy().tobytes() for value in after)))) == 1
 
 
 @on_ranks
