@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fusion_rt.dist.exchanged import ExchangedGradients
@@ -54,6 +55,7 @@ class DDPGradients(ExchangedGradients):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__(codec, None if process_group is None else process_set_of(process_group), optimizer)
+        self._group = process_group
         self._names = None if named_parameters is None else {id(p): name for name, p in named_parameters}
         self._arrived: list[_Arrived] = []  # of the first step, until all of it is there
         self._results: list[tuple[_Result, torch.Tensor]] = []  # of this step, with DDP's buffers
@@ -65,7 +67,7 @@ class DDPGradients(ExchangedGradients):
         gradients then.
 
         Raises:
-            ValueError: the gradients are sparse, or of another module, or will be differentiated.
+            ValueError: the gradients are of another module, or will be differentiated.
             RuntimeError: the backward pass before has failed.
             HorovodInternalError: the job has failed.
         """
@@ -74,13 +76,13 @@ class DDPGradients(ExchangedGradients):
         if not takes_part(self.process_set):
             future.set_result(buffer)
             return future
-        self._check(bucket, buffer)
-        self._results.append((future, buffer))
-        arrived = _elements(bucket, buffer)
-        if self.exchange is None:
-            self._arrived += reversed(arrived)
+        self._check(bucket)
+        rows: torch.futures.Future[torch.Tensor] | None = None
+        if buffer.layout is not torch.strided:  # as DDP has it without a hook: nothing is left to select from
+            rows = allreduce_hook(self._group, bucket)  # type: ignore[arg-type]  # None is the default group
         else:
-            self.exchange.give([(self._slot_of(parameter), gradient) for parameter, gradient in arrived])
+            self._results.append((future, buffer))
+            self._give(_elements(bucket, buffer))
         if bucket.is_last():
             if self.exchange is None:
                 self._learn()
@@ -90,14 +92,15 @@ class DDPGradients(ExchangedGradients):
                 self._end()
             else:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        return future
+        return future if rows is None else rows
 
-    def _check(self, bucket: GradBucket, buffer: torch.Tensor) -> None:
-        if buffer.layout is not torch.strided:
-            raise ValueError(
-                f"a gradient of DDP's bucket {bucket.index()} is sparse, and codecs in DDP's hook need dense ones; use "
-                "sparse=False for the embedding, or hvd.DistributedOptimizer instead of DDP"
-            )
+    def _give(self, arrived: list[_Arrived]) -> None:
+        if self.exchange is None:
+            self._arrived += reversed(arrived)
+        else:
+            self.exchange.give([(self._slot_of(parameter), gradient) for parameter, gradient in arrived])
+
+    def _check(self, bucket: GradBucket) -> None:
         if torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
             raise ValueError(
                 "backward(create_graph=True) is for gradients that are differentiated once more, and what DDP's hook "
