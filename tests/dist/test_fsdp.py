@@ -82,7 +82,7 @@ def test_buffers_in_the_arena_change_no_result() -> None:
 
 @on_ranks
 def test_ddp_of_a_part_of_the_ranks_has_a_codec_of_its_own() -> None:
-    with process_group("gloo"):
+    with process_group():
         first = hvd.rank() % 2
         ddp = DistributedDataParallel(make_model(), process_group=mesh_of_all()["replicate"].get_group())
         compress(ddp, TOPK)
@@ -94,7 +94,7 @@ def test_ddp_of_a_part_of_the_ranks_has_a_codec_of_its_own() -> None:
 
 @on_ranks
 def test_dense_between_replicas_is_hsdp() -> None:
-    with process_group("gloo"):
+    with process_group():
         mesh = mesh_of_all()
         expected = train(sharded(mesh), range(4))
         model = sharded(mesh["shard"])
@@ -106,7 +106,7 @@ def test_dense_between_replicas_is_hsdp() -> None:
 
 @on_ranks
 def test_topk_between_replicas_is_error_feedback_by_shard() -> None:
-    with process_group("gloo"):
+    with process_group():
         mesh = mesh_of_all()
         model = sharded(mesh["shard"])
         ReplicatedShards(model, TOPK, mesh["replicate"].get_group())
@@ -152,7 +152,7 @@ def sent(left: dict[tuple[int, int, str], Any], key: tuple[int, int, str], given
 
 @on_ranks
 def test_one_overflow_of_a_gradient_scaler_skips_one_step_on_all_ranks() -> None:
-    with process_group("gloo"):
+    with process_group():
         mesh = mesh_of_all()
         for local in (True, False):
             model = sharded(mesh["shard"])
@@ -176,7 +176,7 @@ def test_one_overflow_of_a_gradient_scaler_skips_one_step_on_all_ranks() -> None
 
 @on_ranks
 def test_a_restored_training_goes_on_bit_by_bit() -> None:
-    with process_group("gloo"):
+    with process_group():
         mesh = mesh_of_all()
         model = sharded(mesh["shard"])
         replicated = ReplicatedShards(model, TOPK, mesh["replicate"])
@@ -200,7 +200,7 @@ def test_a_restored_training_goes_on_bit_by_bit() -> None:
 
 @on_ranks
 def test_what_makes_no_sense_is_refused_by_a_sentence() -> None:
-    with process_group("gloo"):
+    with process_group():
         mesh = mesh_of_all()
         with pytest.raises(ValueError, match="fully_shard was applied to"):
             fully_shard_in_arena(make_model())

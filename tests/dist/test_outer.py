@@ -105,7 +105,7 @@ def test_ranks_of_ddp_take_local_steps(algorithm: str, period: int, outer: dict[
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks
 def test_a_replica_on_each_node(kind: str, algorithm: str, period: int, outer: dict[str, Any] | None) -> None:
-    with process_group("gloo"):
+    with process_group():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         node = hvd.rank() // 2
         model: Any = make_model()
@@ -135,7 +135,7 @@ def test_a_replica_on_each_node(kind: str, algorithm: str, period: int, outer: d
 @pytest.mark.parametrize("algorithm", [algorithm for algorithm, _, _ in ALGORITHMS])
 @on_ranks
 def test_a_restored_training_of_shards_goes_on_bit_by_bit(algorithm: str) -> None:
-    with process_group("gloo"):
+    with process_group():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
         def make() -> tuple[Any, Any]:
@@ -166,7 +166,7 @@ def test_a_restored_training_of_shards_goes_on_bit_by_bit(algorithm: str) -> Non
 
 @on_ranks
 def test_what_makes_no_sense_is_refused_by_a_sentence() -> None:
-    with process_group("gloo"):
+    with process_group():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model: Any = DistributedDataParallel(make_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
+from fusion_rt import wire
+from fusion_rt.core import topology
 from fusion_rt.core.topology import GLOBAL_SET
 from fusion_rt.torch.core.runtime import is_initialized, runtime
 
@@ -135,7 +137,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Returns the ranks of all registered process sets, by their ids. Raises `ValueError` before `init`."""
-    return {process_set.id: list(process_set.ranks) for process_set in runtime().client.process_sets.values()}
+    return {process_set.id: list(process_set.ranks) for process_set in _of_all_ranks()}
 
 
 def takes_part(process_set: ProcessSet) -> bool:
@@ -181,4 +183,9 @@ def _checked(process_set: ProcessSet) -> tuple[int, ...]:
 
 def _find(ranks: tuple[int, ...]) -> int | None:
     """Returns the id under which these ranks are registered."""
-    return next((known.id for known in runtime().client.process_sets.values() if known.ranks == ranks), None)
+    return next((known.id for known in _of_all_ranks() if known.ranks == ranks), None)
+
+
+def _of_all_ranks() -> list[topology.ProcessSet]:
+    """Returns what all ranks know: process sets, and no groups, which only their members know."""
+    return [known for known in runtime().client.process_sets.values() if known.id < wire.GROUPS]
