@@ -10,6 +10,7 @@ import array
 import os
 import socket
 import struct
+from collections.abc import Iterable
 
 from fusion_rt import wire
 from fusion_rt.core.errors import ArenaError, FusionError, WireError
@@ -96,9 +97,14 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, int]:
         ConnectionError: the other end is gone.
     """
     data, ancillary, got, _ = sock.recvmsg(wire.MAX_PACKET, _FD_SPACE, flags | _CLOEXEC)
-    truncated = got & _CUT_SHORT
+    truncated = bool(got & _CUT_SHORT)
     if not ancillary and not truncated:
         return data, -1
+    return _with_descriptor(data, ancillary, truncated)
+
+
+def _with_descriptor(data: bytes, ancillary: Iterable[tuple[int, int, bytes]], truncated: bool) -> tuple[bytes, int]:
+    """Returns the message and descriptor of a packet that came with something else; see `receive`."""
     descriptors = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

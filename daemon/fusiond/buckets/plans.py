@@ -223,13 +223,8 @@ class Plans:
                 f"rank {rank} is ready in bucket {ready.bucket} of plan {ready.plan}, which is not active"
             )
         found = state.buckets[ready.bucket]
-        if ready.rescale and not (
-            len(ready.rescale) == len(found.parts) and all(0 < factor < math.inf for factor in ready.rescale)
-        ):
-            raise RequestError(
-                f"rank {rank} rescales the residual of bucket {ready.bucket} of plan {ready.plan}, which has "
-                f"{len(found.parts)} tensors, by {list(ready.rescale)}"
-            )
+        if ready.rescale or ready.share != wire.OWN:
+            _check_terms(rank, ready, state, found)
         storage = found.reducer.dtype.storage
         offset = found.bucket.offset
         values = memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage)
@@ -248,11 +243,6 @@ class Plans:
             passes=ready.passes,
             gives_up=ready.gives_up,
         )
-        if ready.share != wire.OWN and (state.at_homes or found.reducer.op == "adasum"):
-            raise RequestError(
-                f"rank {rank} shares a contribution with its node in bucket {ready.bucket} of plan {ready.plan}, which "
-                f"needs each rank's own"
-            )
         if ready.tray:
             whose = f"bucket {ready.bucket} of plan {ready.plan} on rank {rank}"
             if len(state.members.local) > 1 and ready.share != wire.OF_NODE:
@@ -321,3 +311,18 @@ def _told(sums: Counter[str]) -> dict[str, float]:
         "seconds": float(sums["seconds"]),
         "residual_norm": math.sqrt(sums["squared_norm"]),
     }
+
+
+def _check_terms(rank: int, ready: wire.Ready, state: PlanState, found: BucketState) -> None:
+    """Raises `RequestError` where the terms of a contribution make no sense for its bucket."""
+    factors, parts = ready.rescale, len(found.parts)
+    if factors and not (len(factors) == parts and all(0 < factor < math.inf for factor in factors)):
+        raise RequestError(
+            f"rank {rank} rescales the residual of bucket {ready.bucket} of plan {ready.plan}, which has {parts} "
+            f"tensors, by {list(factors)}"
+        )
+    if ready.share != wire.OWN and (state.at_homes or found.reducer.op == "adasum"):
+        raise RequestError(
+            f"rank {rank} shares a contribution with its node in bucket {ready.bucket} of plan {ready.plan}, which "
+            f"needs each rank's own"
+        )
