@@ -37,20 +37,24 @@ class BackwardPass:
         """Called when autograd has run the whole graph. Raises what participants raise, out of `backward()`."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
-
-            def node_has_run(*_: Any) -> None:
-                handle.remove()
-                outer = _running()
-                for participant in self.participants:
-                    outer.add(participant)
-
-            handle = node.register_hook(node_has_run)
+            self._end_with_outer(node)
             return
         due = [participant for participant in self.participants if participant.backward_ends()]
         if len(due) == 1:
             due[0].backward_returns()
         elif due:
             _return_together(sorted(due, key=lambda participant: participant.serial))
+
+    def _end_with_outer(self, node: Any) -> None:
+        """Has the pass end with the one that runs this node, of which it is a part."""
+
+        def node_has_run(*_: Any) -> None:
+            handle.remove()
+            outer = _running()
+            for participant in self.participants:
+                outer.add(participant)
+
+        handle = node.register_hook(node_has_run)
 
     def add(self, participant: When) -> None:
         """Adds a participant."""

@@ -102,6 +102,7 @@ class Bucket:
         node: the reduction that combines it with those of other ranks of the node, in some steps.
         selection: the selector from it, if this worker selects.
         owed: places in the bucket, and what is to be added there (both 1-D) to what is sent next.
+        copying: what is sent is on its way to the arena, and then to be posted.
     """
 
     def __init__(
@@ -125,12 +126,12 @@ class Bucket:
         self.node: NodeReduction | None = None
         self.selection: BucketSelector | None = None
         self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.copying: device.Copying | None = None
         self._here = here
         self._identity = identity
         self._label = f"bucket {identity[2]}"
         self._share = wire.OWN
         self._operation: Operation | None = None
-        self._copying: device.Copying | None = None
         self._combining: Combining | None = None  # this step's, in the node
         self._rows_of_all: Callable[[], torch.Tensor] | None = None
 
@@ -139,7 +140,7 @@ class Bucket:
         self.missing = len(self.slots) + self.patient
         self.sent = False
         self.flush = Flush.STEP
-        self._operation = self._copying = self._combining = self._rows_of_all = None
+        self._operation = self.copying = self._combining = self._rows_of_all = None
 
     def fill(self) -> None:
         """Records that the last gradient of this step has come."""
@@ -190,7 +191,7 @@ class Bucket:
             if views:
                 self._copy(views, values)
             if remote:
-                self._copying = device.layer.copy(*zip(*remote, strict=True))
+                self.copying = device.layer.copy(*zip(*remote, strict=True))
                 return
         self.submit()
 
@@ -234,13 +235,13 @@ class Bucket:
 
     def post(self, wait: bool) -> bool:
         """Submits a copied or combined bucket if it is ready, or after waiting. Returns whether it is submitted."""
-        if self._copying is None:
+        if self.copying is None:
             return True
         if wait:
-            self._copying.wait()
-        elif not self._copying.done():
+            self.copying.wait()
+        elif not self.copying.done():
             return False
-        self._copying = None
+        self.copying = None
         if self._combining is None:
             self.submit()
             return True
@@ -264,7 +265,7 @@ class Bucket:
         self._share = wire.OWN
         with torch.no_grad():
             self._stage(selection.places(self.flat, [slot.parameter for slot in self.slots]))
-            self._copying = selection.start(self._add_owed, self.carriage.terms(self.slots))
+            self.copying = selection.start(self._add_owed, self.carriage.terms(self.slots))
         self.owed.clear()
 
     def _send_in_node(self, node: NodeReduction, gradients: bool) -> None:
@@ -277,7 +278,7 @@ class Bucket:
             else:
                 node.fill_with_nothing(staging)
             self._add_owed(staging.values)
-            self._copying = self._combining = node.reduce(staging, self._follow)
+            self.copying = self._combining = node.reduce(staging, self._follow)
         self._share = wire.OF_NODE if node.is_leader else wire.ELSEWHERE
 
     def _follow(self, values: torch.Tensor) -> device.Copying:

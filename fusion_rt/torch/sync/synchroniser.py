@@ -416,7 +416,7 @@ class Synchroniser:
             self.replanning.sent()
         self.when.sending(bucket)
         bucket.send()
-        if not bucket.post(wait=False):
+        if bucket.copying is not None and not bucket.post(wait=False):
             self.copying.append(bucket)
 
     def _full(self, bucket: Bucket) -> Iterable[Bucket]:
