@@ -180,7 +180,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         reduction, seconds = self._combination(opts, op, timeout)
         if tensor.layout != torch.strided:
             return self._reduce_sparse(tensor, reduction, opts if hasattr(opts, "timeout") else None)
-        return self._reduce_all("allreduce", [tensor], reduction, seconds)
+        return self._reduce_all("all_reduce", [tensor], reduction, seconds)
 
     def allreduce_coalesced(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
@@ -188,7 +188,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         """Replaces each tensor as `allreduce` does; tensors of one type travel together."""
         tensors = _some(tensors, "allreduce_coalesced", "tensor list")
         reduction, seconds = self._combination(opts, op, timeout)
-        return self._reduce_all("allreduce_coalesced", tensors, reduction, seconds)
+        return self._reduce_all("all_reduce_coalesced", tensors, reduction, seconds)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int = 0
@@ -214,7 +214,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         counts = tuple(tensor.numel() for tensor in self._in_order(given))
         uneven = counts if len(set(counts)) > 1 else ()
         part = self._reduction("reducescatter", self._in_order(given), [output], reduction, seconds, uneven)
-        return self._work("reduce_scatter", [part], [output])
+        return self._work("reduce_scatter", [part], [output], given)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
         """Combines the members' tensors; each member gets the part of the combination at its position."""
@@ -229,7 +229,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         for output, given in zip(outputs, inputs, strict=True):
             self._check_whole(given, output, "reduce_scatter", "input", "output")
             parts.append(self._reduction("reducescatter", self._by_member(given), [output], reduction, seconds))
-        return self._work("reduce_scatter", parts, list(outputs))
+        return self._work("reduce_scatter", parts, list(outputs), inputs)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -279,7 +279,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             self._by_member(output, takes),
             self._limit(opts, timeout),
         )
-        return self._work("all_to_all", [part], [output])
+        return self._work("all_to_all", [part], [output], [input])
 
     def alltoall(
         self,
@@ -294,7 +294,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self._check_count(outputs, "alltoall", "output")
         self._check_count(inputs, "alltoall", "input")
         part = self._exchanged(inputs, outputs, self._limit(opts, timeout))
-        return self._work("all_to_all", [part], list(outputs))
+        return self._work("all_to_all", [part], list(outputs), inputs)
 
     alltoall_base = all_to_all_single
 
@@ -316,7 +316,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             _check_alike([given, *taken], "gather")
         elif outputs and outputs[0] is not None and len(outputs[0]):
             raise ValueError("gather: requires empty output on non-root")
-        return self._work("gather", [self._exchanged(inputs, taken, self._limit(opts, timeout))], list(outputs or ()))
+        part = self._exchanged(inputs, taken, self._limit(opts, timeout))
+        return self._work("gather", [part], list(outputs or ()), [given])
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0
@@ -348,7 +349,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self._check_count(taken, "allgather", "output")
         taken = self._in_order(taken)
         part = self._gathered([given], taken, self._limit(opts, timeout), [tensor.nbytes for tensor in taken])
-        return self._work("allgather", [part], lists)
+        return self._work("all_gather", [part], lists, [given])
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
         """Gives every member the tensors of all members, one after the other in one tensor."""
@@ -363,7 +364,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         for output, given in zip(outputs, inputs, strict=True):
             self._check_whole(output, given, "allgather", "output", "input")
             parts.append(self._gathered([given], self._by_member(output), seconds))
-        return self._work("allgather", parts, list(outputs))
+        return self._work("all_gather", parts, list(outputs), inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -378,7 +379,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
                 )
         taken = [tensor for member in self._in_order(outputs) for tensor in member]
         part = self._gathered(given, taken, self._limit(opts, None))
-        return self._work("allgather_coalesced", [part], list(outputs))
+        return self._work("all_gather_coalesced", [part], list(outputs), given)
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -410,7 +411,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         tensor = _only(tensors, "recv", "tensor")
         part = self._awaited(None, tag, tensor)
         return FusionWork(
-            self._opened.completer, "recv", [part], [tensor], lambda: self._ranks.index(part.sizes[0])
+            self._opened.completer, "recvAnySource", [part], [tensor], lambda: self._ranks.index(part.sizes[0])
         )
 
     def _awaited(self, rank: int | None, tag: int, tensor: torch.Tensor) -> Submission:
@@ -450,8 +451,14 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     # --- what they share ----------------------------------------------------------------------------------------------
 
-    def _work(self, title: str, parts: Sequence[Submission], results: list[Any]) -> FusionWork:
-        return FusionWork(self._opened.completer, title, parts, results)
+    def _work(
+        self,
+        title: str,
+        parts: Sequence[Submission],
+        results: list[Any],
+        given: Sequence[torch.Tensor] | None = None,
+    ) -> FusionWork:
+        return FusionWork(self._opened.completer, title, parts, results, given=given)
 
     def _limit(self, opts: Any, timeout: timedelta | None) -> float:
         """Returns the seconds that an operation has."""
@@ -492,7 +499,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             self.all_gather_single_coalesced(outputs, inputs, opts).wait()
 
         replace_by_sum(tensor, self._members, gather)
-        return self._work("allreduce", [], [tensor])
+        return self._work("all_reduce", [], [tensor])
 
     def _reduction(
         self,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.dist import profiling
 from fusion_rt.dist.completion import Completer
 from fusion_rt.dist.submission import Submission
 
@@ -29,10 +30,11 @@ class FusionWork(dist.Work):
 
     Args:
         completer: completes its future, if somebody asks for one.
-        title: of the operation, for messages to people.
+        title: of the operation, for messages to people and for profilers.
         parts: what it consists of.
         results: the tensors that have the result.
         source: returns the rank in the group that sent what was received; None: nothing is received from one rank.
+        given: the tensors that this rank gives; None: `results`.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class FusionWork(dist.Work):
         parts: Sequence[Submission],
         results: list[Any],
         source: Callable[[], int] | None = None,
+        given: Sequence[torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         self._completer = completer
@@ -50,6 +53,9 @@ class FusionWork(dist.Work):
         self._results = results
         self._source = source
         self._future: LazyFuture | None = None
+        self._profiled = None
+        if profiling.is_on():
+            self._profiled = profiling.ProfiledOperation(title, results if given is None else given)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the operation has ended.
@@ -132,6 +138,8 @@ class FusionWork(dist.Work):
 
     def settle(self) -> None:
         """Completes its future, if there is one, with the outcome that all its parts have had."""
+        if self._profiled is not None:
+            self._profiled.end()
         if self._future is not None:
             self._future.settle(self._results, self._error())
 
