@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -152,6 +152,24 @@ class FusionWork(dist.Work):
                 raise CollectiveError(part.error)
 
 
+class _Failure:
+    """The value of a future whose operation has failed.
+
+    A future made in Python cannot hold an error: with `set_exception` it has an exception as its value. DDP's reducer
+    looks for the tensors in a value by pickling it, and would take the first of none: so pickling this raises.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> NoReturn:
+        raise CollectiveError(self.text)
+
+
+def _raise_failure(value: Any) -> NoReturn:
+    raise CollectiveError(value.text)
+
+
 class LazyFuture(torch.futures.Future[Any]):
     """The future of a work. Who waits for it in Python reads the channel itself, so that a function that was called
     back may wait for another operation.
@@ -175,7 +193,8 @@ class LazyFuture(torch.futures.Future[Any]):
         if error is None:
             self.set_result(results)
         else:
-            self.set_exception(CollectiveError(error))
+            self._set_unwrap_func(_raise_failure)
+            self.set_result(_Failure(error))
 
     def done(self) -> bool:
         work = self._work
