@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fusion_rt import wire
 from fusion_rt.dist import membership
 from fusion_rt.dist.monitored import TAGS, MonitoredBarriers
-from fusion_rt.dist.sparse import replace_by_sum
+from fusion_rt.dist.sparse_sums import replace_by_sum
 from fusion_rt.dist.submission import (
     AwaitedMessage,
     Collective,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fusion_rt.dist.sparse import replace_by_sum
+from fusion_rt.dist.sparse_sums import replace_by_sum
 
 SHAPE = (7, 5, 3)
 
