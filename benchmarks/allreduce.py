@@ -65,7 +65,7 @@ def worker(sizes: list[int], rounds: int, with_horovod: bool) -> None:
         }
         if horovod is not None:
             calls[peers.HOROVOD] = lambda t=plain: horovod.allreduce_(t, op=horovod.Average, name="x")  # type: ignore[misc]
-        turns = {name: _turn(call, _repeats(call, dist, torch)) for name, call in calls.items()}
+        turns = {name: turn_of(call, repeats(call)) for name, call in calls.items()}
         samples = sampling.alternate(turns, rounds, warm_up=0, first=dist.barrier)
         slowest = torch.tensor(list(samples.values()), dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -76,7 +76,9 @@ def worker(sizes: list[int], rounds: int, with_horovod: bool) -> None:
     hvd.shutdown()
 
 
-def _turn(call: Callable[[], Any], count: int) -> Callable[[], float]:
+def turn_of(call: Callable[[], Any], count: int) -> Callable[[], float]:
+    """Returns a turn of `count` operations, whose sample is their median (s)."""
+
     def turn() -> float:
         times = []
         for _ in range(count):
@@ -88,8 +90,11 @@ def _turn(call: Callable[[], Any], count: int) -> Callable[[], float]:
     return turn
 
 
-def _repeats(call: Callable[[], Any], dist: Any, torch: Any) -> int:
+def repeats(call: Callable[[], Any]) -> int:
     """Warms up, and returns how many operations fit into a turn's budget, the same on all ranks."""
+    import torch
+    import torch.distributed as dist
+
     for _ in range(2):
         call()
     begin = time.perf_counter()

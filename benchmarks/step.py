@@ -139,7 +139,7 @@ def worker(steps: int, rounds: int, names: list[str]) -> None:
     runs: dict[str, Callable[[], float]] = {}
     optimizer: Any = None
     for name in (name for name in names if name != HOROVOD or horovod is not None):
-        model = _model(torch)
+        model = silent_model()
         parameters = list(model.named_parameters())
         local: Any = torch.optim.SGD(model.parameters(), LR)
         if name == OURS:
@@ -178,10 +178,11 @@ def _turn(turns: Turns, name: str, model: Any, optimizer: Any) -> Callable[[], f
     return lambda: turns.take(name, step)
 
 
-def _model(torch: Any) -> Any:
+def silent_model() -> Any:
     """Makes a module with the parameters; its forward pass returns a number, its backward pass gives gradients."""
+    import torch
 
-    class Touch(torch.autograd.Function):  # type: ignore[misc]
+    class Touch(torch.autograd.Function):
         """Passes a number on, as if it depended on the parameter, whose gradient is made in `memory`."""
 
         @staticmethod
@@ -194,7 +195,7 @@ def _model(torch: Any) -> Any:
             context.memory.fill_(1e-3)
             return gradient, context.memory.view_as(context.memory), None
 
-    class Model(torch.nn.Module):  # type: ignore[misc]
+    class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(shape)) for shape in shapes())
@@ -203,7 +204,7 @@ def _model(torch: Any) -> Any:
         def forward(self) -> Any:
             value = torch.zeros(())
             for parameter, memory in zip(self.layers, self.memory, strict=True):
-                value = Touch.apply(value, parameter, memory)
+                value = Touch.apply(value, parameter, memory)  # type: ignore[no-untyped-call]
             return value
 
     return Model()

@@ -54,6 +54,19 @@ SUITES = {
         (_part("--ranks 2,4"), _lab("--hosts 2,4 --ranks 2,4"), _lab("--hosts 4 --rate 1gbit --rounds 5")),
         (_part("--ranks 2 --sizes 4,65536,1048576 --rounds 3"),),
     ),
+    "backend": Suite(
+        "torch.distributed's operations by backend fusion, beside gloo", 20,
+        (_part("--ranks 2,4"), _lab("--hosts 2 --ranks 2,4")),
+        (_part("--ranks 2 --sizes 4,1048576 --rounds 3"),),
+    ),
+    "backend_step": Suite(
+        "steps of DDP and FSDP2 by backend fusion, beside gloo; DDP with top-k on a slow network", 10,
+        (
+            _part("--ranks 2,4"), _lab("--hosts 2"),
+            _lab("--models ddp-topk --hosts 2 --rate 100mbit --steps 1 --rounds 5"),
+        ),
+        (_part("--models ddp --steps 2 --rounds 2"),),
+    ),
     "startup": Suite(
         "a hello-world, beside torchrun and horovodrun", 2, (_part("--rounds 7"),), (_part("--rounds 1"),)
     ),

@@ -27,8 +27,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, MEETING: "127.0.0.1", "OMP_NUM_THREADS": "1"}
 
 
-def process_group(hvd: Any) -> None:
-    """Makes torch.distributed's default group, with gloo, of the ranks of this job.
+def process_group(hvd: Any, backend: str = "gloo") -> None:
+    """Makes torch.distributed's default group, with this backend, of the ranks of this job.
 
     They meet at a port that the system has given to rank 0, which listens on it before the others hear of it: a port
     that was found free before the job began may be taken by then.
@@ -40,7 +40,7 @@ def process_group(hvd: Any) -> None:
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = hvd.broadcast_object(store.port if store else None, root_rank=0, name="benchmarks.process_group")
     store = store or TCPStore(host, port, size, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def fusionrun(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
