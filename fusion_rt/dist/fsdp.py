@@ -118,7 +118,6 @@ class ReplicatedShards(ExchangedGradients):
     ) -> None:
         group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
         super().__init__(codec, process_set_of(group), optimizer)
-        self._model = model
         self._slots: dict[int, list[HandedSlot]] = {}  # by index of the group of parameters, in their order there
         self._groups = [group for module in _sharded(model) for group in module._get_fsdp_state()._fsdp_param_groups]
         members = set(dist.get_process_group_ranks(group))
