@@ -9,8 +9,8 @@
 - `fsdp2`: `fully_shard` of each layer of a model of 12 linear layers, 25.2 M parameters, and a batch of one, so that
   there is little to compute.
 
-A step is forward and backward pass, and SGD. A sample is the median step of a turn, on the slowest rank. Hosts are as in
-`benchmarks.backend`.
+A step is forward and backward pass, and SGD. A sample is the median step of a turn, on the slowest rank. Hosts are
+as in `benchmarks.backend`.
 """
 
 from __future__ import annotations
