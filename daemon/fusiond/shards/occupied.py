@@ -60,7 +60,7 @@ class Occupied:
     def open(self, state: PlanState) -> None:
         """A plan becomes active."""
         self._latest = max(self._latest, state.plan.id)
-        if state.home_algorithm.waits:
+        if state.home_algorithm.waits and state.buckets:  # else nobody waits for anybody in it
             self.plans[state.plan.id] = state
             for (plan, _), message in list(self._known.items()):
                 if plan == state.plan.id:

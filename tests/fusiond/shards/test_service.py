@@ -603,3 +603,13 @@ def test_a_state_is_saved_when_threads_have_finished_and_before_more_is_taken_in
     workers.job.settle()
     assert versions == [[1, 1]]
     assert [hosted.home.version for hosted in boxes_of(workers, 0)] == [2, 2]
+
+
+@pytest.mark.parametrize("algorithm", ["dpsgd(topology='ring')", "bsp", "ssp(staleness=2)"])
+def test_a_plan_without_tensors_hinders_nothing(algorithm: str) -> None:
+    """Of an optimizer whose parameters are all frozen, or elsewhere."""
+    job = SimulatedJob([1, 1])
+    job.plan(wire.Proposal("frozen", 0, 0, wire.Reduction("average", algorithm=algorithm), ()))
+    values = [np.ones(3, np.float32)] * 2
+    handles = job.submit_all("x", wire.Signature("allreduce", "float32", (3,)), values)
+    np.testing.assert_array_equal(job.result(1, handles[1]), [2, 2, 2])
