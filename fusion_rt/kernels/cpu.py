@@ -68,25 +68,14 @@ def reduce(
         ValueError: an argument is not as described above.
         KernelError: this is the first use, and the kernel could not be compiled.
     """
-    code = (_BOOL_OPS if dtype.name == "bool" else _OPS).get(op)
-    bitwise = _BITWISE.get(op)
-    if code is None and bitwise is None:
-        raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join((*_OPS, *_BITWISE))}")
-    if bitwise and (dtype.is_floating or not prescale == postscale == divisor == 1):
-        raise ValueError(f"{op} is for integers and bool that are not scaled or averaged; this is {dtype}")
-    if not sources or not outputs:
-        raise ValueError(f"a reduction needs a source and an output; it got {len(sources)} and {len(outputs)}")
-    if divisor < 1:
-        raise ValueError(f"the divisor of a reduction is the number of contributions, so at least 1, not {divisor}")
-    if dtype.name == "bool" and not prescale == postscale == divisor == 1:
-        raise ValueError("bool tensors cannot be scaled or averaged; reduce them with op sum (or) or product (and)")
+    code = check_reduction(op, dtype, len(sources), len(outputs), prescale, postscale, divisor)
     n = len(sources[0])
     addresses = [_address(array, dtype, n) for array in sources]
     addresses += [_address(array, dtype, n, True) for array in outputs]
     if n == 0:
         return
-    if bitwise:
-        _combine_bits(bitwise, dtype, sources, outputs)
+    if code is None:
+        _combine_bits(_BITWISE[op], dtype, sources, outputs)
         return
     if divisor != 1 and not dtype.is_floating and dtype.itemsize < _INT64.itemsize:
         reduce_widened(op, sources, outputs, prescale, postscale, divisor)
@@ -96,6 +85,34 @@ def reduce(
     request += _address_list(len(addresses)).pack(*addresses)
     run = kernel.holding_gil if n * dtype.itemsize * len(addresses) < _SMALL_BYTES else kernel.without_gil
     run(_UNUSED, _UNUSED, request)
+
+
+def check_reduction(
+    op: str, dtype: DType, sources: int, outputs: int, prescale: float, postscale: float, divisor: int
+) -> int | None:
+    """Returns the number of a reduction's op in kernels; None if it combines bits, which no kernel does.
+
+    Raises:
+        ValueError: as of `reduce`, but for its arrays.
+    """
+    code = (_BOOL_OPS if dtype.name == "bool" else _OPS).get(op)
+    plain = prescale == postscale == divisor == 1
+    if code is None and op not in _BITWISE:
+        raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join((*_OPS, *_BITWISE))}")
+    if code is None and (dtype.is_floating or not plain):
+        raise ValueError(f"{op} is for integers and bool that are not scaled or averaged; this is {dtype}")
+    if not (sources and outputs):
+        raise ValueError(f"a reduction needs a source and an output; it got {sources} and {outputs}")
+    if divisor < 1:
+        raise ValueError(f"the divisor of a reduction is the number of contributions, so at least 1, not {divisor}")
+    if dtype.name == "bool" and not plain:
+        raise ValueError("bool tensors cannot be scaled or averaged; reduce them with op sum (or) or product (and)")
+    return code
+
+
+def reduction_at(dtype: DType) -> int:
+    """Returns the address of the kernel that reduces elements of a type, for other kernels. Raises `KernelError`."""
+    return _code.address(f"reduce-{dtype.name}")
 
 
 def reduce_widened(

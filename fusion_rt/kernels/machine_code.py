@@ -34,6 +34,13 @@ SUM, PRODUCT, MIN, MAX = range(4)
 REQUEST = struct.Struct("5q2d")
 REQUEST_WORDS = REQUEST.size // 8
 
+# What the kernel that goes through other processes' memory is asked (`ordinary`): which place failed, as it leaves it;
+# the addresses of the reduction's kernel (0: a copy), of process_vm_readv and of process_vm_writev; bytes, bytes of a
+# block, bytes of an element; numbers of sources and of outputs; the addresses of the reduction's request and of the
+# scratch memory, a block for each source; then words for two iovecs, two that are unused, and a pid (0: this process)
+# and an address of each source and each output.
+VECTORS, UNUSED, PLACES = 11, 15, 17
+
 _HERE = Path(__file__).parent
 _PARTS = (
     "_kernels.py",
@@ -41,6 +48,7 @@ _PARTS = (
     "_coding.py",
     "_quantisation.py",
     "_low_rank.py",
+    "_ordinary.py",
     "_lanes.py",
     "_memory.py",
     "_ir.py",
