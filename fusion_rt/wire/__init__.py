@@ -103,7 +103,7 @@ from fusion_rt.wire.local import (
     Welcome,
     WorkerMessage,
 )
-from fusion_rt.wire.operations import OpKey, Place, Signature, digest, group_id, is_group, mark
+from fusion_rt.wire.operations import Address, OpKey, Place, Signature, digest, group_id, is_group, mark
 from fusion_rt.wire.peers import (
     MAX_OCCUPIED,
     Abort,
@@ -175,6 +175,7 @@ __all__ = [
     "Abort",
     "Ack",
     "AddSegment",
+    "Address",
     "Began",
     "Bucket",
     "Bye",

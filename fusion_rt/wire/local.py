@@ -7,8 +7,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from fusion_rt.core.topology import Topology
+from fusion_rt.host.process_memory import OFFER_BYTES
 from fusion_rt.wire.basics import MAX_INLINE, MAX_PATH, MAX_RANKS, Count, Line, Name, PostKind, Rank, Rates, Text
-from fusion_rt.wire.operations import Place, Signature
+from fusion_rt.wire.operations import Address, Place, Signature
 from fusion_rt.wire.plans import Plan, Proposal
 from fusion_rt.wire.rings import MAX_RING_PIECE
 
@@ -20,6 +21,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 
     Attributes:
         stack_signal: the signal on which it writes its stack; 0: it does not.
+        offer_address, offer_text: of the worker's `process_memory.OfferedText`; without a text it makes none.
     """
 
     version: int
@@ -27,6 +29,8 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     rank: Rank
     pid: Count
     stack_signal: Annotated[int, msgspec.Meta(ge=0, lt=65)] = 0
+    offer_address: Count = 0
+    offer_text: Annotated[bytes, msgspec.Meta(max_length=OFFER_BYTES)] = b""
 
 
 class AddSegment(msgspec.Struct, tag="segment", array_like=True):
@@ -66,12 +70,12 @@ class CloseGroup(msgspec.Struct, tag="close_group", array_like=True):
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
-    """Submits one operation on one tensor, which is in the arena (`place`) or in the message (`inline`).
+    """Submits one operation on one tensor, which is in the worker's memory (`place`) or in the message (`inline`).
 
     Attributes:
         splits: for alltoall, rows for each rank of the process set.
         receives: for alltoall in a group, rows from each rank of it.
-        into: where in the arena the result goes, in a group; None: where the tensor lies, or into the answer.
+        into: where in the worker's memory the result goes, in a group; None: where the tensor lies, or into the answer.
         seconds: time after which it fails, in a group; 0: it has as long as any operation may wait.
     """
 
@@ -79,11 +83,11 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     name: Name
     clock: Count
     signature: Signature
-    place: Place | None = None
+    place: Place | Address | None = None
     inline: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] | None = None
     splits: tuple[Count, ...] = ()
     receives: tuple[Count, ...] = ()
-    into: Place | None = None
+    into: Place | Address | None = None
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
@@ -302,6 +306,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
         epoch: how often all of them have left and come back.
         latency (s), seconds_per_byte: of the worst link between nodes; 0 where there is none.
         patience: seconds without an answer after which a worker that waits takes the daemon for stuck; 0: never.
+        by_address: the daemon has found the worker's offer, so that tensors may lie at an `Address`.
     """
 
     topology: Topology
@@ -313,6 +318,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     latency: float = 0.0
     seconds_per_byte: float = 0.0
     patience: float = 0.0
+    by_address: bool = False
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True):

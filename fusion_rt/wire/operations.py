@@ -102,8 +102,14 @@ def mark(key: OpKey) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=6).digest(), "big") >> 1 | 1
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, tag="arena", frozen=True, array_like=True):
     """The place of a tensor in a worker's arena: segment id and offset in bytes."""
 
     segment: Count
     offset: Count
+
+
+class Address(msgspec.Struct, tag="own", frozen=True, array_like=True):
+    """The address of a tensor in a worker's own memory, which its daemon reads and writes (`Welcome.by_address`)."""
+
+    address: Count

@@ -9,9 +9,11 @@ next action of each worker. Two things are as bad as they can be:
 
 from __future__ import annotations
 
+import math
+import os
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import ProcessSet, Topology
+from fusion_rt.host.process_memory import Process
+from fusion_rt.kernels.ordinary import Operand, Remote
 from fusion_rt.settings import Settings
 from fusiond.core.result import Result
 from fusiond.core.tracing import Job
@@ -112,6 +116,7 @@ class SimulatedJob:
     Args:
         ranks: of each node's workers; by default they fill the nodes in order.
         process_sets: besides the one that holds every rank.
+        by_address: ranks whose tensors are in their own memory, which is this process's, and not in an arena.
         settings: those of the daemons that are not the default.
     """
 
@@ -121,6 +126,7 @@ class SimulatedJob:
         seed: int = 0,
         ranks: Sequence[tuple[int, ...]] = (),
         process_sets: Sequence[ProcessSet] = (),
+        by_address: Collection[int] = (),
         **settings: Any,
     ) -> None:
         starts = [sum(local_sizes[:node]) for node in range(len(local_sizes))]
@@ -129,6 +135,8 @@ class SimulatedJob:
         self.settings = Settings(
             **{"chunk_bytes": 4096, "window_bytes": 4 * 4096, "fusion_threshold": 1024, **settings}
         )
+        self.by_address = by_address
+        self._process = Process(os.getpid(), "a worker") if by_address else None
         self.now = 0.0
         self.borrow_from = flow_control.BORROW_FROM
         self.answers: dict[int, list[tuple[wire.DaemonMessage, Array | None]]] = {}
@@ -147,6 +155,7 @@ class SimulatedJob:
         self._chunks = 0
         self._scripts: dict[int, deque[Callable[[], object]]] = {}
         self._memory: dict[tuple[int, int], Array] = {}  # rank and handle: the tensor's bytes in the rank's arena
+        self._given: dict[tuple[int, int], Array] = {}  # the tensor's bytes, where the result goes somewhere else
         self._random = random.Random(seed)
         self._handles = 0
         self.nodes = [Node(self, node) for node in range(len(local_sizes))]
@@ -254,22 +263,29 @@ class SimulatedJob:
             data = values.tobytes()
         elif values is not None:
             memory = self._memory[rank, handle] = values.reshape(-1).view(np.uint8).copy()
-        place = None if memory is None else wire.Place(1, 0)
-        there = None if into is None else wire.Place(2, 0)
+        place: wire.Place | wire.Address | None = None if memory is None else wire.Place(1, 0)
+        there: wire.Place | wire.Address | None = None if into is None else wire.Place(2, 0)
+        operand: Operand | None = memory
+        if rank in self.by_address:
+            if memory is not None:
+                place, operand = wire.Address(memory.ctypes.data), self._remote(memory.ctypes.data, len(memory))
+            there = None if into is None else wire.Address(1)
         submit = wire.Submit(handle, name, clock, signature, place, data, splits, receives, there, seconds)
         decoded = wire.decode_worker_message(wire.encode(submit))
         assert isinstance(decoded, wire.Submit)
         if into is None:
-            self.engine(rank).submit(rank, decoded, memory)
+            self.engine(rank).submit(rank, decoded, operand)
             return handle
+        if memory is not None:
+            self._given[rank, handle] = memory
         target = self._memory[rank, handle] = np.full(into, GARBAGE, np.uint8)
 
-        def find(nbytes: int) -> Array:
+        def find(nbytes: int) -> Operand:
             if nbytes > len(target):
                 raise WireError(f"{nbytes} bytes are not in the arena")
-            return target[:nbytes]
+            return self._remote(target.ctypes.data, nbytes) if rank in self.by_address else target[:nbytes]
 
-        self.engine(rank).submit(rank, decoded, memory, find)
+        self.engine(rank).submit(rank, decoded, operand, find)
         return handle
 
     def open_group(self, key: str, ranks: Sequence[int]) -> int:
@@ -285,6 +301,18 @@ class SimulatedJob:
         self._handles += 1
         self.engine(rank).groups.close(rank, wire.CloseGroup(self._handles, wire.group_id(key)))
         assert isinstance(self.answer(rank, self._handles)[0], wire.Done)
+
+    def submit_at(self, rank: int, name: str, signature: wire.Signature, address: int) -> int:
+        """Submits a tensor of which nobody knows whether it is at this address of a rank's; returns the handle."""
+        self._handles += 1
+        nbytes = math.prod(signature.shape) * DTYPES[signature.dtype].itemsize
+        submit = wire.Submit(self._handles, name, 0, signature, wire.Address(address))
+        self.engine(rank).submit(rank, submit, self._remote(address, nbytes))
+        return self._handles
+
+    def _remote(self, address: int, nbytes: int) -> Remote:
+        assert self._process is not None, "no rank has tensors in its own memory"
+        return Remote(self._process, address, np.dtype(np.uint8), nbytes)
 
     def on_all_ranks(self, action: Callable[[int], int]) -> list[int]:
         """Runs `action`, which returns a handle, on every rank at some time; returns the handles once all is done."""
@@ -333,6 +361,9 @@ class SimulatedJob:
 
     def answered(self, rank: int, message: wire.DaemonMessage, data: Array | None) -> None:
         """Gives a worker an answer; the operation's memory in its arena is overwritten at once."""
+        given = self._given.pop((rank, getattr(message, "handle", -1)), None)
+        if given is not None:
+            given[:] = GARBAGE
         memory = self._memory.pop((rank, getattr(message, "handle", -1)), None)
         if memory is not None and data is None and isinstance(message, wire.Done):
             data = memory.copy()

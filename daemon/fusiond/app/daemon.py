@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.core.traceback_format import quoted
@@ -307,7 +309,7 @@ class Daemon:
             patience=_PATIENCE * self._settings.heartbeat_timeout,
         )
         for link in self._links.values():
-            self._workers.send(link, welcome)
+            self._workers.send(link, msgspec.structs.replace(welcome, by_address=link.process is not None))
 
     def _start_failed(self, error: str) -> None:
         self.fail(error)

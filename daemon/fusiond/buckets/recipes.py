@@ -6,12 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from fusion_rt import algorithms, codecs, wire
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.core.topology import GLOBAL_SET, Topology
+from fusion_rt.kernels.ordinary import Operand
 from fusiond.collectives.base import BITWISE, Array, Exchange, Port, Reducer
 from fusiond.collectives.blocks import Block, Blocks
 from fusiond.collectives.broadcast import Broadcast
@@ -50,12 +52,12 @@ def contributions_of(local: Sequence[Contribution]) -> tuple[list[Contribution],
 def outputs_of(local: Sequence[Contribution]) -> tuple[list[Array], Array | None]:
     """Returns where an operation with one result for all writes it, for its local parts.
 
-    Returns: the distinct arrays, the places in the arena first; and the one that serves all inline parts, if any.
+    Returns: the distinct arrays, the places in workers' memory first; and the one that serves all inline parts, if any.
     """
     outputs = [part.place for part in local if part.place is not None]
     if len(outputs) == len(local):
         return outputs, None
-    shared = np.empty_like(local[0].values)
+    shared = np.empty(len(local[0].values), local[0].values.dtype)
     return [*outputs, shared], shared
 
 
@@ -81,12 +83,12 @@ class Recipe:
     direct: bool
 
     def part(
-        self, rank: int, submit: wire.Submit, memory: Array | None, into: Callable[[int], Array] | None = None
+        self, rank: int, submit: wire.Submit, memory: Operand | None, into: Callable[[int], Operand] | None = None
     ) -> Contribution:
         """Returns the contribution that a submission of this signature describes.
 
         Args:
-            memory: the tensor's bytes (uint8) in the arena, or None when they are in the message.
+            memory: the tensor's bytes (uint8), or None when they are in the message.
             into: returns so many bytes (uint8) of where the result goes, if that is somewhere else.
 
         Raises:
@@ -101,11 +103,12 @@ class Recipe:
             self._check_splits(submit.splits)
         if self.direct:
             self._check_sizes(position, submit)
+        values: Array
         place: Array | None = None
         if memory is not None:
             if len(memory) != self.nbytes:
                 raise self._wrong_length(len(memory))
-            values: Array = memory.view(storage)
+            values = cast(Array, memory.view(storage))  # see `Contribution.values`
             place = None if signature.kind in _RESIZING else values
         elif submit.inline is None and self.direct and signature.kind == "broadcast" and rank != signature.root:
             values = np.empty(self.layout.elements if into is None else 0, storage)  # it only receives
@@ -115,7 +118,7 @@ class Recipe:
                 raise self._wrong_length(len(data))
             values = np.frombuffer(data, storage)
         if into is not None and self.direct:
-            place = into(self._result_nbytes(position, submit)).view(storage)
+            place = cast(Array, into(self._result_nbytes(position, submit)).view(storage))
         return Contribution(
             position,
             values,

@@ -22,7 +22,8 @@ from fusion_rt.codecs.base import BucketCodec, Layout
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.core.errors import FusionError
-from fusion_rt.kernels import cpu
+from fusion_rt.kernels import cpu, ordinary
+from fusion_rt.kernels.ordinary import Operand, are_here
 from fusiond.core.result import Result
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -114,11 +115,11 @@ class Reducer:
         """The element type of partial results."""
         return _INT64 if self.widens else self.dtype
 
-    def whole(self, sources: Sequence[Array], outputs: Sequence[Array]) -> None:
+    def whole(self, sources: Sequence[Operand], outputs: Sequence[Operand]) -> None:
         """Does everything at once, for a process set on one node: prescales, combines, postscales."""
         self._reduce(sources, outputs, self.prescale, self.postscale, self.divisor)
 
-    def local(self, sources: Sequence[Array], target: Array) -> None:
+    def local(self, sources: Sequence[Operand], target: Array) -> None:
         """Computes this node's contribution: prescaled and combined, not postscaled."""
         self._reduce(sources, (target,), self.prescale, 1.0, 1)
 
@@ -156,8 +157,12 @@ class Reducer:
         return elements > _TINY or not plain
 
     def _reduce(
-        self, sources: Sequence[Array], outputs: Sequence[Array], prescale: float, postscale: float, divisor: int
+        self, sources: Sequence[Operand], outputs: Sequence[Operand], prescale: float, postscale: float, divisor: int
     ) -> None:
+        if not (are_here(sources) and are_here(outputs)):
+            how = {"prescale": prescale, "postscale": postscale}
+            ordinary.reduce(self.op, self.dtype, sources, outputs, **how, divisor=divisor)
+            return
         if self.widens:
             cpu.reduce_widened(self.op, sources, outputs, prescale, postscale, divisor)
             return

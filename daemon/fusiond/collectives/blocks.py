@@ -6,12 +6,13 @@ That moves the least bytes there are, N - 1 blocks out and in, and needs one hop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fusion_rt import wire
+from fusion_rt.kernels import ordinary
 from fusiond.collectives.base import (
     Array,
     Exchange,
@@ -81,19 +82,27 @@ class Blocks(Exchange):
         if any(place is None for _, _, place in self._shapes):
             return [self._allocate_and_copy]
         self._allocate()
-        return shared_jobs([(self._copy(*copy), len(copy[2]), 1) for copy in self._local_copies], threads)
+        return shared_jobs([(self._copy(data, to), len(data), 1) for data, to in self._targets()], threads)
 
     def _allocate(self) -> None:
         self.results = [Result.allocate(*shape) for shape in self._shapes]
 
     def _allocate_and_copy(self) -> None:
         self._allocate()
-        for copy in self._local_copies:
-            self._copy(*copy)(0, len(copy[2]))
+        for data, targets in self._targets():
+            ordinary.copy(data, targets)
 
-    def _copy(self, result: int, offset: int, data: Array) -> Callable[[int, int], None]:
-        target = self.results[result].array[offset : offset + len(data)]
-        return lambda low, high: np.copyto(target[low:high], data[low:high])
+    def _targets(self) -> Iterable[tuple[Array, list[Array]]]:
+        """Returns each block that stays on this node, with all places that it is copied to."""
+        found: dict[int, tuple[Array, list[Array]]] = {}
+        for result, offset, data in self._local_copies:
+            place = self.results[result].array[offset : offset + len(data)]
+            found.setdefault(id(data), (data, []))[1].append(place)
+        return found.values()
+
+    @staticmethod
+    def _copy(data: Array, targets: Sequence[Array]) -> Callable[[int, int], None]:
+        return lambda low, high: ordinary.copy(data[low:high], [target[low:high] for target in targets])
 
     def start(self) -> None:
         here, nodes = self.port.position, self.port.nodes

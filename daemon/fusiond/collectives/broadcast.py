@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fusion_rt import wire
+from fusion_rt.kernels import ordinary
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Once, Port, chunk_starts, raw
 from fusiond.collectives.one_node import split_jobs
 
@@ -48,19 +49,17 @@ class Broadcast(Exchange):
         source = self._source
         if source is None:
             return ()
-        # Views of one place are different objects: the address tells.
-        others = [o for o in self._outputs if o.ctypes.data != source.ctypes.data]
+        others = [output for output in self._outputs if not ordinary.are_same(output, source)]
         if not others:
             return ()
 
         def copy(low: int, high: int) -> None:
-            for output in others:
-                np.copyto(output[low:high], source[low:high])
+            ordinary.copy(source[low:high], [output[low:high] for output in others])
 
         return split_jobs(copy, self._nbytes, threads, 1)
 
     def start(self) -> None:
-        if self._source is not None:
+        if self._source is not None and self._children:
             for start in chunk_starts(self._nbytes, self.port.chunk_bytes):
                 self._pass_on(start, raw(self._source[start : start + self.port.chunk_bytes]))
         if self._once.complete:

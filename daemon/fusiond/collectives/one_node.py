@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from fusion_rt import wire
 from fusion_rt.kernels import cpu
+from fusion_rt.kernels.ordinary import Operand
 from fusiond.collectives.base import Array, Exchange, ExchangeError, Job, Port, Reducer
 
 
-def local_jobs(reducer: Reducer, sources: Sequence[Array], target: Array, threads: int) -> Sequence[Job]:
+def local_jobs(reducer: Reducer, sources: Sequence[Operand], target: Array, threads: int) -> Sequence[Job]:
     """Returns jobs that leave this node's contribution in `target`; none when it is there already."""
     if len(sources) == 1 and sources[0] is target and reducer.prescale == 1.0:
         return ()
@@ -56,7 +57,7 @@ def shared_jobs(pieces: Sequence[tuple[Callable[[int, int], None], int, int]], t
 class OneNode(Exchange):
     """All-reduce of a process set whose members share a node: one pass over the arenas, and nothing to send."""
 
-    def __init__(self, port: Port, reducer: Reducer, sources: Sequence[Array], outputs: Sequence[Array]) -> None:
+    def __init__(self, port: Port, reducer: Reducer, sources: Sequence[Operand], outputs: Sequence[Operand]) -> None:
         super().__init__(port)
         self._reducer = reducer
         self._sources = sources

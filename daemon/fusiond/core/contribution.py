@@ -37,7 +37,8 @@ class Contribution:
     Attributes:
         rank: the position of its rank among those of the process set; of what one home sends another, the sender's.
         values: 1-D, its elements; valid until it is answered, and only to be read. None of one that came encoded and
-            is not decoded yet.
+            is not decoded yet. Of a tensor outside a plan, they may be in the worker's own memory:
+            then this is a `Remote`, which only what takes `Operand`s may be given.
         handle: the number under which its worker, if that is on this node, waits for the answer.
         place: where in the arena the result goes: where the elements came from, unless its worker said otherwise; None
             when they came in a message, and the result goes back in one, or is longer than they are.

@@ -180,7 +180,7 @@ class Agreement:
         kind = recipe.signature.kind
         if len(recipe.members.nodes) == 1:
             small = kind == "allreduce" and recipe.local_nbytes <= INLINE_WORK and recipe.reducer.op != "adasum"
-            if small and self._executor.can_reduce_at_once(recipe):
+            if small and self._executor.can_reduce_at_once(operation, recipe):
                 self._executor.reduce_at_once(operation, recipe)
                 return
             local = operation.local()

@@ -17,6 +17,7 @@ from typing import Any
 from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.topology import Topology
+from fusion_rt.kernels.ordinary import Operand
 from fusion_rt.kernels.team import Team
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
@@ -166,8 +167,8 @@ class Engine:
             wire.Submit: lambda worker, submit: self.submit(
                 worker.rank,
                 submit,
-                None if submit.place is None else worker.at(submit.place, _nbytes(submit.signature)),
-                None if submit.into is None else partial(worker.at, submit.into),
+                None if submit.place is None else worker.operand(submit.place, _nbytes(submit.signature)),
+                None if submit.into is None else partial(worker.operand, submit.into),
             ),
             wire.SendTo: lambda worker, send: self.messages.send(worker.rank, send, _place_of(worker, send)),
             wire.ReceiveFrom: lambda worker, asked: self.messages.receive(worker.rank, asked, _place_of(worker, asked)),
@@ -190,12 +191,12 @@ class Engine:
             self.drop_plan_memory(worker.rank, worker.plans[message.segment])
 
     def submit(
-        self, rank: int, submit: wire.Submit, memory: Array | None, into: Callable[[int], Array] | None = None
+        self, rank: int, submit: wire.Submit, memory: Operand | None, into: Callable[[int], Operand] | None = None
     ) -> None:
         """A worker submits an operation.
 
         Args:
-            memory: its tensor's bytes (uint8) in the arena, if it is there.
+            memory: its tensor's bytes (uint8), unless they are in the message.
             into: returns so many bytes of where the result goes, if that is somewhere else.
         """
         self._exchanges.submit(rank, submit, memory, into)

@@ -12,10 +12,10 @@ from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.core.errors import FusionError, StepGivenUp, WireError
+from fusion_rt.kernels.ordinary import Operand
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import OpKey
 from fusiond.buckets.plans import BucketState, Plans, PlanState
-from fusiond.collectives.base import Array
 from fusiond.control.coordination import Coordination
 from fusiond.control.waiting import describe
 from fusiond.core.contribution import Contribution
@@ -128,12 +128,12 @@ class Exchanges:
     # --- from the local workers ---------------------------------------------------------------------------------------
 
     def submit(
-        self, rank: int, submit: wire.Submit, memory: Array | None, into: Callable[[int], Array] | None = None
+        self, rank: int, submit: wire.Submit, memory: Operand | None, into: Callable[[int], Operand] | None = None
     ) -> None:
         """A worker submits an operation outside a plan.
 
         Args:
-            memory: its tensor's bytes (uint8) in the arena, if it is there.
+            memory: its tensor's bytes (uint8), unless they are in the message.
             into: returns so many bytes of where the result goes, if that is somewhere else.
 
         Raises:

@@ -12,6 +12,7 @@ from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
 from fusion_rt.core.topology import Topology
 from fusion_rt.kernels import cpu
+from fusion_rt.kernels.ordinary import are_here
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
@@ -29,6 +30,7 @@ from fusiond.core.effects import Effects
 from fusiond.core.participants import Members
 from fusiond.core.result import Result
 from fusiond.core.tracing import about_key, recorded_jobs
+from fusiond.operations.staging import Scratch, Staging
 from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
 from fusiond.transport.flow_control import FlowPort
 
@@ -53,6 +55,7 @@ class Operation:
         working: the kernel pool has jobs of it.
         seconds: time-out that a local member has set, the shortest; 0: none. `until`: when it is up (s).
         failed: is called when it has failed, and its jobs have ended.
+        staging: the scratch memory that stands in for workers' own memory, if any does.
     """
 
     key: OpKey
@@ -79,6 +82,7 @@ class Operation:
     seconds: float = 0.0
     until: float = math.inf
     failed: Callable[[], None] = lambda: None
+    staging: Staging | None = None
 
     def __post_init__(self) -> None:
         self.begun = self.since
@@ -109,6 +113,12 @@ class Operation:
                 received += sum(sender == peer for sender, _, _ in self.early)
                 found.append(wire.Traffic(peer, sent, received, unsent, now - self.heard.get(peer, self.begun)))
         return tuple(found)
+
+    @property
+    def is_here(self) -> bool:
+        """True if nothing of it is in workers' own memory, which only threads may touch: it may have to be paged in."""
+        arrays = [part.values for part in self.parts.values()]
+        return are_here(arrays) and are_here([part.place for part in self.parts.values() if part.place is not None])
 
     def local(self) -> list[Contribution]:
         """Returns the parts that local members have submitted, in order of local_rank."""
@@ -158,6 +168,7 @@ class Executor:
         self._failed = failed
         self._trace = trace
         self._all_reduce = algorithms.AllReduce()  # of tensors outside a plan
+        self._scratch = Scratch()
 
     def start_tensor(
         self, operation: Operation, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]
@@ -175,6 +186,9 @@ class Executor:
             )
             return
         local = operation.local() or [nothing(recipe.reducer, recipe.layout.elements)]
+        if not operation.is_here and len(operation.members.nodes) > 1:
+            root = operation.members.set.ranks.index(recipe.signature.root) if operation.kind == "broadcast" else None
+            local = self._stage(operation).parts(local, root)
         outputs, operation.shared = outputs_of(local)
         topology = self._topology
         reduces = recipe.signature.kind in ("reducescatter", "reduce")
@@ -197,9 +211,9 @@ class Executor:
             operation, state.algorithm, bucket.reducer, bucket.codec, bucket.bucket.numel, bucket.parts, tuning
         )
 
-    def can_reduce_at_once(self, recipe: Recipe) -> bool:
-        """Returns whether no kernel has to be compiled for a small all-reduce."""
-        return self._kernels_for(recipe.reducer, recipe.layout.elements) is None
+    def can_reduce_at_once(self, operation: Operation, recipe: Recipe) -> bool:
+        """Returns whether a small all-reduce needs no thread: no kernel has to be compiled, and all of it is here."""
+        return operation.is_here and self._kernels_for(recipe.reducer, recipe.layout.elements) is None
 
     def limits(self, tuning: wire.Tuning) -> tuple[int, int]:
         """Returns the bytes of the largest chunk, and those that may be under way to a peer."""
@@ -234,6 +248,9 @@ class Executor:
         if prescaled:
             reducer = replace(reducer, prescale=1.0)
         sources = [part.values for part in contributions]
+        if not operation.is_here and (len(operation.members.nodes) > 1 or reducer.op == "adasum"):
+            threads = tuning.threads or self._settings.kernel_threads
+            reducer, sources, outputs = self._stage(operation).reduction(reducer, sources, outputs, threads)
         selected = contributions[0].selected if len(contributions) == 1 else None
         factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
         if not codec.lossless:  # else it does next to nothing
@@ -287,30 +304,37 @@ class Executor:
             self._trace,
         )
         what = about_key(operation.key)
-        nbytes = next((part.values.nbytes for part in operation.parts.values()), 0)
-        self._trace.record(Kind.RUN_BEGIN, what.name, nbytes, what.clock, what.plan)
+        size = next((part.values.nbytes for part in operation.parts.values()), 0)
+        self._trace.record(Kind.RUN_BEGIN, what.name, size, what.clock, what.plan)
         operation.exchange = make(operation.port)
         operation.port.lends = operation.exchange.lends
-        small = operation.exchange.local_nbytes <= INLINE_WORK
+        staging = operation.staging
+        nbytes: float = operation.exchange.local_nbytes if operation.is_here else math.inf
+        small = nbytes <= INLINE_WORK
         jobs = operation.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
         jobs = recorded_jobs(jobs, self._trace, what, operation.exchange.local_nbytes)
         before = [job for job in (compiles, first) if job is not None]
-        if compiles is not None or (before and jobs and not small):
+        if compiles is not None or (before and jobs and not small) or staging is not None:
             operation.working = True
-            then = partial(self._reduce_locally, operation, jobs)
+            stages = deque(stage for stage in (staging.reads if staging else [], jobs) if stage)
+            then = partial(self._next_stage, operation, stages, nbytes)
             self._work.do(operation.key.plan, [partial(_one_by_one, before)], math.inf, then)
         else:
             operation.working = bool(jobs) and not small
-            nbytes = operation.exchange.local_nbytes if jobs else 0  # else there is at most a residual to be scaled
+            nbytes = nbytes if jobs else 0  # else there is at most a residual to be scaled
             self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
 
-    def _reduce_locally(self, operation: Operation, jobs: Sequence[Job], error: BaseException | None) -> None:
-        """Does the local part, after the jobs that come before it. The operation may have failed in the meantime."""
-        assert operation.exchange is not None
-        if error is None and self._operations.get(operation.key) is operation:
-            self._work.do(
-                operation.key.plan, jobs, operation.exchange.local_nbytes, partial(self._jobs_done, operation)
-            )
+    def _stage(self, operation: Operation) -> Staging:
+        operation.staging = Staging(self._scratch)
+        return operation.staging
+
+    def _next_stage(
+        self, operation: Operation, stages: deque[Sequence[Job]], nbytes: float, error: BaseException | None
+    ) -> None:
+        """Does the next jobs of an operation, after those that come before them. It may have failed in the meantime."""
+        if stages and error is None and self._operations.get(operation.key) is operation:
+            jobs = stages.popleft()
+            self._work.do(operation.key.plan, jobs, nbytes, partial(self._next_stage, operation, stages, nbytes))
         else:
             self._jobs_done(operation, error)
 
@@ -362,7 +386,25 @@ class Executor:
             operation.over = True
         elif self._operations.get(operation.key) is operation:
             assert operation.exchange is not None
+            if operation.staging is None:
+                self._deliver(operation, operation.exchange.results)
+            else:
+                operation.working = True
+                jobs = operation.staging.writes(self._settings.kernel_threads)
+                self._work.do(operation.key.plan, jobs, math.inf, partial(self._written, operation))
+
+    def _written(self, operation: Operation, error: BaseException | None) -> None:
+        """The results are in the workers' own memory."""
+        operation.working = False
+        assert operation.exchange is not None
+        assert operation.staging is not None
+        if self._operations.get(operation.key) is not operation:
+            operation.failed()
+        elif error is not None:
+            self._failed(operation, error)
+        else:
             self._deliver(operation, operation.exchange.results)
+            operation.staging.give_back()
 
     def _deliver(self, operation: Operation, results: Sequence[Result]) -> None:
         """Gives workers their results: nothing of the operation is under way any more."""

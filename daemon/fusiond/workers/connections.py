@@ -21,6 +21,8 @@ import numpy as np
 from fusion_rt import wire
 from fusion_rt.core.errors import ArenaError, FusionError, WireError
 from fusion_rt.host.arena import Segment
+from fusion_rt.host.process_memory import Process, ProcessMemoryError
+from fusion_rt.kernels.ordinary import Operand, Remote
 from fusion_rt.local import packets
 from fusiond.collectives.base import Array
 from fusiond.core.dispatch import Handlers
@@ -31,6 +33,7 @@ _log = logging.getLogger("fusiond")
 _PAUSE = 0.1  # seconds until connections are accepted again after descriptors have run out
 _MAX_SEGMENTS = 4096  # segments of one worker's arena
 _WITH_DESCRIPTOR = (wire.AddSegment, wire.Hello)
+_BYTE = np.dtype(np.uint8)
 _OF_ANYBODY = {wire.Hello, wire.AddSegment, *get_args(wire.ToolMessage)}  # also where no worker has joined
 
 
@@ -61,6 +64,7 @@ class WorkerLink:
     Attributes:
         rank: set by the handler once it has accepted the worker's `Hello`; None again after `Bye`.
         stacks: how to see where a worker is that has said `Hello`.
+        process: its process, if the kernel lets this one read and write its memory.
         left: it has said `Bye`, so that the end of the connection is no surprise; another `Hello` may come.
     """
 
@@ -72,14 +76,31 @@ class WorkerLink:
     plans: dict[int, int] = field(default_factory=dict)  # segment: the plan whose buckets it holds
     memory: dict[int, Array] = field(default_factory=dict)  # segment: its bytes
     stacks: Source | None = None
+    process: Process | None = None
     outgoing: deque[packets.Packet] = field(default_factory=deque)
     closed: bool = False
 
-    def forget_stacks(self) -> None:
+    def forget_process(self) -> None:
         """The worker's process is none of this daemon's business any more."""
         if self.stacks is not None:
             self.stacks.close()
             self.stacks = None
+        if self.process is not None:
+            self.process.end()
+            self.process = None
+
+    def operand(self, place: wire.Place | wire.Address, nbytes: int) -> Operand:
+        """The bytes at a place in the arena, or at an address of the worker, where nobody has looked for them yet.
+
+        Raises:
+            WireError: they are not in the arena; or there are so few that they travel in messages, or the worker was
+                not told that addresses may be given.
+        """
+        if isinstance(place, wire.Place):
+            return self.at(place, nbytes)
+        if self.process is None or nbytes <= wire.MAX_INLINE:
+            raise WireError(f"{nbytes} bytes of rank {self.rank} cannot be given by their address")
+        return Remote(self.process, place.address, _BYTE, nbytes)
 
     def at(self, place: wire.Place, nbytes: int) -> Array:
         """The bytes at a place in the arena.
@@ -244,13 +265,14 @@ class Workers:
             raise WireError("a second Hello")
         link.left = False
         link.stacks = Source.open(link.pid, hello, fd)
+        link.process = _process_of(link.pid, hello)
         self._events.worker_joined(link, hello)
 
     def _bye(self, link: WorkerLink, bye: wire.Bye, fd: int) -> None:
         rank = link.rank
         assert rank is not None
         link.left, link.rank = True, None
-        link.forget_stacks()
+        link.forget_process()
         for segment in list(link.segments):
             self._drop_segment(link, segment)
         self._events.worker_left(rank, bye)
@@ -317,6 +339,20 @@ class Workers:
         for packet in link.outgoing:
             packet.close()
         link.outgoing.clear()
-        link.forget_stacks()
+        link.forget_process()
         for segment in list(link.segments):
             self._drop_segment(link, segment)
+
+
+def _process_of(pid: int, hello: wire.Hello) -> Process | None:
+    """Returns the process of the worker that says this; None where its memory cannot be read and written."""
+    if not hello.offer_text:
+        return None
+    try:
+        process = Process(pid, f"rank {hello.rank} (pid {pid})")
+    except ProcessMemoryError:
+        return None
+    if process.accepts(hello.offer_address, hello.offer_text):
+        return process
+    process.end()
+    return None
