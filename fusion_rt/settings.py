@@ -194,6 +194,11 @@ class Settings:
         0, FUSION, "Bytes a second that a link carries, for the same choice (0: measured, and rounded to a power of "
         "two).",
         unit=BYTES, variable="FUSION_ROUTE_RATE", least=0)
+    memory: str = _row(
+        "auto", FUSION, "How large tensors of a script's own get to its host's daemon: auto, the daemon reads and "
+        "writes them where they lie, if the kernel lets it, which `fusionrun --check-build` says; or copy, by way of "
+        "shared memory.",
+        variable="FUSION_MEMORY", choices=("auto", "copy"))
     shard_hosts: str = _row(
         "", HOSTS, "Hosts, separated by commas, whose daemons keep parameter shards; those that are not among the "
         "job's hosts get a daemon and no workers.",

@@ -34,6 +34,9 @@ _LOOK = 0.5  # seconds
 _TIMEVAL = struct.pack("ll", 0, int(_LOOK * 1e6))
 _WAIT_BEGIN, _WAIT_END, _DONE = int(Kind.WAIT_BEGIN), int(Kind.WAIT_END), int(Kind.DONE)
 
+_NEVER_FREED: list[object] = []
+"""Memory of operations whose end nobody has told: freed, it could be somebody else's when the daemon writes into it."""
+
 
 class Awaited(Protocol):
     """Something that a thread waits for."""
@@ -152,11 +155,19 @@ class Channel:
         finally:
             self._stop_reading()
 
-    def fail(self, message: str) -> None:
-        """Ends the job for this worker: all operations, under way and later, fail with the first reason given."""
+    def fail(self, message: str, daemon_goes_on: bool = False) -> None:
+        """Ends the job for this worker: all operations, under way and later, fail with the first reason given.
+
+        Args:
+            message: the reason.
+            daemon_goes_on: the daemon has not said that they have ended, and may still write into their memory.
+        """
         if self.failure is None:
             self.failure = message
         for operation in list(self._operations.values()):
+            if daemon_goes_on and operation.keeps is not None:
+                _NEVER_FREED.append(operation.keeps)
+            operation.keeps = None
             operation.error = self.failure
             if operation.release is not None:
                 operation.release(operation)
@@ -166,7 +177,7 @@ class Channel:
 
     def leave(self, message: str) -> None:
         """Fails with this message, and waits until no thread reads the socket, which can be used again then."""
-        self.fail(message)
+        self.fail(message, daemon_goes_on=True)
         if self._lock.acquire(timeout=_LOOK):  # not for ever: this may be a signal's handler, and the thread that reads
             self._changed.wait_for(lambda: not self.reading, 2 * _LOOK)
             self._lock.release()
@@ -234,7 +245,8 @@ class Channel:
                 self.socket.send(wire.encode(wire.Ping()), _DONTWAIT)
 
     def _fail_as_silent(self) -> None:
-        self.fail(joining.silent(self._rank, packets.peer_credentials(self.socket)[0], self.patience))
+        silent = joining.silent(self._rank, packets.peer_credentials(self.socket)[0], self.patience)
+        self.fail(silent, daemon_goes_on=True)
 
     def _wake(self) -> None:
         """Wakes all threads that wait, to check whether their operations have ended."""
@@ -271,6 +283,7 @@ class Channel:
             if self.failure is None:
                 raise FusionError(f"the daemon answered operation {message.handle}, which is not under way")
             return  # the operation has failed meanwhile
+        operation.keeps = None
         if isinstance(message, wire.Done):
             operation.inline = message.inline
             operation.sizes = message.sizes

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from fusion_rt.client import joining
 from fusion_rt.client.channel import Channel
 from fusion_rt.client.clocks import Clocks
 from fusion_rt.client.operation import Operation, Terms
+from fusion_rt.client.own_memory import OwnMemory
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.core.topology import GLOBAL_SET, ProcessSet, Topology
@@ -29,6 +30,9 @@ from fusion_rt.tracing.recorder import Instrument
 
 _SUBMITTED, _DONE = int(Kind.SUBMITTED), int(Kind.DONE)  # see `channel.py`
 _UNANSWERED = 32  # small messages sent after another that the daemon need not say that it has
+
+Where: TypeAlias = tuple[int, int] | wire.Address
+"""The place of a tensor: segment id and offset in the arena, or its address."""
 
 
 class Client:
@@ -46,6 +50,7 @@ class Client:
         channel: the connection, and the operations under way.
         welcome: the daemon's answer to `Hello`.
         process_sets: by id.
+        own_memory: says which tensors the daemon takes where they lie.
 
     Raises:
         FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time.
@@ -66,16 +71,20 @@ class Client:
         sock = joining.connect(path, timeout, listened) if previous is None else previous.channel.socket
         self.channel: Channel = Channel(sock, rank)
         self.arena = Arena(self._offer, self._drop)
+        self.own_memory = OwnMemory(packets.peer_credentials(sock)[0])
         self._in_flight: set[tuple[int, str]] = set()
         self._groups: dict[int, str] = {}  # keys, by id
         stacks_fd, stack_signal = stacks.offer()
-        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal)
+        offer = self.own_memory.offer
+        offered = (0, b"") if offer is None else (offer.address, offer.text)
+        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal, *offered)
         try:
             self.channel.send(packets.Packet(wire.encode(hello), stacks_fd))
             self.welcome = joining.await_welcome(sock, rank, timeout, previous is not None)
         except BaseException:
             sock.close()
             raise
+        self.own_memory.welcome(self.welcome.by_address)
         self.channel.patience = self.welcome.patience
         self._clocks = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)
         self._messages: dict[int, dict[str, Iterator[int]]] = {}  # numbers of the next ones, by group, and the ranks
@@ -112,14 +121,17 @@ class Client:
         signature: wire.Signature,
         *,
         inline: bytes | None = None,
-        place: tuple[int, int] | None = None,
+        place: Where | None = None,
         splits: tuple[int, ...] = (),
         receives: tuple[int, ...] = (),
-        into: tuple[int, int] | None = None,
+        into: Where | None = None,
         seconds: float = 0.0,
         release: Callable[[Operation], None] | None = None,
+        keeps: object = None,
     ) -> Operation:
-        """Submits one operation on a tensor that is `inline` or lies at `place` (segment id, offset) in the arena.
+        """Submits one operation on a tensor that is `inline` or lies at `place`.
+
+        Places are (segment id, offset) in the arena, or an address that `own_memory` gave.
 
         An operation without a name is paired with those of other ranks by kind and order; several may be under way. In
         a group (`open_group`) operations have no names, and are paired by order alone; several threads may submit in
@@ -133,9 +145,10 @@ class Client:
             splits: of an alltoall: rows for each rank.
             receives: in a group. Of an alltoall: rows from each rank. Of an allgather: the rows of each rank's tensor;
                 of a reducescatter: those of each rank's result; the same on all ranks, and empty where all are equal.
-            into: in a group: where in the arena the result goes (segment id, offset).
+            into: in a group: where the result goes.
             seconds: in a group: time after which it fails, unless it has ended; 0: it has as long as any may wait.
             release: see `Operation`; for one without a name.
+            keeps: owner of memory that is given by address, which the daemon reads and writes: kept until it has ended.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -144,7 +157,7 @@ class Client:
         """
         process_set = signature.process_set
         if wire.is_group(process_set):
-            return self._submit_in_group(signature, inline, place, splits, receives, into, seconds, release)
+            return self._submit_in_group(signature, inline, place, splits, receives, into, seconds, release, keeps)
         unnamed = name is None
         if name is None:
             name = f"{signature.kind}.noname"
@@ -158,10 +171,9 @@ class Client:
             )
         clock = self._clocks.next(process_set, name)
         operation = self.channel.begin(name)
-        where = None if place is None else wire.Place(*place)
-        packet = packets.Packet(
-            wire.encode(wire.Submit(operation.handle, name, clock, signature, where, inline, splits))
-        )
+        operation.keeps = keeps
+        submit = wire.Submit(operation.handle, name, clock, signature, _placed(place), inline, splits)
+        packet = packets.Packet(wire.encode(submit))
         self._clocks.count(process_set, name)
         if unnamed:
             operation.release = release
@@ -175,12 +187,13 @@ class Client:
         self,
         signature: wire.Signature,
         inline: bytes | None,
-        place: tuple[int, int] | None,
+        place: Where | None,
         splits: tuple[int, ...],
         receives: tuple[int, ...],
-        into: tuple[int, int] | None,
+        into: Where | None,
         seconds: float,
         release: Callable[[Operation], None] | None,
+        keeps: object,
     ) -> Operation:
         key = self._groups.get(signature.process_set)
         if key is None:
@@ -189,9 +202,8 @@ class Client:
             signature, receives = _with_rows(signature, receives), ()
         clock = self._clocks.count_in_group(signature.process_set)
         operation = self.channel.begin(key)
-        operation.release = release
-        where = None if place is None else wire.Place(*place)
-        target = None if into is None else wire.Place(*into)
+        operation.release, operation.keeps = release, keeps
+        where, target = _placed(place), _placed(into)
         submit = wire.Submit(operation.handle, key, clock, signature, where, inline, splits, receives, target, seconds)
         nbytes = _nbytes_of(signature) if inline is None else len(inline)
         self._sent(operation, key, clock, nbytes, packets.Packet(wire.encode(submit)))
@@ -565,6 +577,10 @@ class Client:
 @lru_cache(maxsize=4096)
 def _with_rows(signature: wire.Signature, rows: tuple[int, ...]) -> wire.Signature:
     return msgspec.structs.replace(signature, rows=rows)
+
+
+def _placed(where: Where | None) -> wire.Place | wire.Address | None:
+    return wire.Place(*where) if isinstance(where, tuple) else where
 
 
 def _nbytes_of(signature: wire.Signature) -> int:

@@ -44,6 +44,7 @@ class Operation:
         missing: of one whose time was up: the ranks that had not submitted it.
         plan: the answer to a proposal.
         release: called when it ends, by the thread that reads its answer, when all but `done` is set.
+        keeps: owns memory that the daemon reads and writes until it has ended.
         about: the name, clock and plan under which it is recorded.
     """
 
@@ -55,6 +56,7 @@ class Operation:
     missing: tuple[int, ...] = ()
     plan: wire.Plan | None = None
     release: Callable[[Operation], None] | None = None
+    keeps: object = None
 
     def __init__(self, handle: int, name: str) -> None:
         self.handle = handle

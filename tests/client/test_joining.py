@@ -17,7 +17,10 @@ from tests.client.daemon import TIMEOUT_S, WELCOME, Daemon
 
 
 def test_a_client_says_who_it_is_and_learns_who_is_where(daemon: Daemon, client: Client) -> None:
-    assert daemon.hello == wire.Hello(wire.PROTOCOL_VERSION, "job", 1, os.getpid(), stacks.STACK_SIGNAL)
+    offer = client.own_memory.offer
+    assert offer is not None
+    hello = wire.Hello(wire.PROTOCOL_VERSION, "job", 1, os.getpid(), stacks.STACK_SIGNAL, offer.address, offer.text)
+    assert daemon.hello == hello
     assert daemon.stacks.st_size == stacks.STACK_BYTES
     assert client.topology == WELCOME.topology
     assert client.process_sets[0].ranks == (0, 1)

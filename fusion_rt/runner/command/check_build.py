@@ -13,6 +13,8 @@ import sys
 from typing import Any
 
 import fusion_rt
+from fusion_rt.host.process_memory import Process
+from fusion_rt.settings import Settings
 
 _TIMEOUT_S = 120.0  # importing torch from a slow disk takes a while
 _ASK_TORCH = """
@@ -35,6 +37,14 @@ print(json.dumps({
     "algorithms": ALGORITHMS.names(),
 }))
 """
+_OFFER = """
+import json, os
+from fusion_rt.host.process_memory import OfferedText
+offer = OfferedText(os.getppid())
+print(json.dumps({"address": offer.address, "text": offer.text.hex()}), flush=True)
+input()
+print(offer.is_answered())
+"""
 
 
 def report() -> str:
@@ -49,6 +59,7 @@ def report() -> str:
             _row("NCCL", nccl, nccl),
             *(_row(name, _version(name.lower()), _version(name.lower())) for name in ("Numba", "Numba-CUDA")),
             _row("ZeroMQ with CURVE", curve, daemon.get("zmq", "")),
+            _row("Tensors read where they lie", *_own_memory()),
             *(_row(name, _version(name.lower()), _version(name.lower())) for name in ("Ray", "Horovod")),
         ],
         "Codecs": [_row(name) for name in daemon.get("codecs", ())],
@@ -62,6 +73,26 @@ def report() -> str:
 
 def _row(name: str, found: object = True, remark: str = "") -> str:
     return f"    [{'X' if found else ' '}] {name} {remark}".rstrip()
+
+
+def _own_memory() -> tuple[bool, str]:
+    """Returns whether a process can read and write the memory of another one here, as daemons would, and how."""
+    if Settings.from_env().memory != "auto":
+        return False, "(FUSION_MEMORY=copy: by way of shared memory)"
+    command = [sys.executable, "-c", _OFFER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        offer = json.loads(worker.stdout.readline() or "{}")
+        accepted = False
+        if offer:
+            process = Process(worker.pid, "a worker")
+            accepted = process.accepts(offer["address"], bytes.fromhex(offer["text"]))
+            process.end()
+        answered = worker.communicate("\n", timeout=_TIMEOUT_S)[0].strip() == "True"
+    if accepted and answered:
+        return True, "(process_vm_readv)"
+    return False, "(the kernel does not let one process read another one: by way of shared memory)"
 
 
 def _version(distribution: str) -> str:

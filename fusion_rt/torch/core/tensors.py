@@ -11,8 +11,10 @@ import ctypes
 import math
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
@@ -111,6 +113,15 @@ class Memory:
         if self.place is None:
             return here.client.submit(name, signature, inline=bytes(self.view), splits=splits)
         return here.client.submit(name, signature, place=self.place, splits=splits)
+
+
+def address_of(here: Runtime, tensor: torch.Tensor) -> wire.Address | None:
+    """Returns the address by which the daemon is told of a plain tensor; None if it is to be copied into the arena."""
+    memory, nbytes = here.client.own_memory, tensor.nbytes
+    if not memory.may_take(nbytes):
+        return None
+    storage = tensor.untyped_storage()
+    return memory.address(tensor.data_ptr(), nbytes, storage._cdata, partial(StorageWeakRef, storage))
 
 
 def over(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:

@@ -12,6 +12,7 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import (
     Memory,
+    address_of,
     contents,
     copy_in,
     copy_out,
@@ -52,14 +53,17 @@ class Transfer:
         if nbytes <= wire.MAX_INLINE:
             self.operation = here.client.submit(name, signature, inline=contents(tensor))
             return
-        place = here.client.arena.locate(tensor.data_ptr(), nbytes) if in_place and is_plain(tensor) else None
+        place: tuple[int, int] | wire.Address | None = None
+        if in_place and is_plain(tensor):
+            place = here.client.arena.locate(tensor.data_ptr(), nbytes)
+            place = place or address_of(here, tensor)
         if place is None:
             memory = Memory(here, nbytes, on_device=not device.layer.is_host(tensor))
             self._staging = memory.tensor(tensor.dtype, tensor.shape)
             if send:
                 copy_in([self._staging], [tensor])
             place = memory.place
-        self.operation = here.client.submit(name, signature, place=place)
+        self.operation = here.client.submit(name, signature, place=place, keeps=tensor)
 
     @property
     def operations(self) -> Sequence[Operation]:

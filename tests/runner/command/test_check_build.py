@@ -10,6 +10,7 @@ import pytest
 import fusion_rt
 from fusion_rt.algorithms import ALGORITHMS
 from fusion_rt.codecs import CODECS
+from fusion_rt.host import process_memory
 from fusion_rt.runner.command import check_build
 from fusion_rt.runner.command.cli import main
 
@@ -25,6 +26,18 @@ def test_the_list_has_what_is_installed(capsys: pytest.CaptureFixture[str]) -> N
         assert re.search(rf"^    \[[X ]\] {name}\b", text, re.MULTILINE)
     for name in (*CODECS, *ALGORITHMS):
         assert f"\n    [X] {name}" in text
+
+
+def test_it_is_tried_whether_tensors_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_build, "_ask", lambda code: {})
+    works = "    [X] Tensors read where they lie (process_vm_readv)\n"
+    refused = "    [ ] Tensors read where they lie (the kernel does not let one process read another one: by way of"
+    text = check_build.report()
+    assert works in text or refused in text
+    monkeypatch.setattr(process_memory.CALLS, "reads", 0)
+    assert refused in check_build.report()
+    monkeypatch.setenv("FUSION_MEMORY", "copy")
+    assert "    [ ] Tensors read where they lie (FUSION_MEMORY=copy: by way of shared memory)\n" in check_build.report()
 
 
 def test_what_cannot_be_imported_is_not_crossed_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
