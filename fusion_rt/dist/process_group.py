@@ -37,6 +37,9 @@ _OPS: dict[Any, wire.Op] = {
     dist.ReduceOp.PRODUCT: "product",
     dist.ReduceOp.MIN: "min",
     dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
     dist.ReduceOp.PREMUL_SUM: "sum",
 }
 _NO_TIMEOUT = timedelta(0)
@@ -200,7 +203,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         root = self._root(root if opts is None else opts.rootRank, "reduce")
         reduction, seconds = self._combination(opts, op, timeout)
         outputs = [tensor] if root == self._position else []
-        part = self._reduction("allreduce", [tensor], outputs, reduction, seconds)
+        part = self._reduction("reduce", [tensor], outputs, reduction, seconds, root=self._ranks[root])
         return self._work("reduce", [part], [tensor])
 
     def reduce_scatter(
@@ -509,19 +512,20 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         reduction: tuple[wire.Op, float],
         seconds: float,
         receives: tuple[int, ...] = (),
+        root: int = 0,
     ) -> Submission:
         op, factor = reduction
         if inputs[0].is_complex():
             inputs, outputs = [_pairs(tensor, op) for tensor in inputs], [_pairs(tensor, op) for tensor in outputs]
         dtype = inputs[0].dtype
         count = sum(tensor.numel() for tensor in inputs)
-        signature = signature_for(kind, self._id, dtype_name(dtype), count, op, factor)
+        signature = signature_for(kind, self._id, dtype_name(dtype), count, op, factor, root)
         return Collective(
             self._opened.here,
             signature,
             inputs,
             outputs,
-            in_place=kind == "allreduce",
+            in_place=kind != "reducescatter",
             receives=receives,
             seconds=seconds,
         )

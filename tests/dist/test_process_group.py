@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -55,6 +56,12 @@ def _reductions(rank: int, size: int) -> None:
                 tensor = everyone[rank].clone()
                 dist.reduce(tensor, 1, op)
                 assert torch.equal(tensor, result.to(dtype) if rank == 1 else everyone[rank])
+    for shape in (SMALL, LARGE):
+        bits = [_given(other, shape, torch.int32) for other in range(size)]
+        for op, combine in ((dist.ReduceOp.BAND, torch.bitwise_and), (dist.ReduceOp.BXOR, torch.bitwise_xor)):
+            tensor = bits[rank].clone()
+            dist.all_reduce(tensor, op)
+            assert torch.equal(tensor, functools.reduce(combine, bits))
     turned = _given(rank, LARGE, torch.float32).t()  # not contiguous
     dist.all_reduce(turned)
     assert torch.equal(turned, sum(_given(other, LARGE, torch.float32) for other in range(size)).t())
@@ -158,6 +165,16 @@ def _messages(rank: int, size: int) -> None:
     elif rank == 1:
         dist.recv_object_list(said, 0)
         assert said == ["x" * 20000, 0]
+    # What was sent before its sender has left the group is received.
+    pair = dist.new_group([0, 1])
+    if rank == 0:
+        dist.send(torch.tensor([4.0]), 1, group=pair)
+        dist.destroy_process_group(pair)
+    dist.barrier()
+    if rank == 1:
+        last = torch.empty(1)
+        dist.recv(last, 0, group=pair)
+        assert last.item() == 4.0
     dist.barrier()
 
 

@@ -92,7 +92,9 @@ class Messaging:
         about = key.name, key.clock
         trace = self._context.trace
         trace.record(Kind.READY, key.name, asked.nbytes, asked.clock, 0, 0, rank)
-        if why := self._presence.why_not(rank, asked.group, asked.rank) or self._presence.why_gone(asked.rank):
+        if why := self._presence.why_not(rank, asked.group, asked.rank, sends=True) or self._presence.why_gone(
+            asked.rank
+        ):
             self._answers.refuse(rank, asked.handle, f"rank {rank} cannot send to rank {asked.rank}: {why}", about)
             return
         if inline is not None and self._at_once(rank, asked, key, inline):
@@ -151,7 +153,7 @@ class Messaging:
             memory=memory,
         )  # fmt: skip
         self._context.trace.record(Kind.READY, name, asked.nbytes, asked.clock, 0, 0, rank)
-        why = self._presence.why_not(rank, asked.group, asked.rank)
+        why = self._presence.why_not(rank, asked.group, asked.rank, sends=False)
         message = None if why else self._mailbox(asked.group, rank).receive(call)
         if not why and message is None and (why := self._presence.why_nothing_comes(call)):
             self._mailbox(asked.group, rank).withdraw(call)
@@ -274,7 +276,9 @@ class Messaging:
         else:
             self._limits.announced(node)
             self._messages[key] = message
-        why = self._presence.why_not(sent.target, sent.group, sent.source) or self._presence.why_gone(sent.target)
+        why = self._presence.why_not(sent.target, sent.group, sent.source, sends=False) or self._presence.why_gone(
+            sent.target
+        )
         if not why:
             self._arrived(message)
         elif sent.data is not None:

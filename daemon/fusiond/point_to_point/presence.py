@@ -22,8 +22,11 @@ class Presence:
         self._participants = participants
         self._failure = failure
 
-    def why_not(self, rank: int, group: int, other: int) -> str:
-        """Returns why a rank can send nothing to another one of a group, nor receive from it; empty if it can."""
+    def why_not(self, rank: int, group: int, other: int, sends: bool) -> str:
+        """Returns why a rank can send nothing to another one of a group, or receive nothing from it; empty if it can.
+
+        What another one has sent before it closed the group may still be received.
+        """
         if failure := self._failure():
             return failure
         opened = self._participants.groups.get(group)
@@ -33,7 +36,7 @@ class Presence:
         for member in (rank, other):
             if member not in ranks and member != ANYBODY:
                 return f"rank {member} is not in group {group}"
-            if opened is not None and member in opened.closed:
+            if opened is not None and member in opened.closed and (sends or member == rank):
                 return f"rank {member} has closed group {opened.key!r}"
         return ""
 
@@ -50,6 +53,9 @@ class Presence:
         if call.group not in self._participants:
             return "the group is closed"
         if call.other != ANYBODY:
+            opened = self._participants.groups.get(call.group)
+            if opened is not None and call.other in opened.closed:
+                return f"rank {call.other} has closed group {opened.key!r}"
             return self.why_gone(call.other)
         others = [rank for rank in self._participants.members(call.group).set.ranks if rank != call.rank]
         if any(rank not in self._participants.departed for rank in others):
