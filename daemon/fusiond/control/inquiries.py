@@ -126,13 +126,15 @@ class Inquiries:
                         dict.fromkeys(one.submitted) | dict(zip(one.submitted, one.signatures, strict=False))
                     )
         late_links = stragglers(traffic)
+        late_by_itself = inquiry.hurried and inquiry.waited > inquiry.limit
 
         def sentence(waited: float) -> str:
             topology = participants.topology
             text = explain(subject, submitted, awaited, topology, participants.departed, waited)
             silent = [f"{topology.describe_node(node)} did not answer" for node in members.nodes if node not in told]
             late = [one.describe(topology) for one in late_links]
-            return "; ".join([text, *(late + silent if text and waited else ())])
+            over = [f"its timeout of {inquiry.limit:g} s is over"] if late_by_itself else []
+            return "; ".join([text, *(over + late + silent if text and waited else ())])
 
         missing = [rank for rank in awaited if rank not in submitted]
         waited = inquiry.waited

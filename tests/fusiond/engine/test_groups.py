@@ -509,6 +509,7 @@ def test_when_its_time_is_up_an_operation_fails_and_names_who_is_missing(
         assert isinstance(message, wire.Failed)
         assert "operation 0 of group 'group' waited 5 s for rank 2 (host " in message.message
         assert "which did not submit it" in message.message
+        assert "its timeout of 5 s is over" in message.message  # torch's tests look for the word
         assert rank == 2 or message.missing == (2,)
     members.results(members.submit_all("barrier", None, way="inline"))
     job.nothing_is_left()
@@ -551,6 +552,7 @@ def test_who_sets_no_time_out_is_warned_and_then_failed_like_any_other() -> None
     assert not job.is_answered(0, handle)
     job.pass_time(600)
     assert "for rank 1 (host host1), which did not submit it" in job.error(0, handle)
+    assert "its timeout" not in job.error(0, handle)
 
 
 def test_a_time_out_of_its_own_may_be_longer_than_that_of_all() -> None:
