@@ -297,10 +297,11 @@ class Client:
         tag: int,
         *,
         inline: bytes | None = None,
-        place: tuple[int, int] | None = None,
+        place: Where | None = None,
         nbytes: int = 0,
         seconds: float = 0.0,
         release: Callable[[Operation], None] | None = None,
+        keeps: object = None,
     ) -> Operation:
         """Sends a message to one rank of a group, which has to receive it with `receive_from`.
 
@@ -312,9 +313,10 @@ class Client:
             rank: whom it is for, in the job.
             tag: 0 or more; only a receive with the same tag takes it.
             inline: the message, at most `wire.MAX_INLINE` bytes.
-            place: else the segment id and offset where its `nbytes` bytes lie in the arena.
+            place: else the place of its `nbytes` bytes, in the arena or in this process's own memory.
             seconds: after which it fails unless it was received; 0: as long as any operation may wait.
             release: see `Operation`; not called where the operation has ended when this returns.
+            keeps: see `submit`.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -330,14 +332,14 @@ class Client:
         else:
             operation = self.channel.begin(name)
             operation.release = release
+            operation.keeps = keeps
             if inline is not None:
                 self._answered = operation
         clock = self._number(group, name)
         operation.about = (name, clock, 0)
         nbytes = nbytes if inline is None else len(inline)
-        where = None if place is None else wire.Place(*place)
         self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
-        self._send(wire.SendTo(operation.handle, group, rank, tag, clock, nbytes, where, inline, seconds))
+        self._send(wire.SendTo(operation.handle, group, rank, tag, clock, nbytes, _placed(place), inline, seconds))
         if operation.done:
             self.channel.trace.record(_DONE, name, 0, clock)
         return operation
@@ -349,9 +351,10 @@ class Client:
         tag: int,
         nbytes: int,
         *,
-        place: tuple[int, int] | None = None,
+        place: Where | None = None,
         seconds: float = 0.0,
         release: Callable[[Operation], None] | None = None,
+        keeps: object = None,
     ) -> Operation:
         """Receives a message of at most `nbytes` bytes: the first with this tag that no other receive has taken.
 
@@ -361,10 +364,11 @@ class Client:
             group: id of the process set.
             rank: who sends it, in the job; None: any rank of the group.
             tag: of the message.
-            place: segment id and offset in the arena where it goes; None: it is the operation's `inline`, and is not
-                longer than `wire.MAX_INLINE`.
+            place: where it goes, in the arena or in this process's own memory; None: it is the operation's `inline`,
+                and is not longer than `wire.MAX_INLINE`.
             seconds: after which it fails unless the message is there; 0: as long as any operation may wait.
             release: see `Operation`.
+            keeps: see `submit`.
 
         Raises:
             HorovodInternalError: the job has failed.
@@ -375,11 +379,11 @@ class Client:
         name = f"message to {self.rank}" if rank is None else f"message {rank} to {self.rank}"
         operation = self.channel.begin(name)
         operation.release = release
+        operation.keeps = keeps
         clock = self._number(group, name)
         operation.about = (name, clock, 0)
-        where = None if place is None else wire.Place(*place)
         self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
-        self._send(wire.ReceiveFrom(operation.handle, group, source, tag, clock, nbytes, where, seconds))
+        self._send(wire.ReceiveFrom(operation.handle, group, source, tag, clock, nbytes, _placed(place), seconds))
         return operation
 
     def _number(self, group: int, name: str) -> int:

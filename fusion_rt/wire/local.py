@@ -101,7 +101,7 @@ class SendTo(msgspec.Struct, tag="send", array_like=True):
         handle: 0: it is `inline`, and no answer is wanted.
         rank: the rank (in the job) that it is for.
         clock: its number among the messages from this rank to that one.
-        place, inline: `nbytes` bytes in the arena or in the message.
+        place, inline: `nbytes` bytes in the worker's memory or in the message.
         seconds: after which it fails unless it was received; 0: as long as any operation may wait.
     """
 
@@ -111,7 +111,7 @@ class SendTo(msgspec.Struct, tag="send", array_like=True):
     tag: Count
     clock: Count
     nbytes: Count
-    place: Place | None = None
+    place: Place | Address | None = None
     inline: Annotated[bytes, msgspec.Meta(max_length=MAX_INLINE)] | None = None
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
@@ -124,7 +124,7 @@ class ReceiveFrom(msgspec.Struct, tag="receive", array_like=True):
     Attributes:
         rank: the rank (in the job) that sends it, or `ANYBODY`.
         clock: its number among the receives from that rank; only recorded.
-        place: where it goes in the arena; None: into `Done`, and then `nbytes` is at most `MAX_INLINE`.
+        place: where it goes in the worker's memory; None: into `Done`, and then `nbytes` is at most `MAX_INLINE`.
         seconds: as of `SendTo`.
     """
 
@@ -134,7 +134,7 @@ class ReceiveFrom(msgspec.Struct, tag="receive", array_like=True):
     tag: Count
     clock: Count
     nbytes: Count
-    place: Place | None = None
+    place: Place | Address | None = None
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 

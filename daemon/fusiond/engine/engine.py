@@ -170,8 +170,10 @@ class Engine:
                 None if submit.place is None else worker.operand(submit.place, _nbytes(submit.signature)),
                 None if submit.into is None else partial(worker.operand, submit.into),
             ),
-            wire.SendTo: lambda worker, send: self.messages.send(worker.rank, send, _place_of(worker, send)),
-            wire.ReceiveFrom: lambda worker, asked: self.messages.receive(worker.rank, asked, _place_of(worker, asked)),
+            wire.SendTo: lambda worker, send: self.messages.send(worker.rank, send, _operand_of(worker, send)),
+            wire.ReceiveFrom: lambda worker, asked: self.messages.receive(
+                worker.rank, asked, _operand_of(worker, asked)
+            ),
             **self.groups.worker_handlers(),
             wire.Propose: lambda worker, asked: self.propose(worker.rank, asked.handle, asked.proposal),
             wire.StalenessRequest: lambda worker, asked: self.staleness(worker.rank, asked.handle),
@@ -436,9 +438,9 @@ class Engine:
                 yield wire.mark(OpKey(process_set, 0, f"plan of {group}", clock))
 
 
-def _place_of(worker: WorkerLink, asked: wire.SendTo | wire.ReceiveFrom) -> Array | None:
-    """Returns the memory of a message in a worker's arena; None: it travels with what the worker says."""
-    return None if asked.place is None else worker.at(asked.place, asked.nbytes)
+def _operand_of(worker: WorkerLink, asked: wire.SendTo | wire.ReceiveFrom) -> Operand | None:
+    """Returns the memory of a message at a worker; None: it travels with what the worker says."""
+    return None if asked.place is None else worker.operand(asked.place, asked.nbytes)
 
 
 def _nbytes(signature: wire.Signature) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
+from fusion_rt.kernels.ordinary import Operand
 from fusion_rt.wire import OpKey
-from fusiond.core.contribution import Array
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class SendCall(Call):
         accepted: that has asked for it.
     """
 
-    memory: Array = field(kw_only=True)
+    memory: Operand = field(kw_only=True)
     key: OpKey = field(kw_only=True)
     node: int = -1
     accepted: bool = False
@@ -76,7 +76,7 @@ class ReceiveCall(Call):
         number: of its mailbox's receives, in order.
     """
 
-    memory: Array | None = field(kw_only=True)
+    memory: Operand | None = field(kw_only=True)
     number: int = 0
 
     def describe(self, topology: Topology) -> str:
@@ -111,7 +111,7 @@ class Message:
     data: bytes | None = None
     send: SendCall | None = None
     receive: ReceiveCall | None = None
-    into: Array | None = None
+    into: Operand | None = None
     accepted: bool = False
     working: bool = False
     error: str = ""

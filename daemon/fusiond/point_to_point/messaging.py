@@ -14,11 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import cast
 
 import numpy as np
 
 from fusion_rt import wire
-from fusion_rt.core.errors import WireError
+from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.kernels import ordinary
+from fusion_rt.kernels.ordinary import Operand, Remote, are_here
 from fusion_rt.tracing.format import Kind
 from fusion_rt.wire import ANYBODY, OpKey
 from fusiond.core.contribution import Array
@@ -71,14 +74,14 @@ class Messaging:
         self._sends: dict[OpKey, SendCall] = {}  # announced to other nodes
         self._messages: dict[OpKey, Message] = {}  # announced by other nodes
         self._limits = Limits()
-        self._transfers = Transfers(context, limits, self._sent, self._received)
+        self._transfers = Transfers(context, limits, self._sent, self._whole)
         self._deadlines = Deadlines(context.outside.clock, context.outside.call_later, self._overdue)
         self.reports = Reports(context, self._answers, self._fail, whereabouts)
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
-    def send(self, rank: int, asked: wire.SendTo, memory: Array | None) -> None:
-        """A worker sends a message; `memory` is its bytes (uint8) in the arena, if it is there.
+    def send(self, rank: int, asked: wire.SendTo, memory: Operand | None) -> None:
+        """A worker sends a message; `memory` is its bytes (uint8), unless they are in what it says.
 
         Raises:
             RequestError: no worker of ours would send that.
@@ -138,8 +141,8 @@ class Messaging:
         self._arrived(Message(key, rank, asked.rank, asked.tag, len(inline), data=inline))
         return True
 
-    def receive(self, rank: int, asked: wire.ReceiveFrom, memory: Array | None) -> None:
-        """A worker receives a message, into `memory` (uint8, in the arena) or the answer.
+    def receive(self, rank: int, asked: wire.ReceiveFrom, memory: Operand | None) -> None:
+        """A worker receives a message, into `memory` (uint8) or the answer.
 
         Raises:
             RequestError: no worker of ours would ask for that.
@@ -214,7 +217,19 @@ class Messaging:
         message.accepted = True
         self._limits.settled_here(message.node)
         self._context.outside.to_node(message.node, wire.MessageAccepted(message.key))
+        if isinstance(message.into, Remote):  # chunks are taken by the event loop, which does not wait for its pages
+            message.into = np.empty(message.nbytes, np.uint8)
         self._transfers.receive(message, message.into)
+
+    def _whole(self, message: Message) -> None:
+        """All chunks of a message have come."""
+        call = message.receive
+        assert call is not None
+        assert message.into is not None
+        if isinstance(call.memory, Remote):
+            self._copy(message, message.into, call.memory[: message.nbytes])
+        else:
+            self._received(message)
 
     def _taken(self, message: Message) -> None:
         """A message that travelled at once does not wait here any more."""
@@ -228,23 +243,27 @@ class Messaging:
         if count:
             self._context.outside.to_node(node, wire.MessagesTaken(count, total))
 
-    def _copy(self, message: Message, source: Array, target: Array) -> None:
+    def _copy(self, message: Message, source: Operand, target: Operand) -> None:
         """Copies a message that is here to where its receive wants it, on threads if it is large."""
-        threads = max(1, min(self._context.settings.kernel_threads, message.nbytes // _FEWEST))
-        step = max(1, -(-message.nbytes // threads))
-        jobs: list[Job] = [
-            partial(np.copyto, target[start : start + step], source[start : start + step])
-            for start in range(0, message.nbytes, step)
+        nbytes = message.nbytes if are_here([source, target]) else math.inf
+        message.working = nbytes > INLINE_WORK
+        self._work.do(0, self._copying(source, target), nbytes, partial(self._copied, message))
+
+    def _copying(self, source: Operand, target: Operand) -> list[Job]:
+        """Returns jobs that copy bytes."""
+        nbytes = len(source)
+        threads = max(1, min(self._context.settings.kernel_threads, nbytes // _FEWEST))
+        step = max(1, -(-nbytes // threads))
+        return [
+            partial(ordinary.copy, source[start : start + step], [target[start : start + step]])
+            for start in range(0, nbytes, step)
         ]
-        message.working = message.nbytes > INLINE_WORK
-        self._work.do(0, jobs, message.nbytes, partial(self._copied, message))
 
     def _copied(self, message: Message, error: BaseException | None) -> None:
         message.working = False
-        if error is not None:
-            raise error
-        if message.error:
-            self._break(message, message.error)
+        why = message.error or _why_not_copied(error)
+        if why:
+            self._break(message, why)
         else:
             self._received(message)
 
@@ -291,7 +310,20 @@ class Messaging:
         if call is not None and call.node == node and not call.accepted:  # else it has been given up here
             self._settle(call)
             self._context.trace.record(Kind.RUN_BEGIN, word.key.name, call.nbytes, word.key.clock)
-            self._transfers.send(call)
+            if not isinstance(call.memory, Remote):
+                self._transfers.send(call, call.memory)
+                return
+            memory = np.empty(call.nbytes, np.uint8)
+            self._work.do(0, self._copying(call.memory, memory), math.inf, partial(self._read, call, memory))
+
+    def _read(self, call: SendCall, memory: Array, error: BaseException | None) -> None:
+        """A worker's own memory has been read, or not; the send may have failed meanwhile."""
+        if self._sends.get(call.key) is not call:
+            return
+        if why := _why_not_copied(error):
+            self._fail(call, f"{call.describe(self._context.topology)} failed: {why}")
+        else:
+            self._transfers.send(call, memory)
 
     def _over(self, node: int, word: wire.MessageOver) -> None:
         call, message = self._sends.get(word.key), self._messages.get(word.key)
@@ -309,7 +341,7 @@ class Messaging:
         self._messages.pop(message.key, None)
         inline = None
         if call.memory is None:
-            inline = message.data if message.into is None else message.into.tobytes()
+            inline = message.data if message.into is None else cast(Array, message.into).tobytes()
         if self._answers.end(call, inline, (message.source, message.nbytes)):
             self.completed += 1
             self.completed_bytes += message.nbytes
@@ -460,3 +492,10 @@ class Messaging:
             "bytes": self.completed_bytes,
             "dropped": self._transfers.dropped,
         }
+
+
+def _why_not_copied(error: BaseException | None) -> str:
+    """Returns why a job could not copy, as a sentence; empty if it could. Raises an error that nobody expects."""
+    if error is not None and not isinstance(error, FusionError):
+        raise error
+    return "" if error is None else str(error)

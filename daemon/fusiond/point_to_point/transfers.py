@@ -55,8 +55,8 @@ class Transfers:
         self._outgoing: dict[OpKey, tuple[int, FlowPort]] = {}  # with the node that it goes to
         self._incoming: dict[OpKey, _Incoming] = {}
 
-    def send(self, call: SendCall) -> None:
-        """Sends a message that was accepted, as far as there is credit."""
+    def send(self, call: SendCall, memory: Array) -> None:
+        """Sends a message (uint8) that was accepted, as far as there is credit."""
 
         def over() -> None:
             self._outgoing.pop(call.key, None)
@@ -64,7 +64,7 @@ class Transfers:
 
         port = self._port(call.key, (self._context.node, call.node), over)
         self._outgoing[call.key] = call.node, port
-        view = call.memory.data
+        view = memory.data
         for start in range(0, call.nbytes, port.chunk_bytes):
             port.send(_TARGET, 0, start, 0, view[start : start + port.chunk_bytes])
         port.finish()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.core.topology import ProcessSet
+from fusion_rt.host.process_memory import Process
+from fusion_rt.kernels.ordinary import Operand, Remote
 from fusiond.collectives.base import Array
 from tests.fusiond.simulation import GARBAGE, SimulatedJob
 
@@ -30,9 +34,9 @@ class Mail:
 
     def send(
         self, rank: int, target: int, data: bytes, tag: int = 0, *, inline: bool = False, group: int = 0,
-        seconds: float = 0.0, answered: bool = True,
+        seconds: float = 0.0, answered: bool = True, own: bool = False,
     ) -> int:  # fmt: skip
-        """A rank sends a message; returns the handle."""
+        """A rank sends a message, which may be in its own memory; returns the handle."""
         self._handles += 1
         handle, memory = self._handles, None
         clock = self._clocks[group, rank, target]
@@ -45,14 +49,14 @@ class Mail:
         )
         decoded = wire.decode_worker_message(wire.encode(sent))
         assert isinstance(decoded, wire.SendTo)
-        self.job.engine(rank).messages.send(rank, decoded, memory)
+        self.job.engine(rank).messages.send(rank, decoded, self._operand(memory, own))
         return handle
 
     def receive(
         self, rank: int, source: int, nbytes: int, tag: int = 0, *, inline: bool = False, group: int = 0,
-        seconds: float = 0.0,
+        seconds: float = 0.0, own: bool = False,
     ) -> int:  # fmt: skip
-        """A rank receives a message; returns the handle."""
+        """A rank receives a message, which may go to its own memory; returns the handle."""
         self._handles += 1
         handle, memory = self._handles, None
         if not inline:
@@ -61,8 +65,18 @@ class Mail:
         asked = wire.ReceiveFrom(handle, group, source, tag, 0, nbytes, place, seconds)
         decoded = wire.decode_worker_message(wire.encode(asked))
         assert isinstance(decoded, wire.ReceiveFrom)
-        self.job.engine(rank).messages.receive(rank, decoded, memory)
+        self.job.engine(rank).messages.receive(rank, decoded, self._operand(memory, own))
         return handle
+
+    @cached_property
+    def process(self) -> Process:
+        """All of them, for memory of their own."""
+        return Process(os.getpid(), "the ranks")
+
+    def _operand(self, memory: Array | None, own: bool) -> Operand | None:
+        if memory is None or not own:
+            return memory
+        return Remote(self.process, memory.ctypes.data, memory.dtype, len(memory))
 
     def may_use_again(self, handle: int) -> None:
         """A worker overwrites the memory of a send that has been answered."""
@@ -93,3 +107,5 @@ class Mail:
             assert (statistics["under_way"], statistics["kept"]) == (0, 0)
             assert node.engine.messages.is_empty
         self.job.nothing_is_left()
+        if "process" in vars(self):
+            self.process.end()
