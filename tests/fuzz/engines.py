@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,19 @@ from fusion_rt import wire
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.local import array_codec
-from tests.fusiond.simulation import SimulatedJob
+from tests.fusiond.simulation import Array, SimulatedJob
 from tests.fuzz.engine import Target
 
 _LAYOUTS = ((2,), (1, 1), (2, 1))
 _KINDS: tuple[wire.Kind, ...] = (
     "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", "add_process_set",
-    "remove_process_set",
+    "remove_process_set", "reduce",
 )  # fmt: skip
 _POSTS: tuple[wire.PostKind, ...] = ("post", "post", "seed", "post", "ask", "reseed")
-_OPS: tuple[wire.Op, ...] = ("sum", "average", "min", "product", "adasum")
-_SETS = (0, 0, 0, 0, 0, 0, 1, 2)
+_OPS: tuple[wire.Op, ...] = ("sum", "average", "min", "product", "adasum", "band")
+_GROUP = wire.group_id("g")
+_SETS = (0, 0, 0, 0, 0, 0, 1, 2, _GROUP, _GROUP, _GROUP + 1)
+_ROWS: tuple[tuple[int, ...], ...] = ((), (), (1, 1), (2, 0), (0, 2**47))
 _TYPES = ("float32", "float32", "float32", "float64", "float16", "bfloat16", "int32", "uint8", "bool", "", "complex64")
 _CODECS = (
     "dense",
@@ -75,6 +78,7 @@ def targets() -> list[Target]:
 def _run(data: bytes) -> bool:
     program = Program(data)
     job = SimulatedJob(program.of(_LAYOUTS), algorithm="allreduce")
+    job.open_group("g", tuple(job.ranks)[:2])
     clocks: Counter[str] = Counter()
     handle = 0
     while not program.is_over and not any(node.failure for node in job.nodes):
@@ -132,11 +136,21 @@ def _submit(job: SimulatedJob, program: Program, ranks: Sequence[int], handle: i
     if nbytes > _MOST:  # no worker has such an arena
         nbytes = 0
     inline = bytes(min(nbytes + program.of((0, 0, 0, 0, 0, 0, 0, 1)), wire.MAX_INLINE)) if is_inline else None
+    receives, seconds, wanted = program.of(_ROWS), program.of((0.0, 0.0, 5.0)), program.byte() % 3
     for rank in ranks:
+        target = np.zeros(256, np.uint8) if wanted == 2 else None
         memory = None if is_inline else np.zeros(nbytes, np.uint8)
         place = None if memory is None else wire.Place(1, 0)
-        submit = wire.Submit(handle, name, clock, signature, place, inline, splits)
-        job.engine(rank).submit(rank, checked(submit), memory)
+        where = None if target is None else wire.Place(2, 0)
+        submit = wire.Submit(handle, name, clock, signature, place, inline, splits, receives, where, seconds)
+        into = None if target is None else partial(_part, target)
+        job.engine(rank).submit(rank, checked(submit), memory, into)
+
+
+def _part(target: Array, nbytes: int) -> Array:
+    if nbytes > len(target):
+        raise WireError("that is not in the arena")
+    return target[:nbytes]
 
 
 def _signature(program: Program) -> wire.Signature:
@@ -144,6 +158,7 @@ def _signature(program: Program) -> wire.Signature:
         program.of(_KINDS), program.of(_TYPES), program.some(_SIZES[2:], 2), program.of(_OPS), program.of(_SCALES),
         program.of(_SCALES), program.of((0, 1, 0, 0, 0, 0, 1, 3)), program.of(_SETS), program.of(_CODECS),
         program.of(((), (), (), ((2,), (1,)), ((2**47,),))), program.of(((), (), (0,), (0, 1), (1, 65535))),
+        program.of(_ROWS),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from fusiond.core.participants import EMPTY_KINDS, Members
 _BYTE = DTYPES["uint8"]
 _RESIZING = ("allgather", "alltoall", "reducescatter")  # kinds whose result is not as long as the tensor
 _REDUCING = ("allreduce", "reducescatter", "reduce")  # kinds with an op
-_MAX_PLAN = 2**46  # bytes
+_MAX_PLAN = _MAX_RESULT = 2**46  # bytes
 
 
 def contributions_of(local: Sequence[Contribution]) -> tuple[list[Contribution], bool]:
@@ -103,6 +103,8 @@ class Recipe:
             self._check_splits(submit.splits)
         if self.direct:
             self._check_sizes(position, submit)
+        elif into is not None:
+            raise RequestError("only in a group a result goes where it is wanted")
         values: Array
         place: Array | None = None
         if memory is not None:
@@ -111,13 +113,15 @@ class Recipe:
             values = cast(Array, memory.view(storage))  # see `Contribution.values`
             place = None if signature.kind in _RESIZING else values
         elif submit.inline is None and self.direct and signature.kind == "broadcast" and rank != signature.root:
-            values = np.empty(self.layout.elements if into is None else 0, storage)  # it only receives
+            if into is None and self.nbytes > wire.MAX_INLINE:
+                raise RequestError(f"{self.nbytes} bytes are received nowhere, and are too many for a message")
+            values = np.empty(self.layout.elements if into is None else 0, storage)
         else:
             data = submit.inline or b""
             if len(data) != self.nbytes:
                 raise self._wrong_length(len(data))
             values = np.frombuffer(data, storage)
-        if into is not None and self.direct:
+        if into is not None:
             place = cast(Array, into(self._result_nbytes(position, submit)).view(storage))
         return Contribution(
             position,
@@ -163,6 +167,8 @@ class Recipe:
                 raise RequestError(
                     f"the rows {list(rows)} of {members} members do not fit its tensor of {shape[0]} rows"
                 )
+        if (nbytes := self._result_nbytes(position, submit)) > _MAX_RESULT:
+            raise RequestError(f"its result takes {nbytes} bytes, more than the {_MAX_RESULT} that there may be")
 
     def _wrong_length(self, nbytes: int) -> RequestError:
         shape = list(self.signature.shape)
@@ -187,8 +193,8 @@ def make_recipe(signature: wire.Signature, members: Members) -> Recipe:
         dtype, elements = DType.named(signature.dtype), math.prod(signature.shape)
     if signature.kind in ("allgather", "alltoall", "reducescatter") and not signature.shape:
         raise RequestError(f"{signature.kind} needs a tensor of at least one dimension")
-    if signature.kind == "reduce" and not wire.is_group(members.set.id):
-        raise RequestError("reduce is an operation of groups; use allreduce")
+    if not wire.is_group(members.set.id) and (signature.kind == "reduce" or signature.rows):
+        raise RequestError("to reduce to one rank, and rows of each member, are possible in groups only")
     if signature.kind in ("broadcast", "reduce") and signature.root not in members.set.ranks:
         raise RequestError(f"the root rank {signature.root} is not in process set {members.set.id}")
     check_scales(signature)
@@ -247,6 +253,8 @@ def _check_ranks(signature: wire.Signature, members: Members) -> None:
 
 def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
     """Raises `FusionError` when so many ranks can make no plan of this."""
+    if wire.is_group(proposal.process_set):
+        raise RequestError("a plan is negotiated, and in a group nothing is; use a process set that all ranks know")
     reduction = proposal.reduction
     algorithm = algorithms.parse(reduction.algorithm)
     algorithms.check_use(algorithm, codecs.parse(reduction.codec), reduction.op, ranks)

@@ -219,10 +219,14 @@ def explain(
         return ""
     if missing:
         return (
-            f"{what} waited {waited:.0f} s for {topology.describe(missing)}, which did not {do} it "
+            f"{what} waited {_seconds(waited)} for {topology.describe(missing)}, which did not {do} it "
             f"({done} by {topology.describe(submitted)})"
         )
-    return f"{what} made no progress for {waited:.0f} s although every rank has {done} it"
+    return f"{what} made no progress for {_seconds(waited)} although every rank has {done} it"
+
+
+def _seconds(waited: float) -> str:
+    return f"{waited:.0f} s" if waited >= 1 else f"{waited:.2g} s"
 
 
 def explain_contribution(

@@ -10,7 +10,8 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.client import Client
-from tests.fusiond.processes import Daemons, together
+from fusion_rt.core.errors import HorovodInternalError
+from tests.fusiond.processes import Daemons, kill, read_line, together
 
 pytestmark = pytest.mark.multiprocess
 ROWS = 30_000  # so that results are too long for messages
@@ -115,3 +116,43 @@ def test_threads_of_a_worker_use_groups_that_overlap(job: Daemons) -> None:
     together({index: lambda member=member: work(member) for index, member in enumerate(members.values())})  # type: ignore[misc]
     for member in members.values():
         member.client.close_group(member.id)
+
+
+@nodes
+def test_a_time_out_says_who_is_missing_on_all(job: Daemons) -> None:
+    members = {rank: Member(client, "late") for rank, client in job.clients.items()}
+    last = job.topology.size - 1
+
+    def work(member: Member) -> tuple[str, tuple[int, ...]]:
+        operation = member.client.submit(None, wire.Signature("barrier", process_set=member.id), seconds=0.5)
+        with pytest.raises(HorovodInternalError) as failure:
+            member.client.wait(operation)
+        return str(failure.value), operation.missing
+
+    early = {rank: member for rank, member in members.items() if rank != last}
+    told = together({rank: lambda member=member: work(member) for rank, member in early.items()})  # type: ignore[misc]
+    for text, missing in told.values():
+        assert f"operation 0 of group 'late' waited 0.5 s for rank {last} (host " in text
+        assert missing == (last,)
+    assert "which did not submit it" in work(members[last])[0]
+    together({rank: lambda member=member: barrier(member) for rank, member in members.items()})  # type: ignore[misc]
+
+
+def barrier(member: Member) -> None:
+    member.client.wait(member.client.submit(None, wire.Signature("barrier", process_set=member.id)))
+
+
+def test_a_worker_that_is_killed_fails_its_groups(daemons: Callable[..., Daemons]) -> None:
+    job = daemons(1, 1, 1).start()
+    code = "client.open_group('hit', (0, 1, 2)); print('opened', flush=True); sys.stdin.readline()"
+    lost = job.worker_process(2, code)
+    job.join([0, 1])
+    members = {rank: Member(job.clients[rank], "hit", (0, 1, 2)) for rank in (0, 1)}
+    assert read_line(lost) == "opened"
+    operations = [
+        member.client.submit(None, wire.Signature("barrier", process_set=member.id)) for member in members.values()
+    ]
+    kill(lost)
+    for member, operation in zip(members.values(), operations, strict=True):
+        with pytest.raises(HorovodInternalError, match=r"rank 2 \(host .* died \(killed, or crashed\)"):
+            member.client.wait(operation)

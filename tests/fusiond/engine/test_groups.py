@@ -354,6 +354,48 @@ def test_bits_of_what_is_no_integer_or_scaled_are_refused(dtype: str, prescale: 
     assert "band is for integers and bool, and they cannot be scaled" in job.error(0, handle)
 
 
+@pytest.mark.parametrize("kind", ["join", "add_process_set", "remove_process_set"])
+def test_what_concerns_all_ranks_is_refused(kind: str) -> None:
+    job = SimulatedJob([1])
+    members = Members(job)
+    assert "concerns all ranks and cannot be done in process set" in job.error(
+        0, members.submit(0, kind, None, way="inline")
+    )
+
+
+def test_a_plan_is_refused() -> None:
+    job = SimulatedJob([1])
+    members = Members(job)
+    handle = job.propose(0, wire.Proposal("g", members.id, 0, wire.Reduction(), ()))
+    assert "a plan is negotiated, and in a group nothing is" in job.error(0, handle)
+
+
+@pytest.mark.parametrize(
+    ("signature", "why"),
+    [
+        (wire.Signature("reduce", "float32", (2,)), "possible in groups only"),
+        (wire.Signature("reducescatter", "float32", (2,), rows=(2,)), "possible in groups only"),
+    ],
+)
+def test_outside_groups_there_is_none_of_this(signature: wire.Signature, why: str) -> None:
+    job = SimulatedJob([1])
+    assert why in job.error(0, job.submit(0, "x", signature, np.ones(2, np.float32)))
+    place = job.submit(0, "y", wire.Signature("allreduce", "float32", (2,)), np.ones(2, np.float32), into=8)
+    assert "only in a group a result goes where it is wanted" in job.error(0, place)
+
+
+def test_a_result_that_cannot_be_is_refused_before_there_is_memory_for_it() -> None:
+    job = SimulatedJob([1, 1])
+    members = Members(job)
+    nothing = np.ones((0, 3), np.float32)
+    handle = members.submit(0, "alltoall", nothing, splits=(0, 0), receives=(0, 2**47))
+    assert "more than the" in job.error(0, handle)
+    job.settle()
+    signature = wire.Signature("broadcast", "float32", (2**40,), root=1, process_set=members.id)
+    handle = job.submit(0, "group", signature, clock=1)
+    assert "are received nowhere" in job.error(0, handle)
+
+
 # --- ranks that do not do the same ------------------------------------------------------------------------------------
 
 ONE = np.ones((4, 3), np.float32)
