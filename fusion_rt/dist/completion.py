@@ -107,7 +107,7 @@ class Completer:
                 away = work.calls_back
                 if away:
                     self._free -= 1
-                    if not self._free and not self.done:
+                    if not self._free and (self._ended or self._wanted):
                         self._start()
             work.settle()
             if away:

@@ -130,12 +130,12 @@ class Collective(Submission):
         super().__init__(outputs)
         inline = place = into = None
         if inputs is not None:
-            nbytes = sum(tensor.nbytes for tensor in inputs)
+            nbytes = _nbytes_of(inputs)
             if nbytes <= wire.MAX_INLINE:
                 inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
             else:
                 place = self._staged(here, nbytes, inputs)
-        if not in_place and (nbytes := sum(tensor.nbytes for tensor in outputs)) > wire.MAX_INLINE:
+        if not in_place and (nbytes := _nbytes_of(outputs)) > wire.MAX_INLINE:
             given = self._memory  # has to stay until the operation has ended
             into = self._staged(here, nbytes, ())
             self._given = given
@@ -240,6 +240,10 @@ class OwnMessages:
             else:
                 self._awaited[tag].append((part, tensor))
         return part
+
+
+def _nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return tensors[0].nbytes if len(tensors) == 1 else sum(tensor.nbytes for tensor in tensors)
 
 
 def _over(buffer: memoryview, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
