@@ -1,6 +1,7 @@
 """Tensors turned into an operation of the daemon: the one place that decides how their elements get there and back.
 
-Small data travels inside messages, all other through the arena. What comes back is in its tensors when the operation
+Small data travels inside messages. A single dense tensor that is in the arena, or whose memory the daemon can reach, stays
+where it is; all other data goes through the arena. What comes back is in its tensors when the operation
 has ended, whoever waits for it or nobody: the thread that reads the daemon's answer puts it there.
 """
 
@@ -17,7 +18,17 @@ from fusion_rt import wire
 from fusion_rt.client import Operation
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
-from fusion_rt.torch.core.tensors import DTYPE_NAMES, Memory, contents, copy_in, fill, over, received
+from fusion_rt.torch.core.tensors import (
+    DTYPE_NAMES,
+    Memory,
+    address_of,
+    contents,
+    copy_in,
+    fill,
+    is_plain,
+    over,
+    received,
+)
 
 
 @lru_cache(maxsize=4096)
@@ -133,12 +144,24 @@ class Collective(Submission):
             nbytes = _nbytes_of(inputs)
             if nbytes <= wire.MAX_INLINE:
                 inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
+            elif in_place:
+                place = _where(here, inputs) if outputs and outputs[0] is inputs[0] else None
+                if place is not None:
+                    self._outputs = ()
             else:
+                place = _where(here, inputs)
+            if inline is None and place is None:
                 place = self._staged(here, nbytes, inputs)
         if not in_place and (nbytes := _nbytes_of(outputs)) > wire.MAX_INLINE:
-            given = self._memory  # has to stay until the operation has ended
-            into = self._staged(here, nbytes, ())
-            self._given = given
+            # What a member gives must stay until it has been combined, and may not be where a part of the result goes.
+            own = signature.kind in ("allgather", "broadcast")
+            into = _where(here, outputs) if own or not _overlap(inputs or (), outputs) else None
+            if into is not None:
+                self._outputs = ()
+            else:
+                given = self._memory  # has to stay until the operation has ended
+                into = self._staged(here, nbytes, ())
+                self._given = given
         here.client.submit(
             None,
             signature,
@@ -149,6 +172,7 @@ class Collective(Submission):
             into=into,
             seconds=seconds,
             release=self._ended,
+            keeps=(inputs, outputs),
         )
 
 
@@ -240,6 +264,20 @@ class OwnMessages:
             else:
                 self._awaited[tag].append((part, tensor))
         return part
+
+
+def _where(here: Runtime, tensors: Sequence[torch.Tensor]) -> tuple[int, int] | wire.Address | None:
+    """Returns where the elements of a single tensor lie, if the daemon can take and leave them there."""
+    if len(tensors) != 1 or not is_plain(tensors[0]):
+        return None
+    tensor = tensors[0]
+    return here.client.arena.locate(tensor.data_ptr(), tensor.nbytes) or address_of(here, tensor)
+
+
+def _overlap(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Tells whether tensors share storage with others."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in ones}
+    return any(tensor.untyped_storage().data_ptr() in storages for tensor in others)
 
 
 def _nbytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -124,6 +124,32 @@ def _dealt(rank: int, size: int) -> None:
         assert torch.equal(uneven, torch.cat([sent[i].split(counts[i])[rank] for i in range(size)]))
 
 
+def _lasting(rank: int, size: int) -> None:
+    """Large tensors that are used again and again are given by their addresses, once their memory has huge pages."""
+    count = 1 << 21  # elements: two huge pages for each member's part
+    ours = torch.empty(count)
+    whole = torch.empty(size * count)
+    for step in range(6):
+        ours.fill_(rank + step)
+        dist.all_reduce(ours)
+        assert torch.all(ours == 6 + size * step)
+        ours.fill_(rank + step)
+        dist.all_gather_into_tensor(whole, ours)
+        assert all(torch.all(part == other + step) for other, part in enumerate(whole.chunk(size)))
+        dist.reduce_scatter_tensor(ours, whole)
+        assert torch.all(ours == size * (rank + step))
+        mine = whole.chunk(size)[rank]
+        mine.fill_(rank - step)
+        dist.all_gather_into_tensor(whole, mine)  # in place
+        assert all(torch.all(part == other - step) for other, part in enumerate(whole.chunk(size)))
+        dist.reduce_scatter_tensor(mine, whole)  # in place
+        assert torch.all(mine == size * (rank - step))
+        ours.fill_(rank)
+        dist.broadcast(ours, 1)
+        dist.reduce(ours, 2)
+        assert torch.all(ours == (size if rank == 2 else 1))
+
+
 def _messages(rank: int, size: int) -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
     for shape in (SMALL, LARGE, (0, 3)):
@@ -332,6 +358,10 @@ def test_moved_elements_arrive_whatever_their_type(job: Job, tmp_path: Path) -> 
 
 def test_parts_of_tensors_come_to_those_they_are_meant_for(job: Job, tmp_path: Path) -> None:
     job.run(_in_group, str(tmp_path / "store"), _dealt)
+
+
+def test_large_tensors_may_stay_where_they_are(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _lasting)
 
 
 def test_messages_are_matched_by_source_and_tag(job: Job, tmp_path: Path) -> None:
