@@ -172,6 +172,7 @@ def _messages(rank: int, size: int) -> None:
             assert sorted(froms) == list(range(1, size))
         else:
             dist.send(tensors[rank, 0].t(), 0, tag=3)
+        dist.barrier()  # what comes first, from whoever, is of this turn
     ours = torch.empty(3, dtype=torch.bool)
     work = dist.irecv(ours, rank, tag=1)
     dist.isend(torch.tensor([True, False, True]), rank, tag=1)
