@@ -174,6 +174,8 @@ class Exchanges:
         if operation.recipe is None:
             operation.recipe = recipe
         operation.parts[rank] = part
+        if type(submit.place) is wire.Address or type(submit.into) is wire.Address:
+            operation.is_here = False
         if submit.seconds and recipe.direct:
             self._set_limit(operation, submit.seconds)
         self._context.trace.record(Kind.READY, submit.name, part.values.nbytes, submit.clock, peer=rank)

@@ -12,7 +12,6 @@ from fusion_rt import wire
 from fusion_rt.codecs import BucketCodec
 from fusion_rt.core.topology import Topology
 from fusion_rt.kernels import cpu
-from fusion_rt.kernels.ordinary import are_here
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
@@ -55,6 +54,7 @@ class Operation:
         working: the kernel pool has jobs of it.
         seconds: time-out that a local member has set, the shortest; 0: none. `until`: when it is up (s).
         failed: is called when it has failed, and its jobs have ended.
+        is_here: nothing of it is in workers' own memory, which only threads may touch: it may have to be paged in.
         staging: the scratch memory that stands in for workers' own memory, if any does.
     """
 
@@ -82,6 +82,7 @@ class Operation:
     seconds: float = 0.0
     until: float = math.inf
     failed: Callable[[], None] = lambda: None
+    is_here: bool = True
     staging: Staging | None = None
 
     def __post_init__(self) -> None:
@@ -113,12 +114,6 @@ class Operation:
                 received += sum(sender == peer for sender, _, _ in self.early)
                 found.append(wire.Traffic(peer, sent, received, unsent, now - self.heard.get(peer, self.begun)))
         return tuple(found)
-
-    @property
-    def is_here(self) -> bool:
-        """True if nothing of it is in workers' own memory, which only threads may touch: it may have to be paged in."""
-        arrays = [part.values for part in self.parts.values()]
-        return are_here(arrays) and are_here([part.place for part in self.parts.values() if part.place is not None])
 
     def local(self) -> list[Contribution]:
         """Returns the parts that local members have submitted, in order of local_rank."""
