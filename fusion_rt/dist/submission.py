@@ -1,8 +1,8 @@
 """Tensors turned into an operation of the daemon: the one place that decides how their elements get there and back.
 
-Small data travels inside messages. A single dense tensor that is in the arena, or whose memory the daemon can reach, stays
-where it is; all other data goes through the arena. What comes back is in its tensors when the operation
-has ended, whoever waits for it or nobody: the thread that reads the daemon's answer puts it there.
+Small data travels inside messages. Other data is read and written where it lies, if that is one tensor that the daemon gets at
+(`tensors.place_of`), and goes through the arena if not. What comes back is in its tensors when the operation has ended,
+whoever waits for it or nobody: the thread that reads the daemon's answer puts it there.
 """
 
 from __future__ import annotations
@@ -18,17 +18,7 @@ from fusion_rt import wire
 from fusion_rt.client import Operation
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
-from fusion_rt.torch.core.tensors import (
-    DTYPE_NAMES,
-    Memory,
-    address_of,
-    contents,
-    copy_in,
-    fill,
-    is_plain,
-    over,
-    received,
-)
+from fusion_rt.torch.core.tensors import DTYPE_NAMES, Memory, contents, copy_in, fill, over, place_of, received
 
 
 @lru_cache(maxsize=4096)
@@ -145,17 +135,17 @@ class Collective(Submission):
             if nbytes <= wire.MAX_INLINE:
                 inline = contents(inputs[0]) if len(inputs) == 1 else b"".join(map(contents, inputs))
             elif in_place:
-                place = _where(here, inputs) if outputs and outputs[0] is inputs[0] else None
+                place = _place_of(here, inputs) if outputs and outputs[0] is inputs[0] else None
                 if place is not None:
                     self._outputs = ()
             else:
-                place = _where(here, inputs)
+                place = _place_of(here, inputs)
             if inline is None and place is None:
                 place = self._staged(here, nbytes, inputs)
         if not in_place and (nbytes := _nbytes_of(outputs)) > wire.MAX_INLINE:
             # What a member gives must stay until it has been combined, and may not be where a part of the result goes.
             own = signature.kind in ("allgather", "broadcast")
-            into = _where(here, outputs) if own or not _overlap(inputs or (), outputs) else None
+            into = _place_of(here, outputs) if own or not _overlap(inputs or (), outputs) else None
             if into is not None:
                 self._outputs = ()
             else:
@@ -266,12 +256,9 @@ class OwnMessages:
         return part
 
 
-def _where(here: Runtime, tensors: Sequence[torch.Tensor]) -> tuple[int, int] | wire.Address | None:
+def _place_of(here: Runtime, tensors: Sequence[torch.Tensor]) -> tuple[int, int] | wire.Address | None:
     """Returns where the elements of a single tensor lie, if the daemon can take and leave them there."""
-    if len(tensors) != 1 or not is_plain(tensors[0]):
-        return None
-    tensor = tensors[0]
-    return here.client.arena.locate(tensor.data_ptr(), tensor.nbytes) or address_of(here, tensor)
+    return place_of(here, tensors[0]) if len(tensors) == 1 else None
 
 
 def _overlap(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

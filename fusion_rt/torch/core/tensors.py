@@ -115,13 +115,19 @@ class Memory:
         return here.client.submit(name, signature, place=self.place, splits=splits)
 
 
-def address_of(here: Runtime, tensor: torch.Tensor) -> wire.Address | None:
-    """Returns the address by which the daemon is told of a plain tensor; None if it is to be copied into the arena."""
-    memory, nbytes = here.client.own_memory, tensor.nbytes
-    if not memory.may_take(nbytes):
+def place_of(here: Runtime, tensor: torch.Tensor) -> tuple[int, int] | wire.Address | None:
+    """Returns where the daemon finds and leaves the elements of a tensor too large for messages, without a copy.
+
+    That is in the arena, or at its address as long as it is kept (`Client.submit`); None if it has to be copied.
+    """
+    if not is_plain(tensor):
         return None
+    address, nbytes, memory = tensor.data_ptr(), tensor.nbytes, here.client.own_memory
+    place = here.client.arena.locate(address, nbytes)
+    if place is not None or not memory.may_take(nbytes):
+        return place
     storage = tensor.untyped_storage()
-    return memory.address(tensor.data_ptr(), nbytes, storage._cdata, partial(StorageWeakRef, storage))
+    return memory.address(address, nbytes, storage._cdata, partial(StorageWeakRef, storage))
 
 
 def over(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:

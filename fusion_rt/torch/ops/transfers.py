@@ -12,15 +12,14 @@ from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import (
     Memory,
-    address_of,
     contents,
     copy_in,
     copy_out,
     fill,
-    is_plain,
     nbytes_of,
     on_device_of,
     over,
+    place_of,
     received,
 )
 
@@ -53,10 +52,7 @@ class Transfer:
         if nbytes <= wire.MAX_INLINE:
             self.operation = here.client.submit(name, signature, inline=contents(tensor))
             return
-        place: tuple[int, int] | wire.Address | None = None
-        if in_place and is_plain(tensor):
-            place = here.client.arena.locate(tensor.data_ptr(), nbytes)
-            place = place or address_of(here, tensor)
+        place = place_of(here, tensor) if in_place else None
         if place is None:
             memory = Memory(here, nbytes, on_device=not device.layer.is_host(tensor))
             self._staging = memory.tensor(tensor.dtype, tensor.shape)
