@@ -66,6 +66,7 @@ class Job:
         nodes: number of ranks on each node.
         environment: variables for daemons and workers besides this process's.
         init: whether the workers call `hvd.init()` before anything else.
+        modules: what the workers have imported already (`tests/forks.py`).
 
     Attributes:
         daemons: processes, by node.
@@ -73,9 +74,14 @@ class Job:
     """
 
     def __init__(
-        self, nodes: Sequence[int] = (2,), environment: Mapping[str, str] | None = None, init: bool = True
+        self,
+        nodes: Sequence[int] = (2,),
+        environment: Mapping[str, str] | None = None,
+        init: bool = True,
+        modules: tuple[str, ...] = forks.WORKER,
     ) -> None:
         self.topology = _topology(nodes)
+        self._modules = modules
         self._directory = tempfile.mkdtemp(prefix="frt", dir="/tmp")
         # Two cores, and a process for each rank and node: more threads would only wait for each other.
         threads = {"OMP_NUM_THREADS": "1"}
@@ -188,7 +194,7 @@ class Job:
             self.workers.append(
                 forks.popen(
                     [sys.executable, "-c", "from tests.harness import serve; serve()"],
-                    forks.WORKER,
+                    self._modules,
                     env=environment,
                     cwd=ROOT,
                     pass_fds=[theirs.fileno()],

@@ -28,6 +28,7 @@ AREAS = (
     "fusion_rt.launchers",
     "fusion_rt.torch",
     "fusion_rt.dist",
+    "fusion_rt.integrations",
     "fusion_rt.runner",
     "fusion_rt.shim",
     "fusiond",
@@ -40,6 +41,14 @@ ALLOWED = {
     "fusion_rt.launchers": {"fusion_rt", "fusion_rt.launchers"},
     "fusion_rt.torch": {"fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "torch"},
     "fusion_rt.dist": {"fusion_rt", "fusion_rt.launchers", "fusion_rt.torch", "fusion_rt.dist", "torch"},
+    "fusion_rt.integrations": {
+        "fusion_rt",
+        "fusion_rt.launchers",
+        "fusion_rt.torch",
+        "fusion_rt.dist",
+        "fusion_rt.integrations",
+        "torch",
+    },
     "fusion_rt.runner": {"fusion_rt", "fusion_rt.runner"},
     "fusion_rt.shim": {
         "fusion_rt",
