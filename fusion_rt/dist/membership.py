@@ -116,7 +116,7 @@ def open_group(
         name: of the group, the same on all members.
         rank, size: of this worker in the group.
         ranks: of the members in the job, by position; empty: it is the group of all.
-        timeout: for all members to come.
+        timeout: for all members to come; to the group of all, they have HOROVOD_START_TIMEOUT at least.
 
     Raises:
         FusionError: not all members came in time, or this worker has another place in the job than the script says.
@@ -179,7 +179,9 @@ def _joined(store: Store, rank: int, size: int, timeout: timedelta) -> Member:
     before = is_initialized()
     if not before:
         where = _place(rank, size)
-        settings = replace(Settings.from_env(), start_timeout=timeout.total_seconds())
+        settings = Settings.from_env()
+        # Time-outs of operations are given here too, and may be shorter than a daemon needs to start.
+        settings = replace(settings, start_timeout=max(timeout.total_seconds(), settings.start_timeout))
         hosts, address = _server_of(store)
         basics.join(where, settings, open_store=lambda *_: TorchStore(store, hosts, address))
     here = runtime()
