@@ -189,9 +189,17 @@ class SentMessage(Submission):
         if nbytes <= wire.MAX_INLINE:
             inline = contents(tensor)
         else:
-            place = self._staged(here, nbytes, [tensor])
+            place = place_of(here, tensor) or self._staged(here, nbytes, [tensor])
         operation = here.client.send_to(
-            group, rank, tag, inline=inline, place=place, nbytes=nbytes, seconds=seconds, release=self._ended
+            group,
+            rank,
+            tag,
+            inline=inline,
+            place=place,
+            nbytes=nbytes,
+            seconds=seconds,
+            release=self._ended,
+            keeps=tensor,
         )
         if operation.handle == 0:  # it is away
             self.end()
@@ -206,21 +214,27 @@ class AwaitedMessage(Submission):
         tensor: takes it.
     """
 
-    __slots__ = ("_nbytes",)
+    __slots__ = ("_is_there", "_nbytes")
 
     def __init__(
         self, here: Runtime, group: int, rank: int | None, tag: int, tensor: torch.Tensor, seconds: float
     ) -> None:
         super().__init__([tensor])
         self._nbytes = nbytes = tensor.nbytes
-        place = None if nbytes <= wire.MAX_INLINE else self._staged(here, nbytes, ())
-        here.client.receive_from(group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended)
+        place = None if nbytes <= wire.MAX_INLINE else place_of(here, tensor)
+        self._is_there = place is not None
+        if nbytes > wire.MAX_INLINE and place is None:
+            place = self._staged(here, nbytes, ())
+        here.client.receive_from(
+            group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended, keeps=tensor
+        )
 
     def _deliver(self, operation: Operation) -> None:
         if operation.sizes[1] != self._nbytes:
             raise ValueError(f"rank {operation.sizes[0]} has sent {operation.sizes[1]} bytes, and the tensor has "
                              f"{self._nbytes}")  # fmt: skip
-        super()._deliver(operation)
+        if not self._is_there:
+            super()._deliver(operation)
 
 
 class OwnMessages:

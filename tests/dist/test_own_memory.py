@@ -70,6 +70,11 @@ def _moves(rank: int, size: int, step: int) -> None:
     output = torch.empty(len(tensor))
     dist.all_to_all_single(output, everyone[rank])
     assert torch.equal(output, torch.cat([other.chunk(size)[rank] for other in everyone]))
+    output.zero_()
+    sending = dist.isend(everyone[rank], (rank + 1) % size)
+    dist.recv(output, (rank - 1) % size)
+    sending.wait()
+    assert torch.equal(output, everyone[(rank - 1) % size])
 
 
 def test_addresses_give_the_same_as_copies(job: Job, tmp_path: Path) -> None:
