@@ -32,7 +32,7 @@ def loop(clock: Clock) -> Iterator[EventLoop]:
     loop = EventLoop(clock)
     yield loop
     loop.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # less, where one of an earlier test was closed meanwhile
 
 
 @pytest.fixture
