@@ -43,7 +43,7 @@ class Awaited(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has come about."""
+        """True once it has come about."""
 
 
 class Channel:

@@ -16,11 +16,11 @@ class Completable(Protocol):
 
     @property
     def parts(self) -> Sequence[Submission]:
-        """What it consists of."""
+        """The submissions that it consists of."""
 
     @property
     def calls_back(self) -> bool:
-        """Whether the completion of its future runs functions of a script, which may wait for other works."""
+        """True if the completion of its future runs functions of a script, which may wait for other works."""
 
     def settle(self) -> None:
         """Completes its future, once all parts have ended."""
@@ -74,7 +74,7 @@ class Completer:
 
     @property
     def done(self) -> bool:
-        """Whether there is something else to do than to read the channel."""
+        """True if there is something else to do than to read the channel."""
         return bool(self._ended) or not self._wanted
 
     def _part_ended(self, work: Completable) -> None:

@@ -128,12 +128,12 @@ class FusionWork(dist.Work):
 
     @property
     def parts(self) -> Sequence[Submission]:
-        """What it consists of."""
+        """The submissions that it consists of."""
         return self._parts
 
     @property
     def calls_back(self) -> bool:
-        """Whether the completion of its future runs functions of a script."""
+        """True if the completion of its future runs functions of a script."""
         return self._future is not None and self._future.calls_back
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""Who can send to whom, and receive from whom: ranks leave, are lost, and close groups."""
+"""The ranks that can send to each other, and receive: ranks leave, are lost, and close groups."""
 
 from __future__ import annotations
 

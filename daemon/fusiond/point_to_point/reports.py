@@ -17,7 +17,7 @@ _SHOWN = 8  # in a warning
 
 
 class Reports:
-    """What one engine says of messages under way.
+    """The reports of one engine about messages under way.
 
     Args:
         calls: those that have not been answered.
