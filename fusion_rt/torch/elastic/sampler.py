@@ -4,12 +4,49 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence, Sized
+from itertools import chain, cycle, islice
+from typing import Any, NamedTuple
 
 import torch.utils.data
 
 from fusion_rt.torch.core.runtime import rank, size
+
+
+class Standing(NamedTuple):
+    """How far a rank has come with the samples that were dealt to it last.
+
+    Attributes:
+        rank: that they were dealt to.
+        recorded: the number of those that are done.
+        fetched: the number of those that a loader has; some of them may lie in its queue.
+        is_exhausted: the loader was told that there are no more, and will not ask again.
+    """
+
+    rank: int
+    recorded: int
+    fetched: int
+    is_exhausted: bool
+
+
+class _Pass:
+    """One iteration over a rank's samples, from which a loader fetches ahead of the training."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+        self.fetched = 0
+        self.is_exhausted = False
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.fetched == len(self.indices):
+            self.is_exhausted = True
+            raise StopIteration
+        self.fetched += 1
+        return self.indices[self.fetched - 1]
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -17,6 +54,12 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     All ranks have the same order of samples in an epoch. Those that are done are its first `processed_num`; of the rest
     each rank gets every `size`-th, starting at its own. All ranks have to record alike for that: after each step, say.
+
+    When ranks are lost in the middle of an epoch and the others stay in their loops, `follow` deals the rest anew. Each
+    keeps what its loader has fetched already; the rest, with what the lost ranks have not done, goes to those who are
+    left, so that all of them have as many batches. Where other loaders have fetched their last batch before that, the
+    samples of the lost ranks are *late*: they belong to the next epoch.
+
     Usage:
 
     1. Put it into the `TorchState`, which keeps what is recorded and brings it to all ranks.
@@ -47,12 +90,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.processed_num = 0
+        self._dealt: list[int] | None = None  # the order of this epoch, where it is not the one that the seed gives
+        self._late: list[int] = []  # of this epoch, for the next one
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begins an epoch, of which nothing is done."""
         self.epoch = epoch
         self.processed_num = 0
+        self._dealt = None
+        if self._late:
+            self._dealt, self._late = [*self._order(), *self._late], []
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -78,13 +126,21 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return set(self._order()[: self.processed_num])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for `load_state_dict`: `epoch` and `processed_num`."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
+        """Returns the state for `load_state_dict`: `epoch` and `processed_num`.
+
+        After `follow` there are also the `order` of the epoch, and samples that are `late`.
+        """
+        state: dict[str, Any] = {"epoch": self.epoch, "processed_num": self.processed_num}
+        if self._dealt is not None:
+            state |= {"order": list(self._dealt), "late": list(self._late)}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a sampler's state, and deals the rest of its epoch among the present ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
+        self._dealt = state_dict.get("order")
+        self._late = list(state_dict.get("late", ()))
         self.reset()
 
     def reset(self) -> None:
@@ -94,23 +150,84 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.remaining_indices = self._order()[self.processed_num :]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        missing = self.total_size - len(self.remaining_indices)
-        padded = self.remaining_indices + (self.remaining_indices * missing)[:missing]
-        self.indices = padded[self.rank :: self.num_replicas]
+        self.indices = self._dealt_to_all()[self.rank]
+        self._recorded = 0
+        self._pass = _Pass(self.indices)
+
+    def standing(self) -> Standing:
+        """Returns how far this rank has come since samples were dealt last, which the others need for `follow`."""
+        recorded = min(self._recorded, len(self.indices))  # scripts record a short last batch as a whole one
+        return Standing(self.rank, recorded, self._pass.fetched, self._pass.is_exhausted)
+
+    def follow(self, standings: Sequence[Standing]) -> bool:
+        """Deals the rest of the epoch anew in the middle of an iteration, to ranks that stay in their loops.
+
+        The batch under way is the loader's, and the script will record it.
+
+        Args:
+            standings: of the ranks that are left, in the order of their new ranks; the same on all of them.
+
+        Returns:
+            Whether it could. If not, nothing has changed: the script has recorded more than its loader has fetched, or
+            loaders that will not ask again have different numbers of batches left.
+        """
+        queued = [standing.fetched - standing.recorded for standing in standings]
+        limits = {count for count, standing in zip(queued, standings, strict=True) if standing.is_exhausted}
+        if min(queued) < 0 or len(limits) > 1 or (limits and max(queued) > min(limits)):
+            return False
+        before = self._dealt_to_all()
+        # A step counts with what all have given to it, so the lost have done as much as the first of the others.
+        done = dict.fromkeys(range(self.num_replicas), max(standing.recorded for standing in standings))
+        done.update({standing.rank: standing.recorded for standing in standings})
+        kept = [before[standing.rank][standing.recorded : standing.fetched] for standing in standings]
+        order = self._order()
+        finished = order[: len(order) - len(self.remaining_indices)]
+        finished += chain(*(before[rank][:count] for rank, count in done.items()))
+        gone = {*finished, *chain(*kept)}
+        pool = deque(index for index in dict.fromkeys(self.remaining_indices) if index not in gone)
+        each = min(limits) if limits else max(-(-(len(pool) + sum(queued)) // len(standings)), *queued)
+        for mine in kept:
+            while pool and len(mine) < each:
+                mine.append(pool.popleft())
+        repeated = cycle(list(chain(*kept)))
+        rows = zip(*(_filled(mine, each, repeated) for mine in kept), strict=True)
+        self._dealt = [*finished, *chain(*rows)]
+        self._late += pool
+        self.processed_num = len(finished)
+        place, underway = standings.index(self.standing()), self._pass
+        self.reset()
+        underway.indices, underway.fetched, self._pass = self.indices, queued[place], underway
+        return True
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
+        self._pass = _Pass(self.indices)
+        return self._pass
 
     def __len__(self) -> int:
         return self.num_samples
 
+    def _dealt_to_all(self) -> list[list[int]]:
+        """Returns the samples of each rank since the last reset; some are repeated so that all ranks get as many."""
+        missing = self.total_size - len(self.remaining_indices)
+        padded = self.remaining_indices + (self.remaining_indices * missing)[:missing]
+        return [padded[rank :: self.num_replicas] for rank in range(self.num_replicas)]
+
     def _record(self, number: int) -> None:
         """Counts `number` samples on each rank; samples that were repeated at the end of the epoch do not count."""
-        self.processed_num = min(self.processed_num + number * self.num_replicas, len(self.dataset))
+        most = len(self.dataset) if self._dealt is None else len(self._dealt)
+        self.processed_num = min(self.processed_num + number * self.num_replicas, most)
+        self._recorded += number
 
     def _order(self) -> list[int]:
         """Returns all samples in the order of this epoch, the same on all ranks."""
+        if self._dealt is not None:
+            return self._dealt
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
         return indices
+
+
+def _filled(indices: list[int], length: int, repeated: Iterator[int]) -> list[int]:
+    """Returns the indices, with repeated ones at the end as far as they are not as many as wanted."""
+    return [*indices, *islice(repeated, length - len(indices))]

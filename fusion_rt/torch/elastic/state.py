@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import queue
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fusion_rt.core.errors import HostsUpdatedInterrupt
 from fusion_rt.local import elastic
 from fusion_rt.torch.core.runtime import rank
 from fusion_rt.torch.elastic.distributed import DistributedHandler
-from fusion_rt.torch.elastic.sampler import ElasticSampler
+from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
 from fusion_rt.torch.ops.objects import broadcast_object
 from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from fusion_rt.torch.sync.wrapped import Wrapped
@@ -137,6 +137,21 @@ class State:
             HorovodInternalError: a rank is gone.
         """
 
+    def _standing(self) -> list[Standing]:
+        """Returns how far this rank has come with the samples of each of its samplers, for `_follow`."""
+        return []
+
+    def _follow(self, standings: Sequence[Sequence[Standing]]) -> bool:
+        """Has the samplers deal the rest of their epochs to the ranks that are left, which stay in their loops.
+
+        Args:
+            standings: what `_standing` gave on each rank, by their new ranks.
+
+        Returns:
+            Whether they could; the same on all ranks. If not, the ranks have to go on from the last commit.
+        """
+        return True
+
     def _resume(self) -> None:
         """Begins a membership epoch without `sync`, where every rank has the values already. An operation on all ranks.
 
@@ -227,9 +242,8 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        for handler in self._handlers.values():
-            if isinstance(handler.value, ElasticSampler):
-                handler.value.reset()  # a sync that would do it may be skipped
+        for sampler in self._samplers():
+            sampler.reset()  # a sync that would do it may be skipped
 
     def _hand_over(self) -> None:
         for distributed in self._distributed():
@@ -239,6 +253,17 @@ class TorchState(ObjectState):
         for distributed in self._distributed():
             distributed.deal()
         self.save()
+
+    def _standing(self) -> list[Standing]:
+        return [sampler.standing() for sampler in self._samplers()]
+
+    def _follow(self, standings: Sequence[Sequence[Standing]]) -> bool:
+        return all(
+            [sampler.follow(each) for sampler, each in zip(self._samplers(), zip(*standings, strict=True), strict=True)]
+        )
+
+    def _samplers(self) -> list[ElasticSampler]:
+        return [handler.value for handler in self._handlers.values() if isinstance(handler.value, ElasticSampler)]
 
     def _distributed(self) -> list[DistributedHandler]:
         return [handler for handler in self._handlers.values() if isinstance(handler, DistributedHandler)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pytest
@@ -128,6 +129,95 @@ def test_however_ranks_come_and_go_each_sample_counts_once(
     repeated = len(counted) - samples
     assert 0 <= repeated < max(len(dealt), 1)
     assert state["processed_num"] == samples
+
+
+class Loss(NamedTuple):
+    """After so many more batches, one rank is lost; loaders have fetched so many batches ahead, by rank."""
+
+    batches: int
+    lost: int
+    ahead: tuple[int, ...]
+
+
+@given(
+    samples=st.integers(0, 80),
+    batch=st.integers(1, 4),
+    ranks=st.integers(2, 5),
+    losses=st.lists(
+        st.builds(Loss, st.integers(0, 6), st.integers(0, 4), st.tuples(*[st.integers(0, 4)] * 5)),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_whoever_stays_in_its_loop_when_ranks_are_lost_gets_what_they_had_not_done(
+    samples: int, batch: int, ranks: int, losses: list[Loss]
+) -> None:
+    """Loaders of several ranks fetch ahead; ranks are lost one by one, each in the middle of a step that is dropped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "size", lambda: ranks)
+        alive = []
+        for rank in range(ranks):
+            patch.setattr(sampler, "rank", lambda rank=rank: rank)
+            alive.append(Loop(ElasticSampler(range(samples), seed=1), batch))
+        dropped: list[int] = []
+        done: list[int] = []
+        late: set[int] = set()
+        for loss in [*losses[: ranks - 1], None]:
+            for _ in range(samples + 1 if loss is None else loss.batches):
+                steps = [loop.step() for loop in alive]
+                assert len({bool(step) for step in steps}) == 1  # nobody waits for somebody who has no batch left
+                done += [index for step in steps for index in step]
+            if loss is None:
+                break
+            for loop, ahead in zip(alive, loss.ahead, strict=False):
+                loop.fetch(ahead)
+            underway = [loop.begin() for loop in alive]  # all have begun a step, which is dropped
+            alive.pop(loss.lost % len(alive))
+            underway.pop(loss.lost % (len(alive) + 1))
+            dropped += [index for each in underway for index in each]
+            patch.setattr(sampler, "size", lambda: len(alive))
+            standings = [loop.sampler.standing() for loop in alive]
+            for rank, loop in enumerate(alive):
+                patch.setattr(sampler, "rank", lambda rank=rank: rank)
+                assert loop.sampler.follow(standings)
+            for loop in alive:
+                loop.end()
+            assert len({(loop.sampler.processed_num, tuple(loop.sampler._order())) for loop in alive}) == 1
+            late = set(alive[0].sampler.state_dict()["late"])
+        assert {*done, *dropped, *late} == set(range(samples))
+        assert not late.intersection(done)
+        if late:
+            alive[0].sampler.set_epoch(1)
+            assert late < set(alive[0].sampler.state_dict()["order"])
+
+
+class Loop:
+    """One rank's training loop, whose loader fetches ahead as `DataLoader` does with workers."""
+
+    def __init__(self, sampler: ElasticSampler, batch: int) -> None:
+        self.sampler = sampler
+        self._batch = batch
+        self._iterator = iter(sampler)
+        self._queue: list[list[int]] = []
+        self._underway: list[int] = []
+
+    def fetch(self, batches: int) -> None:
+        while len(self._queue) < batches and (fetched := list(islice(self._iterator, self._batch))):
+            self._queue.append(fetched)
+
+    def begin(self) -> list[int]:
+        self.fetch(1)
+        self._underway = self._queue.pop(0) if self._queue else []
+        return self._underway
+
+    def end(self) -> None:
+        if self._underway:
+            self.sampler.record_batch(0, len(self._underway))
+
+    def step(self) -> list[int]:
+        self.begin()
+        self.end()
+        return self._underway
 
 
 def test_it_serves_a_data_loader(on_ranks: MakeSamplers) -> None:
