@@ -1,219 +1,307 @@
-"""Time from a fault until every surviving worker has raised an exception, and until `fusionrun` has ended.
+"""What a loss costs those who are left, and what a newcomer costs the others, with a fault every 20 s.
 
-    python -m benchmarks.recovery
-    python -m benchmarks.recovery --rounds 9 --heartbeat-timeout 2 --out benchmarks/results/recovery.json
+    python -m benchmarks.recovery --beside torchft
+    python -m benchmarks.recovery --ranks 8 --seconds 120 --faults "worker killed"
 
-Three hosts (network namespaces; as root) with two workers each sum tensors in a loop, under `fusionrun`. In the middle
-of that a worker is killed, or a daemon, or a host is cut off: all packets to and from it are dropped silently. Times
-are from the fault to the exception in the last of the workers that are left; those of the host that was cut off are
-among them. Each round starts a new job.
+Four netlab hosts (root needed) train a model of a million parameters, 50 ms a step, for five minutes. In turns a
+worker is killed, all processes of a host are, or a host is cut off for some seconds; what was lost is started again,
+by `fusionrun` or, with torchft, by this program at once. torchft (an extra: `pip install torchft-nightly`) has a
+lighthouse on a fifth host, replica groups of one process each, gloo, and the time-outs that are given here instead of
+its own, which are longer.
+
+*Pause*: how much longer than a step a survivor, at most, stood still after a fault. *Dropped*: steps that it took in
+vain or repeated. *Back*: seconds from the fault until a worker in the place of the lost one counts. *Pause at a
+join*: that of the others when it comes. *Kept*: the steps that were taken, of those that the workers which were there
+could have taken. *Differing*: steps after which parameters were not the same, bit by bit, on all ranks.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
+import random
 import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, Protocol
 
 from benchmarks.common import arguments as shared
 from benchmarks.common import results, sampling
-from benchmarks.common.machine import Machine
 from benchmarks.common.results import Measure, Record, Setting
 from benchmarks.common.tables import Table
-from benchmarks.netlab import Netlab
-from fusion_rt import wire
-from fusion_rt.client import Client
-from fusion_rt.core.errors import HorovodInternalError
+from benchmarks.faulted import notes
+from benchmarks.faulted.notes import Fault
+from benchmarks.netlab import Host, Netlab
 
 NAME = "recovery"
-RAISED, ENDED = "until the last survivor has raised", "until fusionrun has ended"
-HOSTS, SLOTS = 3, 2
-ELEMENTS = 250_000  # float32: 1 MB
-KINDS = ("worker killed", "daemon killed", "host cut off")
-TIMEOUT_S = 60.0
-_MARK = re.compile(r"(READY|RAISED) (\{.*\})")
+OURS, TORCHFT = "fusion_rt", "torchft"
+HOSTS = 4
+WORKER, HOST, CUT = "worker killed", "host killed", "host cut off"
+KINDS = (WORKER, HOST, CUT)
+COMMIT_EVERY = 5  # steps
+CUT_S = 8.0  # seconds for which a host is cut off
+START_S = 120.0  # seconds that all have to come up
+PAUSE, DROPPED, BACK, JOIN = "pause", "dropped", "back", "pause at a join"
+KEPT, DIFFERING = "kept", "differing"
 
 
-def worker() -> None:
-    """Reduces in a loop on each rank, until an operation raises."""
-    rank = int(os.environ["HOROVOD_RANK"])
-    path = os.environ["FUSION_SOCKET"]
-    client = Client(path, os.environ["FUSION_JOB_ID"], rank, TIMEOUT_S)
-    region = client.allocate(4 * ELEMENTS)
-    np.frombuffer(region.view, np.float32)[:] = 0
-    signature = wire.Signature("allreduce", "float32", (ELEMENTS,))
-    daemon = int(Path(path).with_name("lock").read_text(encoding="utf-8"))
-    try:
-        for step in range(1 << 60):
-            client.wait(client.submit("sum", signature, place=(region.segment, region.offset)))
-            if step == 5:
-                print("READY", json.dumps({"rank": rank, "pid": os.getpid(), "daemon": daemon}), flush=True)
-    except HorovodInternalError as error:
-        print("RAISED", json.dumps({"rank": rank, "at": time.monotonic(), "error": str(error)}), flush=True)
-    signal.pause()  # the launcher ends it
+class Job(Protocol):
+    """A training of all ranks."""
 
-
-class Launched:
-    """A job under `fusionrun`, and the messages of its workers."""
-
-    def __init__(self, lab: Netlab, heartbeat_timeout: float) -> None:
-        hosts = ",".join(f"{host.name}:{SLOTS}" for host in lab.hosts)
-        argv = [sys.executable, "-m", "fusion_rt.runner", "-np", str(HOSTS * SLOTS), "-H", hosts]
-        argv += ["--rsh-agent", lab.agent, "--network-interface", "eth0"]
-        environment = {**os.environ, "FUSION_HEARTBEAT_TIMEOUT": f"{heartbeat_timeout:g}s"}
-        self.process = subprocess.Popen(
-            [*argv, sys.executable, "-m", "benchmarks.recovery", "--worker"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._said: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
-        self.errors = ""
-        self._threads = [threading.Thread(target=self._read), threading.Thread(target=self._read_errors)]
-        for thread in self._threads:
-            thread.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if match := _MARK.search(line):
-                self._said.put((match[1], json.loads(match[2])))
-
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        self.errors = self.process.stderr.read()
-
-    def hear(self, what: str, count: int) -> list[dict[str, Any]]:
-        """Waits until `count` workers have sent the message `what`; returns their values.
-
-        Raises:
-            RuntimeError: they do not within `TIMEOUT_S`.
-        """
-        heard: list[dict[str, Any]] = []
-        while len(heard) < count:
-            try:
-                said, values = self._said.get(timeout=TIMEOUT_S)
-            except queue.Empty:
-                self.end()
-                raise RuntimeError(
-                    f"{count - len(heard)} of {count} workers did not say {what}: {self.errors}"
-                ) from None
-            if said == what:
-                heard.append(values)
-        return heard
+    def look(self) -> None:
+        """Starts again what was lost, where nobody else does. Raises `RuntimeError` if the job has ended."""
 
     def end(self) -> None:
-        """Ends the job, if it has not ended by itself."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        self.process.wait(TIMEOUT_S)
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
+        """Ends the job."""
 
 
-def measure(lab: Netlab, kind: str, heartbeat_timeout: float) -> dict[str, Any]:
-    """Runs one round: `seconds` until the last survivor raised, `launcher` until fusionrun ended (None if unknown), and
-    the texts of the `errors`."""
-    job = Launched(lab, heartbeat_timeout)
+class Ours:
+    """The training under `fusionrun`, which starts lost workers again.
+
+    Args:
+        lab: has the hosts.
+        ranks: of all hosts.
+        folder: for notes, and what the job says.
+        options: of this program.
+    """
+
+    def __init__(self, lab: Netlab, ranks: int, folder: Path, options: Any) -> None:
+        hosts = ",".join(f"{host.name}:{ranks // HOSTS}" for host in lab.hosts[:HOSTS])
+        argv = [sys.executable, "-m", "fusion_rt.runner", "-np", str(ranks), "-H", hosts, "--min-np", "1"]
+        argv += ["--rsh-agent", lab.agent, "--network-interface", "eth0", "--blacklist-cooldown-range", "1", "2"]
+        command = [sys.executable, "-m", "benchmarks.faulted.ours", str(options.compute), str(COMMIT_EVERY)]
+        environment = {
+            **os.environ,
+            notes.FOLDER: str(folder / "notes"),
+            "OMP_NUM_THREADS": "1",
+            "FUSION_ENCRYPTION": "control",
+            "FUSION_HEARTBEAT_TIMEOUT": f"{options.timeout:g}s",
+        }
+        self._said = (folder / "said").open("w+", encoding="utf-8")
+        self._process = subprocess.Popen([*argv, *command], env=environment, stdout=self._said, stderr=self._said)
+
+    def look(self) -> None:
+        if self._process.poll() is not None:
+            self._said.seek(0)
+            raise RuntimeError(f"the job has ended:\n{self._said.read()[-4000:]}")
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        self._process.wait()
+        self._said.close()
+
+
+class Torchft:
+    """The training under torchft, whose lost workers this program starts again. The arguments are those of `Ours`."""
+
+    def __init__(self, lab: Netlab, ranks: int, folder: Path, options: Any) -> None:
+        self._lab, self._options = lab, options
+        self._said = (folder / "said").open("w+", encoding="utf-8")
+        self._notes = folder / "notes"
+        lighthouse = ["torchft_lighthouse", "--min_replicas", "1", "--bind", f"{lab.hosts[HOSTS].address}:29510"]
+        lighthouse += ["--heartbeat_timeout_ms", f"{options.timeout * 1000:.0f}", "--join_timeout_ms", "1000"]
+        self._all = [lab.run(HOSTS, lighthouse, stdout=self._said, stderr=self._said)]
+        self._workers: dict[tuple[int, int], subprocess.Popen[Any]] = {}
+        for place in ((host, slot) for host in range(HOSTS) for slot in range(ranks // HOSTS)):
+            self._start(place)
+
+    def look(self) -> None:
+        for place, process in list(self._workers.items()):
+            if process.poll() is not None:
+                self._start(place)
+
+    def end(self) -> None:
+        for process in (*self._workers.values(), *self._all):
+            process.kill()
+            process.wait()
+        self._said.close()
+
+    def _start(self, place: tuple[int, int]) -> None:
+        host, slot = place
+        environment = {
+            **os.environ,
+            notes.FOLDER: str(self._notes),
+            notes.PLACE: f"{host}.{slot}",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "TORCHFT_LIGHTHOUSE": f"http://{self._lab.hosts[HOSTS].address}:29510",
+        }
+        command = [sys.executable, "-m", "benchmarks.faulted.with_torchft"]
+        command += [str(self._options.compute), str(self._options.timeout), self._lab.hosts[host].address]
+        self._workers[place] = self._lab.run(host, command, env=environment, stdout=self._said, stderr=self._said)
+
+
+CONTENDERS: dict[str, Callable[[Netlab, int, Path, Any], Job]] = {OURS: Ours, TORCHFT: Torchft}
+
+
+def run(name: str, ranks: int, folder: Path, options: Any) -> dict[str, Any]:
+    """Trains under faults; returns their costs, the seconds of a step, and the share of throughput that was kept."""
+    (folder / "notes").mkdir(parents=True)
+    chance = random.Random(options.seed)
+    kinds = [options.faults[index % len(options.faults)] for index in range(int(options.seconds // options.every))]
+    faults: list[Fault] = []
+    with Netlab(hosts=HOSTS + 1) as lab:
+        job = CONTENDERS[name](lab, ranks, folder, options)
+        try:
+            wait(job, START_S, lambda: len(present(folder, lab)) == ranks)
+            wait(job, options.every / 2)
+            for kind in kinds:
+                with ExitStack() as stack:
+                    host = lab.hosts[chance.randrange(HOSTS)]
+                    victims = [one.pid for one in present(folder, lab) if pid_is_on(one.pid, host)]
+                    if kind == WORKER:
+                        victims = [chance.choice(victims or [one.pid for one in present(folder, lab)])]
+                    faults.append(Fault(kind, time.monotonic(), victims))
+                    if kind == CUT:
+                        stack.enter_context(lab.cut_off(host))
+                        wait(job, CUT_S)
+                    else:
+                        for pid in victims if kind == WORKER else pids_on(host):
+                            kill(pid)
+                wait(job, faults[-1].at + options.every - time.monotonic())
+            ended = time.monotonic()
+        finally:
+            job.end()
+    found = notes.workers(notes.read(folder / "notes"))
+    step = notes.step_seconds(found.values())
+    for fault, until in zip(faults, [*(fault.at for fault in faults[1:]), ended], strict=True):
+        notes.judge(fault, until, found, step)
+    return {
+        "step": step,
+        "kept": notes.throughput(list(found.values()), step),
+        "differing": notes.differing(found.values()),
+        "faults": [vars(fault) for fault in faults],
+    }
+
+
+def present(folder: Path, lab: Netlab) -> list[notes.Worker]:
+    """Returns the workers that have taken a step and still live, which may be cut off."""
+    found = notes.workers(notes.read(folder / "notes")).values()
+    return [one for one in found if one.counted and any(pid_is_on(one.pid, host) for host in lab.hosts)]
+
+
+def pids_on(host: Host) -> list[int]:
+    """Returns the processes on a host."""
+    listed = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def pid_is_on(pid: int, host: Host) -> bool:
+    """Returns whether a process lives on a host."""
+    return pid in pids_on(host)
+
+
+def kill(pid: int) -> None:
+    """Kills a process, if it is still there."""
     try:
-        ready = {said["rank"]: said for said in job.hear("READY", HOSTS * SLOTS)}
-        time.sleep(0.2)
-        with ExitStack() as stack:
-            survivors = HOSTS * SLOTS
-            began = time.monotonic()
-            if kind == "worker killed":
-                os.kill(ready[1]["pid"], signal.SIGKILL)
-                survivors -= 1
-            elif kind == "daemon killed":
-                os.kill(ready[SLOTS]["daemon"], signal.SIGKILL)
-            else:
-                stack.enter_context(lab.cut_off(HOSTS - 1))
-                began = time.monotonic()
-            raised = job.hear("RAISED", survivors)
-            launcher = None
-            if kind != "host cut off":  # the launcher reaches these hosts on another way, and sees nothing
-                job.process.wait(TIMEOUT_S)
-                launcher = time.monotonic() - began
-    finally:
-        job.end()
-    last = max(said["at"] for said in raised) - began
-    return {"seconds": last, "launcher": launcher, "errors": sorted({said["error"] for said in raised})}
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
 
 
-def goal(kind: str, heartbeat_timeout: float) -> float:
-    """Returns the seconds after which all should have raised."""
-    return heartbeat_timeout + 1 if kind == "host cut off" else 1.0
+def wait(job: Job, seconds: float, condition: Callable[[], bool] | None = None) -> None:
+    """Waits so long, or until a condition holds, and has the job looked after meanwhile.
+
+    Raises:
+        RuntimeError: the job has ended, or the condition does not come to hold.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        job.look()
+        if condition is not None and condition():
+            return
+        time.sleep(0.1)
+    if condition is not None:
+        raise RuntimeError(f"not all workers have come within {seconds:g} s")
 
 
-def collect(rounds: int, heartbeat_timeout: float) -> Record:
-    """Measures all faults, `rounds` times each."""
-    here, date = results.begin()
-    raised, ended, errors = {}, {}, {}
-    with Netlab(hosts=HOSTS) as lab:
-        for kind in KINDS:
-            found = [measure(lab, kind, heartbeat_timeout) for _ in range(rounds)]
-            raised[kind] = results.rounded(each["seconds"] for each in found)
-            ends = results.rounded(each["launcher"] for each in found if each["launcher"] is not None)
-            if ends:
-                ended[kind] = ends
-            errors[kind] = found[-1]["errors"]
-    return record(heartbeat_timeout, raised, ended, errors, here, date)
-
-
-def record(
-    heartbeat_timeout: float,
-    raised: dict[str, list[float]],
-    ended: dict[str, list[float]],
-    errors: dict[str, list[str]],
-    machine: Machine | None,
-    date: str,
-) -> Record:
-    """Makes the record of the results."""
-    setting: Setting = {"hosts": HOSTS, "workers": HOSTS * SLOTS, "heartbeat_timeout": heartbeat_timeout}
-    measures = [Measure(RAISED, "s", raised), Measure(ENDED, "s", ended)]
-    return Record(setting, measures, machine, date, results.command_line(), {"errors": errors})
+def record(found: dict[str, dict[str, Any]], ranks: int, options: Any, begun: tuple[Any, str]) -> Record:
+    """Makes the record of the runs with so many ranks."""
+    setting: Setting = {"ranks": ranks, "every": options.every, "compute": options.compute, "timeout": options.timeout}
+    measures = []
+    for kind in options.faults:
+        for what, name in ((PAUSE, "pause"), (DROPPED, "dropped"), (BACK, "returned"), (JOIN, "join_pause")):
+            samples = {
+                contender: results.rounded(
+                    fault[name] for fault in run["faults"] if fault["kind"] == kind and fault[name] is not None
+                )
+                for contender, run in found.items()
+            }
+            measures.append(Measure(f"{kind}: {what}", "" if what == DROPPED else "s", samples))
+    kept = {contender: results.rounded([run["kept"]]) for contender, run in found.items()}
+    measures.append(Measure(KEPT, "", kept, better="more", portable=True))
+    differing = {contender: [float(run["differing"])] for contender, run in found.items()}
+    measures.append(Measure(DIFFERING, "", differing, portable=True))
+    return Record(setting, measures, begun[0], begun[1], results.command_line(), found)
 
 
 def table(record: Record) -> Table:
-    """Makes a table with a row for each fault."""
-    raised, ended = record.measure(RAISED).samples, record.measure(ENDED).samples
-    heartbeat = float(record.setting["heartbeat_timeout"])
-    title = f"{HOSTS} hosts, {HOSTS * SLOTS} workers, heartbeat time-out {heartbeat:g} s: medians"
-    made = Table(["fault", "goal", "median", "most", "until `fusionrun` has ended"], title=title)
-    for kind, times in raised.items():
-        launcher = f"{sampling.median(ended[kind]):.2f} s" if kind in ended else ""
-        limit = f"{goal(kind, heartbeat):g} s"
-        made.add(kind, limit, f"{sampling.median(times):.3f} s", f"{max(times):.3f} s", launcher)
+    """Makes a table with a row for each contender and kind of fault."""
+    ranks, every = record.setting["ranks"], record.setting["every"]
+    title = f"{ranks} ranks, a fault every {every:g} s: medians (most)"
+    made = Table(
+        ["", "fault", "pause", "steps dropped", "back", "pause at a join", "kept", "differing"], title=title, left=2
+    )
+    for contender, run in record.details.items():
+        for kind in dict.fromkeys(fault["kind"] for fault in run["faults"]):
+            of_kind = [fault for fault in run["faults"] if fault["kind"] == kind]
+            cells = [
+                _told([fault[name] for fault in of_kind if fault[name] is not None], len(of_kind), unit)
+                for name, unit in (("pause", " s"), ("dropped", ""), ("returned", " s"), ("join_pause", " s"))
+            ]
+            made.add(contender, kind, *cells, f"{run['kept']:.3f}", str(run["differing"]))
     return made
+
+
+def _told(values: Sequence[float], of: int, unit: str) -> str:
+    """Returns the median and the most, and how many there are if some are missing."""
+    if not values:
+        return "never"
+    digits = 2 if unit else 0
+    told = f"{sampling.median(values):.{digits}f} ({max(values):.{digits}f}){unit}"
+    return told if len(values) == of else f"{told}, {len(values)} of {of}"
 
 
 def main() -> None:
     """Runs what the command line asks for."""
     parser = shared.parser(NAME, __doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="of each fault (%(default)s)")
-    parser.add_argument("--heartbeat-timeout", type=float, default=3.0, help="seconds (%(default)s)")
+    parser.add_argument("--beside", default="", metavar="NAME", help="torchft, measured after fusion_rt")
+    parser.add_argument("--only", default="", metavar="NAME", help="measure only this one")
+    parser.add_argument("--ranks", type=shared.numbers, default=[4, 8], help="multiples of 4 (4,8)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of each run (%(default)s)")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults (%(default)s)")
+    parser.add_argument("--faults", type=lambda text: re.split(", *", text), default=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--compute", type=float, default=0.05, help="seconds of a step's computation (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=3.0, help="seconds of silence after which one is lost")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice of victims (%(default)s)")
+    parser.add_argument("--keep", type=Path, help="a folder for the workers' notes and output")
     shared.add_out(parser)
-    shared.add_worker(parser)
     options = parser.parse_args()
-    if options.worker:
-        worker()
-        return
-    found = collect(options.rounds, options.heartbeat_timeout)
-    if options.out:
-        results.keep(options.out, NAME, found)
-    table(found).show()
+    shared.chosen(parser, "fault", options.faults, dict.fromkeys(KINDS))
+    asked = [options.only] if options.only else [OURS, *filter(None, [options.beside])]
+    contenders = shared.chosen(parser, "contender", asked, CONTENDERS)
+    for ranks in options.ranks:
+        if ranks % HOSTS:
+            parser.error(f"{ranks} ranks cannot be on {HOSTS} hosts, as many on each: take a multiple of {HOSTS}")
+    for ranks in options.ranks:
+        begun = results.begin()
+        found = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for contender in contenders:
+                place = (options.keep or Path(folder)) / f"{contender}.{ranks}"
+                found[contender] = run(contender, ranks, place, options)
+                print(json.dumps({contender: found[contender]}), file=sys.stderr, flush=True)
+        made = record(found, ranks, options, begun)
+        if options.out:
+            results.keep(options.out, NAME, made)
+        table(made).show()
 
 
 if __name__ == "__main__":

@@ -140,9 +140,13 @@ SUITES = {
         "what encryption costs between hosts", 10,
         (_lab(""),), (_lab("--rates unshaped --rounds 1"),),
     ),
-    "recovery": Suite(
+    "detection": Suite(
         "how soon all know that a worker, a daemon or a host is lost", 5,
         (_lab(""),), (_lab("--rounds 1"),),
+    ),
+    "recovery": Suite(
+        "what a loss costs those who are left, and a newcomer the others, with a fault every 20 s", 12,
+        (_lab(""),), (_lab("--ranks 4 --seconds 40"),),
     ),
     "elastic": Suite(
         "what changes of membership cost", 15, (_lab(""),), (_lab("--samples 1200"),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks import allreduce, autotune, elastic, encryption, recovery, startup, step
+from benchmarks import allreduce, autotune, detection, elastic, encryption, startup, step
 from benchmarks import overlap as overlapping
 from benchmarks.common import tables
 from benchmarks.common.peers import DDP, HOROVOD
@@ -309,7 +309,7 @@ def overlap(found: All) -> str:
 
 def faults(found: All) -> str:
     """Makes the tables of the time from a fault to the last exception."""
-    return "\n\n".join(recovery.table(record).markdown() for record in records(found, "recovery"))
+    return "\n\n".join(detection.table(record).markdown() for record in records(found, "detection"))
 
 
 def encrypted(found: All) -> str:
@@ -361,7 +361,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "sparse": sparse,
     "slow-network": slow_network,
     "overlap": overlap,
-    "recovery": faults,
+    "detection": faults,
     "encryption": encrypted,
     "autotune": tuned,
     "elastic-changes": elastic_changes,

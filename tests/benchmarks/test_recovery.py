@@ -1,0 +1,78 @@
+"""What the notes of workers under faults say: pauses, dropped steps, newcomers, and parameters that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.faulted import notes
+from benchmarks.faulted.notes import Fault, Note
+
+STEP = 0.1
+
+
+def worker(pid: int, place: str, begins: float, times: Sequence[float], first: int = 1, drift: int = 0) -> list[Note]:
+    """The notes of a worker whose steps all count, and end at these times."""
+    found = [Note("begins", begins, pid, place)]
+    return found + [
+        Note("step", at, pid, place, first + index, 2, True, (first + index) * 7 + drift)
+        for index, at in enumerate(times)
+    ]
+
+
+def steps(since: float, until: float) -> list[float]:
+    return [since + STEP * (index + 1) for index in range(round((until - since) / STEP))]
+
+
+def judged(found: dict[int, notes.Worker], kind: str = "worker killed") -> Fault:
+    fault = Fault(kind, 5.02, [2])
+    notes.judge(fault, 20.0, found, STEP)
+    return fault
+
+
+def test_a_survivors_pause_is_what_its_longest_step_after_the_fault_took_too_long() -> None:
+    survivor = worker(1, "a.0", 0.0, [*steps(0, 5), *steps(5.6, 10)])
+    victim = worker(2, "b.0", 0.0, steps(0, 5))
+    fault = judged(notes.workers([*survivor, *victim]))
+    assert fault.pause == pytest.approx(0.6)
+    assert (fault.dropped, fault.returned, fault.join_pause) == (0, None, None)
+
+
+def test_a_newcomer_is_back_with_its_first_step_that_counts_and_the_others_wait_for_it() -> None:
+    survivor = worker(1, "a.0", 0.0, [*steps(0, 8), *steps(8.3, 15)])
+    victim = worker(2, "b.0", 0.0, steps(0, 5))
+    newcomer = worker(3, "b.0", 7.9, steps(8.3, 15))
+    fault = judged(notes.workers([*survivor, *victim, *newcomer]))
+    assert fault.pause == pytest.approx(0.0)
+    assert fault.returned == pytest.approx(8.4 - 5.02)
+    assert fault.join_pause == pytest.approx(0.3)
+
+
+def test_a_worker_that_was_cut_off_comes_back_as_itself() -> None:
+    survivor = worker(1, "a.0", 0.0, [*steps(0, 5), *steps(8, 20)])
+    victim = worker(2, "b.0", 0.0, [*steps(0, 5), *steps(13, 20)])
+    fault = judged(notes.workers([*survivor, *victim]), "host cut off")
+    assert fault.pause == pytest.approx(3.0)
+    assert fault.returned == pytest.approx(13.2 - 5.02)
+
+
+def test_steps_that_change_nothing_and_steps_that_are_repeated_are_dropped() -> None:
+    survivor = worker(1, "a.0", 0.0, steps(0, 5))
+    survivor.append(Note("step", 5.1, 1, "a.0", 51, 2, False, 350))  # dropped
+    survivor += worker(1, "a.0", 0.0, steps(5.2, 6), first=50)[1:]  # from the commit after step 49
+    victim = worker(2, "b.0", 0.0, steps(0, 5))
+    assert judged(notes.workers([*survivor, *victim])).dropped == 1 + 2
+
+
+def test_parameters_that_differ_after_a_step_are_counted_once_a_step() -> None:
+    alike = [*worker(1, "a.0", 0.0, steps(0, 5)), *worker(2, "b.0", 0.0, steps(0, 5))]
+    assert notes.differing(notes.workers(alike).values()) == 0
+    other = worker(2, "b.0", 0.0, steps(0, 0.5), drift=1)
+    assert notes.differing(notes.workers([*alike[:51], *other]).values()) == 5
+
+
+def test_the_share_that_was_kept_is_of_the_time_between_a_workers_first_and_last_step() -> None:
+    found = notes.workers(worker(1, "a.0", 0.0, [*steps(0, 4), *steps(5, 10)]))
+    assert notes.throughput(list(found.values()), STEP) == pytest.approx(89 / 99)
+    assert notes.step_seconds(found.values()) == pytest.approx(STEP)
