@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import allreduce, overlap, step
+from benchmarks import allreduce, overlap, slow_network, step
 from benchmarks.common.peers import DDP
 from benchmarks.common.sampling import median, quartiles, ratio
 from benchmarks.report.measured import All, in_order, records, where
@@ -82,10 +82,25 @@ def exposed(axes: Any, found: All) -> None:
     axes.legend(fontsize=7)
 
 
+def slow_network_steps(axes: Any, found: All) -> None:
+    """Plots the seconds of a step on slow links, a bar for each contender."""
+    record = records(found, "slow_network")[0]
+    samples = record.measure(slow_network.STEP).samples
+    names = sorted((name for name in samples if name != slow_network.ALONE), key=lambda name: -median(samples[name]))
+    ours = [name.startswith("fusion_rt") for name in names]
+    bars = axes.barh(names, [median(samples[name]) for name in names], color=["C0" if own else "C7" for own in ours])
+    axes.bar_label(bars, fmt="%.2f s", padding=3)
+    compute = median(samples[slow_network.ALONE])
+    axes.axvline(compute, color="black", linewidth=0.8, linestyle="--", label=f"without communication: {compute:.2f} s")
+    axes.set(xlabel=f"seconds a step, {record.setting['hosts']} hosts at 100 Mbit/s")
+    axes.legend(fontsize=7)
+
+
 PLOTS: dict[str, Callable[[Any, All], None]] = {
     "allreduce": allreduce_ratios,
     "step": step_times,
     "overlap": exposed,
+    "slow_network": slow_network_steps,
 }
 
 
