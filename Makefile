@@ -1,5 +1,5 @@
 # Every target makes .venv by itself; nothing here needs a compiler.
-#   make demo | test | lint | bench | soak | clean     PYTHON=python3.12 make test     PYTEST_ARGS='-k netlab' make test
+#   make demo | test | lint | docs | bench | soak | clean     PYTHON=python3.12 make test     PYTEST_ARGS='-k netlab' make test
 #   SOAK_SECONDS=3600 SOAK_SEED=7 make soak             BENCH='step --quick' make bench      BENCH= make bench    (hours)
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 BENCH  ?= allreduce startup step topk
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint docs bench soak clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -22,13 +22,16 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(BENCH)
 	$(BIN)/python -m benchmarks.report
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,examples,bench]'
 	touch $@
 
 soak: $(STAMP)

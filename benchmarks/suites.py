@@ -136,6 +136,10 @@ SUITES = {
         "the classical solvers, bound by computation and by communication", 10,
         (_part(""),), (_part("--seconds 1"),),
     ),
+    "kfac": Suite(
+        "loss by steps with K-FAC, LARS and LAMB, beside SGD", 3,
+        (_part(""),), (_part("--seeds 1 --steps 10"),),
+    ),
     "encryption": Suite(
         "what encryption costs between hosts", 10,
         (_lab(""),), (_lab("--rates unshaped --rounds 1"),),

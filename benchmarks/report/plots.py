@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import allreduce, overlap, slow_network, step
+from benchmarks import allreduce, kfac, overlap, slow_network, step
 from benchmarks.common.peers import DDP
 from benchmarks.common.sampling import median, quartiles, ratio
 from benchmarks.report.measured import All, in_order, records, where
@@ -96,11 +96,24 @@ def slow_network_steps(axes: Any, found: All) -> None:
     axes.legend(fontsize=7)
 
 
+def loss_by_steps(axes: Any, found: All) -> None:
+    """Plots the loss of each method at its best rate by steps: the median of seeds, smoothed over three steps."""
+    (record,) = records(found, "kfac")
+    for method, of_method in record.details.items():
+        curves = [[sum(each[at : at + 3]) / 3 for at in range(len(each) - 2)] for each in of_method["curves"]]
+        middle = [median(losses) for losses in zip(*curves, strict=True)]
+        axes.plot(range(3, len(middle) + 3), middle, label=f"{method}, rate {of_method['rate']}")
+    axes.set(yscale="log", ylim=(1e-3, 5), xlabel=f"steps of {record.setting['batch']} images", ylabel="training loss")
+    axes.axhline(kfac.LEVELS[1], color="black", linewidth=0.8, linestyle="--")
+    axes.legend(fontsize=7)
+
+
 PLOTS: dict[str, Callable[[Any, All], None]] = {
     "allreduce": allreduce_ratios,
     "step": step_times,
     "overlap": exposed,
     "slow_network": slow_network_steps,
+    "kfac": loss_by_steps,
 }
 
 

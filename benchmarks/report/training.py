@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from benchmarks import algorithms, convergence, networks, solvers, straggler
+from benchmarks import algorithms, convergence, kfac, networks, solvers, straggler
 from benchmarks.common import runs
 from benchmarks.common.tables import Table
 from benchmarks.report.measured import All, records
@@ -25,6 +25,12 @@ def slow_worker(found: All) -> str:
         cells = [straggler.middle(rows, key, digits).partition(" ")[0] for key, digits in columns.values()]
         table.add(f"`{straggler.FAMILIES[name].algorithm}`", *cells)
     return table.markdown()
+
+
+def second_order(found: All) -> str:
+    """Makes the table of steps to a loss with K-FAC, LARS and LAMB."""
+    (record,) = records(found, "kfac")
+    return kfac.table(record).markdown()
 
 
 def slow_networks(found: All) -> str:
@@ -110,6 +116,7 @@ def _codec_cells(each: convergence.Runs, codec: str) -> list[str]:
 TABLES: dict[str, Callable[[All], str]] = {
     "straggler": slow_worker,
     "networks": slow_networks,
+    "kfac": second_order,
     "algorithms": losses,
     "solvers": classical,
     "convergence": codecs,
