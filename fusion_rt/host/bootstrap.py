@@ -9,6 +9,10 @@ own channel.
 
 When the config says `attached`, the end of standard input means that the starter is gone, and the daemon ends the
 job.
+
+In an elastic job a daemon outlives membership epochs. Each of them, the first one included, begins with a `Reform` on
+its standard input, in place of the table. It writes `Reformed` when it takes that epoch's workers, then the epoch's
+phases, and `EpochOver` when the epoch has failed.
 """
 
 from __future__ import annotations
@@ -43,6 +47,10 @@ class DaemonConfig(msgspec.Struct, frozen=True):
         topology: all nodes and ranks; node 0, which coordinates the operations, has workers.
         address: IP address to listen on for peers; unused in a job of one node.
         attached: end the job when standard input ends.
+        elastic: epochs come as `Reform`s, and one that fails ends the epoch and not the daemon. Of `topology` only the
+            host of `node` counts.
+        serial: from 1 on, which daemon of this node it is. Each has a directory of its own: the one before may still be
+            ending, on a host that was cut off.
     """
 
     job: Job
@@ -50,11 +58,13 @@ class DaemonConfig(msgspec.Struct, frozen=True):
     topology: Topology
     address: str = "127.0.0.1"
     attached: bool = True
+    elastic: bool = False
+    serial: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.node < len(self.topology.hosts):
             raise ValueError(f"there is no node {self.node} in a job of {len(self.topology.hosts)} nodes")
-        if not self.topology.ranks[0]:
+        if not self.topology.ranks[0] and not self.elastic:
             raise ValueError(f"node 0 (host {self.topology.hosts[0]}) has no workers, but it has to coordinate them; "
                              "name nodes without workers last")  # fmt: skip
         ipaddress.ip_address(self.address)  # raises ValueError
@@ -102,6 +112,52 @@ class PeerTable(msgspec.Struct, frozen=True):
     endpoints: tuple[Endpoint, ...]
 
 
+class Reform(msgspec.Struct, frozen=True, tag="reform"):
+    """Orders a daemon of an elastic job into its next membership epoch, at any time, also while another comes up.
+
+    Attributes:
+        number: of the epoch, above those before.
+        topology: every node that there ever was, by its number, which a host keeps as long as the job lives. Ranks are
+            dealt anew.
+        absent: nodes that are not in the epoch, without ranks: lost, not back yet, or gone.
+        peers: endpoints of all nodes that are, in the order of their numbers. A daemon with another key than before has
+            taken the place of one that is gone.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=1)]
+    topology: Topology
+    absent: tuple[int, ...]
+    peers: tuple[Endpoint, ...]
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= node < len(self.topology.hosts) or self.topology.ranks[node] for node in self.absent):
+            raise ValueError(f"nodes {self.absent} are not absent from {self.topology}: absent ones have no ranks")
+        present = [node for node in range(len(self.topology.hosts)) if node not in self.absent]
+        if [endpoint.node for endpoint in self.peers] != present:
+            raise ValueError(f"the endpoints are not those of nodes {present}, which take part")
+
+
+class Reformed(msgspec.Struct, frozen=True, tag="reformed"):
+    """Reports that the daemon takes workers of this epoch; phases that follow are of it."""
+
+    number: int
+
+
+class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
+    """Orders a daemon to fail its epoch, if it is this one; `reason`: a sentence for its workers."""
+
+    number: int
+    reason: str
+
+
+class EpochOver(msgspec.Struct, frozen=True, tag="epoch_over"):
+    """Reports that an epoch has failed. `lost`: nodes that this daemon takes for lost; `reason`: a sentence."""
+
+    number: int
+    lost: tuple[int, ...]
+    reason: str
+
+
 _T = TypeVar("_T")
 
 
@@ -131,18 +187,18 @@ def _is_key(text: str) -> bool:
     return len(digits) == 40 and min(digits) >= 0 and max(numbers) < 2**32
 
 
-def job_directory(runtime_root: str, job: str, node: int) -> str:
-    """Returns the directory of one daemon's files (socket, lock, log)."""
-    return os.path.join(runtime_root, f"{job}.{node}")
+def job_directory(runtime_root: str, job: str, node: int, serial: int = 1) -> str:
+    """Returns the directory of one daemon's files (socket, lock, log); `serial` as in `DaemonConfig`."""
+    return os.path.join(runtime_root, f"{job}.{node}" if serial == 1 else f"{job}-{serial}.{node}")
 
 
-def socket_path(runtime_root: str, job: str, node: int) -> str:
+def socket_path(runtime_root: str, job: str, node: int, serial: int = 1) -> str:
     """Returns the path of the daemon's local socket.
 
     Raises:
         FusionError: the path is longer than a Unix socket's may be.
     """
-    path = os.path.join(job_directory(runtime_root, job, node), "sock")
+    path = os.path.join(job_directory(runtime_root, job, node, serial), "sock")
     if len(os.fsencode(path)) > 107:
         raise FusionError(f"the socket path {path} is longer than the 107 bytes a Unix socket's path may have; "
                           "set FUSION_RUNTIME_DIR to a shorter directory")  # fmt: skip

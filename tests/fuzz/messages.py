@@ -13,7 +13,16 @@ import msgspec
 from fusion_rt import run_function, wire
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable, Phase, StartError, decode_line, encode_line
+from fusion_rt.host.bootstrap import (
+    DaemonConfig,
+    Endpoint,
+    PeerTable,
+    Phase,
+    Reform,
+    StartError,
+    decode_line,
+    encode_line,
+)
 from fusion_rt.launchers import entries, kvstore
 from fusion_rt.local import elastic
 from fusion_rt.runner.protocol import agent_messages
@@ -99,6 +108,7 @@ def targets() -> list[Target]:
         _lines("start-up: answer", Endpoint | StartError, _ENDPOINT, StartError("why")),
         _lines("start-up: peers", PeerTable, PeerTable((_ENDPOINT,))),
         _lines("start-up: phase", Phase, Phase("joined")),
+        _lines("start-up: reform", Reform, Reform(2, Topology(("a", "b"), ((), (0,))), (0,), (_ENDPOINT,))),
         _lines("launcher: versions", agent_messages.Versions, _JOB),
         _lines("launcher: job", agent_messages.Job, _JOB),
         _decoder(

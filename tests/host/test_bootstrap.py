@@ -12,14 +12,36 @@ from hypothesis import strategies as st
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host import bootstrap
-from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError
+from fusion_rt.host.bootstrap import (
+    Abandon,
+    DaemonConfig,
+    Endpoint,
+    EpochOver,
+    PeerTable,
+    Reform,
+    Reformed,
+    StartError,
+)
 
 TOPOLOGY = Topology(("a", "b"), ((0, 1), (2,)))
 CONFIG = DaemonConfig("job-1", 1, TOPOLOGY, "10.0.0.2", attached=False)
 ENDPOINT = Endpoint(1, 4711, "fe80::1", 5000, 5001, "k" * 40)
+REFORM = Reform(3, Topology(("a", "b"), ((), (0, 1))), (0,), (ENDPOINT,))
 
 
-@pytest.mark.parametrize("message", [CONFIG, ENDPOINT, StartError("no"), PeerTable((ENDPOINT,))])
+@pytest.mark.parametrize(
+    "message",
+    [
+        CONFIG,
+        ENDPOINT,
+        StartError("no"),
+        PeerTable((ENDPOINT,)),
+        REFORM,
+        Reformed(3),
+        Abandon(3, "why"),
+        EpochOver(3, (0,), "why"),
+    ],
+)
 def test_a_line_survives(message: object) -> None:
     line = bootstrap.encode_line(message)  # type: ignore[arg-type]
     assert line.count(b"\n") == 1
@@ -35,7 +57,7 @@ def test_an_answer_is_an_endpoint_or_an_error() -> None:
 
 @given(noise=st.binary(max_size=100))
 def test_noise_is_a_wire_error(noise: bytes) -> None:
-    for kind in (DaemonConfig, PeerTable, Endpoint):
+    for kind in (DaemonConfig, PeerTable, Endpoint, Reform):
         with pytest.raises(WireError, match="not a start-up message"):
             bootstrap.decode_line(noise, kind)
 
@@ -79,8 +101,30 @@ def test_an_endpoint_that_makes_no_sense_is_refused(old: bytes, new: bytes) -> N
         bootstrap.decode_line(changed(bootstrap.encode_line(ENDPOINT), old, new), Endpoint)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"absent":[0]', b'"absent":[]'),  # then node 0 has to have an endpoint
+        (b'"absent":[0]', b'"absent":[1]'),  # which has ranks
+        (b'"absent":[0]', b'"absent":[0,2]'),
+        (b'"number":3', b'"number":0'),
+    ],
+)
+def test_an_epoch_that_makes_no_sense_is_refused(old: bytes, new: bytes) -> None:
+    with pytest.raises(WireError):
+        bootstrap.decode_line(changed(bootstrap.encode_line(REFORM), old, new), Reform)
+
+
+def test_only_in_an_elastic_job_may_the_first_node_be_without_workers() -> None:
+    topology = Topology(("a", "b"), ((), (0,)))
+    assert DaemonConfig("job-1", 1, topology, elastic=True).serial == 1
+    with pytest.raises(ValueError, match="has no workers"):
+        DaemonConfig("job-1", 1, topology)
+
+
 def test_the_path_of_a_socket() -> None:
     assert bootstrap.socket_path("/run/x", "job-1", 3) == "/run/x/job-1.3/sock"
+    assert bootstrap.socket_path("/run/x", "job-1", 3, serial=2) == "/run/x/job-1-2.3/sock"
     longest = "/" + "r" * (107 - len("/job-1.3/sock") - 1)
     assert len(bootstrap.socket_path(longest, "job-1", 3)) == 107
     with pytest.raises(FusionError, match=r"longer than the 107 bytes.*FUSION_RUNTIME_DIR"):

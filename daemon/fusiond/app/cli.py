@@ -247,7 +247,7 @@ def _cannot_start(error: str, as_json: bool) -> None:
 def _detach(config: bootstrap.DaemonConfig) -> None:
     """Starts the daemon in a session of its own, its standard error in its log."""
     settings = Settings.from_env()
-    directory = bootstrap.job_directory(settings.runtime_root(), config.job, config.node)
+    directory = bootstrap.job_directory(settings.runtime_root(), config.job, config.node, config.serial)
     try:
         bootstrap.make_private_directory(settings.runtime_root())
         bootstrap.make_private_directory(directory)

@@ -40,7 +40,7 @@ class Trace:
             _log.warning("records of earlier jobs in %s cannot be removed: %s", settings.trace_root(), error.strerror)
         self._owner = Owner(config.job, Role.DAEMON, config.node, config.node, len(config.topology.hosts))
         self._nbytes = settings.trace_buffer
-        self._directory = bootstrap.job_directory(settings.runtime_root(), config.job, config.node)
+        self._directory = bootstrap.job_directory(settings.runtime_root(), config.job, config.node, config.serial)
         self._use(open_recorder(settings, self._owner, _log.warning))
 
     def recorder(self) -> Recorder:

@@ -32,9 +32,9 @@ class Directory:
     """
 
     def __init__(self, root: str, config: bootstrap.DaemonConfig) -> None:
-        self._path = bootstrap.job_directory(root, config.job, config.node)
+        self._path = bootstrap.job_directory(root, config.job, config.node, config.serial)
         self._lock_path = os.path.join(self._path, "lock")
-        self.socket_path = bootstrap.socket_path(root, config.job, config.node)
+        self.socket_path = bootstrap.socket_path(root, config.job, config.node, config.serial)
         bootstrap.make_private_directory(root)
         self._lock = self._take(config)
         os.ftruncate(self._lock, 0)
