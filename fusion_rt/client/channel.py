@@ -56,6 +56,7 @@ class Channel:
     Attributes:
         socket: the connection.
         failure: why the job is over for this worker, or None.
+        told: the daemon has told that; else it is gone, or silent.
         reading: a thread reads the socket.
         patience: seconds without an answer after which the daemon is taken for stuck; 0: never.
         trace: records the events of this channel.
@@ -64,6 +65,7 @@ class Channel:
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self.socket = sock
         self.failure: str | None = None
+        self.told = False
         self.reading = False
         self.patience = 0.0
         self.trace: Instrument = NULL
@@ -270,6 +272,7 @@ class Channel:
 
     def _handle(self, message: wire.DaemonMessage, fd: int) -> None:
         if isinstance(message, wire.JobFailed):
+            self.told = self.failure is None
             self.fail(message.message)
             return
         if isinstance(message, wire.Pong):

@@ -45,6 +45,7 @@ class Client:
         timeout: seconds for every process of the job to come up.
         previous: a client of the same job that has left; its connection is used again.
         listened: the daemon has listened before, so that it is not waited for if it does not now.
+        formation: in an elastic job, the membership epoch in which this worker has a place; 0 in any other.
 
     Attributes:
         channel: the connection, and the operations under way.
@@ -64,10 +65,12 @@ class Client:
         timeout: float,
         previous: Client | None = None,
         listened: bool = False,
+        formation: int = 0,
     ) -> None:
         self.job = job
         self.rank = rank
         self._pid = os.getpid()
+        self._formation = formation
         sock = joining.connect(path, timeout, listened) if previous is None else previous.channel.socket
         self.channel: Channel = Channel(sock, rank)
         self.arena = Arena(self._offer, self._drop)
@@ -77,16 +80,16 @@ class Client:
         stacks_fd, stack_signal = stacks.offer()
         offer = self.own_memory.offer
         offered = (0, b"") if offer is None else (offer.address, offer.text)
-        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal, *offered)
+        hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal, *offered, formation)
         try:
             self.channel.send(packets.Packet(wire.encode(hello), stacks_fd))
-            self.welcome = joining.await_welcome(sock, rank, timeout, previous is not None)
+            self.welcome = joining.await_welcome(sock, rank, timeout, previous is not None, formation)
         except BaseException:
             sock.close()
             raise
         self.own_memory.welcome(self.welcome.by_address)
         self.channel.patience = self.welcome.patience
-        self._clocks = Clocks(self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH)
+        self._clocks = Clocks(wire.first_clock(self.welcome.epoch))
         self._messages: dict[int, dict[str, Iterator[int]]] = {}  # numbers of the next ones, by group, and the ranks
         self._unanswered = 0
         self._answered: Operation | None = None  # the last small message of which the daemon is to say that it has it
@@ -391,7 +394,7 @@ class Client:
         of_group = self._messages.get(group) or self._messages.setdefault(group, {})
         numbers = of_group.get(name)
         if numbers is None:
-            first = self.welcome.epoch * wire.CLOCKS_OF_AN_EPOCH
+            first = wire.first_clock(self.welcome.epoch)
             numbers = of_group.setdefault(name, itertools.count(first))
         return next(numbers)
 
@@ -544,11 +547,12 @@ class Client:
     def leave(self, error: str = "") -> bool:
         """Leaves the job; `error` is this worker's unhandled exception, if that is why it leaves.
 
-        Returns: whether it may come back, by a client that has this one as `previous`.
+        Returns: whether it may come back, by a client that has this one as `previous`. In an elastic job also after a
+        failure of which the daemon has told, since that outlives it.
         """
         if self._pid != os.getpid():  # in a forked child: the connection is the parent's to end
             return False
-        returnable = self.channel.failure is None
+        returnable = self.channel.failure is None or bool(self._formation and self.channel.told)
         if returnable:
             try:
                 self._send(wire.Bye(error))

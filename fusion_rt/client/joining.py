@@ -41,7 +41,9 @@ def connect(path: str, timeout: float, listened: bool) -> socket.socket:
             return sock
 
 
-def await_welcome(sock: socket.socket, rank: int, timeout: float, skip_answers: bool) -> wire.Welcome:
+def await_welcome(
+    sock: socket.socket, rank: int, timeout: float, skip_answers: bool, formation: int = 0
+) -> wire.Welcome:
     """Waits for the answer to `Hello`, which comes when every process of the job is up.
 
     Args:
@@ -49,6 +51,7 @@ def await_welcome(sock: socket.socket, rank: int, timeout: float, skip_answers: 
         rank: this worker's.
         timeout: seconds.
         skip_answers: answers to a previous client may still come first.
+        formation: in an elastic job, the membership epoch that is joined; earlier ones may have failed.
 
     Raises:
         FusionError: the daemon refuses this worker, is gone, or the job does not come up in time.
@@ -67,7 +70,7 @@ def await_welcome(sock: socket.socket, rank: int, timeout: float, skip_answers: 
             if not data:
                 raise FusionError(lost(rank))
             message = wire.decode_daemon_message(data)
-            if isinstance(message, wire.JobFailed):
+            if isinstance(message, wire.JobFailed) and message.formation >= formation:
                 raise FusionError(message.message)
             if isinstance(message, wire.Welcome):
                 return message

@@ -24,6 +24,10 @@ class Pending(Generic[K]):
         self._hosts: dict[str, dict[K, None]] = {}  # each host's, the oldest first
         self._host_of: dict[K, str] = {}
 
+    def limit(self, most: int, most_of_host: int) -> None:
+        """Changes the limits for connections that come from now on."""
+        self._most, self._most_of_host = most, most_of_host
+
     def __len__(self) -> int:
         return len(self._host_of)
 

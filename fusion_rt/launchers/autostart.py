@@ -192,7 +192,9 @@ def _meet(
 
 def _connect(where: Environment, settings: Settings) -> Client:
     path = where.socket or path_of_socket(where, settings)
-    client = Client(path, where.job, where.rank, settings.start_timeout, listened=where.listened)
+    client = Client(
+        path, where.job, where.rank, settings.start_timeout, listened=where.listened, formation=where.formation
+    )
     if client.topology.size != where.size:
         client.close()
         raise FusionError(f"this worker was started as one of {where.size}, but the daemon at {path} belongs to a job "

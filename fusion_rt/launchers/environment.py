@@ -52,6 +52,7 @@ class Environment:
         node: index of this node, unless the meeting tells.
         socket: path of the daemon's socket, or empty: the workers start their daemon themselves.
         listened: that daemon listened before this worker was told its place. If it does not any more, it never will.
+        formation: in an elastic job, the membership epoch that this place is in; else 0.
         meeting: how they find the other nodes, or None: all of them are on this host, or have their daemon.
     """
 
@@ -63,6 +64,16 @@ class Environment:
     socket: str = ""
     meeting: Meeting | None = None
     listened: bool = False
+    formation: int = 0
+
+    def has_daemon_of(self, other: Environment) -> bool:
+        """Returns whether a worker that goes from the other place to this one keeps its daemon.
+
+        In an elastic job, whose places change, the same one has to listen there; in any other it is the same place.
+        """
+        if self.formation and other.formation:
+            return (self.job, self.node, self.socket) == (other.job, other.node, other.socket)
+        return self == other
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
@@ -99,9 +110,16 @@ def _from_fusionrun(environ: Mapping[str, str]) -> Environment:
     rank, size, local_rank = _ranks(environ, *_FUSIONRUN[:4])
     _ranks(environ, "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
     node = _number(environ, "FUSION_NODE")
-    listened = bool(environ.get(EPOCH))  # in an elastic job workers get their places when all daemons are up
+    formation = _number(environ, EPOCH) if environ.get(EPOCH) else 0
     return Environment(
-        rank, size, local_rank, environ["FUSION_JOB_ID"], node, environ["FUSION_SOCKET"], listened=listened
+        rank,
+        size,
+        local_rank,
+        environ["FUSION_JOB_ID"],
+        node,
+        environ["FUSION_SOCKET"],
+        listened=formation > 0,  # in an elastic job workers get their places when all daemons are up
+        formation=formation,
     )
 
 

@@ -14,6 +14,7 @@ that is not a well-formed message; no other exception leaves it.
 
 from fusion_rt.wire.basics import (
     CLOCKS_OF_AN_EPOCH,
+    EPOCHS_OF_A_FORMATION,
     GROUPS,
     MAX_DIMS,
     MAX_FRAMES,
@@ -38,6 +39,10 @@ from fusion_rt.wire.basics import (
     Rates,
     Shape,
     Text,
+    clock_range,
+    first_clock,
+    first_epoch,
+    formation_of,
 )
 from fusion_rt.wire.between_ranks import (
     MessageAccepted,
@@ -154,6 +159,7 @@ __all__ = [
     "ANYBODY",
     "CLOCKS_OF_AN_EPOCH",
     "ELSEWHERE",
+    "EPOCHS_OF_A_FORMATION",
     "GROUPS",
     "MAX_DIMS",
     "MAX_FRAMES",
@@ -293,11 +299,15 @@ __all__ = [
     "Welcome",
     "Whereabouts",
     "WorkerMessage",
+    "clock_range",
     "decode_daemon_message",
     "decode_peer_message",
     "decode_worker_message",
     "digest",
     "encode",
+    "first_clock",
+    "first_epoch",
+    "formation_of",
     "group_id",
     "is_group",
     "mark",

@@ -21,9 +21,11 @@ MAX_LOCATED = 16  # workers of a node
 MAX_WAITING = 256  # operations of a node
 MAX_PATH = 4096  # characters
 GROUPS = 1 << 40  # ids of process sets from here on are groups, which only their members know
+EPOCHS_OF_A_FORMATION = 1 << 20  # see `first_epoch`
 CLOCKS_OF_AN_EPOCH = 1 << 36  # clocks of a membership epoch: a late message of the one before is known by its clock
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+_RANGES = 1 << 12  # of clocks, all of which are a `Count`
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
 Kind: TypeAlias = Literal[
@@ -35,3 +37,28 @@ PostKind: TypeAlias = Literal["post", "seed", "reseed", "ask"]
 Rates: TypeAlias = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 Line: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_LINE)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+def first_epoch(formation: int) -> int:
+    """Returns the first membership epoch of a formation, which is one set of nodes and ranks.
+
+    It is the number of a `bootstrap.Reform`; 0 in a job that is not elastic. Each time that all of its workers leave
+    and come back another epoch of it begins.
+    """
+    return formation * EPOCHS_OF_A_FORMATION
+
+
+def formation_of(epoch: int) -> int:
+    """Returns the formation that a membership epoch belongs to."""
+    return epoch // EPOCHS_OF_A_FORMATION
+
+
+def clock_range(epoch: int) -> int:
+    """Returns which range of clocks, from 0 on, an epoch has. A range comes again after 64 formations, when nothing of
+    the one before can be under way any more."""
+    return (64 * formation_of(epoch) + epoch % EPOCHS_OF_A_FORMATION) % _RANGES
+
+
+def first_clock(epoch: int) -> int:
+    """Returns the first clock of an epoch's operations."""
+    return clock_range(epoch) * CLOCKS_OF_AN_EPOCH

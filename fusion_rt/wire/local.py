@@ -22,6 +22,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     Attributes:
         stack_signal: the signal on which it writes its stack; 0: it does not.
         offer_address, offer_text: of the worker's `process_memory.OfferedText`; without a text it makes none.
+        formation: in an elastic job, the number of the membership epoch that the launcher has given it a place in.
     """
 
     version: int
@@ -31,6 +32,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     stack_signal: Annotated[int, msgspec.Meta(ge=0, lt=65)] = 0
     offer_address: Count = 0
     offer_text: Annotated[bytes, msgspec.Meta(max_length=OFFER_BYTES)] = b""
+    formation: Count = 0
 
 
 class AddSegment(msgspec.Struct, tag="segment", array_like=True):
@@ -303,7 +305,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """Answers `Hello`: every process of the job is up.
 
     Attributes:
-        epoch: how often all of them have left and come back.
+        epoch: of the membership: see `first_epoch`.
         latency (s), seconds_per_byte: of the worst link between nodes; 0 where there is none.
         patience: seconds without an answer after which a worker that waits takes the daemon for stuck; 0: never.
         by_address: the daemon has found the worker's offer, so that tensors may lie at an `Address`.
@@ -359,9 +361,13 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
 
 class JobFailed(msgspec.Struct, tag="job_failed", array_like=True):
-    """The job cannot go on; every operation under way and every later one fails with this text."""
+    """The job cannot go on; every operation under way and every later one fails with this text.
+
+    `formation`: in an elastic job, the number of the membership epoch that cannot.
+    """
 
     message: Text
+    formation: Count = 0
 
 
 class Status(msgspec.Struct, tag="statistics", array_like=True):

@@ -164,13 +164,31 @@ class VirtualLoop:
 class Frame:
     """A frame of a received message."""
 
-    def __init__(self, data: bytes, more: bool, node: int, descriptor: int) -> None:
+    def __init__(self, data: bytes, more: bool, admitted_as: int, descriptor: int) -> None:
         self.buffer = memoryview(data)
         self.more = more
-        self._node, self._descriptor = node, descriptor
+        self._admitted_as, self._descriptor = admitted_as, descriptor
 
     def get(self, option: Any) -> str | int:
-        return str(self._node) if option == "User-Id" else self._descriptor
+        return str(self._admitted_as) if option == "User-Id" else self._descriptor
+
+
+class Gate:
+    """A node's `KeyGate`, as far as it decides about keys."""
+
+    def __init__(self, context: Any, id_of_token: Any) -> None:
+        self.ids: dict[str, int] = {}
+        self.admitted = self.refused = 0
+        self.socket = MagicMock()
+
+    def allow(self, public_key: str, id: int) -> None:
+        self.ids[public_key] = id
+
+    def forbid(self, id: int) -> None:
+        self.ids = {key: owner for key, owner in self.ids.items() if owner != id}
+
+    def answer(self) -> None:
+        pass
 
 
 class Inbox:
@@ -184,9 +202,9 @@ class Inbox:
     def fileno(self) -> int:
         return self._fd
 
-    def take(self, token: bytes, parts: Sequence[bytes], node: int, descriptor: int) -> None:
-        """Takes a message that has come from a node."""
-        frames = [Frame(part, index + 1 < len(parts), node, descriptor) for index, part in enumerate(parts)]
+    def take(self, token: bytes, parts: Sequence[bytes], admitted_as: int, descriptor: int) -> None:
+        """Takes a message that has come on a connection."""
+        frames = [Frame(part, index + 1 < len(parts), admitted_as, descriptor) for index, part in enumerate(parts)]
         self._parts += [token, *frames]
         self._network.daemons[self.node].loop.readable(self._fd)
 
@@ -226,8 +244,9 @@ class Connection:
     A payload that was not copied is read when it arrives, the latest moment at which libzmq might.
     """
 
-    def __init__(self, network: Network, node: int, token: bytes) -> None:
+    def __init__(self, network: Network, node: int, key: str, token: bytes) -> None:
         self.network, self.node, self.token = network, node, token
+        self._key, self._admitted_as = key, -1
         self.stands = self.closed = self._lingers = False
         self.monitor = Monitor(network, node)
         self.carries_payload = bool(token)
@@ -241,9 +260,17 @@ class Connection:
         self.network.connections.append(self)
 
         def connected() -> None:
-            if not self.closed and not self.network.daemons[self.inbox.node].loop.stopped:
-                self.stands = True
-                self.monitor.tell(int(zmq.EVENT_HANDSHAKE_SUCCEEDED))
+            there = self.network.daemons[self.inbox.node]
+            if self.closed or there.loop.stopped:
+                return
+            admitted_as = there.mesh._reception.gate.ids.get(self._key)  # type: ignore[attr-defined]
+            if admitted_as is None:
+                self.monitor.tell(int(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+                self.monitor.tell(int(zmq.EVENT_DISCONNECTED))
+                return
+            self._admitted_as = admitted_as
+            self.stands = True
+            self.monitor.tell(int(zmq.EVENT_HANDSHAKE_SUCCEEDED))
 
         self.network.at(self.network.now + 2 * self.network.latency + self.network.late(), connected)
 
@@ -264,7 +291,7 @@ class Connection:
 
         def arrives() -> None:
             if self.stands or self._lingers:
-                self.inbox.take(self.token, [bytes(part) for part in parts], self.node, self._descriptor)
+                self.inbox.take(self.token, [bytes(part) for part in parts], self._admitted_as, self._descriptor)
 
         network.at(self._arrived, arrives)
 
@@ -304,7 +331,7 @@ class VirtualSockets:
         return self._inbox(2)
 
     def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> tuple[Connection, Monitor]:
-        connection = Connection(self._network, self._node, token)
+        connection = Connection(self._network, self._node, self.public.decode(), token)
         return connection, connection.monitor
 
     def monitor(self, socket: Connection | Inbox) -> Monitor:
@@ -342,41 +369,40 @@ class VirtualDaemon(Daemon):
             patch("fusiond.app.daemon.StackReader", MagicMock()),
             patch("fusiond.app.daemon.TimelineController", MagicMock()),
             patch("fusiond.transport.mesh.Sockets", lambda *_: sockets),
-            patch("fusiond.transport.reception.KeyGate", MagicMock()),
+            patch("fusiond.transport.reception.KeyGate", Gate),
         ):
             super().__init__(DaemonConfig("job", node, topology, address, attached=False), settings)
         assert self._mesh is not None
         self.mesh = self._mesh
         self.mesh._clock = lambda: int(network.now * 1e9)
+        self._shell.workers = self._shell.pool = self  # type: ignore[assignment]
+        self._formation.begin()
         self.mesh.take_with(self._hear)
-        self._make_engine()
-        self._workers = self._effects.workers = self  # type: ignore[assignment]
-        self._pool = self._effects.pool = self  # type: ignore[assignment]
         self.loop.call_every(1.0, self._tick)
         self.loop.ended = self._end
-        self._starting.begin()
+        self._formation.starting.begin()
 
     @property
     def failure(self) -> str:
         """The reason for which the job has failed here."""
-        return self._ending.failure
+        return self._formation.ending.failure
 
     def join(self, worker: VirtualWorker) -> None:
         hello = wire.Hello(wire.PROTOCOL_VERSION, "job", worker.rank, worker.rank)
-        self._worker_dispatch.worker_joined(worker.link, hello)
+        self._formation.worker_dispatch.worker_joined(worker.link, hello)
 
     def tell(self, worker: VirtualWorker, message: wire.WorkerMessage) -> None:
         """Delivers a message of a worker."""
         decoded = wire.decode_worker_message(wire.encode(message))
         if isinstance(decoded, wire.Bye):
-            self._worker_dispatch.worker_left(worker.rank, decoded)
+            self._formation.worker_dispatch.worker_left(worker.rank, decoded)
         else:
-            self._worker_dispatch.handlers[type(decoded)](worker.link, decoded)
+            self._formation.worker_dispatch.handlers[type(decoded)](worker.link, decoded)
 
     def _hear(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
         if payload or isinstance(message, wire.Departed):
             self.heard.append((node, type(message)))
-        self._peer_dispatch.receive(node, message, *payload)
+        self._formation.peer_dispatch.receive(node, message, *payload)
 
     def _end(self) -> None:
         """Ends the daemon, as at the end of `run`."""

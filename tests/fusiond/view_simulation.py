@@ -17,6 +17,7 @@ from fusiond.engine.engine import Engine
 from fusiond.membership.epoch import Membership
 from fusiond.membership.failures import Losses
 from fusiond.membership.startup import Starting
+from fusiond.transport.probe import LinkProbe
 from tests.fusiond.simulation import Node, SimulatedJob
 
 
@@ -33,7 +34,8 @@ class ViewNode(Node):
         config = DaemonConfig("simulated", node, job.topology, attached=False)
         loop = mesh = cast(Any, self)  # as much of both as these use
         fail = partial(self.fail, tell_peers=True)
-        self._starting = Starting(config, job.settings, self.membership, loop, mesh, self._started, fail)
+        probe = LinkProbe(self.clock)
+        self._starting = Starting(config, job.settings, self.membership, loop, mesh, probe, self._started, fail)
         self._dispatch = PeerDispatch(
             job.topology, self.membership, self.losses, self._starting, loop, self, anybody={}, members={}
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from fusion_rt import wire
 from fusion_rt.kernels import cpu
 from fusiond.host.file_work import FileWork
-from fusiond.host.loop import EventLoop
+from fusiond.host.loop import EventLoop, Timer
 from fusiond.transport.mesh import Mesh
 from fusiond.workers.stack_reader import StackReader
 
@@ -26,16 +27,16 @@ _OF_PARCELS = 1  # urgency: a loss that is averaged does not wait behind them
 
 
 class DaemonEffects:
-    """The `Effects` of one daemon.
+    """The `Effects` of one daemon, in one formation.
 
     Args:
         loop, mesh, stacks: the daemon's; no mesh in a job of one node.
         links: the connections of the local workers, by rank.
+        files: runs what waits for file systems.
         first_done: called when the first operation is done.
 
     Attributes:
         workers, pool: the daemon's, once it runs.
-        files: runs what waits for file systems.
     """
 
     def __init__(
@@ -44,23 +45,38 @@ class DaemonEffects:
         mesh: Mesh | None,
         stacks: StackReader,
         links: Mapping[int, WorkerLink],
+        files: FileWork,
         first_done: Callable[[], None],
     ) -> None:
         self.workers: Workers
         self.pool: KernelPool
-        self.files = FileWork(loop)
         self._stacks = stacks
         self._links = links
         self._first_done: Callable[[], None] | None = first_done
-        self.call_later = loop.call_later
+        self._loop = loop
+        self._timers: weakref.WeakSet[Timer] = weakref.WeakSet()
         self.clock = loop.clock
         self.has_kernels = cpu.is_ready
-        self.run_on_files = self.files.run
+        self.run_on_files = files.run
         self.warn: Callable[[str], None] = partial(_log.warning, "%s")
         send_payload: Callable[..., bool] = _no_peers if mesh is None else mesh.send_payload
         self.to_node: Callable[[int, wire.PeerMessage], None] = _no_peers if mesh is None else mesh.send
         self.send_chunk = send_payload
         self.send_piece = partial(send_payload, urgency=_OF_PARCELS)
+
+    def end(self) -> None:
+        """Makes nothing happen from now on, whatever an engine whose time is over still wants."""
+        for timer in list(self._timers):
+            timer.cancel()
+        self.to_node = lambda node, message: None
+        self.send_chunk = _not_sent
+        self.send_piece = partial(_not_sent, urgency=_OF_PARCELS)
+        self._links = {}
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        timer = self._loop.call_later(seconds, callback)
+        self._timers.add(timer)
+        return timer
 
     def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
         if self._first_done is not None and isinstance(message, wire.Done):
@@ -77,6 +93,10 @@ class DaemonEffects:
     def locate(self, ranks: Sequence[int], then: Callable[[list[wire.Whereabouts]], None]) -> None:
         links = {rank: self._links.get(rank) for rank in ranks}
         self._stacks.locate({rank: None if link is None else link.stacks for rank, link in links.items()}, then)
+
+
+def _not_sent(*_: object, **__: object) -> bool:
+    return False
 
 
 def _no_peers(*_: object, **__: object) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fusion_rt import wire
@@ -33,6 +33,9 @@ class Ending:
         links: the connections of the local workers, by rank.
         engine: gives the one of this membership epoch.
         begin_epoch: begins the next one.
+        absent: nodes that take no part.
+        number: of the formation.
+        failed: called once with the reason when the job, or in an elastic one this formation, cannot go on.
 
     Attributes:
         losses: handles lost nodes and workers.
@@ -51,8 +54,11 @@ class Ending:
         links: Mapping[int, WorkerLink],
         engine: Callable[[], Engine],
         begin_epoch: Callable[[], None],
+        absent: Collection[int] = (),
+        number: int = 0,
+        failed: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self.losses = Losses(config.topology, config.node, settings.tolerate_losses, membership, effects, self)
+        self.losses = Losses(config.topology, config.node, settings.tolerate_losses, membership, effects, self, absent)
         self.failure = ""
         self.exit_code = 0
         self._config = config
@@ -65,6 +71,8 @@ class Ending:
         self._links = links
         self._engine = engine
         self._begin_epoch = begin_epoch
+        self._number = number
+        self._failed = failed
         self._stopped = False  # somebody has asked for the end
         self._ended: set[int] = set()  # peers that have ended because their workers were done
 
@@ -165,13 +173,14 @@ class Ending:
         self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory
         if tell_peers:
             self._tell_peers(wire.Abort(error))
+        self._failed(error)
         if not self._config.attached:
             self._loop.call_later(_LAST_WORDS, self._loop.stop)
 
     def tell_workers(self) -> None:
         """Tells the workers of this node why the job cannot go on."""
         for link in self._links.values():
-            self._effects.workers.send(link, wire.JobFailed(self.failure))
+            self._effects.workers.send(link, wire.JobFailed(self.failure, self._number))
 
     def check_over(self) -> None:
         """Ends an unattended daemon with the job's last worker, and an attended one when it is told to."""

@@ -2,6 +2,10 @@
 
 Each peer has a table from the type of a message to its handler. It is made anew when the view, the peer's membership
 epoch, or the engine's handlers change, and holds what the peer may say then; all else is refused.
+
+In an elastic job daemons go from one formation to the next at different moments. What a peer says in a later one waits
+until this node is there; that cannot be more than a few words, since no formation starts without all its nodes. What is
+of an earlier one is dropped.
 """
 
 from __future__ import annotations
@@ -27,14 +31,40 @@ if TYPE_CHECKING:
 
 _FROM_COORDINATOR = (wire.Verdict, wire.PlanVerdict, wire.Start, wire.Settled)
 _WITH_PAYLOAD = (wire.Chunk, wire.Piece, wire.MessageChunk)  # they say themselves which epoch they are of
+_SAY_THEMSELVES = (*_WITH_PAYLOAD, wire.Probe)  # they come on other connections than what begins a formation
+_EARLY = 1024  # words of a peer that is in a later formation
 _LAST_DATA = 2.0  # seconds without data after which what is complete on one node does not complete on the others
 _log = logging.getLogger("fusiond")
 
 
+class Heard:
+    """The peers' membership epochs, whatever this node's is.
+
+    Attributes:
+        epochs: of each node, as it has told.
+        early: words of a formation that is not this node's yet, by the node that has said them.
+    """
+
+    def __init__(self) -> None:
+        self.epochs: dict[int, int] = {}
+        self.early: dict[int, list[wire.PeerMessage]] = {}
+
+    def of(self, node: int) -> int:
+        """Returns a node's epoch."""
+        return self.epochs.get(node, 0)
+
+    def forget(self, node: int) -> None:
+        """Forgets a daemon that is gone; another one may come to its node."""
+        self.epochs.pop(node, None)
+        self.early.pop(node, None)
+
+
 class PeerDispatch:
-    """Tables of handlers of one daemon, by node.
+    """Tables of handlers of one daemon in one formation, by node.
 
     Args:
+        number: of the formation.
+        heard: is kept from one formation to the next.
         anybody: handlers of messages that every node may send, also one that is not in the view.
         members: handlers of messages that nodes of the view may send, whatever their epoch.
         losses: knows the view.
@@ -51,7 +81,12 @@ class PeerDispatch:
         job: JobControl,
         anybody: Handlers,
         members: Handlers,
+        number: int = 0,
+        heard: Heard | None = None,
     ) -> None:
+        self._number = number
+        self._heard = heard or Heard()
+        self._is_over = False
         self._topology = topology
         self._membership = membership
         self._losses = losses
@@ -67,7 +102,6 @@ class PeerDispatch:
             wire.NewEpoch: self._new_epoch,
         }
         self._engine: Engine
-        self._epochs = dict.fromkeys(range(len(topology.hosts)), 0)  # by node
         self._tables: list[Handlers] = []  # by node
         self._made_of: tuple[object, object] = (None, None)  # the view and the engine's handlers
 
@@ -75,6 +109,16 @@ class PeerDispatch:
         """Switches to the engine of a new membership epoch. Drops the one before, which has memory of workers."""
         self._engine = engine
         self._tables, self._made_of = [], (None, None)
+
+    def take_early(self) -> None:
+        """Handles what peers that were here sooner have said."""
+        for node in [node for node in self._heard.early if wire.formation_of(self._heard.of(node)) == self._number]:
+            for message in self._heard.early.pop(node):
+                self.receive(node, message)
+
+    def end(self) -> None:
+        """Ends this formation here."""
+        self._is_over = True
 
     def receive(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
         """Handles a peer's message."""
@@ -100,7 +144,11 @@ class PeerDispatch:
         views, of_engine = self._losses.views, self._engine.handlers
         if node not in views.view.nodes:
             return self._anybody
-        is_current = self._epochs[node] == self._membership.epoch
+        epoch = self._heard.of(node)
+        if wire.formation_of(epoch) != self._number:
+            ours = {**of_engine, **self._members}
+            return {wire.NewEpoch: self._new_epoch, **{kind: ours[kind] for kind in _SAY_THEMSELVES if kind in ours}}
+        is_current = epoch == self._membership.epoch
         table = {kind: of_engine[kind] for kind in of_engine if is_current or kind in _WITH_PAYLOAD}
         if is_current:
             table[wire.Departed] = self._departed
@@ -113,11 +161,14 @@ class PeerDispatch:
         if node not in views.view.nodes:
             if views.admits(node, message):
                 self._members[kind](node, message)
+        elif (formation := wire.formation_of(self._heard.of(node))) != self._number:
+            if formation > self._number and not payload:
+                self._keep(node, message)
         elif kind in _FROM_COORDINATOR and node != views.coordinator:
             if node not in self._losses.coordinated:
                 raise WireError("it comes from the coordinator only")
             _log.debug("%s of a view that is over came from node %d", kind.__name__, node)
-        elif self._epochs[node] != self._membership.epoch:
+        elif self._heard.of(node) != self._membership.epoch:
             _log.debug("%s of an epoch that is over came from node %d", kind.__name__, node)
         # else the job has failed, and what is about its operations does not matter any more
 
@@ -125,9 +176,21 @@ class PeerDispatch:
         self._engine.depart(message.ranks)
         self._job.departed()
 
+    def _keep(self, node: int, message: wire.PeerMessage) -> None:
+        early = self._heard.early.setdefault(node, [])
+        if len(early) >= _EARLY:
+            raise WireError(f"it is the {_EARLY + 1}th in a membership epoch that has not begun here")
+        early.append(message)
+
     def _new_epoch(self, node: int, message: wire.NewEpoch) -> None:
-        self._epochs[node] = message.epoch
-        if self._membership.follow(self._epochs):
+        self._heard.epochs[node] = message.epoch
+        formation = wire.formation_of(message.epoch)
+        if formation != self._number:
+            self._heard.early.pop(node, None)
+            self._make_tables()
+            return
+        epochs = self._heard.epochs.items()
+        if self._membership.follow({peer: epoch for peer, epoch in epochs if wire.formation_of(epoch) == formation}):
             self._job.begin_epoch()
         self._make_tables()
         # What the node had a part in is complete there, and its data is on the way here.
@@ -136,7 +199,7 @@ class PeerDispatch:
     def _end_epoch_before(self, epoch: int, node: int) -> None:
         """Ends operations of an epoch that a node has left, which cannot complete, once no more data comes, from that
         node or through others."""
-        if epoch > self._membership.epoch:
+        if epoch > self._membership.epoch and not self._is_over:
             quiet = self._engine.quiet_seconds
             if quiet < _LAST_DATA:
                 self._loop.call_later(_LAST_DATA - quiet, partial(self._end_epoch_before, epoch, node))

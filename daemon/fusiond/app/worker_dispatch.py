@@ -27,7 +27,8 @@ class WorkerDispatch:
     """One daemon's `WorkerEvents`.
 
     Args:
-        config: this node's place in the job.
+        config: this node's place in the formation.
+        number: of the formation.
         links: the connections of those that have joined, by rank; kept here.
         timeline: submissions are told to it.
         begin_epoch: begins a membership epoch in all parts of the daemon.
@@ -39,6 +40,7 @@ class WorkerDispatch:
     def __init__(
         self,
         config: bootstrap.DaemonConfig,
+        number: int,
         membership: Membership,
         links: dict[int, WorkerLink],
         effects: DaemonEffects,
@@ -49,6 +51,8 @@ class WorkerDispatch:
         begin_epoch: Callable[[], None],
     ) -> None:
         self._job = config.job
+        self._formation = number if config.elastic else None
+        self._is_over = False
         self._host = config.topology.hosts[config.node]
         self._membership = membership
         self._links = links
@@ -75,10 +79,15 @@ class WorkerDispatch:
         self.handlers.update(of_engine)
         self.handlers[wire.Submit] = submit
 
+    def end(self) -> None:
+        """Ends this formation here: its workers are heard until they leave, and nothing comes of what they say."""
+        self._is_over = True
+        self.handlers = {kind: _ignored for kind in self.handlers} | {wire.Ping: self.handlers[wire.Ping]}
+
     def worker_joined(self, link: WorkerLink, hello: wire.Hello) -> None:
-        refusal = not_ours(hello, self._job) or self._membership.may_join(hello.rank)
+        refusal = not_ours(hello, self._job, self._formation) or self._membership.may_join(hello.rank)
         if refusal or self._ending.failure:
-            self._effects.workers.send(link, wire.JobFailed(self._ending.failure or refusal))
+            self._effects.workers.send(link, wire.JobFailed(self._ending.failure or refusal, hello.formation))
             return
         link.rank = hello.rank
         self._links[hello.rank] = link
@@ -94,6 +103,8 @@ class WorkerDispatch:
     def worker_left(self, rank: int, bye: wire.Bye) -> None:
         self._membership.left.add(rank)
         del self._links[rank]
+        if self._is_over:
+            return
         if bye.error:
             self._ending.worker_lost(rank, f"rank {rank} (host {self._host}) failed: {quoted(bye.error)}")
         else:
@@ -102,6 +113,8 @@ class WorkerDispatch:
 
     def worker_lost(self, rank: int, pid: int, why: str) -> None:
         del self._links[rank]
+        if self._is_over:
+            return
         self._ending.worker_lost(rank, f"rank {rank} (host {self._host}, pid {pid}) {why}")
         self._ending.check_over()
 
@@ -119,3 +132,7 @@ class WorkerDispatch:
     def _tell_why(self, rank: int, handle: int) -> Callable[[str], None]:
         """Returns a callback that answers a rank with the reason why something cannot be done; empty if it is done."""
         return lambda why: self._effects.to_worker(rank, wire.Done(handle, why.encode()))
+
+
+def _ignored(link: WorkerLink, message: wire.WorkerMessage) -> None:
+    """Handles what a worker says that does not know yet that its membership epoch is over."""

@@ -94,7 +94,7 @@ class Questions:
 
             def located(where: Mapping[int, wire.Located]) -> None:
                 asked = {topology.node_of(rank) for rank in wanted}
-                silent = (set(range(len(topology.hosts))) - set(told)) | (asked - set(where))
+                silent = ({self._context.node, *self._context.other_nodes()} - set(told)) | (asked - set(where))
                 then(
                     Survey(
                         merge([*entries, *((node, answer.waiting) for node, answer in where.items())], topology),

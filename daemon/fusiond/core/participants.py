@@ -56,7 +56,7 @@ class Participants:
         topology: of this membership epoch.
         departed: ranks that have left, in good order or not.
         lost: why, by rank, of those that did not.
-        lost_nodes: those that were declared lost.
+        lost_nodes: those that were declared lost, or took no part from the beginning.
         joined: ranks that have joined, in the order in which this node heard of them.
         joins: how many times all ranks had joined, and went on together.
         groups: those that a local rank has opened, by id; also closed ones, whose keys are not used again.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,7 @@ class Engine:
         on_job_failed: called with a sentence when the job cannot go on because of something noticed here.
         epoch: the membership epoch.
         trace: what is done is recorded there.
+        absent: nodes that take no part.
 
     Attributes:
         handlers: of the peers' messages that are taken; other ones once the job has failed.
@@ -76,10 +77,12 @@ class Engine:
         on_job_failed: Callable[[str], None],
         epoch: int = 0,
         trace: Instrument = NULL,
+        absent: Collection[int] = (),
     ) -> None:
         self.topology = topology
         self.node = node
         self.participants = Participants(topology, node)
+        self.participants.lost_nodes.update(absent)
         self._outside = outside
         self._epoch = epoch
         self.progress = Progress(topology.ranks[node])

@@ -107,7 +107,7 @@ class Exchanges:
         self._disagree = disagree
         self._limit = limit
         self._progress = progress
-        self._epoch = epoch
+        self._clocks = wire.clock_range(epoch)
         self._joined = joined
         self._early_bytes = 0  # those that wait at most: what has gone on since is taken off when they seem too many
         self.completed = 0
@@ -246,7 +246,7 @@ class Exchanges:
             self.agreement.advance(operation)
 
     def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
-        if chunk.key.clock // wire.CLOCKS_OF_AN_EPOCH != self._epoch:
+        if chunk.key.clock // wire.CLOCKS_OF_AN_EPOCH != self._clocks:
             return
         operation = self._begun(node, chunk.key)
         if operation is None:

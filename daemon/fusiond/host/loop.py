@@ -21,7 +21,7 @@ Callback = Callable[[], None]
 class Timer:
     """A callback that is due once; `cancel` makes it never run."""
 
-    __slots__ = ("callback",)
+    __slots__ = ("__weakref__", "callback")
 
     def __init__(self, callback: Callback) -> None:
         self.callback: Callback | None = callback

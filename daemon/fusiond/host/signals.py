@@ -1,10 +1,11 @@
-"""Signals and standard input, which tell a daemon from outside that something is to be done."""
+"""Signals and standard input, which tell a daemon from outside that something is to be done; and its answers."""
 
 from __future__ import annotations
 
 import os
 import signal
-from typing import Protocol
+from contextlib import suppress
+from typing import Any, Protocol
 
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.host import bootstrap
@@ -17,8 +18,8 @@ class ProcessEvents(Protocol):
     def signalled(self, name: str) -> None:
         """The daemon is told to stop."""
 
-    def peers_known(self, table: bootstrap.PeerTable) -> None:
-        """The table of the peers has come. Raises FusionError when it cannot be used."""
+    def ordered(self, order: bootstrap.Order) -> None:
+        """The starter says something. Raises FusionError when it cannot be done."""
 
     def starter_gone(self) -> None:
         """Standard input has ended: so has whoever started the daemon."""
@@ -40,14 +41,16 @@ class StandardInput:
         loop: watches it.
         fd: its descriptor.
         start: what has been read from it already.
+        kind: type of the lines.
         events: hears of it.
 
     Raises:
         FusionError: it is not a pipe.
     """
 
-    def __init__(self, loop: EventLoop, fd: int, start: bytes, events: ProcessEvents) -> None:
+    def __init__(self, loop: EventLoop, fd: int, start: bytes, kind: Any, events: ProcessEvents) -> None:
         self._loop = loop
+        self._kind = kind
         self._fd = fd
         self._data = start
         self._events = events
@@ -75,4 +78,10 @@ class StandardInput:
     def _take_lines(self) -> None:
         while b"\n" in self._data:
             line, self._data = self._data.split(b"\n", 1)
-            self._events.peers_known(bootstrap.decode_line(line, bootstrap.PeerTable))
+            self._events.ordered(bootstrap.decode_line(line, self._kind))
+
+
+def tell_starter(message: bootstrap.Report) -> None:
+    """Writes a line for whoever has started the daemon, on standard output."""
+    with suppress(BrokenPipeError):  # not everybody who starts a daemon wants to know
+        os.write(1, bootstrap.encode_line(message))

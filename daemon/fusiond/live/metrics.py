@@ -35,6 +35,7 @@ class Metrics:
         token: required of clients; empty: a random one.
 
     Attributes:
+        topology: of the figures that are taken next.
         url: of the page, without the token.
         address: with the token, for this user only.
 
@@ -59,7 +60,7 @@ class Metrics:
         self._loop = loop
         self._figures = figures
         self._job = job
-        self._topology = topology
+        self.topology = topology
         self._node = node
         self._asked: Future[wire.Figures] | None = None
         registry = CollectorRegistry()
@@ -83,7 +84,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yields all figures for the registry, as the daemon has them now."""
-        return families(self._job, self._topology, self._node, self._take())
+        return families(self._job, self.topology, self._node, self._take())
 
     def _take(self) -> wire.Figures:
         taken = self._asked = Future[wire.Figures]()

@@ -6,6 +6,9 @@ hears it from every node, measures the links, and tells all to start; then each 
 Workers that have left may come back (`hvd.shutdown()`, then `hvd.init()`). When all of a node have, it is up again, in
 the next *membership epoch*; this one starts when every node is.
 
+In an elastic job the launcher orders each *formation* of nodes and ranks (`bootstrap.Reform`), which has epochs of its
+own, and a `Membership`. Nodes that are *absent* take no part in it.
+
 A node without workers, or whose workers are all lost, is up as soon as its connections stand, and follows the others
 into the next epoch.
 
@@ -16,7 +19,7 @@ loss is tolerated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fusion_rt import wire
 from fusion_rt.core.topology import Topology
@@ -24,17 +27,23 @@ from fusion_rt.wire import View
 
 
 class Membership:
-    """The membership epochs as this node sees them; the coordinator's also counts the nodes that are up."""
+    """The membership epochs as this node sees them; the coordinator's also counts the nodes that are up.
 
-    def __init__(self, topology: Topology, node: int) -> None:
+    Args:
+        topology, node: the ranks of each node, and this node.
+        absent: nodes that take no part.
+        epoch: the first one.
+    """
+
+    def __init__(self, topology: Topology, node: int, absent: Collection[int] = (), epoch: int = 0) -> None:
         self._topology = topology
         self._node = node
-        self.nodes: Sequence[int] = range(len(topology.hosts))
+        self.nodes: Sequence[int] = [other for other in range(len(topology.hosts)) if other not in absent]
         self.coordinator = next(index for index, ranks in enumerate(topology.ranks) if ranks)
         self.lost: set[int] = set()  # local ranks
         self.mesh_up = len(topology.hosts) == 1
         self.started = False
-        self.epoch = 0
+        self.epoch = epoch
         self.joined: set[int] = set()  # local ranks
         self.left: set[int] = set()  # local ranks that have said Bye
         self.nodes_up: dict[int, int] = {}  # in which epoch
@@ -137,8 +146,11 @@ class Membership:
         return f"node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)} did not come up"
 
 
-def not_ours(hello: wire.Hello, job: str) -> str:
-    """Returns why the sender of a `Hello` is no worker of a job, as a sentence; empty when it may be."""
+def not_ours(hello: wire.Hello, job: str, formation: int | None = None) -> str:
+    """Returns why the sender of a `Hello` is no worker of a job, as a sentence; empty when it may be.
+
+    `formation`: of an elastic job.
+    """
     if hello.version != wire.PROTOCOL_VERSION:
         return (
             f"rank {hello.rank} speaks version {hello.version} of the protocol and its daemon "
@@ -146,4 +158,9 @@ def not_ours(hello: wire.Hello, job: str) -> str:
         )
     if hello.job != job:
         return f"rank {hello.rank} belongs to job {hello.job!r}, and this daemon to {job!r}"
+    if formation is not None and hello.formation != formation:
+        return (
+            f"rank {hello.rank} has a place in membership epoch {hello.formation}, and this daemon is in epoch "
+            f"{formation}; it has to ask its agent for its place"
+        )
     return ""

@@ -6,7 +6,7 @@ of whoever decides (`views`), so that all ranks are told the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fusion_rt import wire
@@ -55,6 +55,7 @@ class Losses:
         membership: the workers that have come here.
         effects: sends, waits and warns.
         job: acts.
+        absent: nodes that take no part.
 
     Attributes:
         views: which nodes go on.
@@ -69,8 +70,9 @@ class Losses:
         membership: Membership,
         effects: Effects,
         job: JobControl,
+        absent: Collection[int] = (),
     ) -> None:
-        self.views = Views(topology, node, effects, self)
+        self.views = Views(topology, node, effects, self, absent)
         self.coordinated: set[int] = set()
         self._topology = topology
         self._node = node

@@ -89,14 +89,17 @@ class Views:
         topology, node: the ranks of each node, and this node.
         effects: sends and waits.
         events: called with the decisions.
+        absent: nodes that take no part.
 
     Attributes:
         view: the active one.
         fenced: messages dropped because their sender is not in it.
     """
 
-    def __init__(self, topology: Topology, node: int, effects: Effects, events: ViewEvents) -> None:
-        self.view = View(0, tuple(range(len(topology.hosts))))
+    def __init__(
+        self, topology: Topology, node: int, effects: Effects, events: ViewEvents, absent: Collection[int] = ()
+    ) -> None:
+        self.view = View(0, tuple(other for other in range(len(topology.hosts)) if other not in absent))
         self.fenced = 0
         self._topology = topology
         self._node = node

@@ -1,35 +1,34 @@
-"""Start of a job, from the first `Hello` on: nodes come up, the coordinator measures the links and says `Start`."""
+"""Start of a job, or of a formation of it, from the first `Hello` on: nodes come up, the coordinator measures the links
+that are new, and says `Start`."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fusion_rt import wire
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop, Timer
+from fusiond.host.signals import tell_starter
 from fusiond.membership.epoch import Membership
 from fusiond.transport.mesh import Mesh
-
-if TYPE_CHECKING:
-    from fusiond.transport.probe import LinkProbe
+from fusiond.transport.probe import LinkProbe
 
 _log = logging.getLogger("fusiond")
 
 
 class Starting:
-    """One daemon's part in the start of a job.
+    """One daemon's part in the start of a formation.
 
     Args:
         config, settings: this node's place; the time-out.
         membership: the workers that have come here, and, at the coordinator, the nodes that are up.
         loop, mesh: time, and the peers; None in a job of one node.
+        probe: knows the links.
         started: called with the `Start` and the links' seconds a byte by node, when all nodes are up.
         failed: called with a sentence when they are not in time.
     """
@@ -41,6 +40,7 @@ class Starting:
         membership: Membership,
         loop: EventLoop,
         mesh: Mesh | None,
+        probe: LinkProbe,
         started: Callable[[wire.Start, Mapping[int, float]], None],
         failed: Callable[[str], None],
     ) -> None:
@@ -51,13 +51,18 @@ class Starting:
         self._mesh = mesh
         self._started = started
         self._failed = failed
-        self._probe: LinkProbe | None = None
+        self._probe = probe
         self._timer: Timer | None = None
         self._began = time.monotonic()
 
     def begin(self) -> None:
         """Starts the timer of the start's time-out."""
         self._timer = self._loop.call_later(self._settings.start_timeout, self._timed_out)
+
+    def end(self) -> None:
+        """Waits for nobody any more: another formation begins."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     def check_up(self) -> None:
         """Tells the coordinator, once, that this node is up."""
@@ -79,28 +84,20 @@ class Starting:
 
     def node_up(self, node: int, epoch: int) -> None:
         """Notes, at the coordinator, that a node is up in this membership epoch; measures links once all are."""
-        from fusiond.transport.probe import LinkProbe
-
         self._membership.nodes_up[node] = epoch
-        if not self._membership.all_up:
-            return
-        if self._probe is not None:  # measured in an earlier epoch
-            self._send_probe(None)
-        else:
-            self._probe = LinkProbe(self._others(), self._loop.clock)
-            self._send_probe(self._probe.begin())
+        if self._membership.all_up:
+            self._send_probe(self._probe.begin(self._others()))
 
     def echo(self, node: int, echo: wire.Echo) -> None:
         """Takes in a probe that has come back, and sends the next one."""
-        if self._probe is not None:
-            self._send_probe(self._probe.echo(node, echo.serial))
+        self._send_probe(self._probe.echo(node, echo.serial))
 
     def start(self, start: wire.Start) -> None:
         """Starts the job here: the coordinator says that every node is up."""
         self._membership.started = True
         if self._timer is not None:
             self._timer.cancel()
-        self._started(start, {} if self._probe is None else self._probe.seconds_per_byte)
+        self._started(start, self._probe.seconds_per_byte)
         _log.info("the job has started after %.2f s", time.monotonic() - self._began)
         self.report("started")
         if not self._membership.local:
@@ -109,8 +106,7 @@ class Starting:
     def report(self, phase: Literal["joined", "connected", "started", "first_done"]) -> None:
         """Reports to an attending process how far the start has come."""
         if self._config.attached:
-            with suppress(BrokenPipeError):  # not everybody who starts a daemon wants to know
-                os.write(1, bootstrap.encode_line(bootstrap.Phase(phase)))
+            tell_starter(bootstrap.Phase(phase))
 
     def _others(self) -> list[int]:
         return [node for node in self._membership.nodes if node != self._config.node]
@@ -120,7 +116,6 @@ class Starting:
         self._mesh.send(node, message)
 
     def _send_probe(self, probe: tuple[int, int, int] | None) -> None:
-        assert self._probe is not None
         if probe is not None:
             assert self._mesh is not None
             node, serial, nbytes = probe

@@ -82,6 +82,12 @@ class TimelineController:
             self._tensors[submit.name] = submit.signature
             record_tensor(self._trace, submit.name, submit.signature)
 
+    def reform(self, topology: Topology) -> None:
+        """Ends the timeline, since ranks are others from now on; a worker asks for the next one."""
+        self._topology = topology
+        if self._process is not None:
+            self._end(lambda why: None)
+
     def close(self) -> None:
         """The daemon ends: writes what is left. The loop does not run any more."""
         if self._process is not None:

@@ -14,12 +14,17 @@ sender of a broken payload connection asks with `Reopen`, and is told a new toke
 nobody listens on its port any more, when its event loop has been silent for too long (`suspicion`), when a connection
 cannot be made again in that time, or when it does not take what it is sent. What it sends from then on is fenced:
 dropped and counted; it cannot connect again, and is told so if it can be told.
+
+In an elastic job peers come and go (`reform`). Each daemon that is admitted has an id of its own, so that what comes
+late of one is not taken for that of another one on the same node. A newcomer may be refused by a peer that has not been
+told of it yet, and tries again.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import zmq
@@ -43,6 +48,8 @@ from fusiond.transport.reception import Reception
 from fusiond.transport.sockets import LINGER, Sockets
 
 _CLOSED = "its connection was closed"
+_NOT_WANTED = "this node's daemon is not in the membership epoch that begins"
+_ELASTIC_NODES = 1024  # of an elastic job at a time: libzmq wants to know beforehand
 _LOOK = 0.25  # seconds between looks at who is silent, at most
 _GREETING = delivery.payload_head(0) + wire.encode(wire.Heartbeat())
 
@@ -53,7 +60,8 @@ class Mesh:
     Args:
         loop: watches the sockets.
         config, settings: this node's place; encryption, sizes, time-outs.
-        on_up: called once, when every peer has greeted this node and every connection to them stands.
+        on_up: called when every peer has greeted this node and every connection to them stands: once, and after
+            each `reform`.
         on_lost: called with (node, sentence) when a peer is lost.
         trace: records payloads, links and clocks.
         clock: nanoseconds, those of the recorder.
@@ -81,18 +89,21 @@ class Mesh:
         self._clock = clock
         self._up = False
         self._closed = False
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, Peer] = {}  # by node
+        self._admitted: dict[int, Peer] = {}  # the same, by id
+        self._ids = itertools.count()
+        self._connects = False  # it has begun to
         self._look_every = min(_LOOK, settings.heartbeat_interval)
         self._awake = AwakeClock(loop.clock, self._look_every)
         self._events = Events(self._link_stands, self._link_broke, self._link_wants, self._link_refused)
-        self._sockets = Sockets(settings, config.address, len(config.topology.hosts))
+        nodes = _ELASTIC_NODES if config.elastic else len(config.topology.hosts)
+        self._sockets = Sockets(settings, config.address, nodes)
         try:
             self._reception = Reception(
                 loop,
                 self._sockets,
                 settings,
-                self._peers,
-                len(config.topology.hosts),
+                self._admitted,
                 self._handlers(),
                 self.lose,
                 self._awake,
@@ -124,25 +135,63 @@ class Mesh:
         hosts = self._config.topology.hosts
         if [endpoint.node for endpoint in table.endpoints] != list(range(len(hosts))):
             raise FusionError(f"the table of peers does not name each of the {len(hosts)} nodes once, in order")
-        for endpoint in table.endpoints:
-            if endpoint.node != self._config.node:
-                self._reception.gate.allow(endpoint.public_key, endpoint.node)
-                incoming = [ReceiveWindow() for _ in range(1 + self._settings.connections)]
-                sending = Sending(self._settings.link_credit)
-                peer = Peer(endpoint.node, hosts[endpoint.node], endpoint, self._suspicion(), incoming, sending)
-                peer.limit(self._settings.link_credit, delivery.ACK_BYTES)
-                sending.posted = partial(self._posted, peer)
-                self._peers[endpoint.node] = peer
-                self._add_link(peer, 0)
-        # Only now: a peer that was told of us before we were told of it waits, where a refusal would be for good.
-        self._reception.start()
+        self.reform(hosts, table.endpoints)
+
+    def reform(self, hosts: Sequence[str], endpoints: Sequence[Endpoint]) -> tuple[list[int], list[int]]:
+        """Goes over to other peers: drops those that are not named, connects to those that are new, and leaves the
+        connections to all others as they are. What waits to be sent to these is dropped.
+
+        Args:
+            hosts: names, by node.
+            endpoints: of the nodes that take part; this one's does not matter.
+
+        Returns: the nodes whose daemons have been dropped; and those that were declared lost before, and have to have a
+        new daemon: connections that were given up do not come back.
+        """
+        named = {endpoint.node: endpoint for endpoint in endpoints if endpoint.node != self._config.node}
+        left = [
+            peer
+            for node, peer in self._peers.items()
+            if node not in named or named[node].public_key != peer.endpoint.public_key
+        ]
+        for peer in left:
+            self._drop(peer)
         for peer in self._peers.values():
+            peer.sending.forget()
+        new = [self._admit(named[node], hosts[node]) for node in sorted(named.keys() - self._peers.keys())]
+        # Only now: a peer that was told of us before we were told of it waits, where a refusal would be for good.
+        self._reception.expect(len(endpoints))
+        for peer in new:
             numbers = range(1, len(peer.incoming))
-            tokens = tuple(self._reception.tokens.issue(peer.node, number) for number in numbers)
+            tokens = tuple(self._reception.tokens.issue(peer.id, number) for number in numbers)
             self.send(peer.node, wire.PeerHello(wire.PROTOCOL_VERSION, self._config.job, self._config.node, tokens))
             peer.control.open()
-        self._loop.call_every(self._settings.heartbeat_interval, self._beat)
-        self._loop.call_every(self._look_every, self._look)
+        if not self._connects:
+            self._connects = True
+            self._loop.call_every(self._settings.heartbeat_interval, self._beat)
+            self._loop.call_every(self._look_every, self._look)
+        self._up = False
+        self._loop.call_soon(self._check_up)
+        return [peer.node for peer in left], self.lost
+
+    def _admit(self, endpoint: Endpoint, host: str) -> Peer:
+        incoming = [ReceiveWindow() for _ in range(1 + self._settings.connections)]
+        sending = Sending(self._settings.link_credit)
+        peer = Peer(endpoint.node, host, next(self._ids), endpoint, self._suspicion(), incoming, sending)
+        peer.limit(self._settings.link_credit, delivery.ACK_BYTES)
+        sending.posted = partial(self._posted, peer)
+        self._peers[peer.node] = self._admitted[peer.id] = peer
+        self._reception.gate.allow(endpoint.public_key, peer.id)
+        self._add_link(peer, 0)
+        return peer
+
+    def _drop(self, peer: Peer) -> None:
+        """Parts with a peer, of which nothing is left then but its last word on the way."""
+        if not peer.lost:
+            peer.give_up(_NOT_WANTED)
+        self._reception.forget(peer)
+        del self._peers[peer.node], self._admitted[peer.id]
+        self._loop.call_later(LINGER / 1000, peer.control.close)
 
     def limit(self, credit: int, acknowledged: int) -> None:
         """Limits, from now on, the bytes under way on each payload connection (`credit`; 0: any number), and those that
@@ -257,8 +306,15 @@ class Mesh:
         peer.add_link(link, self._settings.heartbeat_interval, self._awake())
         return link
 
+    def _peer_of(self, link: Link) -> Peer | None:
+        """Returns whose connection that is; None where it was that of a peer that was dropped."""
+        peer = self._peers.get(link.node)
+        return peer if peer is not None and link in peer.links else None
+
     def _link_stands(self, link: Link) -> None:
-        peer = self._peers[link.node]
+        peer = self._peer_of(link)
+        if peer is None:
+            return
         if link.number:
             link.send(_GREETING, b"")
             peer.sending.go_on()
@@ -267,14 +323,22 @@ class Mesh:
         if link.down_since is not None:
             self._trace.record(Kind.FOUND, link.name, peer=peer.node)
             peer.came_back(link, self._awake() - link.down_since)
-        if not self._up and all(other.connected for other in self._peers.values()):
-            self._up = True
-            for other in self._peers.values():
-                other.suspicion = self._suspicion()
-            self._on_up()
+        self._check_up()
+
+    def _check_up(self) -> None:
+        if self._up or self._closed or not all(peer.connected for peer in self._peers.values()):
+            return
+        self._up = True
+        for peer in self._peers.values():
+            if not peer.watched:
+                peer.watched = True
+                peer.suspicion = self._suspicion()
+        self._on_up()
 
     def _link_broke(self, link: Link) -> None:
-        peer = self._peers[link.node]
+        peer = self._peer_of(link)
+        if peer is None:
+            return
         if not peer.leaving:
             self._trace.record(Kind.LOST, link.name, peer=peer.node)
             peer.broke(link, self._awake())
@@ -282,8 +346,8 @@ class Mesh:
             self.lose(peer.node, _CLOSED)
 
     def _link_wants(self, link: Link) -> None:
-        peer = self._peers[link.node]
-        if peer.lost or self._closed:
+        peer = self._peer_of(link)
+        if peer is None or peer.lost or self._closed:
             return
         if link.number:
             self.send(peer.node, wire.Reopen(link.number))
@@ -291,18 +355,26 @@ class Mesh:
             link.open()
 
     def _link_refused(self, link: Link, why: str) -> None:
+        peer = self._peer_of(link)
+        if peer is None or (why and self._config.elastic and not link.stood):  # it has not been told of us, and will be
+            return
         self.lose(link.node, why or _CLOSED)
 
     def missing(self) -> list[int]:
         """Returns the nodes that have not come up yet."""
         return [peer.node for peer in self._peers.values() if not peer.connected]
 
+    @property
+    def lost(self) -> list[int]:
+        """The nodes that were declared lost."""
+        return [peer.node for peer in self._peers.values() if peer.lost]
+
     def lose(self, node: int, why: str) -> None:
         """Declares a peer lost."""
-        peer = self._peers[node]
-        if peer.lost or self._closed:
+        peer = self._peers.get(node)
+        if peer is None or peer.lost or self._closed:
             return
-        self._reception.gate.forbid(node)
+        self._reception.gate.forbid(peer.id)
         peer.give_up(why)
         self._on_lost(node, why)
 
@@ -322,7 +394,7 @@ class Mesh:
     def _reopen(self, peer: Peer, asked: wire.Reopen) -> None:
         if asked.number >= len(peer.incoming):
             raise WireError(f"it has no connection {asked.number}")
-        token = self._reception.tokens.issue(peer.node, asked.number)
+        token = self._reception.tokens.issue(peer.id, asked.number)
         self.send(peer.node, wire.Reopened(asked.number, token, peer.incoming[asked.number].received))
 
     def _reopened(self, peer: Peer, answer: wire.Reopened) -> None:
@@ -375,10 +447,10 @@ class Mesh:
     def _look(self) -> None:
         """Looks for peers that are silent, and for slow ones."""
         now = self._awake()
-        if not self._up or self._closed:
+        if self._closed:
             return
-        for peer in self._peers.values():
-            if peer.lost:
+        for peer in list(self._peers.values()):
+            if peer.lost or not peer.watched:
                 continue
             peer.look_for_slowness(now)
             if why := peer.overdue(now, self._settings.heartbeat_timeout):

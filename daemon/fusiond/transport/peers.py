@@ -191,13 +191,16 @@ class Peer:
     """Another node's daemon.
 
     Attributes:
+        id: as whom it is admitted; another daemon of the same node has another one.
         links: to it: the control connection, then those for payloads, once it has told their tokens.
         incoming: messages that have come on its connections to this node, in the same order.
         sending: payloads on their way to it.
         greeted: its `PeerHello` has come.
         leaving: it has said that it ends.
         lost: it was declared so; what it sends is fenced, unless it is leaving: those are its last words.
+        watched: it is given up when it is silent: it has come up.
         control_from: routing id under which its control messages come.
+        heard_on: descriptors of its connections to this node, by number.
         asked_at: `sent` of the last heartbeat to it.
         owed, owed_bytes: received since it was last sent an acknowledgement.
         owes_from: so many of these bytes are acknowledged without a message to ride on.
@@ -205,6 +208,7 @@ class Peer:
 
     node: int
     host: str
+    id: int
     endpoint: Endpoint
     suspicion: Suspicion
     incoming: list[ReceiveWindow]
@@ -216,7 +220,9 @@ class Peer:
     greeted: bool = False
     leaving: bool = False
     lost: bool = False
+    watched: bool = False
     control_from: bytes = b""
+    heard_on: dict[int, int] = field(default_factory=dict)
     owed: int = 0
     owed_bytes: int = 0
     fenced: int = 0

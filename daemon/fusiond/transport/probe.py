@@ -1,4 +1,4 @@
-"""Measures the links when the job starts: the coordinator sends each peer small and large payloads and times the echo.
+"""Measures links when an epoch starts: the coordinator sends each peer small and large payloads and times the echo.
 
 No I/O: `begin` and `echo` return what to send next. One peer at a time, so that measurements do not disturb each
 other.
@@ -18,24 +18,31 @@ Probe = tuple[int, int, int]  # node, serial, bytes of payload
 
 
 class LinkProbe:
-    """Measures the links to `nodes`.
+    """Measures the links to other nodes, each once, until it is forgotten.
 
     Attributes:
-        cost: of the worst of them, when all have been measured.
-        seconds_per_byte: of each, by node.
+        cost: of the worst of the links that were asked about last, when all have been measured; None until then.
+        seconds_per_byte: of each of them, by node.
     """
 
-    def __init__(self, nodes: Sequence[int], clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._todo = [(node, nbytes) for node in nodes for nbytes in _ROUNDS]
+        self._nodes: Sequence[int] = ()
+        self._todo: list[tuple[int, int]] = []
         self._serial = 0
         self._sent_at = 0.0
         self._seconds: dict[tuple[int, int], list[float]] = {}  # round trips by node and payload
+        self._links: dict[int, CostModel] = {}  # those that are measured, by node
         self.cost: CostModel | None = None
         self.seconds_per_byte: dict[int, float] = {}
 
-    def begin(self) -> Probe | None:
-        """Returns the first probe; None if there is no link to measure."""
+    def begin(self, nodes: Sequence[int]) -> Probe | None:
+        """Begins to measure the links to these nodes that are not measured yet, and nothing else. Returns the first
+        probe; None if there is no link to measure."""
+        self._nodes = tuple(nodes)
+        self._todo = [(node, nbytes) for node in nodes if node not in self._links for nbytes in _ROUNDS]
+        self._seconds.clear()
+        self.cost = None
         return self._next()
 
     def echo(self, node: int, serial: int) -> Probe | None:
@@ -46,13 +53,18 @@ class LinkProbe:
         self._seconds.setdefault(measurement, []).append(self._clock() - self._sent_at)
         return self._next()
 
+    def forget(self, node: int) -> None:
+        """Forgets a link, which has gone with its node."""
+        self._links.pop(node, None)
+
     def _next(self) -> Probe | None:
         if self._todo:
             self._serial += 1
             self._sent_at = self._clock()
             node, nbytes = self._todo[0]
             return node, self._serial, nbytes
-        links = {node: self._link(node) for node in {node for node, _ in self._seconds}}
+        self._links.update({node: self._link(node) for node in {node for node, _ in self._seconds}})
+        links = {node: self._links[node] for node in self._nodes}
         self.seconds_per_byte = {node: link.seconds_per_byte for node, link in links.items()}
         self.cost = worst(list(links.values())) if links else CostModel()
         return None

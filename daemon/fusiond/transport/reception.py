@@ -43,9 +43,10 @@ Take = Callable[[bytes, zmq.Frame, list[zmq.Frame]], None]
 
 @dataclass(slots=True)
 class Holder:
-    """Holder of a token: that node's connection `number`; `descriptor`: where it came first, -1 until then."""
+    """Holder of a token: connection `number` of the peer that was admitted as `id`; `descriptor`: where it came first,
+    -1 until then."""
 
-    node: int
+    id: int
     number: int
     token: bytes
     descriptor: int = -1
@@ -61,14 +62,19 @@ class Tokens:
         self._old_order: deque[bytes] = deque()
         self.stale = 0
 
-    def issue(self, node: int, number: int) -> bytes:
-        """Returns a new token for a connection, which replaces the one that it had."""
-        before = self._current.get((node, number))
+    def issue(self, id: int, number: int) -> bytes:
+        """Returns a new token for a peer's connection, which replaces the one that it had."""
+        before = self._current.get((id, number))
         if before is not None:
             self._end(before)
-        holder = Holder(node, number, secrets.token_bytes(16))
-        self._holders[holder.token] = self._current[node, number] = holder
+        holder = Holder(id, number, secrets.token_bytes(16))
+        self._holders[holder.token] = self._current[id, number] = holder
         return holder.token
+
+    def forget(self, id: int) -> None:
+        """Ends all tokens of a peer."""
+        for key in [key for key in self._current if key[0] == id]:
+            self._end(self._current.pop(key))
 
     def holder(self, token: bytes, descriptor: int) -> Holder | None:
         """Returns the holder of a token that came on this descriptor (negative if unknown); None if it is nobody's,
@@ -84,10 +90,10 @@ class Tokens:
             holder.descriptor = descriptor
         return holder
 
-    def node_of_new(self, token: bytes) -> int | None:
-        """Returns the node of a token; None if it is nobody's, or has come on a connection already."""
+    def id_of_new(self, token: bytes) -> int | None:
+        """Returns whose a token is; None if it is nobody's, or has come on a connection already."""
         holder = self._holders.get(token)
-        return holder.node if holder is not None and holder.descriptor < 0 else None
+        return holder.id if holder is not None and holder.descriptor < 0 else None
 
     def is_stale(self, token: bytes) -> bool:
         """Returns whether it is, or was, a token of this node's."""
@@ -107,7 +113,6 @@ class Inbox:
 
     Args:
         socket, monitor, connections: a listening socket, the monitor of its connections, and these themselves.
-        peers: connections that the peers may be opening at a time, all of them from one host.
 
     Attributes:
         accepted: connections of TCP.
@@ -115,7 +120,7 @@ class Inbox:
     """
 
     def __init__(
-        self, loop: EventLoop, socket: Socket, monitor: Socket, connections: AcceptedSockets, take: Take, peers: int
+        self, loop: EventLoop, socket: Socket, monitor: Socket, connections: AcceptedSockets, take: Take
     ) -> None:
         self.accepted = 0
         self.strangers = 0
@@ -123,8 +128,8 @@ class Inbox:
         self._socket = socket
         self._monitor = monitor
         self._take = take
-        self._peers: set[int] = set()  # descriptors of connections from which a peer was heard
-        self._pending: Pending[int] = Pending(_STRANGERS + peers, _STRANGERS_OF_HOST + peers)
+        self._peers: dict[int, Address | None] = {}  # connections from which a peer was heard, by descriptor
+        self._pending: Pending[int] = Pending(_STRANGERS, _STRANGERS_OF_HOST)
         self._addresses: dict[int, Address] = {}  # of the pending ones
         self._accepted_sockets = connections
         self._closed = False
@@ -142,10 +147,20 @@ class Inbox:
         self._loop.remove(self._monitor.fileno())
         self._loop.remove(self._socket.fileno())
 
+    def expect(self, peers: int) -> None:
+        """Lets the peers have so many connections open at a time that are not known to be theirs yet."""
+        self._pending.limit(_STRANGERS + peers, _STRANGERS_OF_HOST + peers)
+
     def heard(self, descriptor: int) -> None:
         """Notes that a connection is a peer's, which has spoken on it."""
-        self._peers.add(descriptor)
+        self._peers[descriptor] = self._addresses.get(descriptor)
         self._forget(descriptor)
+
+    def end(self, descriptor: int) -> None:
+        """Ends a peer's connection, if it has not ended yet."""
+        address = self._peers.get(descriptor)
+        if address is not None:
+            self._accepted_sockets.shut_down(descriptor, address)
 
     def _drain(self) -> None:
         until = self._loop.clock() + _SECONDS
@@ -181,7 +196,7 @@ class Inbox:
                 descriptor = int(event["value"])
                 self._forget(descriptor)
                 if descriptor in self._peers:
-                    self._peers.remove(descriptor)
+                    del self._peers[descriptor]
                 else:
                     self.strangers += 1
 
@@ -204,8 +219,7 @@ class Reception:
     """The listening sockets of this node.
 
     Args:
-        peers: by node; filled before `start`.
-        nodes: how many nodes the job has.
+        peers: by the `id` as which each is admitted.
         handlers: of messages about connections, each called with the peer and the message. A `WireError` that one of
             them raises loses the peer.
         lose: called with a node, and a sentence, when it does what a peer never does.
@@ -229,7 +243,6 @@ class Reception:
         sockets: Sockets,
         settings: Settings,
         peers: Mapping[int, Peer],
-        nodes: int,
         handlers: Handlers,
         lose: Callable[[int, str], None],
         awake: AwakeClock,
@@ -237,7 +250,7 @@ class Reception:
     ) -> None:
         self.on_message: Callable[..., None] = lambda node, message, *payload: None
         self.tokens = Tokens()
-        self.gate = KeyGate(sockets.context, self.tokens.node_of_new)
+        self.gate = KeyGate(sockets.context, self.tokens.id_of_new)
         self.dropped = 0
         self._loop = loop
         self._peers = peers
@@ -248,20 +261,31 @@ class Reception:
         self._started = False
         control, control_port = sockets.control_inbox()
         payload, payload_port = sockets.payload_inbox(2 * max(settings.chunk_bytes, probe.LARGE))
-        most = 2 * nodes * settings.connections  # each peer's, and those that replace them
+        self._connections = settings.connections
         self._control, self._payload = (
-            Inbox(loop, inbox, sockets.monitor(inbox), sockets.accepted(inbox), take, most)
+            Inbox(loop, inbox, sockets.monitor(inbox), sockets.accepted(inbox), take)
             for inbox, take in ((control, self._take_control), (payload, self._take_payload))
         )
         self.ports = control_port, payload_port
 
-    def start(self) -> None:
-        """Begins to admit peers, and to take their messages."""
+    def expect(self, nodes: int) -> None:
+        """Makes room for the connections of so many nodes; begins to admit peers, and to take their messages."""
+        for inbox in (self._control, self._payload):
+            inbox.expect(2 * nodes * self._connections)  # each peer's, and those that replace them
+        if self._started:
+            return
         self._started = True
         self._loop.add_reader(self.gate.socket.fileno(), self.gate.answer)
         self._loop.call_soon(self.gate.answer)
         self._control.start()
         self._payload.start()
+
+    def forget(self, peer: Peer) -> None:
+        """Admits a peer no more, and ends its connections to this node."""
+        self.gate.forbid(peer.id)
+        self.tokens.forget(peer.id)
+        for number, descriptor in peer.heard_on.items():
+            (self._payload if number else self._control).end(descriptor)
 
     def close(self) -> None:
         """Takes no more; the sockets are the context's to close."""
@@ -283,14 +307,15 @@ class Reception:
         }
 
     def _take_control(self, routing_id: bytes, frame: zmq.Frame, rest: list[zmq.Frame]) -> None:
-        node = admitted_node(frame)
-        peer = None if node is None else self._peers.get(node)
+        id = admitted_as(frame)
+        peer = None if id is None else self._peers.get(id)
         if peer is None:
             self.dropped += 1
             return
         if routing_id != peer.control_from:  # a new connection
             peer.control_from = routing_id
-            self._control.heard(descriptor_of(frame))
+            peer.heard_on[0] = descriptor_of(frame)
+            self._control.heard(peer.heard_on[0])
         if self._is_fenced(peer):
             return
         try:
@@ -328,7 +353,7 @@ class Reception:
         if holder is None:
             self.dropped += not self.tokens.is_stale(routing_id)
             return
-        peer = self._peers[holder.node]
+        peer = self._peers[holder.id]
         if self._is_fenced(peer):
             return
         try:
@@ -342,6 +367,7 @@ class Reception:
             self.dropped += 1
             return
         if not serial:  # the first one on a connection
+            peer.heard_on[holder.number] = descriptor
             self._payload.heard(descriptor)
             return
         try:
@@ -379,8 +405,8 @@ def descriptor_of(frame: zmq.Frame) -> int:
         return -1
 
 
-def admitted_node(frame: zmq.Frame) -> int | None:
-    """Returns the node with whose key or token this message's connection was admitted; None if unknown."""
+def admitted_as(frame: zmq.Frame) -> int | None:
+    """Returns as whom this message's connection was admitted, by its key or token; None if unknown."""
     try:
         return int(str(frame.get("User-Id")))
     except (zmq.ZMQError, ValueError):

@@ -63,6 +63,7 @@ class WorkerLink:
 
     Attributes:
         rank: set by the handler once it has accepted the worker's `Hello`; None again after `Bye`.
+        events: those of the formation in which it has said `Hello`.
         stacks: how to see where a worker is that has said `Hello`.
         process: its process, if the kernel lets this one read and write its memory.
         left: it has said `Bye`, so that the end of the connection is no surprise; another `Hello` may come.
@@ -70,6 +71,7 @@ class WorkerLink:
 
     sock: socket.socket
     pid: int
+    events: WorkerEvents | None = None
     rank: int | None = None
     left: bool = False
     segments: dict[int, Segment] = field(default_factory=dict)
@@ -121,13 +123,16 @@ class Workers:
         loop: watches them.
         listener: the socket, which is taken over.
         events: decides.
+
+    Attributes:
+        events: decide about connections whose workers have not joined. Others are told to those that were here then.
     """
 
     def __init__(self, loop: EventLoop, listener: socket.socket, events: WorkerEvents) -> None:
         self._loop = loop
         self._socket = listener
         self._path: str = listener.getsockname()
-        self._events = events
+        self.events = events
         self._own: Mapping[type[Any], Callable[[WorkerLink, Any, int], None]] = {
             wire.Hello: self._hello,
             wire.Bye: self._bye,
@@ -256,7 +261,7 @@ class Workers:
             self._hand_on(link, message)
 
     def _hand_on(self, link: WorkerLink, message: wire.WorkerMessage) -> None:
-        self._events.handlers[type(message)](link, message)
+        (self.events if link.events is None else link.events).handlers[type(message)](link, message)
 
     def _hello(self, link: WorkerLink, hello: wire.Hello, fd: int) -> None:
         if link.rank is not None:
@@ -266,16 +271,20 @@ class Workers:
         link.left = False
         link.stacks = Source.open(link.pid, hello, fd)
         link.process = _process_of(link.pid, hello)
-        self._events.worker_joined(link, hello)
+        link.events = self.events
+        self.events.worker_joined(link, hello)
+        if link.rank is None:  # it was refused
+            link.events = None
 
     def _bye(self, link: WorkerLink, bye: wire.Bye, fd: int) -> None:
-        rank = link.rank
+        rank, events = link.rank, link.events
         assert rank is not None
-        link.left, link.rank = True, None
+        assert events is not None
+        link.left, link.rank, link.events = True, None, None
         link.forget_process()
         for segment in list(link.segments):
             self._drop_segment(link, segment)
-        self._events.worker_left(rank, bye)
+        events.worker_left(rank, bye)
 
     def _add_segment(self, link: WorkerLink, message: wire.AddSegment, fd: int) -> None:
         if fd < 0:
@@ -322,10 +331,10 @@ class Workers:
     def _end(self, link: WorkerLink, why: str) -> None:
         """The connection is over."""
         self._drop(link)
-        if link.rank is not None and not link.left:
-            self._events.worker_lost(link.rank, link.pid, why)
+        if link.rank is not None and link.events is not None:
+            link.events.worker_lost(link.rank, link.pid, why)
         elif link.left:
-            self._events.connection_ended()
+            self.events.connection_ended()
         elif link.rank is None and "died" not in why:
             self.refused += 1
 

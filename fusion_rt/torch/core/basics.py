@@ -17,6 +17,7 @@ from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.local import elastic
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import process_sets as sets
+from fusion_rt.torch.core import recording
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
 from fusion_rt.torch.core.rendezvous import open_store
 from fusion_rt.torch.core.runtime import (
@@ -115,8 +116,16 @@ def join(
         client, daemon = autostart.join(where, settings, open_store)
         trace = _open_recorder(client, settings)
     else:
-        client = Client("", before.client.job, where.rank, settings.start_timeout, before.client)
         daemon, trace = before.daemon, before.trace
+        moved = where.rank != before.rank
+        if moved:
+            recording.forget(trace)
+            trace.close()
+        client = Client(
+            "", before.client.job, where.rank, settings.start_timeout, before.client, formation=where.formation
+        )
+        if moved:
+            trace = _open_recorder(client, settings)
     enter(Runtime(where, client, daemon, trace))
     try:
         _begin_timeline(client, settings)
@@ -152,8 +161,8 @@ def shutdown() -> None:
 
 
 def is_homogeneous() -> bool:
-    """Tells whether all nodes have the same number of workers."""
-    return len({len(ranks) for ranks in runtime().client.topology.ranks}) == 1
+    """Tells whether all nodes that have workers have the same number of them."""
+    return len({len(ranks) for ranks in runtime().client.topology.ranks if ranks}) == 1
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------

@@ -226,10 +226,11 @@ def step_out() -> None:
 
 
 def returning(where: environment.Environment) -> Runtime | None:
-    """Returns the membership that `step_out` left, if it was in the same place; its caller has to make use of it."""
+    """Returns the membership that `step_out` left, if its daemon is that of this place; its caller has to make use of
+    it."""
     global _left
     found, _left = _left, None
-    if found is not None and found.where != where:
+    if found is not None and not where.has_daemon_of(found.where):
         found.close()
         found = None
     if found is not None:

@@ -11,7 +11,7 @@ from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.local import elastic
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.basics import init
-from fusion_rt.torch.core.runtime import leave, runtime
+from fusion_rt.torch.core.runtime import runtime, step_out
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.sync.synchroniser import enter_all
 
@@ -52,8 +52,8 @@ def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection
 
 
 def _move(agent: elastic.AgentConnection, why: str) -> None:
-    """Leaves this membership epoch for good, and joins the next one."""
-    leave()
+    """Leaves this membership epoch, and joins the next one; over the same connection if its daemon is the same."""
+    step_out()
     elastic.move(agent, why)
     init()
     enter_all(runtime())

@@ -34,20 +34,20 @@ def daemons() -> list[VirtualDaemon]:
 
 
 def test_every_message_of_a_peer_has_a_handler(daemons: list[VirtualDaemon]) -> None:
-    dispatch = daemons[1]._peer_dispatch
+    dispatch = daemons[1]._formation.peer_dispatch
     dispatch._make_tables()
     assert set(dispatch._tables[0]) | OF_CONNECTIONS == set(get_args(wire.PeerMessage))
     assert not set(dispatch._tables[0]) & OF_CONNECTIONS
 
 
 def test_every_message_of_a_worker_or_tool_has_a_handler(daemons: list[VirtualDaemon]) -> None:
-    assert set(daemons[0]._worker_dispatch.handlers) | OF_LINKS == set(get_args(wire.WorkerMessage))
+    assert set(daemons[0]._formation.worker_dispatch.handlers) | OF_LINKS == set(get_args(wire.WorkerMessage))
 
 
 def test_what_only_the_coordinator_may_say_fails_the_job_when_another_node_says_it(
     daemons: list[VirtualDaemon],
 ) -> None:
-    daemons[1]._peer_dispatch.receive(2, VERDICT)
+    daemons[1]._formation.peer_dispatch.receive(2, VERDICT)
     assert daemons[1].failure == (
         "node 2 (host host2) sent a Verdict that makes no sense here: it comes from the coordinator only"
     )
@@ -55,24 +55,24 @@ def test_what_only_the_coordinator_may_say_fails_the_job_when_another_node_says_
 
 def test_what_a_coordinator_of_a_view_before_says_is_dropped(daemons: list[VirtualDaemon]) -> None:
     one = daemons[1]
-    one._losses.coordinated.add(2)
-    one._peer_dispatch.receive(2, VERDICT)
+    one._formation.losses.coordinated.add(2)
+    one._formation.peer_dispatch.receive(2, VERDICT)
     assert one.failure == ""
 
 
 def test_a_node_that_is_not_in_the_view_is_heard_about_rings_only(daemons: list[VirtualDaemon]) -> None:
     one = daemons[1]
-    one._losses.views.view = View(1, (0, 1), (Loss(2, "it died"),))
-    one._peer_dispatch.receive(2, wire.Abort("no"))
+    one._formation.losses.views.view = View(1, (0, 1), (Loss(2, "it died"),))
+    one._formation.peer_dispatch.receive(2, wire.Abort("no"))
     assert one.failure == ""
-    assert one._losses.statistics()["fenced"] == 1
-    assert set(one._peer_dispatch._tables[2]) == ABOUT_RINGS
+    assert one._formation.losses.statistics()["fenced"] == 1
+    assert set(one._formation.peer_dispatch._tables[2]) == ABOUT_RINGS
 
 
 def test_what_is_of_another_epoch_is_dropped_but_for_payloads_which_say_their_epoch(
     daemons: list[VirtualDaemon],
 ) -> None:
-    dispatch = daemons[1]._peer_dispatch
+    dispatch = daemons[1]._formation.peer_dispatch
     dispatch._make_tables()
     before = set(dispatch._tables[2])
     dispatch.receive(2, wire.NewEpoch(1))
@@ -86,7 +86,7 @@ def test_what_is_of_another_epoch_is_dropped_but_for_payloads_which_say_their_ep
 def test_a_failed_job_takes_no_more_of_its_operations_and_answers_questions(daemons: list[VirtualDaemon]) -> None:
     one = daemons[1]
     one.fail("no more")
-    one._peer_dispatch.receive(0, VERDICT)
-    assert wire.Verdict not in one._peer_dispatch._tables[0]
-    assert {wire.WaitingRequest, wire.Locate, wire.Departed, wire.Abort} <= set(one._peer_dispatch._tables[0])
+    one._formation.peer_dispatch.receive(0, VERDICT)
+    assert wire.Verdict not in one._formation.peer_dispatch._tables[0]
+    assert {wire.WaitingRequest, wire.Locate, wire.Departed, wire.Abort} <= set(one._formation.peer_dispatch._tables[0])
     assert one.failure == "no more"

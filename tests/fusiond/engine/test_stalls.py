@@ -43,7 +43,7 @@ def train(
     assert isinstance(planned, wire.Planned), planned
     plan = planned.plan
     worker.daemon.tell(worker, wire.AddSegment(1, plan.nbytes, plan.id))
-    ranks = worker.daemon.current_engine().topology.size
+    ranks = worker.daemon._formation.engine.topology.size
     for clock in range(steps):
         yield [loss(worker, clock)]
         began = network.now

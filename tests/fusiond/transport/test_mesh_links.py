@@ -277,7 +277,7 @@ def test_a_peer_that_was_given_up_is_fenced_and_cannot_come_back(two: Two) -> No
 
 def test_a_key_that_was_forbidden_is_refused_and_its_owner_told(two: Two) -> None:
     first, second = two.nodes
-    first.mesh._reception.gate.forbid(1)
+    first.mesh._reception.gate.forbid(first.mesh._peers[1].id)
     assert two.proxies[2].reset() > 0
     two.until(lambda: second.lost)
     assert second.lost[0].startswith("it refuses this node's key: it has given this node up")

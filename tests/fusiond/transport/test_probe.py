@@ -18,7 +18,7 @@ class Clock:
 def run(probe: LinkProbe, clock: Clock, round_trip: dict[int, tuple[float, float]]) -> list[int]:
     """Echoes every probe after `latency + nbytes * rate` of its node; the nodes in the order in which they came."""
     order = []
-    due = probe.begin()
+    due = probe.begin(list(round_trip))
     while due is not None:
         node, serial, nbytes = due
         order.append(node)
@@ -30,7 +30,7 @@ def run(probe: LinkProbe, clock: Clock, round_trip: dict[int, tuple[float, float
 
 def test_the_worst_link_of_the_job_counts() -> None:
     clock = Clock()
-    probe = LinkProbe([1, 2], clock)
+    probe = LinkProbe(clock)
     order = run(probe, clock, {1: (200e-6, 1e-9), 2: (400e-6, 0.5e-9)})
     assert probe.cost is not None
     assert probe.cost.latency == pytest.approx(200e-6, rel=0.01)
@@ -42,8 +42,8 @@ def test_the_worst_link_of_the_job_counts() -> None:
 
 def test_the_best_small_round_trip_and_the_best_large_one_beyond_a_burst_count() -> None:
     clock = Clock()
-    probe = LinkProbe([1], clock)
-    due = probe.begin()
+    probe = LinkProbe(clock)
+    due = probe.begin([1])
     rounds: dict[int, int] = {}
     while due is not None:
         _, serial, nbytes = due
@@ -60,8 +60,8 @@ def test_the_best_small_round_trip_and_the_best_large_one_beyond_a_burst_count()
 
 def test_large_round_trips_that_are_late_do_not_make_a_link_slow() -> None:
     clock = Clock()
-    probe = LinkProbe([1], clock)
-    due = probe.begin()
+    probe = LinkProbe(clock)
+    due = probe.begin([1])
     large = 0
     while due is not None:
         _, serial, nbytes = due
@@ -74,8 +74,8 @@ def test_large_round_trips_that_are_late_do_not_make_a_link_slow() -> None:
 
 def test_an_echo_that_nobody_waits_for_is_ignored() -> None:
     clock = Clock()
-    probe = LinkProbe([1, 2], clock)
-    first = probe.begin()
+    probe = LinkProbe(clock)
+    first = probe.begin([1, 2])
     assert first is not None
     node, serial, _ = first
     assert probe.echo(2, serial) is None
@@ -91,6 +91,31 @@ def test_an_echo_that_nobody_waits_for_is_ignored() -> None:
 
 
 def test_without_a_link_the_model_is_a_guess() -> None:
-    probe = LinkProbe([], Clock())
-    assert probe.begin() is None
+    probe = LinkProbe(Clock())
+    assert probe.begin([]) is None
     assert probe.cost == CostModel()
+
+
+def test_only_links_that_are_new_are_measured() -> None:
+    clock = Clock()
+    probe = LinkProbe(clock)
+    links = {1: (200e-6, 1e-9), 2: (200e-6, 4e-9), 3: (200e-6, 2e-9)}
+    run(probe, clock, {1: links[1], 2: links[2]})
+    assert set(run(probe, clock, {1: links[1], 3: links[3]})) == {3}
+    assert probe.seconds_per_byte == pytest.approx({1: 1e-9, 3: 2e-9})
+    assert probe.cost is not None
+    assert probe.cost.seconds_per_byte == pytest.approx(2e-9)  # of the worst that is left
+    probe.forget(1)
+    assert set(run(probe, clock, {1: links[1], 3: links[3]})) == {1}
+
+
+def test_a_measurement_that_was_cut_short_begins_again_and_its_late_echo_is_ignored() -> None:
+    clock = Clock()
+    probe = LinkProbe(clock)
+    first = probe.begin([1, 2])
+    assert first is not None
+    again = probe.begin([1])
+    assert again is not None
+    assert probe.echo(1, first[1]) is None
+    clock.now += 1.0
+    assert probe.echo(1, again[1]) is not None

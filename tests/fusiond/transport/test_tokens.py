@@ -13,7 +13,7 @@ def test_a_token_says_whose_connection_it_is() -> None:
         for _ in range(3):
             holder = tokens.holder(token, 30 + number)
             assert holder is not None
-            assert (holder.node, holder.number) == (node, number)
+            assert (holder.id, holder.number) == (node, number)
     assert tokens.stale == 0
 
 
