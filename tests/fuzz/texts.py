@@ -16,8 +16,8 @@ from fusion_rt.launchers.environment import detect
 from fusion_rt.launchers.nodelist import expand
 from fusion_rt.local import stack_text
 from fusion_rt.runner.command import config_file
-from fusion_rt.runner.launch.host_list import parse_hostfile, parse_hosts
-from fusion_rt.runner.launch.worker_errors import echo_of, excerpt, in_a_line, last_error
+from fusion_rt.runner.decisions.host_list import parse_hostfile, parse_hosts
+from fusion_rt.runner.decisions.worker_errors import echo_of, excerpt, in_a_line, last_error
 from fusion_rt.runner.launch.worker_output import Lines
 from fusion_rt.settings import OF_SETTINGS, Settings
 from tests.fuzz.engine import Target

@@ -19,7 +19,7 @@ from typing import Any
 
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.host.address import listen_address
-from fusion_rt.host.bootstrap import DaemonConfig, StartError
+from fusion_rt.host.bootstrap import Abandon, DaemonConfig, StartError
 from fusion_rt.local import elastic
 from fusion_rt.runner.agent import preflight, worker_variables
 from fusion_rt.runner.agent.daemon_process import Daemon
@@ -136,7 +136,7 @@ class Agent:
                 await self._start_epoch(command)
             case Begin():
                 await self._begin(command)
-            case agent_messages.Abandon(number):
+            case Abandon(number):
                 if self._epoch is not None and self._epoch.number == number:
                     self._retire_daemon()
                     self._end_unused(number)

@@ -22,13 +22,14 @@ from fusion_rt.runner.agent.worker_variables import forwarded
 from fusion_rt.runner.command import config_file, flags
 from fusion_rt.runner.command.flags import make_parser
 from fusion_rt.runner.command.option_values import Choices
+from fusion_rt.runner.decisions.host_list import Host, parse_hostfile, parse_hosts
+from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.places import add_shard_hosts, fill, shard_host_names
 from fusion_rt.runner.launch import remote_shell
 from fusion_rt.runner.launch.discovery import Discovery
-from fusion_rt.runner.launch.host_list import Host, parse_hostfile, parse_hosts
-from fusion_rt.runner.launch.launch_plan import LEAVE_S, ElasticPlan, LaunchPlan, Limits
+from fusion_rt.runner.launch.launch_plan import LEAVE_S, ElasticPlan, LaunchPlan
 from fusion_rt.runner.launch.launcher import launch
 from fusion_rt.runner.launch.phases import process_age
-from fusion_rt.runner.launch.places import add_shard_hosts, fill, shard_host_names
 from fusion_rt.settings import KNOBS, Settings
 from fusion_rt.units import SECONDS
 

@@ -19,9 +19,9 @@ from fusion_rt.host.bootstrap import decode_line, encode_line
 from fusion_rt.run_function import Answer, Request
 from fusion_rt.runner.command.cli import make_plan
 from fusion_rt.runner.command.flags import make_parser
+from fusion_rt.runner.decisions.outcome import WorkerFailure, first_cause, tell
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.launcher import Launch
-from fusion_rt.runner.launch.outcome import WorkerFailure, first_cause, tell
 
 
 def make_request_plan(request: Request, function: bytes) -> LaunchPlan:

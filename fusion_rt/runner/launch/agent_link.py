@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from fusion_rt.core.errors import WireError
-from fusion_rt.runner.launch.outcome import ending
+from fusion_rt.runner.decisions.outcome import ending
 from fusion_rt.runner.protocol.agent_messages import LINE_START, MAX_AGENT_LINE, FromAgent, Job, Ping, decode_from_agent
 from fusion_rt.runner.protocol.child_processes import Child, Children
 from fusion_rt.runner.protocol.pipes import Silence

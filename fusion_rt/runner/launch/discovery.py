@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fusion_rt.core.errors import FusionError, SettingError
-from fusion_rt.runner.launch.host_list import Host, parse_hosts
+from fusion_rt.runner.decisions.host_list import Host, parse_hosts
 from fusion_rt.runner.protocol.child_processes import Child, Children
 from fusion_rt.runner.protocol.pipes import Reader
 

@@ -5,34 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fusion_rt.runner.decisions.host_list import Host
+from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.places import Places
 from fusion_rt.runner.launch.discovery import Discovery
-from fusion_rt.runner.launch.host_list import Host
-from fusion_rt.runner.launch.places import Places
 from fusion_rt.settings import Settings
 
 LEAVE_S = 5.0  # seconds that a worker has, beyond the peers' heartbeat time-out, to leave an epoch after the first did
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The limits of an elastic job.
-
-    Attributes:
-        wanted: workers that the first epoch needs.
-        least, most: workers of any later epoch; `most` is None for as many as there are slots.
-        timeout: seconds to wait for enough hosts.
-        resets: epochs after the first; None: any number.
-        leave: seconds that workers have to leave an epoch after the first of them did.
-        start: seconds in which an agent has to answer, and a daemon to listen.
-    """
-
-    wanted: int
-    least: int
-    most: int | None = None
-    timeout: float = 600.0
-    resets: int | None = None
-    leave: float = 15.0
-    start: float = 30.0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
@@ -19,15 +20,12 @@ import msgspec
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import Endpoint, PeerTable
+from fusion_rt.host.bootstrap import Abandon, Endpoint, PeerTable
 from fusion_rt.runner.agent.preflight import versions
-from fusion_rt.runner.launch import phases, remote_shell
-from fusion_rt.runner.launch.agent_link import AgentLink, Event, Lost
-from fusion_rt.runner.launch.daemon_logs import DaemonLogs
-from fusion_rt.runner.launch.fixed import Fixed
-from fusion_rt.runner.launch.host_list import Host
-from fusion_rt.runner.launch.launch_plan import LaunchPlan
-from fusion_rt.runner.launch.outcome import (
+from fusion_rt.runner.decisions.blacklist import Blacklist
+from fusion_rt.runner.decisions.fixed import Fixed
+from fusion_rt.runner.decisions.host_list import Host
+from fusion_rt.runner.decisions.outcome import (
     DaemonFailure,
     Failure,
     HostFailure,
@@ -36,7 +34,11 @@ from fusion_rt.runner.launch.outcome import (
     first_cause,
     tell,
 )
-from fusion_rt.runner.launch.places import Place, Places
+from fusion_rt.runner.decisions.places import Place, Places
+from fusion_rt.runner.launch import phases, remote_shell
+from fusion_rt.runner.launch.agent_link import AgentLink, Event, Lost
+from fusion_rt.runner.launch.daemon_logs import DaemonLogs
+from fusion_rt.runner.launch.launch_plan import LaunchPlan
 from fusion_rt.runner.launch.printer import Printer
 from fusion_rt.runner.launch.worker_output import WorkerOutput
 from fusion_rt.runner.protocol import agent_messages
@@ -44,7 +46,7 @@ from fusion_rt.runner.protocol.child_processes import Children
 from fusion_rt.runner.protocol.pipes import BEATS
 
 if TYPE_CHECKING:
-    from fusion_rt.runner.launch.epochs import Epochs
+    from fusion_rt.runner.decisions.epochs import Epochs
 
 TERM_GRACE = 5.0  # seconds between TERM and KILL when a worker failed, as Horovod has it
 INTERRUPT_GRACE = 3.0  # seconds when a person or a batch system interrupts: with the rest, all is over within 5
@@ -133,9 +135,11 @@ class Launch:
         plan, settings = self._plan, self._plan.settings
         if plan.elastic is None:
             return Fixed(plan.places, self, time.monotonic, settings.start_timeout, settings.tolerate_losses)
-        from fusion_rt.runner.launch.epochs import make_epochs  # takes time, for which other jobs need not wait
+        from fusion_rt.runner.decisions.epochs import Epochs  # takes time, for which other jobs need not wait
 
-        return make_epochs(plan.elastic, plan.job, self)
+        # Seeded by the job, so that what happened can be told from its logs.
+        blacklist = Blacklist(*plan.elastic.cooldown, time.monotonic, random.Random(plan.job))
+        return Epochs(plan.elastic.limits, blacklist, self, time.monotonic)
 
     async def run(self) -> int:
         """Runs the job to its end.
@@ -374,7 +378,7 @@ class Launch:
             self._tell([host], agent_messages.Begin(number, slots, table))
 
     def abandon(self, number: int) -> None:
-        self._tell(self._current, agent_messages.Abandon(number))
+        self._tell(self._current, Abandon(number, "the epoch cannot come up"))
 
     def remove(self, host: str, slots: Sequence[int], reason: str) -> None:
         self._tell([host], agent_messages.Remove(tuple(slots), reason))

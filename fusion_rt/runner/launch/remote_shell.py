@@ -16,7 +16,7 @@ import sys
 
 from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.agent.worker_variables import absolute_path_list
-from fusion_rt.runner.launch.host_list import Host
+from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
 
 AGENT = ("-m", "fusion_rt.runner.agent")

@@ -17,7 +17,7 @@ import msgspec
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import Endpoint, PeerTable
+from fusion_rt.host.bootstrap import Abandon, Endpoint, PeerTable
 from fusion_rt.host.bootstrap import Job as JobId
 
 MAX_AGENT_LINE = 256 * 1024  # bytes of one line from an agent
@@ -118,13 +118,6 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     number: int
     survivors: tuple[int, ...]
     table: PeerTable | None
-
-
-class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
-    """The epoch cannot come up: end its daemon, so that workers that have joined it hear of it, and the workers that
-    were started for it and have not come so far yet."""
-
-    number: int
 
 
 class Remove(msgspec.Struct, frozen=True, tag="remove"):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import encode_line
+from fusion_rt.host.bootstrap import Abandon, encode_line
 from fusion_rt.runner.agent.preflight import versions
 from fusion_rt.runner.protocol import agent_messages
 from tests.runner.conftest import FAKE_DAEMON, ROOT
@@ -164,13 +164,13 @@ def test_workers_that_have_not_begun_end_with_their_epoch(start: Callable[..., E
     agent.start(1)
     agent.send(agent_messages.Begin(1, (), None))
     assert agent.until(agent_messages.Asked).slot == 1
-    agent.send(agent_messages.Abandon(1))
+    agent.send(Abandon(1, "why"))
     assert agent.until(agent_messages.Exited) == agent_messages.Exited(0, -9, unused=True)
     agent.start(2)
     agent.send(agent_messages.Begin(2, (1,), None))
     agent.until(agent_messages.WorkersUp)
     assert agent.until(agent_messages.Asked) == agent_messages.Asked(1, 2, "why"), "it has gone on"
-    agent.send(agent_messages.Abandon(2))
+    agent.send(Abandon(2, "why"))
     assert agent.until(agent_messages.Exited) == agent_messages.Exited(0, -9, unused=True)
 
 
@@ -194,8 +194,8 @@ def test_a_daemon_that_dies_is_told_with_its_epoch_and_one_that_is_ended_is_not(
     (runtime_dir / "test-1.0").mkdir()  # what a killed daemon leaves
     process = psutil.Process(agent.start(2))
     assert not (runtime_dir / "test-1.0").exists()
-    agent.send(agent_messages.Abandon(1))  # which is over
-    agent.send(agent_messages.Abandon(2))
+    agent.send(Abandon(1, "why"))  # which is over
+    agent.send(Abandon(2, "why"))
     assert psutil.wait_procs([process], timeout=60)[1] == []
     agent.send(agent_messages.Stop(1.0))
     said = agent.rest()

@@ -12,8 +12,9 @@ import pytest
 import fusion_rt
 from fusion_rt.core.errors import SettingError
 from fusion_rt.runner.command.cli import main, make_parser, make_plan
-from fusion_rt.runner.launch.host_list import Host
-from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan, Limits
+from fusion_rt.runner.decisions.host_list import Host
+from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.launch.launch_plan import ElasticPlan, LaunchPlan
 from fusion_rt.units import MIB
 
 

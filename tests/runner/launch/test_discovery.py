@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fusion_rt.core.errors import FusionError, SettingError
+from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.launch.discovery import Discovery
-from fusion_rt.runner.launch.host_list import Host
 
 
 @pytest.fixture

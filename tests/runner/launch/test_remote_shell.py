@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from fusion_rt.core.errors import SettingError
-from fusion_rt.runner.launch.host_list import Host, parse_hosts
+from fusion_rt.runner.decisions.host_list import Host, parse_hosts
+from fusion_rt.runner.decisions.places import fill
 from fusion_rt.runner.launch.launch_plan import LaunchPlan
-from fusion_rt.runner.launch.places import fill
 from fusion_rt.runner.launch.remote_shell import agent_argv, agent_environment, check_template, explain, is_remote
 from fusion_rt.settings import Settings
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fusion_rt.core.errors import SettingError
+from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.launch import discovery
 from fusion_rt.runner.launch.discovery import Discovery
-from fusion_rt.runner.launch.host_list import Host
 from fusion_rt.runner.protocol.child_processes import Children
 
 pytestmark = pytest.mark.multiprocess

@@ -32,7 +32,7 @@ COMMANDS = [
     agent_messages.Epoch(2, "j-2", 1, Topology(("a", "b"), ((0,), (2, 1))), (0, 3), False),
     agent_messages.Begin(2, (3,), PeerTable((ENDPOINT,))),
     agent_messages.Begin(2, (), None),
-    agent_messages.Abandon(2),
+    agent_messages.Abandon(2, "why"),
     agent_messages.Remove((0, 1), "no room"),
     agent_messages.Release("no room"),
     agent_messages.Kill((0,)),

@@ -8,7 +8,8 @@ import os
 import sys
 
 from fusion_rt.runner.command.cli import main
-from fusion_rt.runner.launch import fixed, launcher
+from fusion_rt.runner.decisions import fixed
+from fusion_rt.runner.launch import launcher
 
 launcher.INTERRUPT_GRACE = float(os.environ.get("TEST_INTERRUPT_GRACE", launcher.INTERRUPT_GRACE))
 fixed.SETTLE_S = float(os.environ.get("TEST_SETTLE", fixed.SETTLE_S))

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from fusion_rt.host.bootstrap import Endpoint
-from fusion_rt.runner.launch.host_list import Host
-from fusion_rt.runner.launch.outcome import Failure
-from fusion_rt.runner.launch.places import Place, Places
+from fusion_rt.runner.decisions.host_list import Host
+from fusion_rt.runner.decisions.outcome import Failure
+from fusion_rt.runner.decisions.places import Place, Places
 
 
 class JobControl(Protocol):

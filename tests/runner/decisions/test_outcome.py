@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusion_rt.core.traceback_format import quoted
-from fusion_rt.runner.launch.outcome import (
+from fusion_rt.runner.decisions.outcome import (
     DaemonFailure,
     HostFailure,
     MembershipFailure,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from enum import Enum
 
-from fusion_rt.runner.launch.outcome import Failure, HostFailure, WorkerGaveUp, in_short
-from fusion_rt.runner.launch.places import Place, Places
+from fusion_rt.runner.decisions.outcome import Failure, HostFailure, WorkerGaveUp, in_short
+from fusion_rt.runner.decisions.places import Place, Places
 
 
 class WorkerState(Enum):

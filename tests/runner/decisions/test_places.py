@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_rt.core.errors import SettingError
-from fusion_rt.runner.launch.host_list import Host, parse_hosts
-from fusion_rt.runner.launch.places import (
+from fusion_rt.runner.decisions.host_list import Host, parse_hosts
+from fusion_rt.runner.decisions.places import (
     Place,
     Places,
     add_shard_hosts,

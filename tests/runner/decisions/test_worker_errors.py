@@ -9,7 +9,7 @@ import pytest
 
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.core.traceback_format import quoted
-from fusion_rt.runner.launch.worker_errors import echo_of, in_a_line, last_error
+from fusion_rt.runner.decisions.worker_errors import echo_of, in_a_line, last_error
 
 TRACEBACK = """some warning
 Traceback (most recent call last):

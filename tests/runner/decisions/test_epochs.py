@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from fusion_rt.host.bootstrap import Endpoint
-from fusion_rt.runner.launch.blacklist import Blacklist
-from fusion_rt.runner.launch.epochs import Epochs
-from fusion_rt.runner.launch.host_list import Host, parse_hosts
-from fusion_rt.runner.launch.launch_plan import Limits
-from fusion_rt.runner.launch.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell
-from fusion_rt.runner.launch.places import Place, Places
+from fusion_rt.runner.decisions.blacklist import Blacklist
+from fusion_rt.runner.decisions.epochs import Epochs
+from fusion_rt.runner.decisions.host_list import Host, parse_hosts
+from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell
+from fusion_rt.runner.decisions.places import Place, Places
 
 COOLDOWN_S = 10.0
 

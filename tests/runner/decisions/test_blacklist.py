@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fusion_rt.runner.launch.blacklist import Blacklist
+from fusion_rt.runner.decisions.blacklist import Blacklist
 
 
 class Clock:

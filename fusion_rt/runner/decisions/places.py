@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from fusion_rt.core.errors import SettingError
 from fusion_rt.core.topology import Topology
-from fusion_rt.runner.launch.host_list import Host, parse_host
+from fusion_rt.runner.decisions.host_list import Host, parse_host
 
 _SHARD_HOSTS = "--shard-hosts (FUSION_SHARD_HOSTS)"
 Place: TypeAlias = tuple[str, int]  # a host's name and a slot there

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fusion_rt.host.bootstrap import Endpoint
-from fusion_rt.runner.launch.fixed import QUOTED_S, SETTLE_S, Fixed
-from fusion_rt.runner.launch.host_list import parse_hosts
-from fusion_rt.runner.launch.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell
-from fusion_rt.runner.launch.places import fill
+from fusion_rt.runner.decisions.fixed import QUOTED_S, SETTLE_S, Fixed
+from fusion_rt.runner.decisions.host_list import parse_hosts
+from fusion_rt.runner.decisions.outcome import DaemonFailure, Failure, HostFailure, WorkerFailure, tell
+from fusion_rt.runner.decisions.places import fill
 
 START_S = 30.0
 ECHO = "HorovodInternalError: rank 1 is gone"

@@ -8,21 +8,19 @@ wait, and so survive an attempt to start an epoch that fails.
 from __future__ import annotations
 
 import math
-import random
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from fusion_rt.host.bootstrap import Endpoint
-from fusion_rt.runner.launch.blacklist import Blacklist
-from fusion_rt.runner.launch.host_list import Host
-from fusion_rt.runner.launch.job_control import JobControl
-from fusion_rt.runner.launch.launch_plan import ElasticPlan, Limits
-from fusion_rt.runner.launch.outcome import Failure, HostFailure, MembershipFailure, in_short
-from fusion_rt.runner.launch.places import Places, assign
-from fusion_rt.runner.launch.worker_states import WorkerState, WorkerStates
+from fusion_rt.runner.decisions.blacklist import Blacklist
+from fusion_rt.runner.decisions.host_list import Host
+from fusion_rt.runner.decisions.job_control import JobControl
+from fusion_rt.runner.decisions.limits import Limits
+from fusion_rt.runner.decisions.outcome import Failure, HostFailure, MembershipFailure, in_short
+from fusion_rt.runner.decisions.places import Places, assign
+from fusion_rt.runner.decisions.worker_states import WorkerState, WorkerStates
 
 _TICK_S = 0.25
 _KILL_S = 5.0  # seconds that an agent has to kill a worker
@@ -364,10 +362,3 @@ class Epochs:
 
     def _no_place(self, host: str) -> str:
         return f"host {host} has no place for this worker in membership epoch {self.number}"
-
-
-def make_epochs(plan: ElasticPlan, job: str, control: JobControl) -> Epochs:
-    """The epochs of a job of this id, by the clock of this machine."""
-    # Seeded by the job, so that what happened can be told from its logs.
-    blacklist = Blacklist(*plan.cooldown, time.monotonic, random.Random(job))
-    return Epochs(plan.limits, blacklist, control, time.monotonic)

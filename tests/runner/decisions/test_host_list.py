@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_rt.core.errors import SettingError
-from fusion_rt.runner.launch.host_list import MAX_SLOTS, Host, parse_hostfile, parse_hosts
+from fusion_rt.runner.decisions.host_list import MAX_SLOTS, Host, parse_hostfile, parse_hosts
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable
 
 from fusion_rt.host.bootstrap import Endpoint
-from fusion_rt.runner.launch.host_list import Host
-from fusion_rt.runner.launch.job_control import JobControl
-from fusion_rt.runner.launch.outcome import Failure, HostFailure
-from fusion_rt.runner.launch.places import Places
-from fusion_rt.runner.launch.worker_states import WorkerState, WorkerStates
+from fusion_rt.runner.decisions.host_list import Host
+from fusion_rt.runner.decisions.job_control import JobControl
+from fusion_rt.runner.decisions.outcome import Failure, HostFailure
+from fusion_rt.runner.decisions.places import Places
+from fusion_rt.runner.decisions.worker_states import WorkerState, WorkerStates
 
 SETTLE_S = 1.5  # seconds from the first failure until the others are stopped
 QUOTED_S = 5.0  # the same while all that is known quotes the failure of another, which is still on its way out

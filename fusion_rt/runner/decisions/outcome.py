@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fusion_rt.runner.launch.worker_errors import echo_of, excerpt, in_a_line, last_error
+from fusion_rt.runner.decisions.worker_errors import echo_of, excerpt, in_a_line, last_error
 
 
 @dataclass(frozen=True)

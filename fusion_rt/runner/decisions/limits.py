@@ -1,0 +1,27 @@
+"""The limits of an elastic job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of an elastic job.
+
+    Attributes:
+        wanted: workers that the first epoch needs.
+        least, most: workers of any later epoch; `most` is None for as many as there are slots.
+        timeout: seconds to wait for enough hosts.
+        resets: epochs after the first; None: any number.
+        leave: seconds that workers have to leave an epoch after the first of them did.
+        start: seconds in which an agent has to answer, and a daemon to listen.
+    """
+
+    wanted: int
+    least: int
+    most: int | None = None
+    timeout: float = 600.0
+    resets: int | None = None
+    leave: float = 15.0
+    start: float = 30.0
