@@ -472,6 +472,10 @@ OF_LAUNCHER = (
     Knob("reset_limit", ELASTIC, "How many changes of membership a job may see; a job that fails again and again ends "
          "with the next one.",
          COUNT, 100, flags=("--reset-limit",), least=0),
+    Knob("restart_workers", ELASTIC, "What becomes of the slot of a worker that fails: on-failure starts another one "
+         "in it while the others train on (at once, then after 1, 2 and 4 s; the slot is given up when five in a row "
+         "have not trained for 60 s); never leaves the host out, as Horovod does.",
+         default="on-failure", flags=("--restart-workers",), choices=("on-failure", "never")),
     Knob("blacklist_cooldown_range", ELASTIC, "How many seconds a host that failed is left out, at first and at most; "
          "twice as long each time.",
          default="10 300", flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2"),

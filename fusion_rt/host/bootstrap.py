@@ -33,6 +33,7 @@ DAEMON_COMMAND = (sys.executable, "-m", "fusiond", "start", "--foreground", "--c
 MAX_LINE = 16 * 1024 * 1024  # bytes of one line of JSON
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"  # ZeroMQ RFC 32
 Job: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
+PhaseName: TypeAlias = Literal["joined", "connected", "started", "first_done"]
 RANKS_DIRECTORY = "ranks"
 """Subdirectory of a daemon's directory, with the files by which its workers find each other."""
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=65536)]
@@ -103,7 +104,7 @@ class Phase(msgspec.Struct, frozen=True, tag="phase"):
     `first_done` when the job has started.
     """
 
-    phase: Literal["joined", "connected", "started", "first_done"]
+    phase: PhaseName
 
 
 class PeerTable(msgspec.Struct, frozen=True):

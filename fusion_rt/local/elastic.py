@@ -1,12 +1,14 @@
 """Messages between a worker of an elastic job and the agent of its host. Knows no torch.
 
-The agent started the worker, outlives the daemons, and knows from the launcher which membership epochs there are: each
-has daemons of its own, and with them a job id, keys and a topology of its own, so that nothing crosses from one epoch
-to the next. A worker connects once (a Unix SEQPACKET socket in the job's private directory, one JSON message a packet)
+The agent started the worker, outlives the daemons, and knows from the launcher which membership epochs there are. A
+worker connects once (a Unix SEQPACKET socket in the job's private directory, one JSON message a packet)
 and says in which slot of the host it runs. The agent tells it when hosts come and go (`HostsChanged`), which it looks
 at when it commits; there is no thread. When the worker has left an epoch, because of an error or because hosts have
 changed, it asks for the next one (`Rejoin`), and waits for its `Assignment`, or to be told that there is no place for
 it (`Removed`).
+
+A worker that is started while the others train is *provisional*: its variables tell the place that it is to have, but
+it is in no epoch until it has asked.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from typing import TypeAlias
 import msgspec
 
 from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.core.topology import Topology
 from fusion_rt.local import packets
 
 SOCKET = "FUSION_ELASTIC_SOCKET"  # the variable that has the path of the agent's socket
 SLOT = "FUSION_ELASTIC_SLOT"  # the variable that has the worker's slot on its host: 0, 1, ...
 EPOCH = "FUSION_ELASTIC_EPOCH"  # the variable that has the membership epoch that the worker was started for
+PROVISIONAL = "FUSION_ELASTIC_PROVISIONAL"  # the variable that has the topology expected, if it has no place there yet
 MAX_PACKET = 64 * 1024  # bytes of one message
 
 
@@ -34,7 +38,8 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
 
 
 class Rejoin(msgspec.Struct, frozen=True, tag="rejoin"):
-    """A worker has left membership epoch `epoch` and waits for a later one. `error`: why; empty if hosts changed."""
+    """A worker has left membership epoch `epoch`, or was not in it yet, and waits for a later one. `error`: why; empty
+    if hosts changed."""
 
     epoch: int
     error: str = ""
@@ -99,7 +104,8 @@ class AgentConnection:
         environ: has the variables above.
 
     Attributes:
-        epoch: the membership epoch that this worker has a place in.
+        epoch: the membership epoch that this worker has a place in, or that ran when it was started.
+        expected: the topology as it is to be with this worker, as long as it has no place in an epoch.
 
     Raises:
         FusionError: the agent cannot be reached.
@@ -107,6 +113,8 @@ class AgentConnection:
 
     def __init__(self, environ: os._Environ[str] | dict[str, str]) -> None:
         self.epoch = int(environ[EPOCH])
+        text = environ.get(PROVISIONAL)
+        self.expected = msgspec.json.decode(text, type=Topology) if text else None
         self._removed: Removed | None = None  # heard while news of hosts was looked for
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -150,7 +158,7 @@ class AgentConnection:
         while self._removed is None:
             message = self._receive(wait=True)
             if isinstance(message, Assignment) and message.epoch > self.epoch:
-                self.epoch = message.epoch
+                self.epoch, self.expected = message.epoch, None
                 return message
             if isinstance(message, Removed):
                 return message

@@ -36,11 +36,12 @@ _ARRIVAL = entries.Arrival(3, 1, "node", "host", "0123456789abcdef")
 _REFUSAL = entries.Refusal("why", ("a",))
 _INTRODUCTION = entries.Introduction(PeerTable((_ENDPOINT,)))
 _ASSIGNMENT = entries.Assignment("job-1", TOPOLOGY, ("a", "b", "c"))
-_EPOCH = agent_messages.Epoch(1, "job-1", 1, TOPOLOGY, (0,), False)
+_EPOCH = agent_messages.Epoch(1, 1, TOPOLOGY, (0,))
 _JOB = agent_messages.Job(
     "3.11", "0.1.0", "job-1", 1, (b"python", b"train.py"), ((b"PATH", b"/bin"),), b"/", ("eth0",), epoch=_EPOCH
 )
-_MADE = {Topology: TOPOLOGY, Endpoint: _ENDPOINT}  # what not all values of the fields' types make
+_REFORM = Reform(2, Topology(("a", "b"), ((), (0,))), (0,), (_ENDPOINT,))
+_MADE = {Topology: TOPOLOGY, Endpoint: _ENDPOINT, Reform: _REFORM}  # what not all values of the fields' types make
 _SECRET, _NAME = b"secret", "scope/rank.1"
 _REQUESTS = (
     b"GET /scope/rank.1 HTTP/1.0\r\nHost: a\r\nContent-Length: 0\r\n\r\n",
@@ -108,7 +109,7 @@ def targets() -> list[Target]:
         _lines("start-up: answer", Endpoint | StartError, _ENDPOINT, StartError("why")),
         _lines("start-up: peers", PeerTable, PeerTable((_ENDPOINT,))),
         _lines("start-up: phase", Phase, Phase("joined")),
-        _lines("start-up: reform", Reform, Reform(2, Topology(("a", "b"), ((), (0,))), (0,), (_ENDPOINT,))),
+        _lines("start-up: reform", Reform, _REFORM),
         _lines("launcher: versions", agent_messages.Versions, _JOB),
         _lines("launcher: job", agent_messages.Job, _JOB),
         _decoder(

@@ -4,47 +4,37 @@ It reads an `agent_messages.Job` and commands from standard input and writes `ag
 output. The end of input means that the launcher, or the connection to it, is gone; it then ends everything, as it does
 on TERM, INT and HUP. When the agent itself is killed, the kernel kills its children (`child_processes`).
 
-Each membership epoch has a daemon of its own, while workers go from one epoch to the next. A job whose membership is
-fixed has one epoch.
+In an elastic job the daemon and the workers go from one membership epoch to the next, and workers without a place in
+the present one begin beside them. A job whose membership is fixed has one epoch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt.core.errors import FusionError, WireError
+from fusion_rt.core.topology import Topology
 from fusion_rt.host.address import listen_address
 from fusion_rt.host.bootstrap import Abandon, DaemonConfig, StartError
 from fusion_rt.local import elastic
 from fusion_rt.runner.agent import preflight, worker_variables
 from fusion_rt.runner.agent.daemon_process import Daemon
-from fusion_rt.runner.agent.function_call import FunctionFile, ResultFile
+from fusion_rt.runner.agent.function_call import FunctionFile
+from fusion_rt.runner.agent.local_workers import TERM_GRACE, LocalWorkers
 from fusion_rt.runner.agent.oom import OomKills
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages, child_processes
-from fusion_rt.runner.protocol.agent_messages import OUTPUT_CHUNK, REMOVED_S, Begin, Epoch, Job
+from fusion_rt.runner.protocol.agent_messages import REMOVED_S, Begin, Job, StartDaemon
 from fusion_rt.runner.protocol.pipes import BEATS, Channel, Pump, Reader, Silence, settle
 from fusion_rt.settings import Settings
 
 LOST_GRACE = 3.0  # seconds between TERM and KILL when the launcher is gone: with the rest, nothing is left after 5
-TERM_GRACE = 5.0  # seconds between TERM and KILL then
 _DAEMON_S = 1.0  # seconds the daemon has to end by itself
 _OLD_DAEMON_S = 2.0  # the same for the daemon of an epoch that is over
 DRAIN_S = 5.0  # seconds the launcher has to take the last output
-
-
-@dataclass(eq=False)
-class _Worker:
-    child: child_processes.Child
-    rank: int  # in the epoch that it has a place in
-    born: int  # number of the epoch that it was started for
-    is_unused: bool = False
-    is_removed: bool = False
 
 
 class Agent:
@@ -55,11 +45,11 @@ class Agent:
         self._channel = channel
         self._environ: dict[bytes, bytes] = {}  # of the job on this host
         self._root = ""  # absolute path of the directory that holds the job's
-        self._server: WorkerServer | None = None  # in an elastic job
-        self._epoch: Epoch | None = None
+        self._number = 0  # of the present epoch
+        self._beginning: Begin | None = None  # the epoch that the daemon was told of and has not entered yet
         self._daemon: Daemon | None = None
         self._retired: set[Daemon] = set()  # of epochs that are over, which have not ended yet
-        self._workers: dict[int, _Worker] = {}  # by slot
+        self._workers: LocalWorkers  # once the host has passed its checks
         self._children = child_processes.Children()
         self._oom_kills = OomKills()
         self._silence = Silence(job.silence_limit)
@@ -130,29 +120,35 @@ class Agent:
                 if self._function is None:
                     raise WireError("the launcher sent a function, but the job has none")
                 self._function.feed(data)
-            case Epoch():
-                if not self._root:
-                    raise WireError("the launcher began an epoch before the agent was ready")
-                await self._start_epoch(command)
-            case Begin():
-                await self._begin(command)
+            case agent_messages.Hail():
+                self._spawn(self._tell_soon(agent_messages.Present()))
+            case agent_messages.Introduce(table):
+                self._present_daemon().tell(table)
+            case StartDaemon():
+                await self._replace_daemon(command)
+            case Begin(reform):
+                self._present_daemon().tell(reform)
+                self._number, self._beginning = reform.number, command
+            case agent_messages.Recruit(slot, would):
+                if not self._root or slot in self._workers.slots() or slot not in would.slots:
+                    raise WireError(f"the launcher wants a worker in slot {slot}, which is not free")
+                await self._workers.start(would, self._present_daemon().socket, slot, has_place=False)
             case Abandon(number):
-                if self._epoch is not None and self._epoch.number == number:
-                    self._retire_daemon()
-                    self._end_unused(number)
+                if self._number == number and self._daemon is not None:
+                    self._daemon.tell(command)
+                    self._workers.end_unused(number)
             case agent_messages.Remove(slots, reason):
-                self._remove(slots, reason)
+                if self._root:
+                    self._workers.remove(slots, reason)
             case agent_messages.Release(reason):
-                workers = list(self._workers.values())
-                self._remove(tuple(self._workers), reason)
-                self._spawn(self._stop_after(workers))
+                exits = self._workers.remove(self._workers.slots(), reason) if self._root else []
+                self._spawn(self._stop_after(exits))
             case agent_messages.Kill(slots):
-                for slot in slots:
-                    if slot in self._workers:
-                        child_processes.signal_tree(self._workers[slot].child.pid, signal.SIGKILL)
+                if self._root:
+                    self._workers.kill(slots)
             case agent_messages.Changed(timestamp, added, removed):
-                if self._server is not None:
-                    self._server.tell_all(elastic.HostsChanged(timestamp, added, removed))
+                if self._root and self._workers.server is not None:
+                    self._workers.server.tell_all(elastic.HostsChanged(timestamp, added, removed))
 
     async def _beat(self) -> None:
         """Tells the launcher again and again that this agent is there, unless there is more than that to be read."""
@@ -179,59 +175,77 @@ class Agent:
         if problems := preflight.check(job, root):
             await self._refuse(*problems)
             return
-        self._environ, self._root = environ, root
+        self._workers = LocalWorkers(
+            *(job, environ, self._channel, self._children, self._function, self._oom_kills, self._spawn, self._pump)
+        )
         if job.elastic:
             directory = os.path.join(root, f"{job.job}.agent{job.elastic}")
-            self._server = WorkerServer(directory, self._workers.keys, self._on_rejoin)
+            self._workers.server = WorkerServer(directory, self._workers.slots, self._on_rejoin)
+        self._environ, self._root = environ, root
         await self._channel.send(agent_messages.Ready())
         if job.epoch is not None:
-            await self._start_epoch(job.epoch)
+            await self._start_daemon(job.epoch.node, job.epoch.topology)
             # The workers need not wait until it listens: they import torch meanwhile, and try until it does.
-            await self._start_workers(job.epoch)
-
-    async def _start_epoch(self, epoch: Epoch) -> None:
-        """Starts the daemon of a new epoch; the workers of the one before have all left it."""
-        self._retire_daemon()
-        self._epoch = epoch
-        hosts, address = epoch.topology.hosts, "127.0.0.1"
-        if len(hosts) > 1:
-            address = listen_address(hosts[epoch.node], self._job.interfaces, epoch.loopback)
-        config = DaemonConfig(epoch.job, epoch.node, epoch.topology, address)
-        self._daemon = await Daemon.start(
-            config, self._environ, self._job.directory, self._children, self._channel, self._root, epoch.number
-        )
-        self._spawn(self._watch_daemon(self._daemon, epoch.number))
-
-    async def _begin(self, begin: Begin) -> None:
-        """Tells the daemon its peers, and gives places to the workers if they have none yet."""
-        epoch = self._epoch
-        if epoch is None or epoch.number != begin.number or self._daemon is None:
-            raise WireError(f"the launcher began epoch {begin.number}, which was not started")
-        if begin.table is not None:
-            self._daemon.introduce(begin.table)
-        if self._server is not None:
-            self._server.begin_epoch()
-            await self._start_workers(epoch, begin.survivors)
+            await self._workers.give_places(job.epoch, self._present_daemon().socket)
 
     # Daemons
 
-    async def _watch_daemon(self, daemon: Daemon, epoch: int) -> None:
+    async def _start_daemon(self, node: int, topology: Topology, serial: int = 1) -> None:
+        job, address = self._job, "127.0.0.1"
+        if job.elastic or len(topology.hosts) > 1:
+            try:
+                address = listen_address(topology.hosts[node], job.interfaces, bool(job.loopback))
+            except FusionError:
+                if job.loopback is not None:
+                    raise
+        config = DaemonConfig(job.job, node, topology, address, elastic=bool(job.elastic), serial=serial)
+        daemon = await Daemon.start(
+            config, self._environ, job.directory, self._children, self._channel, self._root, self._on_reformed
+        )
+        self._daemon = daemon
+        self._spawn(self._watch_daemon(daemon))
+
+    async def _replace_daemon(self, command: StartDaemon) -> None:
+        if not self._root or not 0 <= command.node < len(command.nodes):
+            raise WireError("the launcher wants a daemon that cannot be started")
+        self._retire_daemon()
+        own = tuple(range(max(1, self._job.slots)))  # which is only for the form: epochs have topologies
+        ranks = tuple(own if node == command.node else () for node in range(len(command.nodes)))
+        await self._start_daemon(command.node, Topology(command.nodes, ranks), command.serial)
+
+    def _present_daemon(self) -> Daemon:
+        if self._daemon is None:
+            raise WireError("the launcher has an order for a daemon, and there is none")
+        return self._daemon
+
+    def _on_reformed(self, number: int) -> None:
+        """The daemon takes workers of an epoch: they get their places."""
+        begin = self._beginning
+        if begin is not None and begin.reform.number == number:
+            self._beginning = None
+            if self._workers.server is not None:
+                self._workers.server.begin_epoch()
+            self._spawn(self._workers.give_places(begin.epoch, self._present_daemon().socket, begin.waiting))
+
+    async def _watch_daemon(self, daemon: Daemon) -> None:
         """Tells the launcher where the daemon listens, or why it does not, and when it ends."""
         stderr, stdout = daemon.log
         self._pump(stderr)
+        serial = daemon.config.serial
         answer = await daemon.endpoint()
         if isinstance(answer, StartError):
             status = await daemon.last_status()
             await settle([stderr], self._channel)
             if not daemon.is_unwanted:
-                await self._channel.send(agent_messages.DaemonDown(epoch, status, answer.error))
-            return
-        self._pump(stdout)
-        await self._channel.send(agent_messages.DaemonUp(answer, epoch))
-        status = await daemon.wait()
-        if not self._grace.done() and (not daemon.is_unwanted or (status < 0 and not daemon.is_killed)):
-            await settle(daemon.log, self._channel)
-            await self._channel.send(agent_messages.DaemonDown(epoch, status, self._oom_kills.explain(status)))
+                await self._channel.send(agent_messages.DaemonDown(serial, status, answer.error))
+        else:
+            self._pump(stdout)
+            await self._channel.send(agent_messages.DaemonUp(answer, serial))
+            status = await daemon.wait()
+            if not self._grace.done() and (not daemon.is_unwanted or (status < 0 and not daemon.is_killed)):
+                await settle(daemon.log, self._channel)
+                await self._channel.send(agent_messages.DaemonDown(serial, status, self._oom_kills.explain(status)))
+        daemon.is_told.set()
 
     def _retire_daemon(self) -> None:
         if self._daemon is not None:
@@ -246,104 +260,22 @@ class Agent:
 
     # Workers
 
-    async def _start_workers(self, epoch: Epoch, survivors: tuple[int, ...] = ()) -> None:
-        """Tells the survivors their places in an epoch, and starts new workers in the other slots."""
-        for slot, rank in zip(epoch.slots, epoch.topology.ranks[epoch.node], strict=True):
-            place = self._place(epoch, slot, rank)
-            if slot not in survivors:
-                if not await self._start_worker(epoch, slot, rank, place):
-                    return
-            elif (
-                slot in self._workers and self._server is not None
-            ):  # if not, it has just ended: the launcher will hear
-                self._workers[slot].rank = rank
-                self._server.tell(slot, elastic.Assignment(epoch.number, place))
-        await self._channel.send(agent_messages.WorkersUp())
-
-    def _place(self, epoch: Epoch, slot: int, rank: int) -> dict[str, str]:
-        """The variables that tell a worker its place."""
-        place = worker_variables.place_of_worker(epoch, rank, self._root)
-        if self._server is not None:
-            place[elastic.SOCKET] = self._server.path
-            place[elastic.SLOT] = str(slot)
-            place[elastic.EPOCH] = str(epoch.number)
-        return place
-
-    async def _start_worker(self, epoch: Epoch, slot: int, rank: int, place: dict[str, str]) -> bool:
-        """Starts a worker; tells the launcher, and returns false, if it cannot be run."""
-        job = self._job
-        env = worker_variables.of_worker(self._environ, place, job.as_horovod)
-        result = await self._function.open_result() if self._function else None
-        if result is not None:
-            env.update(result.variables())
-        try:
-            inherits = result.descriptors if result else ()
-            child = await self._children.start(job.command, env, job.directory, inherits=inherits)
-        except OSError as error:
-            await self._refuse(f"the command {os.fsdecode(job.command[0])!r} cannot be run: {error.strerror}")
-            return False
-        self._workers[slot] = worker = _Worker(child, rank, epoch.number)
-        self._spawn(self._watch_worker(slot, worker, result))
-        return True
-
-    async def _watch_worker(self, slot: int, worker: _Worker, result: ResultFile | None) -> None:
-        """Passes on what a worker prints and returns, as of the rank that it has, and tells of its end."""
-        pumps = (
-            Pump(worker.child.stdout, self._channel, lambda data: agent_messages.Output(worker.rank, "stdout", data)),
-            Pump(worker.child.stderr, self._channel, lambda data: agent_messages.Output(worker.rank, "stderr", data)),
-        )
-        for pump in pumps:
-            self._pump(pump)
-        status = await worker.child.exit
-        await settle(pumps, self._channel)
-        if result is not None and status == 0:
-            for data in result.pieces(OUTPUT_CHUNK):
-                await self._channel.send(agent_messages.Result(worker.rank, data))
-        if not worker.is_removed:
-            self._free(slot)
-            killed = "" if worker.is_unused else self._oom_kills.explain(status)
-            await self._channel.send(agent_messages.Exited(slot, status, killed, worker.is_unused))
-
     def _on_rejoin(self, slot: int, message: elastic.Rejoin) -> None:
-        self._channel.send_now(agent_messages.Asked(slot, message.epoch, message.error))
+        self._spawn(self._tell_soon(agent_messages.Asked(slot, message.epoch, message.error)))
 
-    def _remove(self, slots: tuple[int, ...], reason: str) -> None:
-        for slot in slots:
-            worker = self._workers.get(slot)
-            if worker is not None:
-                worker.is_removed = True
-                if self._server is not None:
-                    self._server.tell(slot, elastic.Removed(reason))
-                self._free(slot)
-                self._spawn(self._see_off(worker.child))
+    async def _tell_soon(self, message: agent_messages.FromAgent) -> None:
+        """Tells the launcher something, and before that, if that is why, of the end of the daemon."""
+        if self._daemon is not None and self._daemon.has_ended:
+            await self._daemon.is_told.wait()
+        await self._channel.send(message)
 
-    def _end_unused(self, number: int) -> None:
-        """Ends workers that would look for the daemon of an epoch that is over, when they have come so far."""
-        for slot, worker in self._workers.items():
-            if worker.born == number and self._server is not None and not self._server.knows(slot):
-                worker.is_unused = True
-                child_processes.signal_tree(worker.child.pid, signal.SIGKILL)
-
-    def _free(self, slot: int) -> None:
-        self._workers.pop(slot, None)
-        if self._server is not None:
-            self._server.forget(slot)
-
-    async def _see_off(self, child: child_processes.Child) -> None:
-        """Waits until a worker without a place has ended, and then helps."""
-        for seconds, number in ((REMOVED_S, signal.SIGTERM), (TERM_GRACE, signal.SIGKILL)):
-            await asyncio.wait([child.exit], timeout=seconds)
-            if child.exit.done():
-                return
-            child_processes.signal_tree(child.pid, number)
-
-    async def _stop_after(self, workers: list[_Worker]) -> None:
-        if workers:
-            await asyncio.wait([worker.child.exit for worker in workers], timeout=REMOVED_S)
+    async def _stop_after(self, exits: list[asyncio.Future[int]]) -> None:
+        if exits:
+            await asyncio.wait(exits, timeout=REMOVED_S)
         self.stop(TERM_GRACE)
 
     def _pump(self, pump: Pump) -> None:
-        self._pumps.append(pump)
+        self._pumps = [*(one for one in self._pumps if not one.done), pump]
         self._spawn(pump.run())
 
     # The end
@@ -365,5 +297,5 @@ class Agent:
                 await self._refuse(
                     f"processes {survivors} do not end although they were killed; the kernel lets them wait"
                 )
-        if self._server is not None:
-            self._server.close()
+        if self._root and self._workers.server is not None:
+            self._workers.server.close()

@@ -5,49 +5,100 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
+from fusion_rt.core.errors import WireError
 from fusion_rt.host.bootstrap import (
     DAEMON_COMMAND,
+    Abandon,
     DaemonConfig,
     Endpoint,
+    EpochOver,
     PeerTable,
+    Phase,
+    Reform,
+    Reformed,
     StartError,
     decode_line,
     job_directory,
+    socket_path,
 )
 from fusion_rt.runner.agent.worker_variables import absolute_path_list
-from fusion_rt.runner.protocol.agent_messages import DaemonLog, DaemonReport
+from fusion_rt.runner.protocol.agent_messages import DaemonLog, Reached
 from fusion_rt.runner.protocol.child_processes import Child, Children, signal_tree
-from fusion_rt.runner.protocol.pipes import Channel, Pump
+from fusion_rt.runner.protocol.pipes import Channel, Pump, Reader
 
 _ANSWER: Any = Endpoint | StartError
+_REPORT: Any = Phase | Reformed | EpochOver
 _LAST_WORD_S = 1.0  # seconds a daemon that could not start has to end by itself
+
+
+class Reports(Pump):
+    """Carries what a daemon says on its standard output to the launcher.
+
+    Args:
+        source: its end.
+        channel: the launcher's.
+        epoch: of which phases are that come before it has said so.
+        on_reformed: is told the number of an epoch whose workers the daemon takes.
+    """
+
+    def __init__(self, source: Reader, channel: Channel, epoch: int, on_reformed: Callable[[int], None]) -> None:
+        super().__init__(source, channel, DaemonLog)
+        self._epoch = epoch
+        self._on_reformed = on_reformed
+
+    async def run(self) -> None:
+        """Runs until the stream ends."""
+        while line := await self._source.line():
+            try:
+                report = decode_line(line, _REPORT)
+            except WireError:  # somebody has printed something there
+                report = DaemonLog(line)
+            if isinstance(report, Reformed):
+                self._epoch = report.number
+                self._on_reformed(report.number)
+            else:
+                is_phase = isinstance(report, Phase)
+                await self._channel.send(Reached(self._epoch, report.phase) if is_phase else report)
+            self.passed += len(line)
+        self.done = True
 
 
 class Daemon:
     """A running daemon.
 
     Attributes:
+        config: its own.
         log: carry its standard error, and what follows on its standard output, to the launcher.
-        directory: of its files.
+        socket: path of the socket for its workers.
         is_unwanted: it was told to end.
         is_killed: it was made to.
+        is_told: the launcher has heard of its end, if it had to.
     """
 
-    def __init__(self, child: Child, stdin: Channel, channel: Channel, directory: str, epoch: int) -> None:
+    def __init__(
+        self,
+        child: Child,
+        stdin: Channel,
+        channel: Channel,
+        config: DaemonConfig,
+        runtime_root: str,
+        path_of_socket: str,
+        on_reformed: Callable[[int], None],
+    ) -> None:
         self._child = child
         self._stdin = stdin
-        self.log = (
-            Pump(child.stderr, channel, DaemonLog),
-            Pump(child.stdout, channel, partial(DaemonReport, epoch=epoch)),
-        )
-        self.directory = directory
+        epoch = 0 if config.elastic else 1
+        self.config = config
+        self.log = (Pump(child.stderr, channel, DaemonLog), Reports(child.stdout, channel, epoch, on_reformed))
+        self._directory = job_directory(runtime_root, config.job, config.node, config.serial)
+        self.socket = path_of_socket
         self.is_unwanted = False
         self.is_killed = False
+        self.is_told = asyncio.Event()
 
     @classmethod
     async def start(
@@ -58,7 +109,7 @@ class Daemon:
         children: Children,
         channel: Channel,
         runtime_root: str,
-        epoch: int,
+        on_reformed: Callable[[int], None],
     ) -> Daemon:
         """Starts the daemon and tells it its configuration.
 
@@ -71,18 +122,20 @@ class Daemon:
             children: starts it.
             channel: where its log goes.
             runtime_root: absolute path of the directory that holds its own.
-            epoch: number of the membership epoch that it is for.
+            on_reformed: is told the number of an epoch whose workers it takes.
 
         Raises:
             OSError: it cannot be run.
+            FusionError: the path of its socket would be too long.
         """
+        path_of_socket = socket_path(runtime_root, config.job, config.node, config.serial)
         env = {**environment, b"PYTHONSAFEPATH": b"1"}
         if b"PYTHONPATH" in environment:
             env[b"PYTHONPATH"] = absolute_path_list(environment[b"PYTHONPATH"], directory)
         child = await children.start(DAEMON_COMMAND, env, b"/", has_input=True)
         assert child.stdin is not None
         child.stdin.send_now(config)
-        return cls(child, child.stdin, channel, job_directory(runtime_root, config.job, config.node), epoch)
+        return cls(child, child.stdin, channel, config, runtime_root, path_of_socket, on_reformed)
 
     @property
     def pid(self) -> int:
@@ -100,9 +153,13 @@ class Daemon:
         answer: Endpoint | StartError = decode_line(line, _ANSWER)
         return answer
 
-    def introduce(self, peers: PeerTable) -> None:
-        """Tells it where its peers listen."""
-        self._stdin.send_now(peers)
+    @property
+    def has_ended(self) -> bool:
+        return self._child.exit.done()
+
+    def tell(self, order: PeerTable | Reform | Abandon) -> None:
+        """Tells it where its peers listen, or into which epoch it goes."""
+        self._stdin.send_now(order)
 
     async def last_status(self) -> int:
         """The exit status of a daemon that could not start (1 if it lingers)."""
@@ -131,4 +188,4 @@ class Daemon:
     def remove_files(self) -> None:
         """Removes the files of one that has ended."""
         with suppress(FileNotFoundError):  # a daemon that was not killed has removed them
-            shutil.rmtree(self.directory)
+            shutil.rmtree(self._directory)

@@ -6,13 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 
-from fusion_rt.host.bootstrap import socket_path
 from fusion_rt.local import elastic
 from fusion_rt.runner.protocol.agent_messages import Epoch, Job
 
 _OWN_OF_HOST = re.compile(rb"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|XDG_RUNTIME_DIR")
 
-_OF_ANOTHER_JOB = {name.encode() for name in (elastic.SOCKET, elastic.SLOT, elastic.EPOCH)}
+_OF_ANOTHER_JOB = {name.encode() for name in (elastic.SOCKET, elastic.SLOT, elastic.EPOCH, elastic.PROVISIONAL)}
 
 
 def forwarded(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -51,11 +50,14 @@ def of_worker(base: Mapping[bytes, bytes], place: Mapping[str, str], as_horovod:
     return environ
 
 
-def place_of_worker(epoch: Epoch, rank: int, runtime_root: str) -> dict[str, str]:
+def place_of_worker(epoch: Epoch, rank: int, job: str, socket: str) -> dict[str, str]:
     """The variables that tell a worker its place in an epoch: Horovod's, and where its daemon is.
 
-    Raises:
-        FusionError: the path of the daemon's socket is too long.
+    Args:
+        epoch: the places on this host.
+        rank: the worker's.
+        job: id of the job.
+        socket: the daemon's.
     """
     topology = epoch.topology
     return {
@@ -69,7 +71,7 @@ def place_of_worker(epoch: Epoch, rank: int, runtime_root: str) -> dict[str, str
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "PYTHONUNBUFFERED": "1",
-        "FUSION_JOB_ID": epoch.job,
+        "FUSION_JOB_ID": job,
         "FUSION_NODE": str(epoch.node),
-        "FUSION_SOCKET": socket_path(runtime_root, epoch.job, epoch.node),
+        "FUSION_SOCKET": socket,
     }

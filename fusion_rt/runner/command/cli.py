@@ -146,6 +146,8 @@ def _elastic(
         resets=choices["reset_limit"],
         leave=settings.heartbeat_timeout + LEAVE_S,
         start=settings.start_timeout,
+        probe=settings.heartbeat_timeout,
+        restarts=choices["restart_workers"] == "on-failure",
     )
     return ElasticPlan(limits, _cooldown(choices["blacklist_cooldown_range"]), script)
 

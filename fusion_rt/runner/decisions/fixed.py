@@ -79,14 +79,14 @@ class Fixed:
         if failure.host not in self._unfit or failure.host in self._ready:
             self.refused(failure)
 
-    def daemon_up(self, host: str, number: int, endpoint: Endpoint) -> None:
+    def daemon_up(self, host: str, serial: int, endpoint: Endpoint) -> None:
         self._endpoints[host] = endpoint
         if self._is_started and not self._workers.failures and not self._over:
             self.due = math.inf
             endpoints = [self._endpoints[name] for name in self._places.topology.hosts]
-            self._control.begin(number, self._places, endpoints, ())
+            self._control.begin(1, self._places, endpoints, ())
 
-    def daemon_down(self, host: str, number: int, failure: Failure) -> None:
+    def daemon_down(self, host: str, serial: int, failure: Failure) -> None:
         if isinstance(failure, HostFailure):
             self.refused(failure)
         else:
@@ -106,6 +106,12 @@ class Fixed:
             self._fail(failure)
         elif not self._workers.is_running and not self._workers.failures:
             self._end()
+
+    def missed(self, host: str, number: int, nodes: tuple[int, ...]) -> None:
+        """Nothing: the daemons decide who is lost."""
+
+    def answered(self, host: str) -> None:
+        """Nothing: nobody is asked."""
 
     def unused(self, host: str, slot: int) -> None:
         """Nothing: the epoch is never abandoned."""

@@ -24,14 +24,29 @@ class JobControl(Protocol):
         """Ends an agent at once; nothing is heard of it any more."""
 
     def start(self, number: int, places: Places) -> None:
-        """The agents start the daemons of a new epoch; `daemon_up` follows from each."""
+        """The agents of a job with one epoch start its daemons, and its workers, once they are connected; `daemon_up`
+        follows from each."""
 
-    def begin(self, number: int, places: Places, endpoints: Sequence[Endpoint], survivors: Collection[Place]) -> None:
-        """The agents give their places to the survivors, and start workers for all other places."""
+    def start_daemon(self, host: str, node: int, serial: int, nodes: Sequence[str]) -> None:
+        """The agent of a host starts a daemon in the place of the one before; `daemon_up` or `daemon_down` follows.
 
-    def abandon(self, number: int) -> None:
-        """The agents end the daemons of an epoch that cannot come up, and workers that have not begun yet; for these,
-        `unused` follows."""
+        `serial`: of the daemons of this host; `nodes`: the names of all hosts that have a number, in their order.
+        """
+
+    def begin(self, number: int, places: Places, endpoints: Sequence[Endpoint], waiting: Collection[Place]) -> None:
+        """Daemons enter an epoch, and their agents give places to the workers that wait, and start workers for all
+        other places."""
+
+    def recruit(self, number: int, place: Place, would: Places) -> None:
+        """The agent of a host starts a worker that has no place in the epoch of this number; `asked` or `ended`
+        follows. `would`: the places of an epoch in which it were."""
+
+    def abandon(self, number: int, reason: str) -> None:
+        """The daemons fail an epoch that cannot come up, and the agents end workers that were started for it and have
+        not begun yet; for these, `unused` follows."""
+
+    def probe(self, host: str) -> None:
+        """The agent of a host is asked whether it is there; `answered` follows."""
 
     def remove(self, host: str, slots: Sequence[int], reason: str) -> None:
         """The agent tells some of its workers that there is no place for them."""

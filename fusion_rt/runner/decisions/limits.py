@@ -16,6 +16,9 @@ class Limits:
         resets: epochs after the first; None: any number.
         leave: seconds that workers have to leave an epoch after the first of them did.
         start: seconds in which an agent has to answer, and a daemon to listen.
+        probe: seconds in which an agent has to say that it is there, when others have lost somebody.
+        probe_missed: the same when its own host is what they have lost.
+        restarts: a worker that fails is replaced; if not, its host is left out.
     """
 
     wanted: int
@@ -25,3 +28,6 @@ class Limits:
     resets: int | None = None
     leave: float = 15.0
     start: float = 30.0
+    probe: float = 10.0
+    probe_missed: float = 1.0
+    restarts: bool = True

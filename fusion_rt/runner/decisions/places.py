@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -23,11 +23,13 @@ class Places:
         hosts: by node.
         slots: those in use, by node and local_rank.
         topology: the ranks.
+        absent: nodes that are not in the epoch: hosts of the job that are lost, gone, or not back yet.
     """
 
     hosts: tuple[Host, ...]
     slots: tuple[tuple[int, ...], ...]
     topology: Topology
+    absent: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -42,6 +44,13 @@ class Places:
             for slot, rank in zip(slots, ranks, strict=True)
         }
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the hosts that are in the epoch, in the order of their lowest ranks; last those without any."""
+        by_node = [host.name for node, host in enumerate(self.hosts) if node not in self.absent]
+        of_ranks = [name for (name, _), _ in sorted(self.ranks.items(), key=lambda item: item[1])]
+        return tuple(dict.fromkeys(of_ranks + by_node))
+
     def count(self, host: str) -> int:
         """The number of places on a host."""
         return sum(name == host for name, _ in self.ranks)
@@ -50,46 +59,68 @@ class Places:
         return self.topology.hosts.index(host)
 
 
-def assign(hosts: Sequence[Host], survivors: Sequence[Place], most: int | None = None) -> Places | None:
-    """The places of the next epoch.
+def assign(
+    hosts: Sequence[Host],
+    staying: Sequence[Place],
+    most: int | None = None,
+    joining: Sequence[Place] | None = None,
+    without: Collection[Place] = (),
+    nodes: Sequence[str] = (),
+) -> Places | None:
+    """The places of an epoch.
 
-    Workers that have survived keep their slots, and so, as a rule, their local_rank, by which they chose a GPU. Their
-    hosts come first, in the order of `survivors`, then the others; rank 0, which brings the state to the others, is a
-    survivor: on each node the survivors have lower ranks than those who are new.
+    Workers keep their slots, and so, as a rule, their local_rank, by which they chose a GPU. Hosts of those who stay
+    come first, in the order of `staying`, then the others; rank 0, which brings the state to the others, is one who
+    stays: on each node those who stay have lower ranks than those who are new.
 
     Args:
         hosts: that can take part, with their slots.
-        survivors: in the order of their ranks before; those on other hosts are ignored.
-        most: workers at most, if there is a limit; survivors get places first.
+        staying: workers that have the state, in the order of their ranks before; those on other hosts are ignored.
+        most: workers at most, if there is a limit; those who stay get places first.
+        joining: workers that are new, in the order in which they get places; None: one for each slot that is free.
+        without: slots that are to stay free then.
+        nodes: hosts that have a node's number already, by that number; the others get the next ones, in the order of
+            ranks.
 
     Returns:
         None if there is no place at all.
     """
     by_name = {host.name: host for host in hosts}
-    staying = [place for place in survivors if place[0] in by_name][:most]
-    names = list(dict.fromkeys([name for name, _ in staying] + list(by_name)))
-    kept = {name: sorted(slot for host, slot in staying if host == name)[: by_name[name].slots] for name in names}
+    kept = [place for place in staying if place[0] in by_name][:most]
+    names = list(dict.fromkeys([name for name, _ in kept] + list(by_name)))
+    old = {name: sorted(slot for host, slot in kept if host == name)[: by_name[name].slots] for name in names}
+    if joining is None:
+        free = [(name, slot) for name in names for slot in range(by_name[name].slots) if slot not in old[name]]
+        joining = [place for place in free if place not in without]
     total = sum(host.slots for host in hosts) if most is None else most
-    room = total - sum(map(len, kept.values()))  # for workers that are new
-    used: list[Host] = []
-    slots: list[tuple[int, ...]] = []
-    ranks: list[tuple[int, ...]] = []
+    room = total - sum(map(len, old.values()))
+    new: dict[str, list[int]] = {name: [] for name in names}
+    for name, slot in joining:
+        if name in by_name and room > 0 and len(old[name]) + len(new[name]) < by_name[name].slots:
+            new[name].append(slot)
+            room -= 1
+    ranks: dict[str, dict[int, int]] = {}  # by host, the rank of each slot
     first = 0
     for name in names:
-        old = kept[name]
-        free = [slot for slot in range(by_name[name].slots) if slot not in old]
-        new = free[: min(by_name[name].slots - len(old), room)]
-        room -= len(new)
-        if not old and not new:
-            continue
-        rank_of = {slot: first + position for position, slot in enumerate([*old, *new])}
-        first += len(rank_of)
-        used.append(by_name[name])
-        slots.append(tuple(sorted(rank_of)))
-        ranks.append(tuple(rank_of[slot] for slot in sorted(rank_of)))
-    if not used:
+        if slots := [*old[name], *sorted(new[name])]:
+            ranks[name] = {slot: first + position for position, slot in enumerate(slots)}
+            first += len(slots)
+    if not ranks:
         return None
-    return Places(tuple(used), tuple(slots), Topology(tuple(host.name for host in used), tuple(ranks)))
+    numbered = tuple(dict.fromkeys([*nodes, *ranks]))
+    slots_by_node = tuple(tuple(sorted(ranks.get(name, ()))) for name in numbered)
+    return Places(
+        tuple(by_name.get(name, Host(name)) for name in numbered),
+        slots_by_node,
+        Topology(
+            numbered,
+            tuple(
+                tuple(ranks[name][slot] for slot in slots) if slots else ()
+                for name, slots in zip(numbered, slots_by_node, strict=True)
+            ),
+        ),
+        tuple(node for node, name in enumerate(numbered) if name not in ranks),
+    )
 
 
 def fill(hosts: Sequence[Host], num_proc: int) -> Places:

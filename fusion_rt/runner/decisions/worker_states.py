@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from enum import Enum
 
+from fusion_rt.runner.decisions.host_list import Host
 from fusion_rt.runner.decisions.outcome import Failure, HostFailure, WorkerGaveUp, in_short
 from fusion_rt.runner.decisions.places import Place, Places
 
@@ -71,7 +72,7 @@ class WorkerStates:
     @property
     def is_up(self) -> bool:
         """Tells whether every process of the epoch has come up."""
-        return self.places is not None and self._started.issuperset(self.places.topology.hosts)
+        return self.places is not None and self._started.issuperset(self.places.names)
 
     @property
     def is_whole(self) -> bool:
@@ -133,27 +134,29 @@ class WorkerStates:
         """The last that is known of why the epoch is over, or nothing."""
         return self.reasons[-1] if self.reasons else self._first_error()
 
-    def tell_change(self, number: int, places: Places, known: Sequence[str]) -> str:
+    def tell_change(self, number: int, places: Places, found: Sequence[Host]) -> str:
         """A line on the next epoch: who is in it, and why.
 
         Args:
             number: of that epoch.
             places: its.
-            known: the names of all hosts that there are.
+            found: all hosts that there are.
         """
         reasons = list(self.reasons)
-        before = self.places.topology.hosts if self.places is not None else ()
-        for host in places.topology.hosts:
-            if self.places is None:
-                continue
+        before = self.places.names if self.places is not None else ()
+        slots = {host.name: host.slots for host in found}
+        for host in places.names:
+            was = self.places.count(host) if self.places is not None else 0
             if host not in before:
                 reasons.append(f"host {host} was added")
-            elif places.count(host) != self.places.count(host):
-                reasons.append(f"host {host} has room for {places.count(host)} now")
-        now = {*known, *places.topology.hosts}
+            elif places.count(host) > was:
+                reasons.append(f"host {host} has {places.count(host)} workers now")
+            elif slots.get(host, was) < was:
+                reasons.append(f"host {host} has room for {slots[host]} now")
+        now = {*slots, *places.names}
         reasons += [f"host {host} was removed" for host in before if host not in now]
         why = "; ".join(dict.fromkeys(reasons)) or self._first_error()
-        hosts = ", ".join(places.topology.hosts)
+        hosts = ", ".join(places.names)
         return f"fusionrun: epoch {number}: {places.size} workers on hosts {hosts} ({why})"
 
     def _rank(self, place: Place) -> int:

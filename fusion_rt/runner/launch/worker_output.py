@@ -12,10 +12,11 @@ import time
 from typing import Protocol
 
 from fusion_rt.host.private_files import open_private, open_private_directory
+from fusion_rt.runner.decisions.places import Place
 from fusion_rt.runner.protocol.agent_messages import Stream
 
 MAX_LINE = 1024 * 1024  # bytes that are kept of a line whose end has not come
-TAIL = 16 * 1024  # bytes kept of each rank's stderr, for the last word on a failure
+TAIL = 16 * 1024  # bytes kept of each worker's stderr, for the last word on a failure
 
 
 class Sink(Protocol):
@@ -63,29 +64,33 @@ class WorkerOutput:
     def __init__(self, sink: Sink, size: int, directory: str = "", timestamps: bool = False) -> None:
         self._sink = sink
         self._timestamps = timestamps
-        self._lines: dict[tuple[int, Stream], Lines] = {}
-        self._tails: dict[int, bytes] = {}
+        self._lines: dict[tuple[Place, Stream], tuple[int, Lines]] = {}  # with the rank, of each worker
+        self._tails: dict[Place, bytes] = {}
         self._files: dict[tuple[int, Stream], int] = {}
         self._directory = directory
         self._digits = len(str(size - 1))
-        self._make_files(size)
+        self.make_files(size)
 
-    def feed(self, rank: int, stream: Stream, data: bytes) -> None:
-        """Takes what a rank printed."""
+    def feed(self, place: Place, rank: int, stream: Stream, data: bytes) -> None:
+        """Takes what the worker in a place printed, which has this rank, or (while others train) is to have it."""
         if stream == "stderr":
-            self._tails[rank] = (self._tails.get(rank, b"") + data)[-TAIL:]
-        lines = self._lines.setdefault((rank, stream), Lines())
+            self._tails[place] = (self._tails.get(place, b"") + data)[-TAIL:]
+        before, lines = self._lines.get((place, stream), (rank, Lines()))
+        if before != rank:
+            self._write(before, stream, lines.flush())
+        self._lines[place, stream] = rank, lines
         self._write(rank, stream, lines.feed(data))
 
     def change(self, size: int) -> None:
         """There are `size` ranks from now on, which may be other workers than before."""
         self.flush()
+        self._lines.clear()
         self._tails.clear()
-        self._make_files(size)
+        self.make_files(size)
 
     def flush(self) -> None:
         """Writes last lines that have no end."""
-        for (rank, stream), lines in self._lines.items():
+        for (_, stream), (rank, lines) in self._lines.items():
             self._write(rank, stream, lines.flush())
 
     def close(self) -> None:
@@ -94,9 +99,9 @@ class WorkerOutput:
             os.close(fd)
         self._files.clear()
 
-    def tail(self, rank: int) -> str:
-        """The end of a rank's stderr."""
-        return self._tails.get(rank, b"").decode(errors="replace")
+    def tail(self, place: Place) -> str:
+        """The end of a worker's stderr."""
+        return self._tails.get(place, b"").decode(errors="replace")
 
     def _write(self, rank: int, stream: Stream, lines: list[bytes]) -> None:
         if not lines:
@@ -108,8 +113,8 @@ class WorkerOutput:
         if (rank, stream) in self._files:
             self._sink.write(self._files[rank, stream], marked)
 
-    def _make_files(self, size: int) -> None:
-        """Makes the files of ranks that have none."""
+    def make_files(self, size: int) -> None:
+        """Makes the files of the first `size` ranks, of those that have none."""
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         for rank in range(size) if self._directory else ():
             directory = os.path.join(self._directory, f"rank.{rank:0{self._digits}}")

@@ -4,9 +4,10 @@ The launcher writes to the agent's standard input: first a `Job`, then commands,
 standard output. Command, environment and paths are bytes, since Unix does not promise that they are text. JSON lines
 and not a binary framing, because a login shell may print a banner in front of the first one.
 
-A job runs in membership epochs. For each, every agent starts a daemon (`Epoch`, then `DaemonUp`) and, when all daemons
-listen (`Begin`), the workers. A job whose membership is fixed has one epoch, which comes with the `Job`; its workers
-are started at once and wait for the daemon themselves, so that the imports of both take place side by side.
+A job whose membership is fixed has one epoch, which comes with the `Job`: the agent starts a daemon, and the workers at
+once, so that the imports of both take place side by side; the daemon hears of its peers when all listen (`Introduce`).
+In an elastic job the agent is told to start a daemon (`StartDaemon`), which goes from epoch to epoch (`Begin`), and
+beside it workers that may be in a later epoch (`Recruit`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import Abandon, Endpoint, PeerTable
+from fusion_rt.host.bootstrap import Abandon, Endpoint, EpochOver, PeerTable, PhaseName, Reform
 from fusion_rt.host.bootstrap import Job as JobId
 
 MAX_AGENT_LINE = 256 * 1024  # bytes of one line from an agent
@@ -37,23 +38,19 @@ class Versions(msgspec.Struct, frozen=True):
 
 
 class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
-    """A new membership epoch: start its daemon, and end that of the one before.
+    """The places of an epoch on one host.
 
     Attributes:
         number: from 1 on.
-        job: id of the daemon's job.
         node: index of this host in the topology.
         topology: all hosts and ranks.
         slots: of this host's workers, in the order of local_rank.
-        loopback: every node is on this machine, so that the daemons listen on 127.0.0.1.
     """
 
     number: int
-    job: JobId
     node: int
     topology: Topology
     slots: tuple[int, ...]
-    loopback: bool
 
 
 class Job(msgspec.Struct, frozen=True, tag="job"):
@@ -72,6 +69,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         as_horovod: the workers' `import horovod` means this project.
         function_bytes: size of the function that workers call, which follows in pieces; 0: there is none.
         elastic: number of this agent in an elastic job, from 1 on; 0: membership is fixed.
+        loopback: every node is on this machine, so that daemons listen on 127.0.0.1; None: so far, and others may come.
         epoch: the only one of a job whose membership is fixed; None: epochs follow.
     """
 
@@ -87,6 +85,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     as_horovod: bool = False
     function_bytes: int = 0
     elastic: int = 0
+    loopback: bool | None = False
     epoch: Epoch | None = None
 
 
@@ -106,18 +105,52 @@ class Function(msgspec.Struct, frozen=True, tag="function"):
     data: bytes
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """All daemons of the epoch listen.
+class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
+    """All daemons of a job whose membership is fixed listen here, if there are several."""
+
+    table: PeerTable
+
+
+class StartDaemon(msgspec.Struct, frozen=True, tag="start_daemon"):
+    """Start a daemon of an elastic job, and end the one before.
 
     Attributes:
-        number: of the epoch.
-        survivors: slots whose worker waits for its place; the others need a new one, unless they have it already.
-        table: every node's endpoint, if there are several.
+        node: number of this host, which it keeps.
+        serial: of the daemon, among those of this host.
+        nodes: names of all hosts so far, by number.
     """
 
-    number: int
-    survivors: tuple[int, ...]
-    table: PeerTable | None
+    node: int
+    serial: int
+    nodes: tuple[str, ...]
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """An epoch of an elastic job begins.
+
+    Attributes:
+        reform: the order to the daemon.
+        epoch: the places here.
+        waiting: slots whose worker waits for its place; in the others a new one is started.
+    """
+
+    reform: Reform
+    epoch: Epoch
+    waiting: tuple[int, ...]
+
+
+class Recruit(msgspec.Struct, frozen=True, tag="recruit"):
+    """Start a worker in a slot that has no place in the epoch that runs; it asks for one when it is ready.
+
+    `would`: the places as they would be with it, with the number of the epoch that runs.
+    """
+
+    slot: int
+    would: Epoch
+
+
+class Hail(msgspec.Struct, frozen=True, tag="hail"):
+    """Answer `Present` at once."""
 
 
 class Remove(msgspec.Struct, frozen=True, tag="remove"):
@@ -157,20 +190,31 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reasons: tuple[str, ...]
 
 
+class Present(msgspec.Struct, frozen=True, tag="present"):
+    """The agent is there: its answer to `Hail`."""
+
+
 class DaemonUp(msgspec.Struct, frozen=True, tag="daemon_up"):
-    """The daemon of an epoch listens."""
+    """A daemon listens. `serial`: which of this host's; 1 where membership is fixed."""
 
     endpoint: Endpoint
-    epoch: int
+    serial: int
 
 
 class DaemonDown(msgspec.Struct, frozen=True, tag="daemon_down"):
-    """The daemon of an epoch ended before it was told to. `status` as in `Exited`; `reason`: its own last word, how it
-    came to be killed, or empty."""
+    """A daemon ended before it was told to. `status` as in `Exited`; `reason`: its own last word, how it came to be
+    killed, or empty."""
 
-    epoch: int
+    serial: int
     status: int
     reason: str = ""
+
+
+class Reached(msgspec.Struct, frozen=True, tag="reached"):
+    """An epoch has come so far on this host."""
+
+    epoch: int
+    phase: PhaseName
 
 
 class WorkersUp(msgspec.Struct, frozen=True, tag="workers_up"):
@@ -178,8 +222,9 @@ class WorkersUp(msgspec.Struct, frozen=True, tag="workers_up"):
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
-    """Bytes that a worker printed, cut anywhere."""
+    """Bytes that the worker in a slot, which has this rank or is to have it, printed, cut anywhere."""
 
+    slot: int
     rank: int
     stream: Stream
     data: bytes
@@ -189,13 +234,6 @@ class DaemonLog(msgspec.Struct, frozen=True, tag="daemon_log"):
     """Bytes that the daemon logged, cut anywhere."""
 
     data: bytes
-
-
-class DaemonReport(msgspec.Struct, frozen=True, tag="daemon_report"):
-    """Bytes that the daemon wrote to its standard output after its endpoint, cut anywhere: `bootstrap.Phase`s."""
-
-    data: bytes
-    epoch: int
 
 
 class Result(msgspec.Struct, frozen=True, tag="result"):
@@ -233,17 +271,33 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """Nothing of the job is left on this host; the agent's last message."""
 
 
-Command: TypeAlias = Ping | Function | Stop | Epoch | Begin | Abandon | Remove | Release | Kill | Changed
+Command: TypeAlias = (
+    Ping
+    | Hail
+    | Function
+    | Stop
+    | Introduce
+    | StartDaemon
+    | Begin
+    | Recruit
+    | Abandon
+    | Remove
+    | Release
+    | Kill
+    | Changed
+)
 FromAgent: TypeAlias = (
     Ping
+    | Present
     | Ready
     | Refused
     | DaemonUp
     | DaemonDown
+    | Reached
+    | EpochOver
     | WorkersUp
     | Output
     | DaemonLog
-    | DaemonReport
     | Result
     | Exited
     | Asked

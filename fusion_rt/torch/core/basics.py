@@ -19,6 +19,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.torch.core import process_sets as sets
 from fusion_rt.torch.core import recording
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set
+from fusion_rt.torch.core.provisional import provisional
 from fusion_rt.torch.core.rendezvous import open_store
 from fusion_rt.torch.core.runtime import (
     Runtime,
@@ -63,7 +64,9 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
     `fusionrun` has started the daemon of this node; under any other launcher, or alone, the node's first worker does.
 
     In an elastic job the launcher is asked for a place in the next membership epoch when this one does not come about,
-    because another worker has died, say; and so on, until it does or the launcher gives up.
+    because another worker has died, say; and so on, until it does or the launcher gives up. A worker that is started
+    while the others train joins nothing yet: it has the ranks that it is to have, and no operations, until it comes to
+    the function of `elastic.run`.
 
     Args:
         comm: Horovod's; None, or all ranks, as a list or an MPI communicator.
@@ -83,6 +86,9 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet] | None = Non
     while True:
         where, settings = environment.detect(), Settings.from_env()
         _check_comm(comm, where.size)
+        if agent is not None and agent.expected is not None:
+            enter(provisional(where, agent.expected, settings))
+            return
         try:
             join(where, settings, static)
             return

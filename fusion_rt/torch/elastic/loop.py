@@ -25,7 +25,8 @@ def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection
         SystemExit: there is no place for this worker any more.
         FusionError: the agent is gone.
     """
-    why: str | None = None  # this worker has left an epoch; empty if only hosts have changed
+    # Why this worker has left an epoch; empty if only hosts have changed, or it is new and the others are in one.
+    why: str | None = None if agent.expected is None else ""
     skip_sync = has_values = False
     while True:
         try:

@@ -41,7 +41,7 @@ class Agent:
             "package": own.package,
             "job": "test",
             "slots": 1,
-            "epoch": agent_messages.Epoch(1, "test", 0, Topology(("here",), ((0,),)), (0,), True),
+            "epoch": agent_messages.Epoch(1, 0, Topology(("here",), ((0,),)), (0,)),
             "command": (b"sh", b"-c", script.encode()),
             "environment": tuple((os.fsencode(k), os.fsencode(v)) for k, v in environment.items()),
             "directory": os.fsencode(directory),
@@ -102,8 +102,8 @@ def test_a_job_is_reported_step_by_step(start, tmp_path: Path) -> None:
     assert kinds[0] == "Ready"
     assert {"WorkersUp", "DaemonUp"} < set(kinds)
     assert {message for message in said if isinstance(message, agent_messages.Output)} == {
-        agent_messages.Output(0, "stdout", b"out\n"),
-        agent_messages.Output(0, "stderr", b"err\n"),
+        agent_messages.Output(0, 0, "stdout", b"out\n"),
+        agent_messages.Output(0, 0, "stderr", b"err\n"),
     }
     assert said[-1] == agent_messages.Exited(0, 3)
     agent.send(agent_messages.Stop(5.0))

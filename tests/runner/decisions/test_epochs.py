@@ -16,10 +16,12 @@ from fusion_rt.runner.decisions.outcome import DaemonFailure, Failure, HostFailu
 from fusion_rt.runner.decisions.places import Place, Places
 
 COOLDOWN_S = 10.0
+KEY = "k" * 40
 
 
 class World:
-    """Hosts, agents and workers that do as they are told, unless a test has them fail; the `JobControl` of `Epochs`."""
+    """Hosts, agents, daemons and workers that do as they are told, unless a test has them fail; the `JobControl` of
+    `Epochs`."""
 
     def __init__(self, hosts: str, limits: Limits | None = None) -> None:
         self.now = 0.0
@@ -27,10 +29,13 @@ class World:
         self.said: list[str] = []
         self.agents: set[str] = set()  # told to start, and not to end
         self.ready: set[str] = set()
-        self.starting: Places | None = None
+        self.daemons: dict[str, tuple[int, int]] = {}  # node and serial of each
+        self.listening: set[str] = set()
         self.places: Places | None = None
-        self.survivors: list[Place] = []
-        self.running: set[Place] = set()
+        self.waiting: list[Place] = []
+        self.running: set[Place] = set()  # in the epoch
+        self.beginning: dict[Place, Places] = {}
+        self.hailed: list[str] = []
         self.ended: list[Failure] | None = None
         blacklist = Blacklist(COOLDOWN_S, COOLDOWN_S, lambda: self.now, random.Random(0))
         self.epochs = Epochs(limits or Limits(1, 1), blacklist, self, lambda: self.now)
@@ -55,26 +60,57 @@ class World:
         assert host in self.agents
         self.agents.discard(host)
         self.ready.discard(host)
+        self.listening.discard(host)
+        self.daemons.pop(host, None)
         self.running = {place for place in self.running if place[0] != host}
+        self.beginning = {place: would for place, would in self.beginning.items() if place[0] != host}
 
     def start(self, number: int, places: Places) -> None:
-        assert set(places.topology.hosts) <= self.ready
-        assert not self.running
-        self.starting = places
-        self.calls.append(("start", number))
+        raise AssertionError("only where membership is fixed")
 
-    def begin(self, number: int, places: Places, endpoints: Sequence[Endpoint], survivors: Collection[Place]) -> None:
-        assert places is self.starting
-        assert [endpoint.node for endpoint in endpoints] == list(range(len(places.hosts)))
-        assert set(survivors) <= set(places.ranks)
-        self.places, self.starting, self.survivors = places, None, list(survivors)
+    def start_daemon(self, host: str, node: int, serial: int, nodes: Sequence[str]) -> None:
+        assert host in self.ready
+        assert nodes[node] == host
+        assert serial > self.daemons.get(host, (0, 0))[1]
+        self.daemons[host] = node, serial
+        self.listening.discard(host)
+        if serial > 1:
+            self.calls.append(("daemon", host, serial))
+
+    def begin(self, number: int, places: Places, endpoints: Sequence[Endpoint], waiting: Collection[Place]) -> None:
+        assert set(places.names) <= self.listening
+        assert not self.running
+        present = [node for node in range(len(places.hosts)) if node not in places.absent]
+        assert [endpoint.node for endpoint in endpoints] == present
+        assert [endpoint.pid for endpoint in endpoints] == [
+            self.daemons[places.hosts[node].name][1] for node in present
+        ]
+        assert set(waiting) <= set(places.ranks)
+        self.places, self.waiting = places, list(waiting)
+        for place in waiting:
+            self.beginning.pop(place, None)
         self.running = set(places.ranks)
         self.calls.append(("begin", number))
 
-    def abandon(self, number: int) -> None:
+    def recruit(self, number: int, place: Place, would: Places) -> None:
+        assert place not in self.running
+        assert place not in self.beginning
+        assert place in would.ranks
+        assert place[0] in self.ready
+        assert number == self.epochs.number
+        self.beginning[place] = would
+        self.calls.append(("recruit", *place))
+
+    def abandon(self, number: int, reason: str) -> None:
         self.calls.append(("abandon", number))
 
+    def probe(self, host: str) -> None:
+        assert host in self.agents
+        self.hailed.append(host)
+
     def remove(self, host: str, slots: Sequence[int], reason: str) -> None:
+        for slot in slots:
+            self.beginning.pop((host, slot), None)
         self.calls.append(("remove", host, tuple(slots)))
 
     def kill(self, host: str, slots: Sequence[int]) -> None:
@@ -103,24 +139,46 @@ class World:
 
     def listen(self, *hosts: str) -> None:
         """Daemons come up: all, if none is named."""
-        places = self.starting
-        assert places is not None
-        for host in hosts or places.topology.hosts:
-            endpoint = Endpoint(places.node_of(host), 1, "127.0.0.1", 1, 2, "k" * 40)
-            self.epochs.daemon_up(host, self.epochs.number, endpoint)
+        for host in hosts or sorted(self.daemons.keys() - self.listening):
+            if host not in self.daemons:
+                continue
+            node, serial = self.daemons[host]
+            self.listening.add(host)
+            self.epochs.daemon_up(host, serial, Endpoint(node, serial, "127.0.0.1", 1, 2, KEY))
+
+    def start_up(self) -> None:
+        """The daemons of the epoch say that it is up."""
+        assert self.places is not None
+        for host in self.places.names:
+            self.epochs.started(host, self.epochs.number)
 
     def up(self, started: bool = True) -> Places:
-        """The next epoch begins; its places."""
+        """Hosts come up, and with them the next epoch, if nobody else is needed; its places."""
         self.answer()
         self.listen()
         assert self.places is not None
-        for host in self.places.topology.hosts if started else ():
-            self.epochs.started(host, self.epochs.number)
+        if started:
+            self.start_up()
         return self.places
+
+    def knock(self, *places: Place) -> None:
+        """Workers that have begun ask for their place: all, if none is named."""
+        for host, slot in places or sorted(self.beginning):
+            self.epochs.asked(host, slot, self.epochs.number, "")
+
+    def come(self) -> Places:
+        """All that can come does, at once, and the others leave their epoch for it; the places then."""
+        self.answer()
+        self.listen()
+        self.knock()
+        self.wait(5)
+        self.ask(error="")
+        return self.up()
 
     def fail(self, host: str, slot: int = 0, status: int = -9) -> None:
         """A worker fails."""
         self.running.discard((host, slot))
+        self.beginning.pop((host, slot), None)
         self.epochs.ended(host, slot, WorkerFailure(host, 0, status, "boom"))
 
     def lose(self, host: str) -> None:
@@ -130,14 +188,16 @@ class World:
 
     def crash(self, host: str) -> None:
         """A daemon ends."""
-        self.epochs.daemon_down(host, self.epochs.number, DaemonFailure(host, -9, "", f"host {host}"))
+        self.listening.discard(host)
+        self.epochs.daemon_down(host, self.daemons[host][1], DaemonFailure(host, -9, "", f"host {host}"))
 
     def ask(self, *hosts: str, error: str = "a peer is gone") -> None:
         """The workers of hosts leave the epoch: all, if none is named."""
+        number = self.epochs.number
         for host, slot in sorted(self.running):
             if not hosts or host in hosts:
                 self.running.discard((host, slot))
-                self.epochs.asked(host, slot, self.epochs.number, error)
+                self.epochs.asked(host, slot, number, error)
 
     def unused(self, *hosts: str) -> None:
         """The agents of hosts have ended their workers, which had not begun yet."""
@@ -165,56 +225,262 @@ class World:
         return tell(self.ended)[-1]
 
 
-def test_the_first_epoch_begins_when_all_hosts_are_ready() -> None:
+def test_the_first_epoch_begins_when_all_daemons_listen() -> None:
     world = World("a:2,b:1", Limits(2, 1))
     assert world.calls == [("connect", "a"), ("connect", "b")]
     world.answer("a")
+    world.listen("a")
     assert len(world.calls) == 2, "b may be ready in a moment"
     world.answer("b")
-    world.listen("a")
-    assert world.calls[2:] == [("start", 1)]
+    assert len(world.calls) == 2
     world.listen("b")
-    assert world.calls[3:] == [("begin", 1)]
+    assert world.calls[2:] == [("begin", 1)]
     assert world.running == {("a", 0), ("a", 1), ("b", 0)}
-    assert world.survivors == []
+    assert world.waiting == []
+    world.start_up()
     world.finish()
     assert world.ended == []
     assert world.said == []
 
 
-def test_a_failed_worker_costs_its_host_and_nobody_else() -> None:
+def test_a_killed_worker_costs_the_others_an_epoch_and_is_replaced_meanwhile() -> None:
     world = World("a:2,b:1,c:1")
+    world.up()
+    world.calls.clear()
+    world.fail("a")
+    assert world.calls == [("recruit", "a", 0)]
+    assert world.beginning["a", 0].ranks["a", 0] == 1, "a survivor is rank 0"
+    world.ask("a", "c")
+    assert len(world.calls) == 1, "b has not left"
+    world.ask("b")
+    assert world.calls[1:] == [("begin", 2)]
+    assert world.places is not None
+    assert world.places.ranks == {("a", 1): 0, ("b", 0): 1, ("c", 0): 2}
+    assert world.places.absent == ()
+    assert world.waiting == [("a", 1), ("b", 0), ("c", 0)]
+    assert world.said == ["fusionrun: epoch 2: 3 workers on hosts a, b, c (rank 0 on host a was killed by SIGKILL)"]
+    world.start_up()
+    world.wait(100)
+    assert world.calls[2:] == [], "nobody waits for the new one"
+    world.knock()
+    assert world.calls[2:] == [("change", True, False)]
+    world.ask(error="")
+    assert world.calls[3:] == [("begin", 3)]
+    assert world.places.ranks == {("a", 1): 0, ("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
+    assert world.places.topology.ranks[0] == (1, 0), "all have their old local_rank"
+    assert world.said[1:] == ["fusionrun: epoch 3: 4 workers on hosts a, b, c (host a has 2 workers now)"]
+
+
+def test_a_host_without_workers_gets_another_daemon_and_keeps_its_number() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    world.calls.clear()
+    world.fail("a")
+    world.ask()
+    assert world.calls == [("recruit", "a", 0), ("begin", 2), ("daemon", "a", 2)]
+    assert world.places is not None
+    assert world.places.absent == (0,)
+    assert world.places.topology.ranks == ((), (0,))
+    world.start_up()
+    world.knock()
+    world.wait(1)
+    assert len(world.calls) == 3, "its daemon does not listen yet"
+    world.listen()
+    assert world.calls[3:] == [("change", True, False)]
+    world.ask(error="")
+    assert world.places.topology.hosts == ("a", "b")
+    assert world.places.topology.ranks == ((1,), (0,))
+    assert world.said[-1] == "fusionrun: epoch 3: 2 workers on hosts b, a (host a was added)"
+
+
+def test_several_newcomers_are_let_in_at_once_and_a_slow_one_later() -> None:
+    world = World("a:1")
+    world.up()
+    world.find("a:1,b:3")
+    world.answer()
+    world.listen()
+    world.calls.clear()
+    world.knock(("b", 0))
+    world.wait(3)
+    assert world.calls == [], "the others are expected"
+    world.knock(("b", 1))
+    world.wait(3)
+    assert world.calls == [("change", True, False)], "but not for long"
+    world.ask(error="")
+    assert world.places is not None
+    assert set(world.places.ranks) == {("a", 0), ("b", 0), ("b", 1)}
+    world.start_up()
+    world.knock(("b", 2))
+    assert world.calls[2:] == [("change", True, False)]
+    world.ask(error="")
+    assert world.places.size == 4
+
+
+def test_a_loss_while_newcomers_are_let_in_does_not_throw_away_the_others() -> None:
+    world = World("a:1,b:1,c:1")
+    world.up()
+    world.find("a:1,b:1,c:1,d:2")
+    world.answer()
+    world.listen()
+    world.knock()
+    world.ask("a", error="")
+    world.fail("d", 1)
+    world.fail("c")
+    world.ask("b")
+    assert world.places is not None
+    assert world.places.ranks == {("a", 0): 0, ("b", 0): 1, ("d", 0): 2}
+    world.fail("d", 0)  # as the epoch comes up
+    assert ("abandon", 2) in world.calls
+    world.ask()
+    assert world.places.ranks == {("a", 0): 0, ("b", 0): 1}
+    world.start_up()
+    assert {("c", 0), ("d", 0), ("d", 1)} == set(world.beginning), "all of them are on their way again"
+    assert world.come().size == 5
+
+
+def test_workers_that_fail_at_once_are_replaced_ever_later_and_then_given_up() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    world.fail("b")
+    world.ask()
+    world.start_up()
+    waits = []
+    while ("b", 0) in world.beginning:
+        before = world.now
+        world.fail("b", status=3)
+        world.wait(0.25)
+        while ("b", 0) not in world.beginning and world.now < before + 100:
+            world.wait(0.25)
+        waits.append(world.now - before)
+    assert waits[:-1] == [1.0, 2.0, 4.0]
+    assert world.said[-1] == (
+        "fusionrun: slot 0 of host b is given up: 5 workers in a row have failed there, none after more than 60 s of "
+        "training; the last: rank 0 on host b failed: boom"
+    )
+    assert world.said[-2] == "fusionrun: rank 0 on host b failed: boom; another worker is started there in 4 s"
+    assert world.ended is None
+    world.wait(1000)
+    assert ("release", "b") in world.calls
+    world.finish()
+    assert world.ended == []
+
+
+def test_a_worker_that_has_trained_for_a_while_is_replaced_at_once() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    for _ in range(7):
+        world.wait(61)
+        world.fail("b")
+        assert ("b", 0) in world.beginning
+        world.ask()
+        world.start_up()
+        assert world.come().size == 2
+
+
+def test_a_newcomer_that_ends_well_is_not_replaced() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    world.fail("b")
+    world.ask()
+    world.start_up()
+    del world.beginning["b", 0]
+    world.epochs.ended("b", 0, None)
+    world.wait(100)
+    assert ("b", 0) not in world.beginning
+    world.finish()
+    assert world.ended == []
+
+
+def test_a_host_that_is_cut_off_is_not_waited_for() -> None:
+    world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
+    world.up()
+    world.ask("a", error="host c is silent")
+    assert world.hailed == ["b", "c"]
+    world.ask("b", error="host c is silent")
+    world.epochs.missed("a", 1, (2,))
+    world.wait(0.75)
+    assert world.epochs.number == 1
+    world.wait(0.5)
+    assert world.calls[-2:] == [("drop", "c"), ("begin", 2)]
+    why = "host c: its agent does not answer, and other hosts cannot reach it"
+    assert world.said == [f"fusionrun: epoch 2: 2 workers on hosts a, b ({why})"]
+    world.start_up()
+    world.wait(COOLDOWN_S + 1)
+    assert world.calls[-1] == ("connect", "c")
+    world.answer()
+    assert world.daemons["c"] == (2, 2), "it has its number, and another daemon"
+    places = world.come()
+    assert places.topology.hosts == ("a", "b", "c")
+    assert places.ranks == {("a", 0): 0, ("b", 0): 1, ("c", 0): 2}
+
+
+def test_a_host_that_nobody_misses_has_more_time_to_answer() -> None:
+    world = World("a:1,b:1", Limits(2, 1, leave=15, probe=10))
+    world.up()
+    world.ask("a")
+    world.wait(9)
+    assert world.calls[-1] != ("drop", "b")
+    world.wait(2)
+    assert ("drop", "b") in world.calls
+
+
+def test_a_host_that_others_miss_and_that_answers_goes_on_with_another_daemon() -> None:
+    world = World("a:1,b:1,c:1")
+    world.up()
+    world.ask("a")
+    world.epochs.missed("a", 1, (2,))
+    world.epochs.missed("c", 1, (0, 1))  # which sees it the other way round, and is late
+    world.epochs.answered("c")
+    assert world.calls[-1] == ("daemon", "c", 2)
+    world.ask("b", "c")
+    assert world.places is not None
+    assert world.places.names == ("a", "b"), "nobody waits for the daemon"
+    world.start_up()
+    world.listen()
+    world.wait(1)
+    assert world.calls[-1] == ("change", True, False), "its worker waits already"
+    world.ask(error="")
+    assert world.places.ranks == {("a", 0): 0, ("b", 0): 1, ("c", 0): 2}
+    assert ("c", 0) in world.waiting
+
+
+def test_without_replacements_a_failed_worker_costs_its_host_and_nobody_else() -> None:
+    world = World("a:2,b:1,c:1", Limits(1, 1, restarts=False))
     world.up()
     world.calls.clear()
     world.fail("a")
     world.ask("a", "c")
     assert world.calls == [], "b has not left"
     world.ask("b")
-    places = world.up()
-    assert world.calls == [("start", 2), ("begin", 2), ("release", "a")]
-    assert places.ranks == {("b", 0): 0, ("c", 0): 1}
-    assert world.survivors == [("b", 0), ("c", 0)]
+    assert world.calls == [("remove", "a", (1,)), ("begin", 2), ("release", "a")]
+    assert world.places is not None
+    assert world.places.ranks == {("b", 0): 0, ("c", 0): 1}
+    assert world.waiting == [("b", 0), ("c", 0)]
     assert world.said == ["fusionrun: epoch 2: 2 workers on hosts b, c (rank 0 on host a was killed by SIGKILL)"]
 
 
 def test_a_host_comes_back_after_its_cooldown() -> None:
-    world = World("a:1,b:1")
+    world = World("a:1,b:1", Limits(1, 1, restarts=False))
     world.up()
     world.fail("a")
     world.ask()
-    world.up()
+    world.start_up()
     world.calls.clear()
     world.wait(COOLDOWN_S - 1)
     assert world.calls == []
     world.wait(2)
     assert world.calls == [("connect", "a")]
     world.answer()
+    world.listen()
     world.wait(5)
-    assert world.calls[1:] == [("change", True, False)], "said once"
+    assert world.calls[1:] == [("daemon", "a", 2), ("recruit", "a", 0)]
+    world.knock()
+    world.wait(5)
+    assert world.calls[3:] == [("change", True, False)], "said once"
     world.ask(error="")
-    places = world.up()
-    assert places.ranks == {("b", 0): 0, ("a", 0): 1}
-    assert world.survivors == [("b", 0)]
+    assert world.places is not None
+    assert world.places.ranks == {("b", 0): 0, ("a", 0): 1}
+    assert world.waiting == [("b", 0), ("a", 0)]
     assert world.said[-1] == "fusionrun: epoch 3: 2 workers on hosts b, a (host a was added)"
 
 
@@ -248,32 +514,66 @@ def test_an_error_when_another_worker_has_ended_well_is_the_jobs() -> None:
     assert world.last_words() == "fusionrun: rank 1 on host b could not go on: rank 0 has left"
 
 
-def test_a_daemon_may_crash_once_and_its_host_takes_part_again() -> None:
+def test_a_crashed_daemon_is_replaced_and_its_workers_come_back_with_what_they_have() -> None:
     world = World("a:1,b:1")
     world.up()
     world.crash("a")
+    assert world.calls[-1] == ("daemon", "a", 2)
     world.ask()
-    places = world.up()
-    assert places.topology.hosts == ("a", "b")
-    assert world.survivors == [("a", 0), ("b", 0)]
-    world.crash("a")
-    world.ask()
-    places = world.up()
-    assert places.topology.hosts == ("b",)
+    assert world.places is not None
+    assert world.places.ranks == {("b", 0): 0}
+    world.start_up()
+    world.fail("b")  # a has the state, too
+    assert world.ended is None
+    world.listen()
+    assert world.places.ranks == {("a", 0): 0}
+    assert world.waiting == [("a", 0)]
     assert world.said == [
-        "fusionrun: epoch 2: 2 workers on hosts a, b (the daemon of host a was killed by SIGKILL)",
-        "fusionrun: epoch 3: 1 workers on hosts b (the daemon of host a was killed by SIGKILL)",
+        "fusionrun: epoch 2: 1 workers on hosts b (the daemon of host a was killed by SIGKILL)",
+        "fusionrun: epoch 3: 1 workers on hosts a (rank 0 on host b was killed by SIGKILL; host a was added)",
     ]
 
 
-def test_a_crash_that_is_heard_of_late_is_still_the_reason() -> None:
+def test_a_host_whose_daemon_crashes_again_is_left_out() -> None:
     world = World("a:1,b:1")
     world.up()
+    world.crash("a")
     world.ask()
-    assert world.starting is not None
-    world.epochs.daemon_down("a", 1, DaemonFailure("a", -9, "", "host a"))
+    world.listen()
+    world.start_up()
+    world.wait(1)
+    world.ask(error="")
+    assert world.places is not None
+    assert world.places.size == 2
+    world.start_up()
+    world.crash("a")
+    world.ask()
+    assert world.places.ranks == {("b", 0): 0}
+    assert world.calls[-2:] == [("begin", 4), ("release", "a")]
+
+
+def test_a_job_that_needs_all_waits_for_a_daemon_that_has_crashed() -> None:
+    world = World("a:1,b:1", Limits(2, 2))
     world.up()
-    assert world.said == ["fusionrun: epoch 2: 2 workers on hosts a, b (the daemon of host a was killed by SIGKILL)"]
+    world.crash("a")
+    world.ask()
+    assert world.epochs.number == 1
+    world.listen()
+    assert world.places is not None
+    assert world.places.ranks == {("a", 0): 0, ("b", 0): 1}
+    assert world.waiting == [("a", 0), ("b", 0)]
+
+
+def test_a_daemon_that_does_not_come_up_again_costs_its_host() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    world.crash("a")
+    world.ask()
+    world.start_up()
+    world.epochs.daemon_down("a", 1, DaemonFailure("a", -9, "", "host a"))  # which is known
+    world.epochs.daemon_down("a", 2, HostFailure("a", ("its daemon cannot start: no room",)))
+    assert world.calls[-1] == ("drop", "a")
+    assert world.said[-1] == "fusionrun: host a: its daemon cannot start: no room; the host is left out for 10 s"
 
 
 def test_an_error_that_all_workers_survive_is_the_reason_if_there_is_no_other() -> None:
@@ -298,10 +598,15 @@ def test_new_hosts_are_met_before_anybody_is_told() -> None:
     assert world.calls == [("connect", "b")], "the workers have heard nothing of it"
     world.wait(COOLDOWN_S + 1)
     world.answer()
-    assert world.calls[1:] == [("connect", "b"), ("change", True, False)]
+    assert world.calls[1:] == [("connect", "b"), ("recruit", "b", 0)], "a worker begins while the daemon does"
+    world.knock()
+    world.wait(1)
+    assert len(world.calls) == 3
+    world.listen()
+    assert world.calls[3:] == [("change", True, False)]
 
 
-def test_hosts_that_are_exchanged_are_one_piece_of_news() -> None:
+def test_hosts_that_go_are_news_when_the_new_ones_are_ready_to_begin() -> None:
     world = World("a:1,b:1")
     world.up()
     world.calls.clear()
@@ -309,7 +614,9 @@ def test_hosts_that_are_exchanged_are_one_piece_of_news() -> None:
     world.wait(1)
     assert world.calls == [("connect", "c")]
     world.answer()
-    assert world.calls[1:] == [("change", True, True)]
+    world.listen()
+    world.knock()
+    assert world.calls[1:] == [("recruit", "c", 0), ("change", False, True), ("change", True, True)]
     world.find("a:1,d:1")
     world.wait(10)
     assert world.calls[-1] == ("change", False, True), "d does not come up, and c and b are to go"
@@ -329,15 +636,16 @@ def test_slots_that_come_and_go_are_news() -> None:
     world.up()
     world.calls.clear()
     world.find("a:2,b:1")
-    assert world.calls == [("change", True, False)]
+    world.knock()
+    assert world.calls == [("recruit", "a", 1), ("change", True, False)]
     world.find("a:2")
-    assert world.calls[1:] == [("change", True, True)]
+    assert world.calls[2:] == [("change", True, True)]
     world.ask(error="")
-    places = world.up()
-    assert places.ranks == {("a", 0): 0, ("a", 1): 1}
-    assert world.survivors == [("a", 0)]
+    assert world.places is not None
+    assert world.places.ranks == {("a", 0): 0, ("a", 1): 1}
+    assert world.waiting == [("a", 0), ("a", 1)]
     assert ("release", "b") in world.calls
-    assert world.said == ["fusionrun: epoch 2: 2 workers on hosts a (host a has room for 2 now; host b was removed)"]
+    assert world.said == ["fusionrun: epoch 2: 2 workers on hosts a (host a has 2 workers now; host b was removed)"]
 
 
 def test_a_worker_without_a_slot_is_removed_while_its_host_stays() -> None:
@@ -345,22 +653,41 @@ def test_a_worker_without_a_slot_is_removed_while_its_host_stays() -> None:
     world.up()
     world.find("a:1,b:1")
     world.ask(error="")
-    world.up()
     assert ("remove", "a", (1,)) in world.calls
-    assert world.survivors == [("a", 0), ("b", 0)]
+    assert world.waiting == [("a", 0), ("b", 0)]
+    assert world.said == ["fusionrun: epoch 2: 2 workers on hosts a, b (host a has room for 1 now)"]
 
 
-def test_a_job_waits_for_hosts_and_then_goes_on() -> None:
+def test_a_newcomer_for_which_there_is_no_room_any_more_is_removed() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    world.find("a:2,b:1")
+    world.find("a:1,b:1")
+    assert world.calls[-2:] == [("recruit", "a", 1), ("remove", "a", (1,))]
+    world.find("a:1,b:1,c:1")
+    world.answer()
+    world.find("a:1,b:1")
+    assert world.calls[-2:] == [("recruit", "c", 0), ("release", "c")]
+
+
+def test_a_job_waits_for_workers_and_then_goes_on() -> None:
     world = World("a:1,b:1", Limits(2, 2, timeout=60))
     world.up()
     world.lose("b")
     world.ask()
     world.find("a:1")
     world.wait(30)
-    assert world.starting is None
+    assert world.epochs.number == 1
     world.find("a:1,c:1")
-    places = world.up()
-    assert places.topology.hosts == ("a", "c")
+    world.answer()
+    world.listen()
+    world.wait(10)
+    assert world.epochs.number == 1
+    world.knock()
+    assert world.places is not None
+    assert world.places.names == ("a", "c")
+    assert world.places.topology.hosts == ("a", "b", "c")
+    assert world.places.absent == (1,)
 
 
 def test_a_job_waits_no_longer_than_it_may() -> None:
@@ -383,19 +710,21 @@ def test_a_job_waits_no_longer_than_it_may() -> None:
 def test_the_first_epoch_waits_for_all_workers_that_were_asked_for() -> None:
     world = World("a:1", Limits(2, 1, timeout=60))
     world.answer()
-    assert world.starting is None
+    world.listen()
+    assert world.places is None
     world.find("a:1,b:1")
     assert world.up().size == 2
 
 
 def test_a_job_is_reset_no_more_often_than_it_may() -> None:
-    world = World("a:1,b:1", Limits(2, 1, resets=1))
+    world = World("a:1,b:1", Limits(2, 2, resets=1))
     world.up()
     world.crash("a")
     world.ask()
     world.up()
     world.crash("b")
     world.ask()
+    world.listen()
     assert world.last_words() == (
         "fusionrun: the job has been reset as often as --reset-limit allows (1); before that: the daemon of host b "
         "was killed by SIGKILL"
@@ -409,27 +738,31 @@ def test_who_does_not_leave_in_time_is_killed_and_its_host_left_out() -> None:
     world.wait(100)
     world.calls.clear()
     world.ask("a")
+    world.epochs.answered("b")
     world.wait(14)
     assert world.calls == []
     world.wait(2)
     assert world.calls == [("kill", "b", (0,))]
     world.finish("b")  # whatever its status is
-    places = world.up()
-    assert places.topology.hosts[0] == "a"
+    assert world.places is not None
+    assert world.places.names == ("a",)
     assert (
         "host b: rank 1 was killed: it did not leave membership epoch 1 within 15 s after another worker did"
-        in (world.said[0])
+        in world.said[0]
     )
+    assert world.calls[1:] == [("begin", 2), ("release", "b"), ("daemon", "c", 2)]
 
 
 def test_a_host_where_nobody_can_be_killed_is_dropped() -> None:
     world = World("a:1,b:1", Limits(2, 1, leave=15))
     world.up()
     world.ask("a")
+    world.epochs.answered("b")
     world.wait(30)
     assert ("kill", "b", (0,)) in world.calls
     assert ("drop", "b") in world.calls
-    assert world.up().topology.hosts == ("a",)
+    assert world.places is not None
+    assert world.places.names == ("a",)
 
 
 def test_when_others_have_ended_well_nobody_is_hurried() -> None:
@@ -437,53 +770,51 @@ def test_when_others_have_ended_well_nobody_is_hurried() -> None:
     world.up()
     world.finish("a")
     world.ask("b")
+    world.epochs.answered("c")
     world.wait(100)
     assert world.ended is None
     assert not any(call[0] == "kill" for call in world.calls)
 
 
-def test_an_epoch_whose_daemon_does_not_come_up_is_tried_again_without_that_host() -> None:
+def test_a_daemon_that_does_not_listen_is_not_waited_for() -> None:
     world = World("a:1,b:1,c:1", Limits(3, 1, start=30))
-    world.up()
-    world.crash("c")
-    world.ask()
+    world.answer()
     world.listen("a", "c")
     world.wait(29)
-    assert ("abandon", 2) not in world.calls
+    assert world.places is None
     world.wait(2)
-    assert world.calls[-3:] == [("drop", "b"), ("abandon", 2), ("start", 3)]
-    places = world.up()
-    assert places.topology.hosts == ("a", "c")
-    assert world.survivors == [("a", 0), ("c", 0)]
-    assert "host b: its daemon did not listen within 30 s (--start-timeout)" in world.said[-1]
+    assert ("drop", "b") in world.calls
+    assert world.places is None, "three were asked for"
+    world.wait(COOLDOWN_S)
+    assert world.up().names == ("a", "b", "c")
 
 
-def test_a_survivor_that_dies_while_the_epoch_is_started_is_no_survivor() -> None:
-    world = World("a:1,b:1")
+def test_a_survivor_that_dies_while_the_job_waits_is_no_survivor() -> None:
+    world = World("a:1,b:1,c:1", Limits(3, 2))
     world.up()
+    world.lose("c")
     world.crash("b")
     world.ask()
     world.fail("a")
-    places = world.up()
-    assert ("abandon", 2) in world.calls
-    assert places.topology.hosts == ("b",)
-    assert world.survivors == [("b", 0)]
+    assert world.epochs.number == 1
+    world.knock(("a", 0))
+    world.listen()
+    assert world.places is not None
+    assert world.places.ranks == {("b", 0): 0, ("a", 0): 1}
 
 
-def test_a_loss_while_an_epoch_comes_up_ends_its_daemons_so_that_nobody_waits() -> None:
+def test_a_loss_while_an_epoch_comes_up_fails_it_so_that_nobody_waits() -> None:
     world = World("a:1,b:1,c:1")
     world.up(started=False)
     world.fail("c")
     world.fail("b")
     assert world.calls.count(("abandon", 1)) == 1
     world.ask()
-    world.up()
+    world.start_up()
     world.wait(COOLDOWN_S + 1)
-    world.answer()
-    world.ask()
-    world.up()
+    assert world.come().size == 3
     world.fail("c")
-    assert world.calls.count(("abandon", 3)) == 0, "its daemons were up, and tell everybody who is gone"
+    assert world.calls.count(("abandon", 3)) == 0, "its daemons are up, and tell everybody who is gone"
 
 
 def test_the_next_epoch_may_fail_to_come_up_too() -> None:
@@ -493,23 +824,23 @@ def test_the_next_epoch_may_fail_to_come_up_too() -> None:
     world.ask()
     world.up(started=False)
     world.fail("b")
-    assert world.calls[-1] == ("abandon", 2)
+    assert ("abandon", 2) in world.calls
 
 
-def test_new_workers_of_an_epoch_that_did_not_come_up_are_replaced_and_nobody_is_blamed() -> None:
+def test_a_newcomer_of_an_epoch_that_did_not_come_up_is_in_the_next_one() -> None:
     world = World("a:1,b:1,c:1")
     world.up()
     world.find("a:1,b:1,c:1,d:1")
     world.answer()
+    world.listen()
+    world.knock()
     world.ask(error="")
-    world.up(started=False)
     world.fail("c")
-    assert world.calls[-1] == ("abandon", 2)
-    world.unused("d")
-    world.ask("a", "b")
-    places = world.up()
-    assert places.topology.hosts == ("a", "b", "d")
-    assert world.survivors == [("a", 0), ("b", 0)]
+    assert ("abandon", 2) in world.calls
+    world.ask()
+    assert world.places is not None
+    assert world.places.ranks == {("a", 0): 0, ("b", 0): 1, ("d", 0): 2}
+    assert world.places.absent == (2,)
 
 
 def test_a_job_that_has_no_state_yet_may_begin_again() -> None:
@@ -517,9 +848,9 @@ def test_a_job_that_has_no_state_yet_may_begin_again() -> None:
     world.up(started=False)
     world.fail("c")
     world.unused("a", "b")
-    places = world.up(started=False)
-    assert places.topology.hosts == ("a", "b")
-    assert world.survivors == []
+    assert world.places is not None
+    assert world.places.names == ("a", "b")
+    assert world.waiting == []
     assert world.said == ["fusionrun: epoch 2: 2 workers on hosts a, b (rank 0 on host c was killed by SIGKILL)"]
     world.fail("a")
     world.fail("b", status=3)
@@ -531,7 +862,7 @@ def test_a_job_whose_workers_fail_on_all_hosts_before_it_has_come_up_ends_with_t
     world.up(started=False)
     world.fail("a", status=1)
     world.unused("a", "b")
-    assert world.up(started=False).topology.hosts == ("b",)
+    assert world.up(started=False).names == ("b",)
     world.fail("b", status=1)
     world.unused("b")
     assert world.last_words() == "fusionrun: rank 0 on host b failed first: boom"
@@ -561,12 +892,10 @@ def test_a_job_that_has_lost_its_state_does_not_begin_again() -> None:
     world.up()
     world.fail("b")
     world.ask("a")
-    world.wait(COOLDOWN_S + 1)
-    world.answer()
-    world.ask("a", error="")
-    world.up(started=False)
+    world.start_up()
+    world.listen()
+    world.knock()
     world.fail("a")
-    world.unused("b")
     assert world.last_words() == "fusionrun: rank 0 on host a was killed by SIGKILL"
 
 
@@ -576,9 +905,13 @@ def test_who_is_leaving_needs_no_more_news() -> None:
     world.ask("a", error="")
     world.find("a:1,b:1,c:1")
     world.answer()
+    world.listen()
+    world.knock()
     assert not any(call[0] == "change" for call in world.calls)
+    assert world.hailed == [], "all leave in good order"
     world.ask("b", error="")
-    assert world.up().size == 3
+    assert world.places is not None
+    assert world.places.size == 3
 
 
 def test_a_worker_that_has_ended_well_does_not_ask() -> None:
@@ -591,16 +924,17 @@ def test_a_worker_that_has_ended_well_does_not_ask() -> None:
 
 
 def test_the_only_survivors_stay_on_a_host_that_is_left_out() -> None:
-    world = World("a:2")
+    world = World("a:2", Limits(1, 1, restarts=False))
     world.up()
     world.fail("a", 0)
     world.ask()
-    places = world.up()
-    assert places.ranks == {("a", 1): 0}
+    assert world.places is not None
+    assert world.places.ranks == {("a", 1): 0}
+    world.start_up()
     world.wait(COOLDOWN_S + 1)
+    world.knock()
     world.ask(error="")
-    places = world.up()
-    assert places.ranks == {("a", 1): 0, ("a", 0): 1}
+    assert world.places.ranks == {("a", 1): 0, ("a", 0): 1}
 
 
 def test_a_job_whose_hosts_are_all_to_go_runs_as_long_as_they_stay() -> None:
@@ -625,62 +959,94 @@ def test_hosts_that_all_fail_at_the_start_end_the_job() -> None:
 def test_an_agent_that_does_not_answer_is_not_waited_for() -> None:
     world = World("a:1,b:1", Limits(1, 1, start=30))
     world.answer("a")
+    world.listen("a")
     world.wait(29)
-    assert world.starting is None
+    assert world.places is None
     world.wait(2)
     assert ("drop", "b") in world.calls
-    assert world.up().topology.hosts == ("a",)
+    assert world.places is not None
+    assert world.places.names == ("a",)
 
 
 def test_news_of_an_epoch_that_is_over_is_none() -> None:
     world = World("a:1,b:1")
     world.up()
     world.crash("a")
+    world.epochs.daemon_up("a", 1, Endpoint(0, 1, "127.0.0.1", 1, 2, KEY))
     world.ask()
-    world.epochs.daemon_up("a", 1, Endpoint(0, 1, "127.0.0.1", 1, 2, "k" * 40))
-    world.listen("b")
-    assert world.starting is not None
-    world.listen("a")
-    world.epochs.asked("a", 0, 1, "late")
+    world.listen()
+    world.start_up()
+    world.epochs.asked("b", 0, 1, "late")
+    world.epochs.missed("b", 1, (0,))
+    world.epochs.started("a", 1)
     world.epochs.lost(HostFailure("z", ("unknown",)))
     world.epochs.ended("z", 0, None)
-    assert ("a", 0) in world.running
+    world.epochs.answered("z")
+    assert ("b", 0) in world.running
+    world.ask(error="")
     world.finish()
     assert world.ended == []
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(100))
 def test_whatever_happens_the_state_survives_and_the_job_comes_to_an_end(seed: int) -> None:
     rng = random.Random(seed)
     names = "abcd"
-    world = World("a:2,b:2,c:2,d:2", Limits(2, rng.choice([1, 2, 3]), rng.choice([None, 5]), timeout=120, leave=15))
+    limits = Limits(2, rng.choice([1, 2, 3]), rng.choice([None, 5]), timeout=120, leave=15, restarts=rng.random() < 0.8)
+    world = World("a:2,b:2,c:2,d:2", limits)
     has_state: set[Place] = set()
-    number = 0
+    number, is_up = 0, False
 
     def look() -> None:
-        """Whoever begins an epoch gets the state of its rank 0, which must have it."""
+        """Whoever begins an epoch gets the state of its rank 0, which must have it, once the job has come up."""
         nonlocal has_state, number
-        if world.places is not None and world.epochs.number > number and world.starting is None:
-            number = world.epochs.number
-            first = next(place for place, rank in world.places.ranks.items() if rank == 0)
-            assert not has_state or (first in world.survivors and first in has_state)
-            assert set(world.survivors) <= has_state or not has_state
-            has_state = set(world.places.ranks)
+        if world.places is None or world.epochs.number == number:
+            return
+        number = world.epochs.number
+        places = world.places
+        first = next(place for place, rank in places.ranks.items() if rank == 0)
+        if is_up:
+            assert first in world.waiting
+            assert first in has_state
+            assert set(places.ranks) == set(world.waiting), "nobody is waited for who has not asked"
+        for name, (node, _) in world.daemons.items():
+            assert node >= len(places.hosts) or places.hosts[node].name == name
+        has_state = set(places.ranks)
 
     for _ in range(rng.randint(20, 150)):
         if world.ended is not None:
             break
-        act = rng.choice(["answer", "listen", "fail", "lose", "crash", "ask", "ask", "wait", "wait", "find"])
+        act = rng.choice(
+            [
+                "answer",
+                "listen",
+                "fail",
+                "fail new",
+                "lose",
+                "crash",
+                "ask",
+                "ask",
+                "wait",
+                "wait",
+                "find",
+                "start",
+                "knock",
+            ]
+        )
         host = rng.choice(names)
         if act == "answer":
             world.answer()
-        elif act == "listen" and world.starting is not None:
-            world.listen(*[name for name in world.starting.topology.hosts if rng.random() < 0.8])
+        elif act == "listen":
+            world.listen(
+                *[name for name in sorted(world.daemons.keys() - world.listening) if rng.random() < 0.8] or ["-"]
+            )
         elif act == "fail" and (host, 0) in world.running:
             world.fail(host)
+        elif act == "fail new" and (host, 1) in world.beginning:
+            world.fail(host, 1)
         elif act == "lose" and host in world.agents:
             world.lose(host)
-        elif act == "crash" and world.places is not None and host in world.places.topology.hosts:
+        elif act == "crash" and host in world.listening:
             world.crash(host)
         elif act == "ask" and rng.random() < 0.5:
             world.ask()
@@ -688,15 +1054,21 @@ def test_whatever_happens_the_state_survives_and_the_job_comes_to_an_end(seed: i
             world.wait(rng.choice([1, 5, 40]))
         elif act == "find":
             world.find(",".join(f"{name}:{rng.randint(1, 2)}" for name in names if rng.random() < 0.8))
+        elif act == "start" and world.places is not None:
+            world.start_up()
+            is_up = True
+        elif act == "knock" and world.beginning:
+            world.knock(*rng.sample(sorted(world.beginning), 1))
         look()
     for _ in range(300):  # from here on all goes well
         if world.ended is not None:
             break
         world.answer()
-        if world.starting is not None:
-            world.listen()
+        world.listen()
+        world.knock()
         look()
         world.wait(1)
-        if world.running and world.epochs.number == number:
+        look()
+        if world.running:
             world.finish()
     assert world.ended is not None

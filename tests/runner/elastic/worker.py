@@ -51,6 +51,10 @@ def main() -> None:
     directory = Path(sys.argv[1])
     agent = AgentConnection(os.environ)
     step = [0]
+    while agent.expected is not None:  # the others are in an epoch
+        answer = agent.rejoin()
+        assert not isinstance(answer, Removed)
+        os.environ.update(answer.environment)
     while True:
         error, client = "", None
         try:

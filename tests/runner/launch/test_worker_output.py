@@ -28,8 +28,8 @@ class Sink:
 def test_lines_are_marked_as_horovod_does() -> None:
     sink = Sink()
     output = WorkerOutput(sink, size=12)
-    output.feed(3, "stdout", b"one\ntwo\n")
-    output.feed(11, "stderr", b"oh\n")
+    output.feed(("a", 3), 3, "stdout", b"one\ntwo\n")
+    output.feed(("a", 11), 11, "stderr", b"oh\n")
     assert sink.text(1) == "[3]<stdout>:one\n[3]<stdout>:two\n"
     assert sink.text(2) == "[11]<stderr>:oh\n"
 
@@ -37,26 +37,26 @@ def test_lines_are_marked_as_horovod_does() -> None:
 def test_a_line_is_written_in_one_piece_and_never_torn_by_another_rank() -> None:
     sink = Sink()
     output = WorkerOutput(sink, size=2)
-    output.feed(0, "stdout", b"first ")
-    output.feed(1, "stdout", b"other ")
-    output.feed(0, "stdout", b"half\n")
-    output.feed(1, "stdout", b"too\n")
+    output.feed(("a", 0), 0, "stdout", b"first ")
+    output.feed(("a", 1), 1, "stdout", b"other ")
+    output.feed(("a", 0), 0, "stdout", b"half\n")
+    output.feed(("a", 1), 1, "stdout", b"too\n")
     assert sink.writes == [(1, b"[0]<stdout>:first half\n"), (1, b"[1]<stdout>:other too\n")]
 
 
 def test_a_progress_bar_is_passed_on_at_each_carriage_return() -> None:
     sink = Sink()
     output = WorkerOutput(sink, size=1)
-    output.feed(0, "stderr", b" 10%\r 20%\r 3")
+    output.feed(("a", 0), 0, "stderr", b" 10%\r 20%\r 3")
     assert sink.text(2) == "[0]<stderr>: 10%\r[0]<stderr>: 20%\r"
-    output.feed(0, "stderr", b"0%\r\n")
+    output.feed(("a", 0), 0, "stderr", b"0%\r\n")
     assert sink.text(2).endswith("\r[0]<stderr>: 30%\r\n")
 
 
 def test_a_last_line_without_an_end_is_flushed_with_one() -> None:
     sink = Sink()
     output = WorkerOutput(sink, size=1)
-    output.feed(0, "stdout", b"no end")
+    output.feed(("a", 0), 0, "stdout", b"no end")
     assert not sink.writes
     output.flush()
     output.flush()
@@ -82,7 +82,7 @@ def test_each_rank_and_stream_has_a_file_with_the_rank_padded_to_sort(tmp_path: 
     sink = Sink()
     output = WorkerOutput(sink, size=11, directory=str(tmp_path / "out"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"rank.{n:02d}" for n in range(11)]
-    output.feed(7, "stderr", b"seven\n")
+    output.feed(("a", 7), 7, "stderr", b"seven\n")
     (fd,) = {fd for fd, _ in sink.writes} - {1, 2}
     assert Path(f"/proc/self/fd/{fd}").resolve() == tmp_path / "out" / "rank.07" / "stderr"
     assert sink.text(fd) == sink.text(2) == "[7]<stderr>:seven\n"
@@ -100,19 +100,19 @@ def test_one_rank_has_files_too(tmp_path: Path) -> None:
 
 def test_a_time_stands_in_front_when_asked_for() -> None:
     sink = Sink()
-    WorkerOutput(sink, size=1, timestamps=True).feed(0, "stdout", b"x\n")
+    WorkerOutput(sink, size=1, timestamps=True).feed(("a", 0), 0, "stdout", b"x\n")
     assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:x\n", sink.text(1))
 
 
 def test_the_end_of_stderr_is_kept_within_bounds() -> None:
     output = WorkerOutput(Sink(), size=2)
-    assert output.tail(0) == ""
+    assert output.tail(("a", 0)) == ""
     for number in range(20_000):
-        output.feed(0, "stderr", b"line %d\n" % number)
-    assert output.tail(0).endswith("line 19999\n")
-    assert len(output.tail(0)) == TAIL
-    output.feed(1, "stderr", b"\xff broken text\n")
-    assert output.tail(1) == "\ufffd broken text\n"
+        output.feed(("a", 0), 0, "stderr", b"line %d\n" % number)
+    assert output.tail(("a", 0)).endswith("line 19999\n")
+    assert len(output.tail(("a", 0))) == TAIL
+    output.feed(("a", 1), 1, "stderr", b"\xff broken text\n")
+    assert output.tail(("a", 1)) == "\ufffd broken text\n"
 
 
 def test_files_that_cannot_be_made_are_an_error(tmp_path: Path) -> None:
@@ -124,12 +124,12 @@ def test_files_that_cannot_be_made_are_an_error(tmp_path: Path) -> None:
 def test_ranks_may_become_other_workers_and_more(tmp_path: Path) -> None:
     sink = Sink()
     output = WorkerOutput(sink, size=1, directory=str(tmp_path))
-    output.feed(0, "stderr", b"half a li")
+    output.feed(("a", 0), 0, "stderr", b"half a li")
     output.change(2)
     assert sink.text(2) == "[0]<stderr>:half a li\n"
-    assert output.tail(0) == "", "what the worker printed that was rank 0 says nothing about the new one"
-    output.feed(0, "stderr", b"new\n")
-    output.feed(1, "stderr", b"other\n")
+    assert output.tail(("a", 0)) == "", "what the worker printed that was rank 0 says nothing about the new one"
+    output.feed(("a", 0), 0, "stderr", b"new\n")
+    output.feed(("a", 1), 1, "stderr", b"other\n")
     assert sink.text(2) == "[0]<stderr>:half a li\n[0]<stderr>:new\n[1]<stderr>:other\n"
     output.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank.0", "rank.1"]

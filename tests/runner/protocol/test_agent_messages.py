@@ -9,17 +9,22 @@ from hypothesis import strategies as st
 
 from fusion_rt.core.errors import WireError
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import Endpoint, PeerTable, decode_line, encode_line
+from fusion_rt.host.bootstrap import Abandon, Endpoint, EpochOver, PeerTable, Reform, decode_line, encode_line
 from fusion_rt.runner.protocol import agent_messages
 
 ENDPOINT = Endpoint(0, 1, "127.0.0.1", 1, 2, "k" * 40)
+EPOCH = agent_messages.Epoch(2, 0, Topology(("a", "b"), ((0, 1), ())), (0, 3))
+REFORM = Reform(2, EPOCH.topology, (1,), (ENDPOINT,))
 FROM_AGENT = [
     agent_messages.Ready(),
     agent_messages.Refused(("no disk", "no \u2713")),
     agent_messages.DaemonUp(ENDPOINT, 1),
     agent_messages.DaemonDown(2, -9),
     agent_messages.WorkersUp(),
-    agent_messages.Output(3, "stderr", b"\xff\0\r\n"),
+    agent_messages.Present(),
+    agent_messages.Reached(2, "started"),
+    EpochOver(2, (1,), "host b is silent"),
+    agent_messages.Output(1, 3, "stderr", b"\xff\0\r\n"),
     agent_messages.DaemonLog(b"x"),
     agent_messages.Exited(0, -11),
     agent_messages.Asked(1, 2, "rank 3 is gone"),
@@ -29,10 +34,12 @@ FROM_AGENT = [
 COMMANDS = [
     agent_messages.Ping(),
     agent_messages.Stop(5.0),
-    agent_messages.Epoch(2, "j-2", 1, Topology(("a", "b"), ((0,), (2, 1))), (0, 3), False),
-    agent_messages.Begin(2, (3,), PeerTable((ENDPOINT,))),
-    agent_messages.Begin(2, (), None),
-    agent_messages.Abandon(2, "why"),
+    agent_messages.Hail(),
+    agent_messages.Introduce(PeerTable((ENDPOINT,))),
+    agent_messages.StartDaemon(1, 3, ("a", "b")),
+    agent_messages.Begin(REFORM, EPOCH, (3,)),
+    agent_messages.Recruit(3, EPOCH),
+    Abandon(2, "why"),
     agent_messages.Remove((0, 1), "no room"),
     agent_messages.Release("no room"),
     agent_messages.Kill((0,)),
@@ -64,7 +71,7 @@ def test_another_versions_job_still_tells_its_version() -> None:
 
 
 def test_a_full_piece_of_output_fits_into_a_line() -> None:
-    line = encode_line(agent_messages.Output(65535, "stdout", b"\xff" * agent_messages.OUTPUT_CHUNK))
+    line = encode_line(agent_messages.Output(4095, 65535, "stdout", b"\xff" * agent_messages.OUTPUT_CHUNK))
     assert len(line) < agent_messages.MAX_AGENT_LINE
 
 
@@ -78,8 +85,8 @@ def test_a_full_piece_of_output_fits_into_a_line() -> None:
         b'{"type":"nonsense"}',
         b'{"type":"exited","slot":"0","status":0}',
         b'{"type":"exited","slot":0}',
-        b'{"type":"output","rank":0,"stream":"stdin","data":""}',
-        b'{"type":"output","rank":0,"stream":"stdout","data":"?"}',
+        b'{"type":"output","slot":0,"rank":0,"stream":"stdin","data":""}',
+        b'{"type":"output","slot":0,"rank":0,"stream":"stdout","data":"?"}',
         b'{"type":"daemon_up","endpoint":{"type":"endpoint","node":0,"pid":1,"address":"a","control_port":70000,'
         b'"payload_port":0,"public_key":""}}',
         b'{"type":"stop","grace":1.0}',

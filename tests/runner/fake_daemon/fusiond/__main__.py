@@ -5,7 +5,19 @@ import os
 import signal
 import sys
 
-from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable, StartError, decode_line, encode_line
+from fusion_rt.host.bootstrap import (
+    Abandon,
+    DaemonConfig,
+    Endpoint,
+    EpochOver,
+    PeerTable,
+    Phase,
+    Reform,
+    Reformed,
+    StartError,
+    decode_line,
+    encode_line,
+)
 
 
 def say(message):
@@ -31,7 +43,16 @@ def main():
     if word == "garble":
         print("this is no endpoint", flush=True)
     say(Endpoint(config.node, os.getpid(), config.address, 1000 + config.node, 2000 + config.node, "k" * 40))
-    if len(config.topology.hosts) > 1:
+    if config.elastic:
+        for line in sys.stdin.buffer:
+            order = decode_line(line, Reform | Abandon)
+            if isinstance(order, Reform):
+                say(Reformed(order.number))
+                say(Phase("started"))
+                print(f"epoch {order.number} of {order.topology.size}", file=sys.stderr, flush=True)
+            else:
+                say(EpochOver(order.number, (), order.reason))
+    elif len(config.topology.hosts) > 1:
         line = sys.stdin.buffer.readline()
         if not line:
             return

@@ -1,0 +1,169 @@
+"""The hosts that an elastic job is connected to: their agents, their daemons, and who is silent. No I/O.
+
+A host has one daemon at a time, which goes from epoch to epoch, and a node's number that it keeps as long as the job
+lives. A daemon that was left out of an epoch, or has died, is followed by another one, with other keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fusion_rt.host.bootstrap import Endpoint
+from fusion_rt.runner.decisions.host_list import Host
+from fusion_rt.runner.decisions.job_control import JobControl
+from fusion_rt.runner.decisions.limits import Limits
+
+
+@dataclass
+class HostState:
+    """A host whose agent was started.
+
+    Attributes:
+        since: when, by the clock.
+        is_fit: the agent has passed its checks.
+        daemon: serial number of the host's present daemon; 0: there is none.
+        endpoint: of that, when it listens.
+        listen_until: by when it has to listen.
+        has_taken_part: it was in an epoch.
+        is_stale: it is to be replaced, since others do not speak to it any more.
+        probed: when the agent was asked whether it is there; inf: it was not, or has answered.
+        is_missed: the daemon of another host has taken this one for lost, and never speaks to its daemon again.
+    """
+
+    since: float
+    is_fit: bool = False
+    daemon: int = 0
+    endpoint: Endpoint | None = None
+    listen_until: float = math.inf
+    has_taken_part: bool = False
+    is_stale: bool = False
+    probed: float = math.inf
+    is_missed: bool = False
+
+    @property
+    def listens(self) -> bool:
+        """Tells whether the daemon may be in the next epoch."""
+        return self.endpoint is not None and not self.is_stale and not (self.is_missed and self.has_taken_part)
+
+
+class HostStates:
+    """All of them, by name.
+
+    Args:
+        limits: of the job.
+        control: starts agents and daemons.
+        clock: seconds from any moment on.
+
+    Attributes:
+        present: the hosts.
+        nodes: names of all hosts that there ever were, by node.
+    """
+
+    def __init__(self, limits: Limits, control: JobControl, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._control = control
+        self._clock = clock
+        self._serials: dict[str, int] = {}  # of the last daemon that was started on a host
+        self.present: dict[str, HostState] = {}
+        self.nodes: list[str] = []
+
+    def connect(self, host: Host) -> None:
+        """Starts the agent of a host."""
+        if host.name not in self.nodes:
+            self.nodes.append(host.name)
+        self.present[host.name] = HostState(self._clock())
+        self._control.connect(host)
+
+    def forget(self, host: str) -> bool:
+        """A host is not connected any more; whether it was."""
+        return self.present.pop(host, None) is not None
+
+    def note_fit(self, host: str) -> None:
+        """An agent has passed its checks: it starts a daemon."""
+        if host in self.present and not self.present[host].is_fit:
+            self.present[host].is_fit = True
+            self.start_daemon(host)
+
+    def start_daemon(self, host: str) -> None:
+        """Has a host's agent start another daemon in the place of that which there may be."""
+        state = self.present[host]
+        state.daemon = self._serials[host] = self._serials.get(host, 0) + 1
+        state.endpoint, state.has_taken_part, state.is_stale = None, False, False
+        state.listen_until = self._clock() + self._limits.start
+        self._control.start_daemon(host, self.nodes.index(host), state.daemon, tuple(self.nodes))
+
+    def is_fit(self, host: str) -> bool:
+        """Tells whether the agent of a host has passed its checks."""
+        return host in self.present and self.present[host].is_fit
+
+    def listens(self, host: str) -> bool:
+        """Tells whether a host has a daemon that may be in the next epoch."""
+        return host in self.present and self.present[host].listens
+
+    def note_up(self, host: str, serial: int, endpoint: Endpoint) -> None:
+        """A daemon listens."""
+        if host in self.present and self.present[host].daemon == serial:
+            self.present[host].endpoint = endpoint
+            self.present[host].listen_until = math.inf
+
+    def note_down(self, host: str, serial: int) -> bool:
+        """A daemon has ended by itself; whether it was the present one."""
+        if host not in self.present or self.present[host].daemon != serial:
+            return False
+        self.present[host].endpoint, self.present[host].listen_until = None, math.inf
+        return True
+
+    def take_part(self, names: Iterable[str]) -> list[Endpoint]:
+        """These hosts are in the epoch that begins; returns the endpoints of their daemons, by node. Daemons that are
+        left out are forgotten by these."""
+        chosen = set(names)
+        for name, state in self.present.items():
+            state.probed, state.is_missed = math.inf, False
+            if name in chosen:
+                state.has_taken_part = True
+            elif state.has_taken_part:
+                state.is_stale = True
+        endpoints = [self.present[name].endpoint for name in self.nodes if name in chosen]
+        return [endpoint for endpoint in endpoints if endpoint is not None]
+
+    def replace_stale(self) -> None:
+        """Starts daemons in the place of those to which others do not speak any more."""
+        for name, state in self.present.items():
+            if state.is_stale:
+                self.start_daemon(name)
+
+    def probe(self, names: Iterable[str]) -> None:
+        """Has the agents of these hosts asked whether they are there, if they are not asked already."""
+        for name in names:
+            if name in self.present and self.present[name].probed == math.inf:
+                self.present[name].probed = self._clock()
+                self._control.probe(name)
+
+    def note_answer(self, host: str) -> None:
+        """An agent is there. If its daemon is missed, that has not ended: another one is started in its place."""
+        if host in self.present:
+            state = self.present[host]
+            state.probed = math.inf
+            state.is_stale |= state.is_missed and state.has_taken_part
+
+    def miss(self, host: str, by: str) -> None:
+        """The daemon of another host takes this one for lost. Of two that miss each other, the first is believed."""
+        if host in self.present and host != by and not (by in self.present and self.present[by].is_missed):
+            self.probe([host])
+            self.present[host].is_missed = True
+
+    def useless(self) -> list[tuple[str, str]]:
+        """Returns the hosts that have not come up in time or are silent, and why they are not waited for."""
+        now, limit, found = self._clock(), f"within {self._limits.start:g} s (--start-timeout)", []
+        for name, state in self.present.items():
+            patience = self._limits.probe_missed if state.is_missed else self._limits.probe
+            if not state.is_fit and now >= state.since + self._limits.start:
+                found.append((name, f"it did not answer {limit}"))
+            elif now >= state.listen_until:
+                found.append((name, f"its daemon did not listen {limit}"))
+            elif now >= state.probed + patience:
+                silent = "its agent does not answer" + (", and other hosts cannot reach it" if state.is_missed else "")
+                found.append((name, silent))
+        return found
