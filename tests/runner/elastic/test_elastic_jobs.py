@@ -103,8 +103,9 @@ def start(fusionrun, until) -> Iterator[Callable[..., Job]]:
 
 
 def test_a_killed_worker_is_replaced_and_the_others_keep_the_state(start, runtime_dir: Path) -> None:
-    job = start("-np", "2", "--min-np", "1", "-H", BOTH, "--blacklist-cooldown-range", "6", "6")
+    job = start("-np", "2", "--min-np", "1", "-H", BOTH)
     (_, first), (_, second) = job.epoch(1, 2)
+    daemons = {process.pid for process in job.processes("fusiond")}
     os.kill(first, signal.SIGKILL)
     ((step, pid),) = job.epoch(2, 1)
     assert pid == second, "the survivor is rank 0 now"
@@ -113,6 +114,8 @@ def test_a_killed_worker_is_replaced_and_the_others_keep_the_state(start, runtim
     assert (pid, same) == (second, later)
     assert new not in (first, second)
     assert later > step
+    after = {process.pid for process in job.processes("fusiond")}
+    assert (len(daemons), len(after), len(daemons & after)) == (2, 2, 1), "the survivor's is the same"
     assert job.stop() == 0, job.err
     lost, came = job.changes()
     assert lost.startswith(
@@ -159,7 +162,7 @@ def test_hosts_come_and_go_as_the_script_says(start, fusionrun, runtime_dir: Pat
     ("flags", "words"),
     [
         (
-            ("--min-np", "2", "--elastic-timeout", "1s"),
+            ("--min-np", "2", "--elastic-timeout", "1s", "--restart-workers", "never"),
             "fusionrun: the job needs 2 workers, and the slots there are (127.0.0.1:1) did not suffice for 1 s "
             "(--elastic-timeout); before that: rank 0 on host localhost was killed by SIGKILL",
         ),

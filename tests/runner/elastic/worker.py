@@ -58,9 +58,8 @@ def main() -> None:
     while True:
         error, client = "", None
         try:
-            client = Client(
-                os.environ["FUSION_SOCKET"], os.environ["FUSION_JOB_ID"], int(os.environ["HOROVOD_RANK"]), 60
-            )
+            where = os.environ["FUSION_SOCKET"], os.environ["FUSION_JOB_ID"], int(os.environ["HOROVOD_RANK"])
+            client = Client(*where, 60, formation=agent.epoch)
             step[0] = of_rank_0(client, step[0])
             where = f"rank {client.rank} of {client.topology.size}"
             print(f"epoch {agent.epoch} {where} step {step[0]} pid {os.getpid()}", flush=True)
