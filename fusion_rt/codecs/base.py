@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -205,12 +205,16 @@ class BucketCodec(ABC):
         lossless: decoding gives back every bit, so that what was encoded need not be decoded again by the sender.
         step: how many steps have begun; of a stateful codec.
         bounds: where the nodes' ranges begin, and the end; the same on all nodes. Empty where they have none (yet).
+        keeps_sent: what was sent is kept until the next step: the last one may be dropped after it was complete.
+        sent: puts that back, as if nothing had been sent in that step, and counts it no more; None if it cannot.
     """
 
     exchange: ClassVar[Literal["chunks", "owners", "factors"]] = "chunks"
     lossless: bool = False
     step: int = 0
     bounds: tuple[int, ...] = ()
+    keeps_sent: bool = False
+    sent: Callable[[], None] | None = None
 
     def __init__(self, layout: Layout, codec: Codec, team: Team = ALONE) -> None:
         self.layout, self.codec, self._team = layout, codec, team

@@ -26,6 +26,7 @@ from fusion_rt.core.topology import ProcessSet, Topology
 from fusion_rt.host.process_memory import Process
 from fusion_rt.kernels.ordinary import Operand, Remote
 from fusion_rt.settings import Settings
+from fusiond.buckets.plans import Memory
 from fusiond.core.result import Result
 from fusiond.core.tracing import Job
 from fusiond.engine.engine import Engine
@@ -41,7 +42,8 @@ class Node:
     def __init__(self, job: SimulatedJob, node: int) -> None:
         self._job = job
         self.node = node
-        self.engine = Engine(job.topology, node, job.settings, self, self._job_failed)
+        memory = job.memories[node] if job.memories else None
+        self.engine = Engine(job.topology, node, job.settings, self, self._job_failed, memory=memory)
         self.failure = ""
 
     def to_worker(self, rank: int, message: wire.DaemonMessage, result: Result | None = None) -> None:
@@ -117,6 +119,7 @@ class SimulatedJob:
         ranks: of each node's workers; by default they fill the nodes in order.
         process_sets: besides the one that holds every rank.
         by_address: ranks whose tensors are in their own memory, which is this process's, and not in an arena.
+        memories: of the nodes, what their codecs remember of the formation before.
         settings: those of the daemons that are not the default.
     """
 
@@ -127,6 +130,7 @@ class SimulatedJob:
         ranks: Sequence[tuple[int, ...]] = (),
         process_sets: Sequence[ProcessSet] = (),
         by_address: Collection[int] = (),
+        memories: Sequence[Memory] = (),
         **settings: Any,
     ) -> None:
         starts = [sum(local_sizes[:node]) for node in range(len(local_sizes))]
@@ -136,6 +140,7 @@ class SimulatedJob:
             **{"chunk_bytes": 4096, "window_bytes": 4 * 4096, "fusion_threshold": 1024, **settings}
         )
         self.by_address = by_address
+        self.memories = memories
         self._process = Process(os.getpid(), "a worker") if by_address else None
         self.now = 0.0
         self.borrow_from = flow_control.BORROW_FROM

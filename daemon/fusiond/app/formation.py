@@ -38,6 +38,7 @@ from fusiond.transport.probe import LinkProbe
 from fusiond.workers.stack_reader import StackReader
 
 if TYPE_CHECKING:
+    from fusiond.buckets.plans import Memory
     from fusiond.engine.engine import Engine
     from fusiond.host.thread_pool import KernelPool
     from fusiond.workers.connections import WorkerLink, Workers
@@ -58,6 +59,7 @@ class Shell:
         statistics: returns the data of `fusiond status`.
         failed: called with a formation's number and the reason why it cannot go on.
         workers, pool: once the daemon runs.
+        memory: what codecs remember, on the way from one formation to the next.
     """
 
     settings: Settings
@@ -76,6 +78,7 @@ class Shell:
     def __post_init__(self) -> None:
         self.workers: Workers
         self.pool: KernelPool
+        self.memory: Memory = {}
 
 
 class Formation:
@@ -176,6 +179,7 @@ class Formation:
         to do with their memory."""
         self._is_over = True
         self.ending.fail(f"membership epoch {self.number} is over", tell_peers=False)
+        self.engine.when_quiet(self.engine.remember)
         self.starting.end()
         self.peer_dispatch.end()
         self.worker_dispatch.end()
@@ -216,6 +220,7 @@ class Formation:
             self.membership.epoch,
             self._shell.trace,
             self._absent,
+            self._shell.memory if self.config.elastic else None,
         )
         self.peer_dispatch.engine_begins(self.engine)
         self.worker_dispatch.engine_begins(self.engine)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,9 @@ from fusiond.collectives.base import Array, Reducer
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
+
+Memory: TypeAlias = dict[tuple[int, str], State]
+"""State of codecs that goes from one formation to the next, by process set and group."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,12 @@ class Plans:
 
     Args:
         team: the threads that a bucket's codec may use.
+        memory: of codecs, from the formation before; in an elastic job.
     """
 
-    def __init__(self, team: Team = ALONE) -> None:
+    def __init__(self, team: Team = ALONE, memory: Memory | None = None) -> None:
         self._team = team
+        self._memory_of_codecs = memory
         self._plans: dict[int, PlanState] = {}
         self._memory: dict[tuple[int, int], Array] = {}  # plan and rank: the plan's segment in that worker's arena
         self._waiting: dict[tuple[int, str], State] = {}  # process set and group: loaded before there was a plan
@@ -106,9 +111,13 @@ class Plans:
             del self._plans[old.plan.id]
             for rank in members.local:
                 self.drop_memory(rank, old.plan.id)
+        elif self._memory_of_codecs is not None and len(members.nodes) > 1:  # else it waits until there are more again
+            state = self._memory_of_codecs.pop((plan.process_set, plan.group), {})
         algorithm = algorithms.make(plan.reduction.algorithm, len(members.set.ranks))
         # What travels to homes and back is coded there.
-        codec = codecs.parse("dense" if chosen.parse(plan.reduction.algorithm).at_homes else plan.reduction.codec)
+        chosen_codec = codecs.parse(
+            "dense" if chosen.parse(plan.reduction.algorithm).at_homes else plan.reduction.codec
+        )
         installed = self._plans[plan.id] = PlanState(
             plan,
             members,
@@ -118,13 +127,15 @@ class Plans:
                     bucket,
                     str(bucket.index),
                     reducer_of(plan.reduction, DTYPES[bucket.dtype], len(members.set.ranks)),
-                    codec_state.open_bucket(codec, layout_of(bucket), len(members.nodes), self._team),
+                    codec_state.open_bucket(chosen_codec, layout_of(bucket), len(members.nodes), self._team),
                     tuple((tensor.start, tensor.numel) for tensor in bucket.tensors),
                 )
                 for bucket in plan.buckets
             ),
             past,
         )
+        for codec in installed.codecs:
+            codec.keeps_sent = self._memory_of_codecs is not None
         loaded = self._waiting.pop((plan.process_set, plan.group), None)
         if loaded is not None:
             try:
@@ -136,6 +147,30 @@ class Plans:
             why = ""
         codec_state.restore(installed.codecs, state)
         return why
+
+    def remember(self, clocks: Mapping[int, Mapping[str, int]]) -> None:
+        """Leaves what codecs remember for the next formation. Of a step that is complete in some buckets of a plan and
+        not in all, and so is dropped, what was sent goes back first. The ranges of nodes are left behind.
+
+        Args:
+            clocks: of the buckets that were completed last, by plan and name.
+        """
+        if self._memory_of_codecs is None:
+            return
+        for state in self:
+            done = clocks.get(state.plan.id, {})
+            last = max(done.values(), default=0)
+            for bucket in state.buckets if any(done.get(bucket.name) != last for bucket in state.buckets) else ():
+                if done.get(bucket.name) != last:
+                    continue
+                if bucket.codec.sent is not None:
+                    bucket.codec.sent()
+                elif bucket.codec.codec.stateful:
+                    bucket.codec.step -= 1  # as on nodes where it was not complete
+            saved = codec_state.saved(state.codecs)
+            if saved:
+                kept = {key: value for key, value in saved.items() if not key.endswith(":bounds")}
+                self._memory_of_codecs[state.plan.process_set, state.plan.group] = kept
 
     def why_not_without(self, nodes: Collection[int], ranks: Collection[int]) -> str:
         """Returns why the plans here cannot go on without these nodes and ranks; empty if they can."""

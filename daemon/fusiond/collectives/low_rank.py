@@ -76,10 +76,13 @@ class LowRank(Exchange):
         self._values = values
         self._factors.append(self._codec.start(values))
 
-    def abandon(self) -> None:
-        """No rank takes this step: the residual is what it was before."""
+    def abandon(self, dropped: bool = False) -> None:
+        """No rank takes this step: the residual is what it was before, or has the gradient in it that is dropped."""
         if self._factors:
-            self._codec.undo(self._values)
+            if dropped:
+                self._codec.begin_anew()
+            else:
+                self._codec.undo(self._values)
             self._codec.step -= 1  # which nodes that had not begun have not counted
             self._factors = []
 

@@ -80,6 +80,7 @@ class Compressed(Exchange):
         return [self._contribute]
 
     def _contribute(self) -> None:
+        self._codec.sent = None
         if self._chosen is not None:
             self._mine = self._chosen.contribute()
         else:
@@ -90,12 +91,13 @@ class Compressed(Exchange):
             self._mine = self._codec.contribute(self._values)
         self._spoiled = self._codec.spoiled
 
-    def abandon(self) -> None:
+    def abandon(self, dropped: bool = False) -> None:
         """No rank takes this step. As long as nothing is written where the gradient was, the codec becomes what it was
-        before; else what this node has sent, which is no part of any result, goes back to the residual."""
+        before; else, or if it is dropped, what this node has sent, which is no part of any result, goes back to the
+        residual."""
         if self._mine is not None:
             self._revoke()
-            if self._written or self._chosen is not None:
+            if dropped or self._written or self._chosen is not None:
                 self._codec.reclaim(self._mine)
             else:
                 self._codec.undo(self._mine, self._values)
@@ -153,10 +155,19 @@ class Compressed(Exchange):
             spoil(self._outputs, self._reducer.dtype)
         dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
         self._codec.note_sent(self._sent_nbytes, dense)
+        if self._codec.keeps_sent and not self._spoiled:
+            self._codec.sent = partial(_put_back, self._codec, self._mine, self._revoke)
         self._mine = None
         if self._chosen is not None:
             self._chosen.correct(self._spoiled)
         self.port.finish()
+
+
+def _put_back(codec: SummingBucketCodec, mine: Portion, revoke: Callable[[], None]) -> None:
+    """Puts what a node has sent in a step that was complete back to its residual."""
+    revoke()
+    codec.reclaim(mine)
+    codec.step -= 1
 
 
 class Owned(Compressed):
@@ -220,8 +231,9 @@ class Owned(Compressed):
             if self._adapting:
                 self._counts[here] = codec.counts(self._total, ranges.bins(low, high))
                 said = np.array(self._counts[here], _COUNTS).tobytes()
+            restore = codec.guard(self._total) if codec.keeps_sent else None
             kept = codec.conclude(self._total, self.port.nodes)
-            self._revoke = partial(codec.revoke, self._total, kept)
+            self._revoke = restore or partial(codec.revoke, self._total, kept)
             payload = said + bytes(codec.pack(kept, low, high))
         for distance in range(1, self.port.nodes):
             self._send((here + distance) % self.port.nodes, _RESULT, payload)

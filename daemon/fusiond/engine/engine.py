@@ -23,7 +23,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
 from fusion_rt.wire import OpKey
-from fusiond.buckets.plans import Plans, PlanState
+from fusiond.buckets.plans import Memory, Plans, PlanState
 from fusiond.collectives.base import Array
 from fusiond.collectives.cost import CostModel
 from fusiond.control.coordination import Coordination
@@ -63,6 +63,7 @@ class Engine:
         epoch: the membership epoch.
         trace: what is done is recorded there.
         absent: nodes that take no part.
+        memory: of codecs, from the formation before; in an elastic job.
 
     Attributes:
         handlers: of the peers' messages that are taken; other ones once the job has failed.
@@ -78,6 +79,7 @@ class Engine:
         epoch: int = 0,
         trace: Instrument = NULL,
         absent: Collection[int] = (),
+        memory: Memory | None = None,
     ) -> None:
         self.topology = topology
         self.node = node
@@ -91,7 +93,7 @@ class Engine:
         self._operations = context.operations
         self._outcomes = Outcomes(context, on_job_failed, self._one_less)
         self._work = ThreadWork(outside.run_jobs)
-        self._plans = Plans(Team(settings.kernel_threads))
+        self._plans = Plans(Team(settings.kernel_threads), memory)
         self.homes = ParameterService(
             context, self._work, self.progress, epoch, self._outcomes.home_failed, self._operations_of
         )
@@ -362,6 +364,10 @@ class Engine:
     def when_quiet(self, then: Callable[[], None]) -> None:
         """Calls `then` when no job of an operation, failed or not, is in the kernel pool: at once, or later."""
         self._work.when_all_quiet(then)
+
+    def remember(self) -> None:
+        """Leaves what codecs remember for the next formation: to be called when the job has failed, and all is quiet."""
+        self._plans.remember(self._outcomes.clocks())
 
     def end(self, error: str) -> None:
         """This membership epoch is over elsewhere: everything fails with this sentence, and the job may go on."""

@@ -82,6 +82,7 @@ class Operation:
     seconds: float = 0.0
     until: float = math.inf
     failed: Callable[[], None] = lambda: None
+    dropped: bool = False
     is_here: bool = True
     staging: Staging | None = None
 
@@ -344,7 +345,7 @@ class Executor:
         operation.working = False
         if self._operations.get(operation.key) is not operation:  # it has failed in the meantime
             assert operation.exchange is not None
-            operation.exchange.abandon()
+            operation.exchange.abandon(operation.dropped)
             operation.failed()
             return
         if error is not None:

@@ -66,6 +66,15 @@ class Outcomes:
         none, or it is not known."""
         return self._over.get(key)
 
+    def clocks(self) -> dict[int, dict[str, int]]:
+        """Returns the clocks of the buckets that were completed last, as far as they are remembered, by plan."""
+        found: dict[int, dict[str, int]] = {}
+        for key in self._over:
+            if key.plan:
+                of_plan = found.setdefault(key.plan, {})
+                of_plan[key.name] = max(key.clock, of_plan.get(key.name, 0))
+        return found
+
     def latest(self) -> tuple[wire.OpFailed, ...]:
         """Returns the latest operations that have failed."""
         return tuple(wire.OpFailed(key, error) for key, error in list(self._failed.items())[-_HANDED_OVER:])

@@ -370,3 +370,41 @@ def test_buckets_with_hardly_any_elements(kind: Callable[..., Compressed], codec
         got += job.step(values)
     residual = np.sum([c.state_dict()["residual/"] for c in job.codecs], axis=0, dtype=float)
     assert np.allclose(got + residual, given, atol=1e-4, rtol=0)
+
+
+@kinds
+@pytest.mark.parametrize("codec", [*CODECS, MOMENTUM])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_what_was_sent_in_a_step_that_is_dropped_goes_back(
+    kind: Callable[..., Compressed], codec: str, nodes: int
+) -> None:
+    job = Job(kind, nodes, codec)
+    job.step(gradients(nodes, 1))
+    before = job.states()
+    for each in job.codecs:
+        each.keeps_sent = True
+    dropped = gradients(nodes, 2)
+    job.step(dropped)
+    for each in job.codecs:
+        each.sent()
+    assert [int(state["step"]) for state in job.states()] == [int(state["step"]) for state in before]
+    for node, state in enumerate(job.states()):
+        for span in LAYOUT.spans:
+            kept, given = before[node][f"residual/{span.name}"], dropped[node][span.start : span.end]
+            whole = kept + given
+            if codec == TOPK:  # it sends parts of a sum as they are
+                np.testing.assert_array_equal(state[f"residual/{span.name}"], whole)
+            elif "momentum" not in codec:
+                np.testing.assert_allclose(state[f"residual/{span.name}"], whole, atol=1e-4, rtol=0)
+
+
+def test_what_was_sent_is_kept_until_the_next_step_only_and_only_where_a_step_may_be_dropped() -> None:
+    job = Job(Owned, 2, TOPK)
+    job.step(gradients(2, 1))
+    assert [each.sent for each in job.codecs] == [None, None]
+    job.codecs[0].keeps_sent = True
+    job.step(gradients(2, 2))
+    assert job.codecs[0].sent is not None
+    job.codecs[0].keeps_sent = False
+    job.step(gradients(2, 3))
+    assert job.codecs[0].sent is None
