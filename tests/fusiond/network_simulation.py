@@ -86,9 +86,9 @@ class Network:
             self.random.choice(standing).break_off()
 
     def gone(self, node: int) -> None:
-        """Closes the sockets of a node; the others notice when they have received its last messages."""
+        """Closes the sockets of a node's daemon; the others notice when they have received its last messages."""
         for connection in list(self.connections):
-            if connection.inbox.node == node:
+            if connection.inbox.sockets.daemon is self.daemons[node]:
                 self.at(self.now + self.latency + 2 * self._jitter, connection.break_off)
 
     def run(self, done: Callable[[], bool], seconds: float) -> None:
@@ -194,8 +194,8 @@ class Gate:
 class Inbox:
     """A listening socket."""
 
-    def __init__(self, network: Network, node: int) -> None:
-        self._network, self.node = network, node
+    def __init__(self, network: Network, sockets: VirtualSockets) -> None:
+        self.sockets = sockets
         self._fd = next(network.descriptors)
         self._parts: deque[bytes | Frame] = deque()
 
@@ -206,7 +206,7 @@ class Inbox:
         """Takes a message that has come on a connection."""
         frames = [Frame(part, index + 1 < len(parts), admitted_as, descriptor) for index, part in enumerate(parts)]
         self._parts += [token, *frames]
-        self._network.daemons[self.node].loop.readable(self._fd)
+        self.sockets.daemon.loop.readable(self._fd)
 
     def recv(self, flags: int, copy: bool = True) -> bytes | Frame:
         if not self._parts:
@@ -260,7 +260,7 @@ class Connection:
         self.network.connections.append(self)
 
         def connected() -> None:
-            there = self.network.daemons[self.inbox.node]
+            there = self.inbox.sockets.daemon
             if self.closed or there.loop.stopped:
                 return
             admitted_as = there.mesh._reception.gate.ids.get(self._key)  # type: ignore[attr-defined]
@@ -316,10 +316,11 @@ class Connection:
 class VirtualSockets:
     """A node's `Sockets`."""
 
-    def __init__(self, network: Network, node: int, address: str) -> None:
-        self.public = b"%040d" % node
+    def __init__(self, network: Network, daemon: VirtualDaemon, serial: int, address: str) -> None:
+        self.daemon = daemon
+        self.public = b"%040d" % (1000 * serial + daemon.node)
         self.context = MagicMock()
-        self._network, self._node, self._address = network, node, address
+        self._network, self._node, self._address = network, daemon.node, address
 
     def encrypts_payload(self, address: str) -> bool:
         return True
@@ -341,7 +342,7 @@ class VirtualSockets:
         return MagicMock()  # nobody is a stranger
 
     def _inbox(self, port: int) -> tuple[Inbox, int]:
-        inbox = self._network.inboxes[self._address, port] = Inbox(self._network, self._node)
+        inbox = self._network.inboxes[self._address, port] = Inbox(self._network, self)
         return inbox, port
 
 
@@ -355,12 +356,20 @@ class VirtualDaemon(Daemon):
         heard: the payloads and departures that have come, in order: the node, and the message.
     """
 
-    def __init__(self, network: Network, topology: Topology, node: int, settings: Settings) -> None:
+    def __init__(
+        self,
+        network: Network,
+        topology: Topology,
+        node: int,
+        settings: Settings,
+        elastic: bool = False,
+        serial: int = 1,
+    ) -> None:
         self.network, self.node, self.loop = network, node, VirtualLoop(network)
         self.may_return = False
         self.heard: list[tuple[int, type]] = []
-        address = f"10.0.0.{node + 1}"
-        sockets = VirtualSockets(network, node, address)
+        address = f"10.{serial}.0.{node + 1}"
+        sockets = VirtualSockets(network, self, serial, address)
         with (
             patch("fusiond.app.daemon.EventLoop", lambda: self.loop),
             patch("fusiond.app.daemon.Trace", lambda *_: NULL),
@@ -371,7 +380,8 @@ class VirtualDaemon(Daemon):
             patch("fusiond.transport.mesh.Sockets", lambda *_: sockets),
             patch("fusiond.transport.reception.KeyGate", Gate),
         ):
-            super().__init__(DaemonConfig("job", node, topology, address, attached=False), settings)
+            config = DaemonConfig("job", node, topology, address, attached=elastic, elastic=elastic, serial=serial)
+            super().__init__(config, settings)
         assert self._mesh is not None
         self.mesh = self._mesh
         self.mesh._clock = lambda: int(network.now * 1e9)
@@ -380,7 +390,8 @@ class VirtualDaemon(Daemon):
         self.mesh.take_with(self._hear)
         self.loop.call_every(1.0, self._tick)
         self.loop.ended = self._end
-        self._formation.starting.begin()
+        if not elastic:
+            self._formation.starting.begin()
 
     @property
     def failure(self) -> str:
@@ -388,16 +399,20 @@ class VirtualDaemon(Daemon):
         return self._formation.ending.failure
 
     def join(self, worker: VirtualWorker) -> None:
-        hello = wire.Hello(wire.PROTOCOL_VERSION, "job", worker.rank, worker.rank)
-        self._formation.worker_dispatch.worker_joined(worker.link, hello)
+        formation = self._formation.number
+        hello = wire.Hello(wire.PROTOCOL_VERSION, "job", worker.rank, worker.rank, formation=formation)
+        worker.link.events = self._formation.worker_dispatch
+        worker.link.events.worker_joined(worker.link, hello)
 
     def tell(self, worker: VirtualWorker, message: wire.WorkerMessage) -> None:
         """Delivers a message of a worker."""
         decoded = wire.decode_worker_message(wire.encode(message))
+        events = worker.link.events
+        assert events is not None
         if isinstance(decoded, wire.Bye):
-            self._formation.worker_dispatch.worker_left(worker.rank, decoded)
+            events.worker_left(worker.rank, decoded)
         else:
-            self._formation.worker_dispatch.handlers[type(decoded)](worker.link, decoded)
+            events.handlers[type(decoded)](worker.link, decoded)
 
     def _hear(self, node: int, message: wire.PeerMessage, *payload: memoryview) -> None:
         if payload or isinstance(message, wire.Departed):
@@ -410,6 +425,8 @@ class VirtualDaemon(Daemon):
         self.network.gone(self.node)
 
     # --- `Workers` and `KernelPool` ---
+
+    events: Any = None  # of `Workers`; each worker here remembers its own
 
     def send(self, link: WorkerLink, message: wire.DaemonMessage, fd: int = -1) -> None:
         worker: VirtualWorker = link.sock  # type: ignore[assignment]

@@ -366,7 +366,7 @@ class Engine:
         self._work.when_all_quiet(then)
 
     def remember(self) -> None:
-        """Leaves what codecs remember for the next formation: to be called when the job has failed, and all is quiet."""
+        """Leaves what codecs remember for the next formation. To be called once the job has failed and all is quiet."""
         self._plans.remember(self._outcomes.clocks())
 
     def end(self, error: str) -> None:
