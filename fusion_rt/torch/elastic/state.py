@@ -22,6 +22,7 @@ from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
 from fusion_rt.torch.ops.objects import broadcast_object
 from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state, broadcast_parameters
+from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.wrapped import Wrapped
 
 
@@ -71,6 +72,12 @@ class State:
         for callback in self._reset_callbacks:
             callback()
 
+    def _on_survived(self) -> None:
+        """Notes that the membership has changed while this rank has stayed in its function."""
+        self._host_messages = queue.SimpleQueue()
+        for callback in self._reset_callbacks:
+            callback()
+
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Notes that the hosts have changed; any thread may call it. Changes that the launcher knows need no call.
 
@@ -90,6 +97,7 @@ class State:
         self.save()
         self.commits += 1
         self.check_host_updates()
+        exchanges.restart()
 
     def check_host_updates(self) -> None:
         """Checks whether rank 0 has heard that the hosts have changed. An operation on all ranks.

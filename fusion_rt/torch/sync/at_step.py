@@ -15,6 +15,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -26,6 +27,7 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.sync import backward
+from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When, no_pass
@@ -38,7 +40,7 @@ _GRADIENT = int(Kind.GRADIENT)
 class AtStep(When):
     """Exchanges when the script calls `step()`, or every so many times: what both kinds of that have in common."""
 
-    own_gradients = True
+    own_gradients = survives = True
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
@@ -65,7 +67,7 @@ class AtStep(When):
         if not sync.trained.has_changed(sync.ids):
             return
         if sync.is_of(runtime()):
-            self._collect()
+            self._collect_late()
             sync.checkpoint.move()
         sync.give_up_plan(runtime())
         sync.watch()
@@ -82,6 +84,15 @@ class AtStep(When):
         self._under_way = True
         sync.note_waited(began)
 
+    def _collect_late(self) -> None:
+        """Takes the answers to what was posted after the step before, if anything was."""
+        self._collect()
+
+    def _exchange_now(self, values: bool) -> None:
+        """Posts, and takes the answers."""
+        self._post(values)
+        self._collect()
+
     def _contribution(self, values: bool) -> Terms:
         """Returns the terms that are sent with this rank's values."""
         return Terms(samples=self.samples if values else 0)
@@ -97,7 +108,10 @@ class AtStep(When):
         began = time.perf_counter()
         self._under_way = False
         try:
-            self.sync.receive(self._share_of_mean())
+            share = self._share_of_mean()
+            if exchanges.survive is not None:  # then nobody may have taken a part of what is left out
+                self.sync.await_results()
+            self.sync.receive(share)
         finally:
             self.sync.end_step()
         self.sync.note_waited(began, again=True)
@@ -214,8 +228,7 @@ class AtHomes(AtStep):
                 f"step of {self._algorithm}",
                 stacklevel=3,
             )
-        self._post(values=not overflowed)
-        self._collect()
+        exchanges.run([self], partial(self._exchange_now, not overflowed))
         self.note_weights()
         optimizer._note_step()
         sync.steps.end()
@@ -257,6 +270,7 @@ class LocalSteps(AtStep):
         super().__init__(sync, passes)
         self._taken = 0  # steps that the script has called for, also those that a `GradScaler` skips
         self._exchanged = False  # the last one ended with an exchange that all ranks waited for
+        self._begun: Exchange | None = None  # that has been posted, and is answered after the next step
         self._contributors: int | None = None  # the handle of the sum of ones of all ranks that post
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
@@ -272,20 +286,59 @@ class LocalSteps(AtStep):
             self._check_weights()
         self._anchor()
         loss = None if optimizer._overflowed() else optimizer._step(closure)
-        self._collect()
+        self._collect_late()
         self._taken += 1
-        exchanges = algorithm.exchanges_after(self._taken)
-        self._exchanged = exchanges and not algorithm.overlaps
-        if exchanges:
-            self._post(values=True)
+        is_due = algorithm.exchanges_after(self._taken)
+        self._exchanged = is_due and not algorithm.overlaps
         if self._exchanged:
-            self._collect()
+            exchanges.run([self], partial(self._exchange_now, True))
+        elif is_due:
+            self._post_early()
         self.note_weights()
         sync.steps.end()
         return loss
 
     def _anchor(self, anew: bool = False) -> None:
         self.sync.options.posted.anchor(self.sync.slots, anew)
+
+    def _post_early(self) -> None:
+        """Posts what is answered after the next step."""
+        begun = exchanges.begin([self])
+        if not exchanges.is_left_out(begun):
+            try:
+                self._post(values=True)
+                self._begun = begun
+                return
+            except HorovodInternalError as error:
+                exchanges.lose(begun, error)
+        exchanges.end(begun)
+
+    def _collect_late(self) -> None:
+        begun, self._begun = self._begun, None
+        try:
+            self._collect()
+        except HorovodInternalError as error:
+            if begun is None:
+                raise
+            exchanges.lose(begun, error)
+        else:
+            if begun is not None:
+                exchanges.last = begun.parts
+                exchanges.end(begun)
+
+    # --- after a loss: the steps of this rank were its own, and stay --------------------------------------------------
+
+    def note_left_out(self) -> None:
+        self._exchanged = False
+
+    def drop_under_way(self) -> None:
+        self._begun = None
+
+    def discard(self) -> None:
+        super().discard()
+        if self._begun is not None:
+            exchanges.end(self._begun)
+            self._begun = None
 
     def _post(self, values: bool) -> None:
         super()._post(values)
@@ -308,7 +361,7 @@ class LocalSteps(AtStep):
     def drain(self) -> None:
         if self._under_way:
             self._check_weights()
-            self._collect()
+            self._collect_late()
             self.note_weights()
 
     def settled(self) -> None:
@@ -351,7 +404,7 @@ class AdasumAtStep(LocalSteps):
     is decided by each rank's own.
     """
 
-    own_gradients = local = False
+    own_gradients = local = survives = False
 
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
         super().arrived(slot, parameter)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.synchroniser import When
 
 _POLL = 1e-3  # seconds
@@ -43,7 +44,12 @@ class BackwardPass:
         if len(due) == 1:
             due[0].backward_returns()
         elif due:
-            _return_together(sorted(due, key=lambda participant: participant.serial))
+            due.sort(key=lambda participant: participant.serial)
+            together = functools.partial(_return_together, due)
+            if any(participant.delays for participant in due):
+                together()
+            else:
+                exchanges.run(due, together)
 
     def _end_with_outer(self, node: Any) -> None:
         """Has the pass end with the one that runs this node, of which it is a part."""

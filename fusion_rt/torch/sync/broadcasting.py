@@ -73,23 +73,16 @@ def broadcast_optimizer_state(
         HorovodInternalError: it failed, on all ranks.
     """
     is_root = runtime().rank == root_rank
-    tensors: list[torch.Tensor] = []
     checkpoint = optimizer._sync.checkpoint if isinstance(optimizer, Wrapped) else None
     own = optimizer.plain_state_dict() if isinstance(optimizer, Wrapped) else optimizer.state_dict()
     codec = checkpoint.common_codec_state() if checkpoint is not None and is_root else {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = _without_tensors(own, tensors) if is_root else None
-    like = [(tuple(tensor.shape), tensor.dtype, tensor.is_cpu) for tensor in tensors]
-    state, like, codec = broadcast_object((state, like, codec), root_rank, "optimizer_state", process_set)
-    if not is_root:
-        device = next((p.device for p in parameters if not p.is_cpu), "cpu")  # of what is on a device at the root
-        tensors = [torch.empty(shape, dtype=dtype, device="cpu" if host else device) for shape, dtype, host in like]
-    pairs = [(f"optimizer_state.{i}", tensor) for i, tensor in enumerate(tensors)]
-    broadcast_all(pairs, root_rank, process_set)
+    device = next((p.device for p in parameters if not p.is_cpu), "cpu")  # of what is on a device at the root
+    state, codec = _broadcast_nested((own, codec), root_rank, "optimizer_state", process_set, device)
     if not is_root:
         # load_state_dict makes new dicts of the groups; schedulers made for the original optimizer hold the old ones.
         groups = optimizer.param_groups
-        optimizer.load_state_dict(_with_tensors(state, tensors))
+        optimizer.load_state_dict(state)
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups
@@ -98,6 +91,38 @@ def broadcast_optimizer_state(
     for parameter in parameters if not own["state"] else ():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+
+
+def broadcast_step(optimizer: Wrapped, root_rank: int) -> None:
+    """Gives all ranks the parameters of a distributed optimizer, and its state, as the last step has left them on rank
+    `root_rank`. Options of its groups are each rank's own: a scheduler may be about to change them.
+
+    Raises:
+        HorovodInternalError: it failed, on all ranks.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    broadcast_all([(None, parameter.detach()) for parameter in parameters], root_rank, global_process_set)
+    own = {index: optimizer.state[p] for index, p in enumerate(parameters) if p in optimizer.state}
+    device = next((parameter.device for parameter in parameters if not parameter.is_cpu), "cpu")
+    state = _broadcast_nested(own, root_rank, "step", global_process_set, device)
+    if runtime().rank != root_rank:
+        optimizer.state.clear()
+        optimizer.state.update({parameters[index]: entry for index, entry in state.items()})
+
+
+def _broadcast_nested(
+    value: Any, root_rank: int, name: str, process_set: ProcessSet, device: torch.device | str
+) -> Any:
+    """Gives all ranks the root's nested dicts, lists and tuples. `device`: for tensors that are on one at the root."""
+    is_root = runtime().rank == root_rank
+    tensors: list[torch.Tensor] = []
+    nested = _without_tensors(value, tensors) if is_root else None
+    like = [(tuple(tensor.shape), tensor.dtype, tensor.is_cpu) for tensor in tensors]
+    nested, like = broadcast_object((nested, like), root_rank, name, process_set)
+    if not is_root:
+        tensors = [torch.empty(shape, dtype=dtype, device="cpu" if host else device) for shape, dtype, host in like]
+    broadcast_all([(f"{name}.{i}", tensor) for i, tensor in enumerate(tensors)], root_rank, process_set)
+    return value if is_root else _with_tensors(nested, tensors)
 
 
 class _Place:

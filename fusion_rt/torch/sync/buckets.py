@@ -327,6 +327,11 @@ class Bucket:
         elif self._operation is not None:
             self.land(self._operation, share)
 
+    def await_result(self) -> None:
+        """Waits for this step's results, and leaves them where they are. Raises `HorovodInternalError`."""
+        if self._operation is not None and self.selection is None:
+            self.await_end(self._operation)
+
     def hand_over(self) -> Operation:
         """Returns the running exchange, which the caller has to `land` before the bucket is sent again."""
         assert self._operation is not None

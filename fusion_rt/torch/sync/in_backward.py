@@ -14,6 +14,8 @@ there need no copy at all, and reduced ones never do.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,8 +33,9 @@ from fusion_rt.torch.core.compressors import Compression
 from fusion_rt.torch.core.process_sets import takes_part
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
+from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When, no_pass
+from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Outcome, Synchroniser, When, no_pass
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -42,6 +45,18 @@ _ZEROED_EARLY = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
     "This is prohibited as it can cause a race condition."
 )
+
+
+class _LeftOut(BaseException):
+    """The step for which a closure was called is not taken: all of torch's optimizers but L-BFGS call it first.
+
+    Args:
+        loss: that the closure has returned.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
 
 
 class InBackward(When):
@@ -61,6 +76,7 @@ class InBackward(When):
         self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
         self._closing: Bucket | None = None  # sent when a backward pass has ended, and so succeeds if all ranks' have
         self._skipping = False  # inside skip_synchronize()
+        self._is_left_out = False  # the step under way: after a loss, or since another rank knows better
 
     # --- a backward pass ----------------------------------------------------------------------------------------------
 
@@ -98,7 +114,10 @@ class InBackward(When):
         if self.passes_left <= 0:
             raise AssertionError(TOO_MANY)
         if self.sync.idle:
-            self.sync.begin()
+            try:
+                self.sync.begin()
+            except HorovodInternalError as error:
+                self.sync.idle, self.sync.failure = False, error
         backward.enter(self)
         if self.passes_left <= 1:
             self._passes += 1
@@ -187,6 +206,7 @@ class InBackward(When):
     def _give_up(self) -> str:
         """Lets this step fail on all ranks: what was sent is over when this returns. Returns why."""
         error, sync = sys.exc_info()[1], self.sync
+        exchanges.note_given_up()
         what = "an exception" if error is None else quoted(f"{type(error).__name__}: {error}")[:_MOST]
         why = f"its backward pass raised {what}"
         try:
@@ -221,10 +241,24 @@ class InBackward(When):
                 closure = partial(self._reduced_closure, optimizer, closure)
             if closure is None or not sync.idle:
                 self.synchronize()
-        result = optimizer._step(closure)
-        self.reduced = 0
+        try:
+            if self._is_left_out:
+                result = None
+                self._step_left_out(optimizer)
+            else:
+                result = optimizer._step(closure)
+        except _LeftOut as left_out:  # which the closure has found
+            self._is_left_out = False
+            result = left_out.loss
+        self.reduced, self.outcome = 0, Outcome.TAKEN
         sync.steps.end()
         return result
+
+    def _step_left_out(self, optimizer: Any) -> None:
+        """Takes no step."""
+        self._is_left_out = False
+        optimizer._note_step()
+        uncount(optimizer)
 
     def synchronize(self) -> None:
         if not self.reduced or not self.sync.idle:
@@ -249,10 +283,12 @@ class InBackward(When):
             sync.end_step()
         for slot in sync.slots:
             slot.closed = False
-        self.reduced = 0
+        self.reduced, self._is_left_out = 0, False
+        if self.outcome is Outcome.OPEN:
+            self.outcome = Outcome.REFUSED
 
     def discard(self) -> None:
-        self.reduced = 0
+        self.reduced, self._is_left_out = 0, False
         if self.sync.idle:
             return
         with contextlib.suppress(HorovodInternalError):  # whatever becomes of them: nobody is interested any more
@@ -269,6 +305,9 @@ class InBackward(When):
 
     def _reduce(self) -> None:
         """Reduces what has not been sent yet, and waits until every `p.grad` is the reduced gradient."""
+        exchanges.run([self], self._exchange)
+
+    def _exchange(self) -> None:
         began, sync = time.perf_counter(), self.sync
         self.check_pass()
         if sync.idle:
@@ -281,15 +320,41 @@ class InBackward(When):
                     for slot in self._kept:
                         slot.add_kept()
             self.reduced += 1
+            self.outcome = Outcome.OPEN
         finally:
             sync.end_step()
         sync.note_waited(began)
         sync.note_step(all_here=True)
 
+    # --- after a loss -------------------------------------------------------------------------------------------------
+
+    @property
+    def survives(self) -> bool:  # type: ignore[override]
+        """True unless the optimizer may have begun its step when it asks for gradients: L-BFGS."""
+        return not isinstance(self.sync.trained.optimizer(), torch.optim.LBFGS)
+
+    def note_left_out(self) -> None:
+        """Has the script go on with gradients that are zeros, and with a step that is not taken."""
+        self._set_gradients(0.0)
+        self._is_left_out = True
+
+    def note_refused(self) -> None:
+        """Has the script see that gradients are not finite, as it has on the other ranks."""
+        self._set_gradients(math.inf)
+
+    def _set_gradients(self, value: float) -> None:
+        if not self.sync.idle:
+            self.sync.end_step()
+        for slot in self.sync.slots:
+            slot.parameter.grad, slot.closed = torch.full_like(slot.parameter, value, requires_grad=False), False
+        self.reduced, self.outcome = 1, Outcome.TAKEN
+
     def _reduced_closure(self, optimizer: Any, closure: Closure) -> Any:
         self.reduced = 0
         loss = closure()
         self.synchronize()
+        if self._is_left_out:
+            raise _LeftOut(loss)
         return self._reduced_loss(optimizer, loss) if takes_part(optimizer.process_set) else loss
 
     def _reduced_loss(self, optimizer: Any, loss: Any) -> Any:
@@ -332,5 +397,17 @@ class InBackward(When):
 
     def plan_given_up(self, anew: bool) -> None:
         self._closing = None
-        if anew:
+        if anew and exchanges.survive is None:  # else what has been reduced is still to be stepped with
             self.reduced = 0
+
+
+def uncount(optimizer: torch.optim.Optimizer) -> None:
+    """Has the `GradScaler` that calls `step()`, if one does, not count a step that is not taken.
+
+    It scales gradients up after so many steps in succession, and adds one in its `update()`, whatever `step()` does.
+    """
+    step, frame = torch.amp.GradScaler.step.__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not step:
+        frame = frame.f_back
+    if frame is not None and frame.f_locals.get("optimizer") is optimizer:
+        frame.f_locals["self"]._growth_tracker.sub_(1)

@@ -8,6 +8,7 @@ happens (`When`).
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import time
 import weakref
@@ -69,6 +70,14 @@ def no_pass() -> None:
     """Substitutes for a reference to a backward pass while none is running."""
 
 
+class Outcome(enum.Enum):
+    """The use that was made of an exchange's results: a step was taken, none was, or that is not known yet."""
+
+    TAKEN = "taken"
+    REFUSED = "refused"
+    OPEN = "open"
+
+
 class When:
     """A strategy that decides when an optimizer's synchroniser exchanges, and so what `step()` and its like do.
 
@@ -83,6 +92,8 @@ class When:
         keeps_context: a script's compressor's context of a gradient is needed after the step.
         local: ranks have parameters of their own.
         delays: updates are applied later than `step()`, which `finish` puts an end to.
+        survives: an exchange that a loss leaves unfinished can be left out, so that the ranks that are left go on.
+        outcome: what became of the last exchange that ended well; see `Outcome`.
         passes: backward passes that make up a gradient.
         samples: how many samples the next gradients come from, for algorithms that weigh them.
         serial: the synchroniser's.
@@ -91,7 +102,8 @@ class When:
     """
 
     hears = True
-    eager = own_gradients = may_be_late = keeps_context = local = delays = False
+    eager = own_gradients = may_be_late = keeps_context = local = delays = survives = False
+    outcome = Outcome.TAKEN
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         self.sync = sync
@@ -173,6 +185,20 @@ class When:
         """Sets how many backward passes make up a gradient, from the next step on."""
         self.passes = passes
 
+    # --- after a loss, where the ranks that are left go on; see `exchanges.py` ----------------------------------------
+
+    def note_left_out(self) -> None:
+        """Called when the exchange that the script waits for was left out, in the membership that follows: parameters
+        and optimizer stay as they were before it."""
+
+    def note_refused(self) -> None:
+        """Called instead, where other ranks have its results already, and have taken no step with them, since these
+        were not finite."""
+        self.note_left_out()
+
+    def drop_under_way(self) -> None:
+        """Called when an exchange was left out that the script does not wait for."""
+
     # --- in checkpoints -----------------------------------------------------------------------------------------------
 
     def own_state(self) -> dict[str, Any] | None:
@@ -252,6 +278,8 @@ class Synchroniser:
         arrivals: slots whose gradient has arrived in this step, in that order, while there is no plan.
         copying: buckets whose gradients are on their way from a device to the arena.
         lost: name of a parameter that another optimizer has taken over; empty if there is none.
+        failure: why nothing more can be sent in this step, as far as nobody has been told; that is for `submit`, since
+            gradients arrive in the midst of a backward pass, which is to be completed.
         plan: the active plan.
         checkpoint: the optimizer's state in the daemons.
         selections: the part of that which this worker keeps itself.
@@ -270,6 +298,7 @@ class Synchroniser:
         self.arrivals: list[Slot] = []
         self.copying: deque[Bucket] = deque()
         self.lost = ""
+        self.failure: HorovodInternalError | None = None
         self.selections = Selections(options.compressor, settings.gpu_selection == "auto")
         self.checkpoint = Checkpoint(self, options, trained)
         self.plan = ActivePlan(options, trained, self.checkpoint, self.selections)
@@ -321,21 +350,30 @@ class Synchroniser:
         self.when.begins()
 
     def advance(self, bucket: Bucket) -> None:
-        """Sends the bucket if it is complete, and what was on its way from a device."""
-        if not bucket.missing:
-            bucket.fill()
-            if self.when.eager:
-                for full in self._full(bucket):
-                    if not self.when.holds_back(full):
-                        full.flush = Flush.FULL
-                        self._send(full)
-        while self.copying and self.copying[0].post(wait=False):
-            self.copying.popleft()
+        """Sends the bucket if it is complete, and what was on its way from a device, in the midst of a backward pass,
+        which is not to be cut short: `submit` raises what fails here."""
+        if self.failure is not None:
+            return
+        try:
+            if not bucket.missing:
+                bucket.fill()
+                if self.when.eager:
+                    for full in self._full(bucket):
+                        if not self.when.holds_back(full):
+                            full.flush = Flush.FULL
+                            self._send(full)
+            while self.copying and self.copying[0].post(wait=False):
+                self.copying.popleft()
+        except HorovodInternalError as error:
+            if self.plan.made:  # else this rank has survived a loss meanwhile, and sends all by another plan
+                self.failure = error
 
     def submit(self, values: bool = True) -> None:
         """Sends what has not been sent of this step, by a new plan if there is none; without `values` only that this
         rank has none. Raises `HorovodInternalError`; `ValueError` if a gradient cannot be reduced as was asked for."""
         try:
+            if self.failure is not None:
+                raise self.failure
             self.when.submitting()
             if not self.plan.made:
                 self.make_plan()
@@ -363,6 +401,11 @@ class Synchroniser:
             self.await_sent()
             raise
 
+    def await_results(self) -> None:
+        """Waits for all that was sent, and leaves the results where they are. Raises `HorovodInternalError`."""
+        for bucket in self.plan.buckets:
+            bucket.await_result()
+
     def post(self) -> None:
         """Waits for the copies from devices, and submits their buckets."""
         while self.copying:
@@ -381,6 +424,7 @@ class Synchroniser:
             bucket.rewind()
         self.copying.clear()
         self.arrivals.clear()
+        self.failure = None
         self.when.ended()
         if self.options.compressor is not None:
             for slot in self.slots:

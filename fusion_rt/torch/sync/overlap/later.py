@@ -28,13 +28,14 @@ from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core import watching
 from fusion_rt.torch.sync.buckets import Bucket
+from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.overlap.flights import Flight
 from fusion_rt.torch.sync.overlap.guards import make_guard
 from fusion_rt.torch.sync.overlap.updates import Update
 from fusion_rt.torch.sync.overlap.uses import Uses
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Closure, Synchroniser, no_pass
+from fusion_rt.torch.sync.synchroniser import Closure, Outcome, Synchroniser, no_pass
 from fusion_rt.tracing.format import Kind
 
 WAYS = ("none", "forward", "stale")
@@ -64,6 +65,7 @@ class Later(InBackward):
         self._update: Update | None = None  # that waits
         self._flights: dict[int, Flight] = {}  # by id of each of their parameters
         self._last: Flight | None = None  # the plan's last, which fails if a rank has given the step up
+        self._under_way: Exchange | None = None  # that of the flights, until it is known how it has ended
         self._applying = False
         self._guarded: list[tuple[Slot, torch.Tensor | None]] = []  # with this rank's gradients
         self._lock = threading.RLock()  # forward passes may run on several threads
@@ -93,11 +95,13 @@ class Later(InBackward):
         steps = self.sync.steps
         steps.begin()
         optimizer._note_step()
-        if self._skipping or (self.reduced and self.sync.idle):
+        if self._is_left_out:
+            self._step_left_out(optimizer)
+        elif self._skipping or (self.reduced and self.sync.idle):
             self._hold(optimizer)
         else:
             self._launch(optimizer)
-        self.reduced = 0
+        self.reduced, self.outcome = 0, Outcome.TAKEN
         steps.end()
         return None
 
@@ -107,14 +111,26 @@ class Later(InBackward):
         self.check_pass()
         self.finish()
         began = time.perf_counter()
-        if sync.idle:
-            sync.begin()
+        exchange = exchanges.begin([self])
+        if exchanges.is_left_out(exchange):
+            self._leave_out(exchange)
+            return
         try:
+            if sync.idle:
+                sync.begin()
             sync.submit()
             flights = [Flight([s.parameter for s in b.slots], b, b.hand_over()) for b in sync.plan.buckets]
             sync.stepped()
+        except HorovodInternalError as error:
+            sync.end_step()
+            exchanges.lose(exchange, error)
+            self._leave_out(exchange)
+            return
         finally:
             sync.end_step()
+        self._under_way = exchange if flights else None
+        if not flights:
+            exchanges.end(exchange)
         self.stepped = True
         sync.note_waited(began)
         sync.note_step(all_here=False)
@@ -125,6 +141,15 @@ class Later(InBackward):
         if rest:  # parameters that are not trained any more, and still have a gradient
             flights.append(Flight(rest, gradients=[parameter.grad for parameter in rest]))
         self._wait_for(flights, update)
+
+    def _leave_out(self, exchange: Exchange) -> None:
+        """Takes no step in place of the one that was asked for."""
+        exchanges.end(exchange)
+        if not self.sync.idle:
+            self.sync.end_step()
+        for parameter in Update(self.sync.trained.optimizer()).parameters():
+            parameter.grad = None
+        self.stepped, self._is_left_out = True, False
 
     def _hold(self, optimizer: Any) -> None:
         """Has the optimizer's step taken with the gradients that there are."""
@@ -213,16 +238,40 @@ class Later(InBackward):
         if self._last is None:
             return False
         try:
+            if exchanges.survive is not None:  # then nobody may have a part of an update that others have not
+                for flight in dict.fromkeys(self._flights.values()):
+                    flight.await_end()
             self._last.await_end()
         except StepGivenUp as error:
             self._drop()
+            self._has_ended()
+            exchanges.note_given_up()
             warnings.warn(f"an update is left out, on all ranks: {error}", stacklevel=2)
+            return True
+        except HorovodInternalError as error:
+            self._drop()
+            if self._under_way is None:
+                raise
+            exchanges.lose(self._under_way, error)
+            self._under_way = None
             return True
         except BaseException:
             self._drop()
             raise
         self._last = None
+        self._has_ended()
         return False
+
+    def _has_ended(self) -> None:
+        """Notes that the exchange of the flights has ended well."""
+        if self._under_way is not None:
+            exchanges.last = self._under_way.parts
+            exchanges.end(self._under_way)
+            self._under_way = None
+
+    def drop_under_way(self) -> None:
+        self._drop()
+        self._under_way = None
 
     def _copied(self, parameter: torch.Tensor, memo: Any) -> Any:
         """Copies a parameter that has an update to come, as `copy.deepcopy`, after that update."""
@@ -375,14 +424,22 @@ class Later(InBackward):
 
     def backward_returns(self) -> None:
         """Puts guards where gradients are, instead of waiting for them."""
-        if self.eager:
-            self.sync.submit()
+        if self.eager and not exchanges.next_is_left_out:
+            self._submit_early()
         self.backward = no_pass
         for slot in self.sync.slots:
             if slot.guard is None:
                 slot.guard = make_guard(slot, self._await_gradients)
             self._guarded.append((slot, slot.parameter.grad))
             slot.parameter.grad, slot.closed = slot.guard, True
+
+    def _submit_early(self) -> None:
+        try:
+            self.sync.submit()
+        except HorovodInternalError as error:
+            if exchanges.survive is None:
+                raise
+            self.sync.idle, self.sync.failure = False, error  # for `step()`, which leaves it out
 
     def _await_gradients(self) -> None:
         """Waits for a step's gradients, one of which is touched, if they have been computed and are under way."""

@@ -1,0 +1,224 @@
+"""Survival of losses in place: the ranks that are left agree about the step that was under way, and stay in their
+loops.
+
+When an exchange of an optimizer fails since a rank is gone, each of the others joins the next membership epoch from
+where it is, in `backward()` or `step()`, and tells all what it has completed (`Report`). From that all ranks draw the
+same conclusion (`conclude`): either they go on, after those that are an exchange behind were *healed* with what the
+others have; or all go on from the last commit, as after any other error. They do so if one has left its function (an
+operation of the script's own had failed), is new, or if what they have completed does not fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.local import elastic
+from fusion_rt.torch.core.basics import init
+from fusion_rt.torch.core.runtime import runtime, step_out
+from fusion_rt.torch.elastic.healing import heal
+from fusion_rt.torch.elastic.sampler import Standing
+from fusion_rt.torch.elastic.state import State
+from fusion_rt.torch.ops.objects import allgather_object
+from fusion_rt.torch.sync.exchanges import Exchange, exchanges
+from fusion_rt.torch.sync.synchroniser import Outcome, When, enter_all, everyone
+
+
+class Report(NamedTuple):
+    """The state of a rank at the beginning of a membership epoch.
+
+    Attributes:
+        skips_sync: it needs nobody's values.
+        has_values: that were synced before.
+        stays: it is in its function, and can go on there.
+        generation, completed, begun: those of its exchanges.
+        failed: places of the optimizers whose exchange has failed, in the order in which they were made.
+        last: of those of the last exchange that has ended well, and what became of each.
+        is_spoiled: its healing was interrupted.
+        standings: how far it has come with its samples.
+    """
+
+    skips_sync: bool = False
+    has_values: bool = False
+    stays: bool = False
+    generation: int = 0
+    completed: int = 0
+    begun: int = 0
+    failed: tuple[int, ...] = ()
+    last: tuple[tuple[int, Outcome], ...] = ()
+    is_spoiled: bool = False
+    standings: Sequence[Standing] = ()
+
+
+class Conclusion(NamedTuple):
+    """The way in which ranks go on that stay in their functions.
+
+    Attributes:
+        left_out: no rank exchanges anything up to this number.
+        behind: ranks that are to be healed.
+        root: the rank that they are healed from.
+        healed: places of the optimizers to heal, and what became of their exchange.
+    """
+
+    left_out: int
+    behind: tuple[int, ...] = ()
+    root: int = 0
+    healed: tuple[tuple[int, Outcome], ...] = ()
+
+
+def conclude(reports: Sequence[Report]) -> Conclusion | None:
+    """Returns how all ranks go on in place; None if they have to go on from the last commit.
+
+    Args:
+        reports: of all ranks, by their new numbers.
+    """
+    if not all(report.stays for report in reports) or len({report.generation for report in reports}) > 1:
+        return None
+    most = max(report.completed for report in reports)
+    behind = tuple(rank for rank, report in enumerate(reports) if report.completed < most)
+    left_out = max(most + 1, *(report.begun for report in reports))
+    if any(report.is_spoiled and report.completed == most for report in reports):
+        return None  # and nobody is left to heal it from
+    if not behind:
+        return Conclusion(left_out)
+    root = next(rank for rank, report in enumerate(reports) if report.completed == most)
+    healed = reports[root].last
+    told = {reports[rank].failed for rank in behind} | {tuple(place for place, _ in healed)}
+    if min(report.completed for report in reports) < most - 1 or len(told) > 1:
+        return None
+    if any(outcome is Outcome.OPEN for _, outcome in healed):
+        return None  # the root may have changed these results already
+    return Conclusion(left_out, behind, root, healed)
+
+
+def move(agent: elastic.AgentConnection, why: str) -> None:
+    """Leaves this membership epoch, and joins the next one; over the same connection if its daemon is the same."""
+    step_out()
+    elastic.move(agent, why)
+    init()
+    enter_all(runtime())
+
+
+class Survival:
+    """This rank's part in it, while it is in its function: a context.
+
+    Args:
+        agent: the connection to the launcher's agent.
+        state: the function's.
+
+    Attributes:
+        agreed: what `join` would return, of an epoch that this rank has joined in its function, which it has to leave
+            after all; None if there is none.
+    """
+
+    def __init__(self, agent: elastic.AgentConnection, state: State) -> None:
+        self._agent, self._state = agent, state
+        self._is_spoiled, self._stays = False, True
+        self.agreed: tuple[bool, int] | None = None
+
+    def __enter__(self) -> None:
+        exchanges.restart()
+        self._is_spoiled, self._stays = False, True
+        exchanges.survive = self._survive
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        exchanges.survive = None
+        exchanges.restart()
+
+    def join(self, skips_sync: bool, has_values: bool) -> tuple[bool, int]:
+        """Begins a membership epoch outside of the function, with all ranks.
+
+        Args:
+            skips_sync: this rank needs nobody's values.
+            has_values: it has some that were synced before.
+
+        Returns:
+            Whether all ranks skip the sync, and the rank that a sync is from: the first that has values which were
+            synced before. The launcher gives workers of earlier epochs the lowest ranks, but these may have been
+            interrupted before their first sync.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
+        agreed, self.agreed = self.agreed, None
+        return agreed or _without(self._tell(Report(skips_sync, has_values)))
+
+    @staticmethod
+    def _tell(report: Report) -> list[Report]:
+        return allgather_object(report, "elastic.join")
+
+    def _survive(self, error: HorovodInternalError, failed: Exchange) -> None:
+        """Goes on in the next membership epoch. See `Exchanges.survive`."""
+        dropped = [exchange for exchange in exchanges.under_way if exchange is not failed]
+        if exchanges.is_uncertain or any(exchange.is_done for exchange in dropped):
+            raise error
+        if runtime().client.channel.failure is None or len(runtime().client.process_sets) > 1:
+            raise error  # nobody is lost; or the script has to make its process sets anew
+        why, daemon = error, runtime().where.socket
+        while True:
+            try:
+                self._move(why, daemon, dropped)
+                reports = self._tell(self._report(failed))
+                found = conclude(reports)
+                if found is None or not self._state._follow([report.standings for report in reports]):
+                    self.agreed = _without(reports)
+                    break
+                exchanges.generation += 1
+                self._heal(found, failed)
+                exchanges.left_out = found.left_out
+                break
+            except HorovodInternalError as another:
+                why = another
+        if self.agreed is not None:
+            raise error
+        for exchange in dropped:
+            exchanges.end(exchange)
+        self._state._on_survived()
+
+    def _move(self, why: HorovodInternalError, daemon: str, dropped: Sequence[Exchange]) -> None:
+        move(self._agent, str(why))
+        if runtime().where.socket != daemon and any(sync.checkpoint.carries for sync in everyone()):
+            self._stays = False  # what codecs and homes remember is gone with the daemon, but for the last commit's
+        for exchange in dropped:
+            for part in exchange.parts:
+                part.drop_under_way()
+        for sync in everyone():
+            sync.when.finish()  # updates whose gradients have all been reduced, and which wait for a forward pass
+
+    def _report(self, failed: Exchange) -> Report:
+        places = {sync.when: place for place, sync in enumerate(everyone())}
+        return Report(
+            has_values=True,
+            stays=self._stays,
+            generation=exchanges.generation,
+            completed=exchanges.completed,
+            begun=exchanges.begun,
+            failed=tuple(places[part] for part in failed.parts),
+            last=tuple((places[part], part.outcome) for part in exchanges.last if part in places),
+            is_spoiled=self._is_spoiled,
+            standings=self._state._standing(),
+        )
+
+    def _heal(self, found: Conclusion, failed: Exchange) -> None:
+        """Heals those that are behind. An operation on all ranks, if there are any."""
+        is_behind = runtime().rank in found.behind
+        self._is_spoiled = is_behind
+        parts: list[When] = [sync.when for sync in everyone()]
+        for place, outcome in found.healed:
+            if outcome is Outcome.TAKEN:
+                heal(parts[place], found.root, is_behind)
+            elif is_behind:
+                failed.refused.add(parts[place])
+        if is_behind:
+            exchanges.last = failed.parts
+        self._is_spoiled = False
+
+
+def _without(reports: Sequence[Report]) -> tuple[bool, int]:
+    """Returns what `Survival.join` does."""
+    root = next((rank for rank, report in enumerate(reports) if report.has_values), 0)
+    return all(report.skips_sync for report in reports), root
