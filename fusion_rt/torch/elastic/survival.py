@@ -211,9 +211,8 @@ class Survival:
         for place, outcome in found.healed:
             if outcome is Outcome.TAKEN:
                 heal(parts[place], found.root, is_behind)
-            elif is_behind:
-                failed.refused.add(parts[place])
         if is_behind:
+            failed.known = {parts[place]: outcome for place, outcome in found.healed}
             exchanges.last = failed.parts
         self._is_spoiled = False
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
-from fusion_rt.torch.sync.synchroniser import When
+from fusion_rt.torch.sync.synchroniser import Outcome, When
 
 
 class Exchange:
@@ -28,14 +28,14 @@ class Exchange:
 
     Attributes:
         is_done: it has ended well, or was left out.
-        refused: of the parts those whose step was refused on other ranks, where this one has been healed.
+        known: by part what became of the results on other ranks, where this one has been healed.
     """
 
     def __init__(self, number: int, parts: Sequence[When]) -> None:
         self.number = number
         self.parts = tuple(parts)
         self.is_done = False
-        self.refused: set[When] = set()
+        self.known: dict[When, Outcome] = {}
 
 
 class Exchanges:
@@ -90,8 +90,8 @@ class Exchanges:
         self.end(begun)
         if left_out:
             for part in begun.parts:
-                if part in begun.refused:
-                    part.note_refused()
+                if part in begun.known:
+                    part.note_known(begun.known[part])
                 else:
                     part.note_left_out()
         else:

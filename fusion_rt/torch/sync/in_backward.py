@@ -76,7 +76,8 @@ class InBackward(When):
         self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
         self._closing: Bucket | None = None  # sent when a backward pass has ended, and so succeeds if all ranks' have
         self._skipping = False  # inside skip_synchronize()
-        self._is_left_out = False  # the step under way: after a loss, or since another rank knows better
+        self._is_left_out = False  # the step under way: after a loss, or it has been taken by others
+        self._counts = True  # it does for a `GradScaler`
 
     # --- a backward pass ----------------------------------------------------------------------------------------------
 
@@ -258,7 +259,8 @@ class InBackward(When):
         """Takes no step."""
         self._is_left_out = False
         optimizer._note_step()
-        uncount(optimizer)
+        if not self._counts:
+            uncount(optimizer)
 
     def synchronize(self) -> None:
         if not self.reduced or not self.sync.idle:
@@ -336,11 +338,12 @@ class InBackward(When):
     def note_left_out(self) -> None:
         """Has the script go on with gradients that are zeros, and with a step that is not taken."""
         self._set_gradients(0.0)
-        self._is_left_out = True
+        self._is_left_out, self._counts = True, False
 
-    def note_refused(self) -> None:
-        """Has the script see that gradients are not finite, as it has on the other ranks."""
-        self._set_gradients(math.inf)
+    def note_known(self, outcome: Outcome) -> None:
+        """Has the script see what the other ranks have seen: a step, or gradients that are not finite."""
+        self._set_gradients(math.inf if outcome is Outcome.REFUSED else 0.0)
+        self._is_left_out, self._counts = outcome is Outcome.TAKEN, True
 
     def _set_gradients(self, value: float) -> None:
         if not self.sync.idle:

@@ -191,9 +191,9 @@ class When:
         """Called when the exchange that the script waits for was left out, in the membership that follows: parameters
         and optimizer stay as they were before it."""
 
-    def note_refused(self) -> None:
-        """Called instead, where other ranks have its results already, and have taken no step with them, since these
-        were not finite."""
+    def note_known(self, outcome: Outcome) -> None:
+        """Called instead where other ranks have had its results. If these have made them take a step, parameters and
+        optimizer have been set to what came of it."""
         self.note_left_out()
 
     def drop_under_way(self) -> None:

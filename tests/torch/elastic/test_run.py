@@ -139,8 +139,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     all other ranks have the values already."""
 
     def run(state: Recorder, train: Callable[..., str], others_skip: bool = True) -> list[str]:
-        monkeypatch.setattr(loop, "_move", lambda agent, why: state.log.append(f"move ({why})"))
-        monkeypatch.setattr(loop, "_agree", lambda skip_sync, has_values: (skip_sync and others_skip, 0))
+        monkeypatch.setattr(loop, "move", lambda agent, why: state.log.append(f"move ({why})"))
+        monkeypatch.setattr(loop.Survival, "join", lambda _, skips_sync, has_values: (skips_sync and others_skip, 0))
         loop.train(train, state, None)  # type: ignore[arg-type]
         return state.log
 

@@ -264,3 +264,95 @@ def test_a_loss_leaves_one_step_out_where_updates_are_applied_later(overlap: str
     # A step is left out when it is to be applied, or the next one, where some ranks have applied it already.
     candidates = itertools.product(*((4 * loss + 1, 4 * loss + 2, 4 * loss + 3) for loss in range(len(points))))
     assert [left_out for left_out in candidates if alone(steps, set(left_out)) == (values, momenta)]
+
+
+@pytest.mark.multiprocess
+def test_a_healing_that_is_interrupted_begins_again() -> None:
+    """On the rank that is healed all of it; where others have healed it already, all go on from the last commit."""
+    results, _ = survive(("while healing",), "none")
+    assert same([result["calls"] for result in results]) in (1, 2)
+    assert same([(result["values"], result["momenta"]) for result in results])
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------------
+
+
+def train_by(worker: Worker, script: str, faults: Sequence[Fault]) -> Any:
+    """Six steps of a script that is written in one way or another; returns all that has to be the same."""
+    hvd.init()
+    who = hvd.rank()
+    model, optimizer = make("none", "")
+    other, second = make("none", "")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    if script == "accumulation":
+        optimizer.set_backward_passes_per_step(2)
+    state: Any = hvd.elastic.TorchState(model, optimizer, other=other, second=second, scaler=scaler, step=0)
+    calls, losses = [0], list[Any]()
+
+    def close(loss: torch.Tensor) -> Any:
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        return closure
+
+    @hvd.elastic.run
+    def run(state: Any) -> None:
+        calls[0] += 1
+        while state.step < 6:
+            optimizer.zero_grad()
+            second.zero_grad()
+            for fault in faults:
+                if fault[:2] == (state.step, who):
+                    lose_at(fault[2], optimizer, model)
+            loss = loss_of(model, who, state.step)
+            if script == "accumulation":
+                loss.backward()
+                loss_of(model, who, 100 + state.step).backward()
+                optimizer.step()
+            elif script == "two optimizers":
+                (loss + loss_of(other, who, 100 + state.step)).backward()
+                optimizer.step()
+                second.step()
+            elif script == "in turn":
+                loss.backward()
+                optimizer.step()
+                loss_of(other, who, 100 + state.step).backward()
+                second.step()
+            elif script == "closure":
+                losses.append(float(optimizer.step(close(loss))))
+            else:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            state.step += 1
+
+    run(state)
+    found: list[Any] = [calls[0], scaler.state_dict(), len(losses), optimizer._sync.when.passes_left]
+    for one in (*model.parameters(), *other.parameters()):
+        found.append(one.detach().tolist())
+    for one in (optimizer, second):
+        found.append([entry["momentum_buffer"].tolist() for entry in one.state.values()])
+    return found
+
+
+SCRIPTS = ("accumulation", "two optimizers", "in turn", "closure", "scaler")
+CASES = {(script, point) for script in SCRIPTS for point in ("between buckets", "when others have the results")}
+CASES -= {("closure", "when others have the results")}  # they go on to the reduction of the loss, and leave there
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("script", "point"), sorted(CASES))
+def test_scripts_of_many_kinds_leave_a_step_out(script: str, point: str) -> None:
+    with ElasticJob(train_by, script, [(2, 1, point)], hosts=HERE, environment=SMALL) as job:
+        job.change(HERE)
+        found = same(job.finish())
+    calls, scaler, losses, passes_left = found[:4]
+    assert calls == 1, "a rank has left its function"
+    if script == "scaler":
+        assert (scaler["scale"], scaler["_growth_tracker"]) == (8.0, 2)  # of five steps that were taken
+    assert losses == (6 if script == "closure" else 0)
+    assert passes_left == (2 if script == "accumulation" else 1)
