@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def run(state: Recorder, train: Callable[..., str], others_skip: bool = True) -> list[str]:
         monkeypatch.setattr(loop, "move", lambda agent, why: state.log.append(f"move ({why})"))
         monkeypatch.setattr(loop.Survival, "join", lambda _, skips_sync, has_values: (skips_sync and others_skip, 0))
-        loop.train(train, state, None)  # type: ignore[arg-type]
+        loop.train(train, state, SimpleNamespace(expected=None))  # type: ignore[arg-type]
         return state.log
 
     return run
