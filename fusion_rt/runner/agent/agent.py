@@ -25,6 +25,7 @@ from fusion_rt.runner.agent.daemon_process import Daemon
 from fusion_rt.runner.agent.function_call import FunctionFile
 from fusion_rt.runner.agent.local_workers import TERM_GRACE, LocalWorkers
 from fusion_rt.runner.agent.oom import OomKills
+from fusion_rt.runner.agent.reach import reach_all
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages, child_processes
 from fusion_rt.runner.protocol.agent_messages import REMOVED_S, Begin, Job, StartDaemon
@@ -48,6 +49,7 @@ class Agent:
         self._number = 0  # of the present epoch
         self._beginning: Begin | None = None  # the epoch that the daemon was told of and has not entered yet
         self._daemon: Daemon | None = None
+        self._reaching: asyncio.Task[None] | None = None  # tries to reach other hosts
         self._retired: set[Daemon] = set()  # of epochs that are over, which have not ended yet
         self._workers: LocalWorkers  # once the host has passed its checks
         self._children = child_processes.Children()
@@ -126,6 +128,10 @@ class Agent:
                 self._present_daemon().tell(table)
             case StartDaemon():
                 await self._replace_daemon(command)
+            case agent_messages.Reach():
+                if self._reaching is not None:
+                    self._reaching.cancel()
+                self._reaching = self._spawn(self._reach(command))
             case Begin(reform):
                 self._present_daemon().tell(reform)
                 self._number, self._beginning = reform.number, command
@@ -246,6 +252,11 @@ class Agent:
                 await settle(daemon.log, self._channel)
                 await self._channel.send(agent_messages.DaemonDown(serial, status, self._oom_kills.explain(status)))
         daemon.is_told.set()
+
+    async def _reach(self, order: agent_messages.Reach) -> None:
+        """Tries to reach the daemons of other hosts until it has."""
+        await reach_all(order.endpoints)
+        await self._channel.send(agent_messages.InReach(order.serial))
 
     def _retire_daemon(self) -> None:
         if self._daemon is not None:

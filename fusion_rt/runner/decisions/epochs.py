@@ -126,6 +126,11 @@ class Epochs:
         self._hosts.start_daemon(host)
         self._look()
 
+    def reached(self, host: str, serial: int) -> None:
+        """A host reaches the daemons of the others."""
+        self._hosts.note_reach(host, serial)
+        self._look()
+
     def started(self, host: str, number: int) -> None:
         """The daemon of a host says that every process of the epoch is up."""
         if number == self.number:
@@ -267,12 +272,14 @@ class Epochs:
         if first and found and not self._hosts.present and all(host.name in self._blacklist for host in found):
             self._end(self._workers.failures)
             return
+        before = self._workers.places
+        self._hosts.part(before.names if before is not None else ())
         places = self._next.who_have_asked() if self._start.is_over else self._next.all_slots(listening=True)
         need = self._limits.wanted if first else self._limits.least
         still = first and not all(self._hosts.listens(host) for host in self._hosts.present)
         if places is not None and places.size >= need and not still:
             self._begin(places)
-        elif self._clock() >= self._since + self._limits.timeout:
+        elif self._clock() >= self._since + self._limits.timeout and not self._hosts.are_starting:
             listening = self._next.available(self._hosts.listens)
             slots = ", ".join(f"{host.name}:{host.slots}" for host in listening) or "none"
             self._fail(

@@ -110,6 +110,9 @@ class Fixed:
     def missed(self, host: str, number: int, nodes: tuple[int, ...]) -> None:
         """Nothing: the daemons decide who is lost."""
 
+    def reached(self, host: str, serial: int) -> None:
+        """Nothing: all come at once."""
+
     def answered(self, host: str) -> None:
         """Nothing: nobody is asked."""
 

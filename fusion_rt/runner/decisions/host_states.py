@@ -7,7 +7,8 @@ lives. A daemon that was left out of an epoch, or has died, is followed by anoth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fusion_rt.host.bootstrap import Endpoint
@@ -25,27 +26,27 @@ class HostState:
         is_fit: the agent has passed its checks.
         daemon: serial number of the host's present daemon; 0: there is none.
         endpoint: of that, when it listens.
+        is_in_reach: the host has been seen to reach the daemons of the epoch that ran when it listened.
         listen_until: by when it has to listen.
         has_taken_part: it was in an epoch.
         is_stale: it is to be replaced, since others do not speak to it any more.
         probed: when the agent was asked whether it is there; inf: it was not, or has answered.
-        is_missed: the daemon of another host has taken this one for lost, and never speaks to its daemon again.
     """
 
     since: float
     is_fit: bool = False
     daemon: int = 0
     endpoint: Endpoint | None = None
+    is_in_reach: bool = False
     listen_until: float = math.inf
     has_taken_part: bool = False
     is_stale: bool = False
     probed: float = math.inf
-    is_missed: bool = False
 
     @property
     def listens(self) -> bool:
         """Tells whether the daemon may be in the next epoch."""
-        return self.endpoint is not None and not self.is_stale and not (self.is_missed and self.has_taken_part)
+        return self.endpoint is not None and self.is_in_reach and not self.is_stale
 
 
 class HostStates:
@@ -66,6 +67,7 @@ class HostStates:
         self._control = control
         self._clock = clock
         self._serials: dict[str, int] = {}  # of the last daemon that was started on a host
+        self._misses: set[tuple[str, int, str, int]] = set()  # who, with which daemon, takes whom for lost
         self.present: dict[str, HostState] = {}
         self.nodes: list[str] = []
 
@@ -90,7 +92,7 @@ class HostStates:
         """Has a host's agent start another daemon in the place of that which there may be."""
         state = self.present[host]
         state.daemon = self._serials[host] = self._serials.get(host, 0) + 1
-        state.endpoint, state.has_taken_part, state.is_stale = None, False, False
+        state.endpoint, state.is_in_reach, state.has_taken_part, state.is_stale = None, False, False, False
         state.listen_until = self._clock() + self._limits.start
         self._control.start_daemon(host, self.nodes.index(host), state.daemon, tuple(self.nodes))
 
@@ -102,11 +104,31 @@ class HostStates:
         """Tells whether a host has a daemon that may be in the next epoch."""
         return host in self.present and self.present[host].listens
 
+    @property
+    def are_starting(self) -> bool:
+        """Tells whether a daemon is about to listen; it has a limit of its own for that."""
+        return any(state.listen_until < math.inf for state in self.present.values())
+
     def note_up(self, host: str, serial: int, endpoint: Endpoint) -> None:
-        """A daemon listens."""
+        """A daemon listens. While others are in an epoch, they hear of it when its host has been seen to reach them: a
+        network that is cut between hosts need not be so towards the launcher."""
         if host in self.present and self.present[host].daemon == serial:
-            self.present[host].endpoint = endpoint
-            self.present[host].listen_until = math.inf
+            state = self.present[host]
+            state.endpoint, state.listen_until = endpoint, math.inf
+            self._check_reach(host, state)
+
+    def _check_reach(self, host: str, state: HostState) -> None:
+        """Has the agent of a host find out whether it reaches the daemons of the epoch."""
+        others = [one.endpoint for one in self.present.values() if one.has_taken_part and not one.is_stale]
+        wanted = [endpoint for endpoint in others if endpoint is not None]
+        state.is_in_reach = not wanted
+        if wanted:
+            self._control.reach(host, state.daemon, wanted)
+
+    def note_reach(self, host: str, serial: int) -> None:
+        """A host reaches the daemons that it was asked about."""
+        if host in self.present and self.present[host].daemon == serial:
+            self.present[host].is_in_reach = True
 
     def note_down(self, host: str, serial: int) -> bool:
         """A daemon has ended by itself; whether it was the present one."""
@@ -120,11 +142,14 @@ class HostStates:
         left out are forgotten by these."""
         chosen = set(names)
         for name, state in self.present.items():
-            state.probed, state.is_missed = math.inf, False
+            state.probed = math.inf
             if name in chosen:
                 state.has_taken_part = True
             elif state.has_taken_part:
                 state.is_stale = True
+        for name, state in self.present.items():
+            if state.endpoint is not None and not state.has_taken_part and not state.is_in_reach:
+                self._check_reach(name, state)  # those that it could not reach may be gone
         endpoints = [self.present[name].endpoint for name in self.nodes if name in chosen]
         return [endpoint for endpoint in endpoints if endpoint is not None]
 
@@ -142,28 +167,41 @@ class HostStates:
                 self._control.probe(name)
 
     def note_answer(self, host: str) -> None:
-        """An agent is there. If its daemon is missed, that has not ended: another one is started in its place."""
+        """An agent is there."""
         if host in self.present:
-            state = self.present[host]
-            state.probed = math.inf
-            state.is_stale |= state.is_missed and state.has_taken_part
+            self.present[host].probed = math.inf
 
     def miss(self, host: str, by: str) -> None:
-        """The daemon of another host takes this one for lost. Of two that miss each other, the first is believed."""
-        if host in self.present and host != by and not (by in self.present and self.present[by].is_missed):
+        """The daemon of another host takes this one for lost, and never speaks to its daemon again."""
+        if host in self.present and by in self.present and host != by:
             self.probe([host])
-            self.present[host].is_missed = True
+            self._misses.add((by, self.present[by].daemon, host, self.present[host].daemon))
+
+    def part(self, order: Sequence[str]) -> None:
+        """Chooses between hosts whose daemons do not speak to each other: as few as possible are left out, and if that
+        leaves a choice, the later ones in this order. So of a network that fell apart the larger part goes on, or that
+        of the first host. The daemons of the others are replaced."""
+        while counts := Counter(name for pair in self._at_odds() for name in pair):
+            later = {name: order.index(name) if name in order else len(order) for name in counts}
+            self.present[max(counts, key=lambda name: (counts[name], later[name]))].is_stale = True
+
+    def _at_odds(self) -> set[frozenset[str]]:
+        """Pairs of hosts of which one's present daemon takes the other's for lost."""
+        present = {(name, state.daemon) for name, state in self.present.items() if not state.is_stale}
+        self._misses = {one for one in self._misses if {one[:2], one[2:]} <= present}
+        return {frozenset((by, host)) for by, _, host, _ in self._misses}
 
     def useless(self) -> list[tuple[str, str]]:
         """Returns the hosts that have not come up in time or are silent, and why they are not waited for."""
         now, limit, found = self._clock(), f"within {self._limits.start:g} s (--start-timeout)", []
         for name, state in self.present.items():
-            patience = self._limits.probe_missed if state.is_missed else self._limits.probe
+            is_missed = any(one[2:] == (name, state.daemon) for one in self._misses)
+            patience = self._limits.probe_missed if is_missed else self._limits.probe
             if not state.is_fit and now >= state.since + self._limits.start:
                 found.append((name, f"it did not answer {limit}"))
             elif now >= state.listen_until:
                 found.append((name, f"its daemon did not listen {limit}"))
             elif now >= state.probed + patience:
-                silent = "its agent does not answer" + (", and other hosts cannot reach it" if state.is_missed else "")
+                silent = "its agent does not answer" + (", and other hosts cannot reach it" if is_missed else "")
                 found.append((name, silent))
         return found

@@ -33,6 +33,9 @@ class JobControl(Protocol):
         `serial`: of the daemons of this host; `nodes`: the names of all hosts that have a number, in their order.
         """
 
+    def reach(self, host: str, serial: int, endpoints: Sequence[Endpoint]) -> None:
+        """The agent of a host tries to reach these daemons until it has; `reached` follows. `serial`: of its own."""
+
     def begin(self, number: int, places: Places, endpoints: Sequence[Endpoint], waiting: Collection[Place]) -> None:
         """Daemons enter an epoch, and their agents give places to the workers that wait, and start workers for all
         other places."""

@@ -192,6 +192,9 @@ class Agents:
         agent.logs.begin()
         agent.link.send(agent_messages.StartDaemon(node, serial, tuple(nodes)))
 
+    def reach(self, host: str, serial: int, endpoints: Sequence[Endpoint]) -> None:
+        self._tell([host], agent_messages.Reach(serial, tuple(endpoints)))
+
     def begin(self, number: int, places: Places, endpoints: Sequence[Endpoint], waiting: Collection[Place]) -> None:
         self._on_begin(number, places)
         if self._only is not None:

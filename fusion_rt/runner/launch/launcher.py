@@ -212,6 +212,8 @@ class Launch:
                     agent.has_listened = True
                     self._reach(phases.DAEMONS, name)
                     decisions.daemon_up(name, serial, endpoint)
+            case agent_messages.InReach(serial):
+                decisions.reached(name, serial)
             case agent_messages.DaemonDown(serial, status, reason):
                 if serial == agent.serial:
                     # What it logged before somebody else killed it says nothing about why.

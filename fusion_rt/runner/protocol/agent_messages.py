@@ -125,6 +125,14 @@ class StartDaemon(msgspec.Struct, frozen=True, tag="start_daemon"):
     nodes: tuple[str, ...]
 
 
+class Reach(msgspec.Struct, frozen=True, tag="reach"):
+    """Connect to these daemons, and again until each has been reached, and then say `InReach`. `serial`: of the daemon
+    here. Replaces an order before."""
+
+    serial: int
+    endpoints: tuple[Endpoint, ...]
+
+
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """An epoch of an elastic job begins.
 
@@ -198,6 +206,12 @@ class DaemonUp(msgspec.Struct, frozen=True, tag="daemon_up"):
     """A daemon listens. `serial`: which of this host's; 1 where membership is fixed."""
 
     endpoint: Endpoint
+    serial: int
+
+
+class InReach(msgspec.Struct, frozen=True, tag="in_reach"):
+    """This host has reached the daemons that it was to; `serial` as in `Reach`."""
+
     serial: int
 
 
@@ -278,6 +292,7 @@ Command: TypeAlias = (
     | Stop
     | Introduce
     | StartDaemon
+    | Reach
     | Begin
     | Recruit
     | Abandon
@@ -292,6 +307,7 @@ FromAgent: TypeAlias = (
     | Ready
     | Refused
     | DaemonUp
+    | InReach
     | DaemonDown
     | Reached
     | EpochOver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import Abandon, EpochOver, Reform, encode_line
+from fusion_rt.host.bootstrap import Abandon, Endpoint, EpochOver, Reform, encode_line
 from fusion_rt.runner.agent.preflight import versions
 from fusion_rt.runner.protocol import agent_messages
 from tests.runner.conftest import FAKE_DAEMON, ROOT
@@ -198,6 +199,23 @@ def test_an_agent_says_that_it_is_there(start: Callable[..., ElasticAgent]) -> N
     agent = start("sleep", "600")
     agent.send(agent_messages.Hail())
     assert agent.until(agent_messages.Present)
+
+
+def test_an_agent_tries_until_it_has_reached_other_daemons(start: Callable[..., ElasticAgent]) -> None:
+    agent = start("sleep", "600")
+    agent.start(1)
+    with socket.socket() as control, socket.socket() as payload:
+        for one in (control, payload):
+            one.bind(("127.0.0.1", 0))
+        ports = control.getsockname()[1], payload.getsockname()[1]
+        control.listen()
+        agent.send(agent_messages.Reach(1, (Endpoint(1, 1, "127.0.0.1", *ports, "k" * 40),)))
+        control.accept()[0].close()
+        agent.send(agent_messages.Hail())
+        agent.until(agent_messages.Present)
+        assert not [message for message in agent.kept if isinstance(message, agent_messages.InReach)]
+        payload.listen()
+        assert agent.until(agent_messages.InReach) == agent_messages.InReach(1)
 
 
 def test_a_survivor_that_has_just_ended_is_not_replaced_by_a_worker_without_the_state(

@@ -36,6 +36,8 @@ class World:
         self.running: set[Place] = set()  # in the epoch
         self.beginning: dict[Place, Places] = {}
         self.hailed: list[str] = []
+        self.cut_off: set[str] = set()  # from the other hosts
+        self.reaching: list[tuple[str, int]] = []
         self.ended: list[Failure] | None = None
         blacklist = Blacklist(COOLDOWN_S, COOLDOWN_S, lambda: self.now, random.Random(0))
         self.epochs = Epochs(limits or Limits(1, 1), blacklist, self, lambda: self.now)
@@ -101,6 +103,12 @@ class World:
         self.beginning[place] = would
         self.calls.append(("recruit", *place))
 
+    def reach(self, host: str, serial: int, endpoints: Sequence[Endpoint]) -> None:
+        assert self.daemons[host][1] == serial
+        assert host in self.listening
+        if host not in self.cut_off:
+            self.reaching.append((host, serial))
+
     def abandon(self, number: int, reason: str) -> None:
         self.calls.append(("abandon", number))
 
@@ -145,6 +153,8 @@ class World:
             node, serial = self.daemons[host]
             self.listening.add(host)
             self.epochs.daemon_up(host, serial, Endpoint(node, serial, "127.0.0.1", 1, 2, KEY))
+        while self.reaching:
+            self.epochs.reached(*self.reaching.pop())
 
     def start_up(self) -> None:
         """The daemons of the epoch say that it is up."""
@@ -396,6 +406,7 @@ def test_a_host_that_is_cut_off_is_not_waited_for() -> None:
     world.up()
     world.ask("a", error="host c is silent")
     assert world.hailed == ["b", "c"]
+    world.cut_off.add("c")
     world.ask("b", error="host c is silent")
     world.epochs.missed("a", 1, (2,))
     world.wait(0.75)
@@ -409,6 +420,7 @@ def test_a_host_that_is_cut_off_is_not_waited_for() -> None:
     assert world.calls[-1] == ("connect", "c")
     world.answer()
     assert world.daemons["c"] == (2, 2), "it has its number, and another daemon"
+    world.cut_off.clear()
     places = world.come()
     assert places.topology.hosts == ("a", "b", "c")
     assert places.ranks == {("a", 0): 0, ("b", 0): 1, ("c", 0): 2}
@@ -424,24 +436,61 @@ def test_a_host_that_nobody_misses_has_more_time_to_answer() -> None:
     assert ("drop", "b") in world.calls
 
 
-def test_a_host_that_others_miss_and_that_answers_goes_on_with_another_daemon() -> None:
+def test_of_hosts_that_miss_each_other_the_larger_part_goes_on() -> None:
     world = World("a:1,b:1,c:1")
     world.up()
-    world.ask("a")
-    world.epochs.missed("a", 1, (2,))
-    world.epochs.missed("c", 1, (0, 1))  # which sees it the other way round, and is late
-    world.epochs.answered("c")
-    assert world.calls[-1] == ("daemon", "c", 2)
-    world.ask("b", "c")
+    world.cut_off.add("a")
+    world.epochs.missed("a", 1, (2,))  # it ended its epoch when it had noticed the first
+    world.epochs.missed("b", 1, (0,))
+    world.epochs.missed("c", 1, (0,))
+    world.epochs.answered("a")  # which the launcher reaches
+    world.ask()
     assert world.places is not None
-    assert world.places.names == ("a", "b"), "nobody waits for the daemon"
+    assert world.places.names == ("b", "c")
+    assert world.calls[-2:] == [("begin", 2), ("daemon", "a", 2)]
     world.start_up()
     world.listen()
+    world.wait(60)
+    assert world.calls[-1] == ("daemon", "a", 2), "nobody is interrupted for a host that does not reach the others"
+    world.epochs.reached("a", 1)  # which is the daemon before
     world.wait(1)
-    assert world.calls[-1] == ("change", True, False), "its worker waits already"
+    assert world.calls[-1] == ("daemon", "a", 2)
+    world.epochs.reached("a", 2)
+    assert world.calls[-1] == ("change", True, False)
     world.ask(error="")
-    assert world.places.ranks == {("a", 0): 0, ("b", 0): 1, ("c", 0): 2}
-    assert ("c", 0) in world.waiting
+    assert world.places.ranks == {("b", 0): 0, ("c", 0): 1, ("a", 0): 2}
+    assert ("a", 0) in world.waiting
+
+
+def test_of_two_hosts_that_miss_each_other_the_first_goes_on() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    world.epochs.missed("b", 1, (0,))
+    world.epochs.missed("a", 1, (1,))
+    world.ask()
+    assert world.places is not None
+    assert world.places.names == ("a",)
+    assert world.calls[-1] == ("daemon", "b", 2)
+
+
+def test_whom_a_host_could_not_reach_may_be_gone() -> None:
+    world = World("a:1,b:1")
+    world.up()
+    world.find("a:1,b:1,c:1")
+    world.answer()
+    world.cut_off.add("c")
+    world.listen()
+    world.knock()
+    world.wait(10)
+    assert world.epochs.number == 1
+    world.lose("b")
+    world.cut_off.clear()
+    world.ask()
+    assert world.places is not None
+    assert world.places.names == ("a",)
+    world.start_up()
+    world.listen()
+    assert world.calls[-1] == ("change", True, False), "it was asked again, about those who are left"
 
 
 def test_without_replacements_a_failed_worker_costs_its_host_and_nobody_else() -> None:

@@ -210,7 +210,7 @@ def test_a_lost_host_and_a_worker_that_hangs_are_left_behind(start, runtime_dir:
 
 
 def test_ctrl_c_in_a_later_epoch_leaves_nothing(start, until, is_alive, runtime_dir: Path) -> None:
-    job = start("-np", "2", "--min-np", "1", "-H", BOTH)
+    job = start("-np", "2", "--min-np", "2", "-H", BOTH)
     job.epoch(1, 2)
     job.processes("fusiond")[1].kill()
     job.epoch(2, 2)
