@@ -33,6 +33,7 @@ class Fusionrun:
     runtime_dir: Path
     directory: Path
     real_daemon: bool = False
+    forks_daemons: bool = True
     wrapper: list[str] = field(default_factory=list)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -40,7 +41,7 @@ class Fusionrun:
         paths = [ROOT, ROOT / "daemon"]
         if not self.real_daemon:
             paths.insert(0, FAKE_DAEMON)
-        elif forks.possible():
+        elif self.forks_daemons and forks.possible():
             paths.insert(0, FORKED_DAEMON)
             environment["FUSION_TEST_DAEMONS"] = forks.nursery(forks.DAEMON).address
         process = subprocess.Popen(

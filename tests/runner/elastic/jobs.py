@@ -1,0 +1,77 @@
+"""Whole elastic jobs under `fusionrun`, as a test sees them."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from tests import forks
+
+WORKER = Path(__file__).with_name("worker.py")
+STARTED = re.compile(r"\[(\d+)\]<stdout>:epoch (\d+) rank (\d+) of (\d+) step (\d+) pid (\d+)")
+TIMEOUT_S = 180.0
+
+
+class Job:
+    """A running job, and what it has printed so far."""
+
+    def __init__(
+        self,
+        fusionrun: Any,
+        until: Callable[..., Any],
+        arguments: tuple[str | Path, ...],
+        command: Sequence[str | Path] = (),
+        **variables: str,
+    ) -> None:
+        self.directory: Path = fusionrun.directory
+        self._until = until
+        command = command or (*forks.interpreter(forks.DAEMON), WORKER)
+        self.process = fusionrun.start(*arguments, *command, self.directory, **variables)
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self._readers = [self._read(self.process.stdout, self.out), self._read(self.process.stderr, self.err)]
+
+    @staticmethod
+    def _read(stream: IO[str], lines: list[str]) -> threading.Thread:
+        thread = threading.Thread(target=lambda: lines.extend(line.rstrip("\n") for line in stream))
+        thread.start()
+        return thread
+
+    def epoch(self, number: int, size: int) -> list[tuple[int, int]]:
+        """Waits until all ranks are in an epoch; the step at which each began, and its process."""
+
+        def begun() -> dict[int, tuple[int, int]]:
+            found = [STARTED.fullmatch(line) for line in self.out]
+            lines = [tuple(map(int, match.groups())) for match in found if match]
+            assert self.process.poll() is None, "\n".join(self.out + self.err)
+            assert all(mark == rank for mark, _, rank, _, _, _ in lines)
+            return {rank: (step, pid) for _, epoch, rank, of, step, pid in lines if (epoch, of) == (number, size)}
+
+        self._until(lambda: len(begun()) == size, f"epoch {number} with {size} workers", TIMEOUT_S)
+        return [begun()[rank] for rank in range(size)]
+
+    def changes(self) -> list[str]:
+        """The lines on changes of membership."""
+        return [line for line in self.err if line.startswith("fusionrun: epoch ")]
+
+    def stop(self) -> int:
+        """Has the workers end well."""
+        (self.directory / "stop").touch()
+        return self.wait()
+
+    def wait(self, seconds: float = TIMEOUT_S) -> int:
+        """Waits for its end; the exit status."""
+        status: int = self.process.wait(seconds)
+        for reader in self._readers:
+            reader.join()
+        return status
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Its processes of a kind, by a word of their command lines, oldest first."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return sorted((process for process in below if word in process.cmdline()), key=psutil.Process.create_time)

@@ -1,0 +1,64 @@
+"""Elastic jobs on hosts of their own, whose network fails (network namespaces)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from benchmarks.netlab import Netlab, preflight
+from tests.faults.jobs import FAST
+from tests.runner.elastic.jobs import WORKER, Job
+
+UNAVAILABLE = preflight()
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or ""),
+]
+
+
+@pytest.fixture
+def lab() -> Iterator[Netlab]:
+    with Netlab(hosts=3) as lab:
+        yield lab
+
+
+def test_hosts_that_are_cut_off_are_left_behind_and_come_back(
+    start: Callable[..., Job], fusionrun, lab: Netlab
+) -> None:
+    fusionrun.forks_daemons = False  # forks would be in another namespace
+    hosts = [host.name for host in lab.hosts]
+    job = start(
+        *("-np", "3", "--min-np", "1", "-H", ",".join(hosts), "--blacklist-cooldown-range", "0.5", "0.5"),
+        *("--rsh-agent", lab.agent, "--network-interface", "eth0"),
+        command=(sys.executable, WORKER),
+        **FAST,
+    )
+    (_, first), (_, second), (_, third) = job.epoch(1, 3)
+    with lab.cut_off(0):  # and not from the launcher
+        (step, pid), (_, other) = job.epoch(2, 2)
+    assert (pid, other) == (second, third), "the larger part goes on"
+    assert step > 0
+    begun = job.epoch(3, 3)
+    assert [pid for _, pid in begun] == [second, third, first], "in the same processes"
+    assert {later > step for later, _ in begun} == {True}
+    agent = psutil.Process(third).parent()
+    assert agent is not None
+    with lab.cut_off(2):
+        os.kill(agent.pid, signal.SIGSTOP)  # as good as cut off from the launcher, too
+        (again, pid), (_, other) = job.epoch(4, 2)
+    assert (pid, other) == (second, first)
+    *_, (last, new) = job.epoch(5, 3)
+    assert new not in (first, second, third)
+    assert last > again > begun[0][0]
+    assert job.stop() == 0, job.err
+    lost, came, gone, back = job.changes()
+    assert lost.startswith(f"fusionrun: epoch 2: 2 workers on hosts {hosts[1]}, {hosts[2]} (")
+    assert came.endswith(f"(host {hosts[0]} was added)")
+    assert f"host {hosts[2]}: its agent does not answer, and other hosts cannot reach it" in gone
+    assert back.endswith(f"(host {hosts[2]} was added)")
