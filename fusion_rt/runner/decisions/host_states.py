@@ -80,7 +80,9 @@ class HostStates:
 
     def forget(self, host: str) -> bool:
         """A host is not connected any more; whether it was."""
-        return self.present.pop(host, None) is not None
+        was_there = self.present.pop(host, None) is not None
+        self._check_others()
+        return was_there
 
     def note_fit(self, host: str) -> None:
         """An agent has passed its checks: it starts a daemon."""
@@ -95,6 +97,7 @@ class HostStates:
         state.endpoint, state.is_in_reach, state.has_taken_part, state.is_stale = None, False, False, False
         state.listen_until = self._clock() + self._limits.start
         self._control.start_daemon(host, self.nodes.index(host), state.daemon, tuple(self.nodes))
+        self._check_others()
 
     def is_fit(self, host: str) -> bool:
         """Tells whether the agent of a host has passed its checks."""
@@ -125,6 +128,12 @@ class HostStates:
         if wanted:
             self._control.reach(host, state.daemon, wanted)
 
+    def _check_others(self) -> None:
+        """Asks again for hosts that have not reached all daemons: some of these may be gone."""
+        for name, state in self.present.items():
+            if state.endpoint is not None and not state.is_in_reach:
+                self._check_reach(name, state)
+
     def note_reach(self, host: str, serial: int) -> None:
         """A host reaches the daemons that it was asked about."""
         if host in self.present and self.present[host].daemon == serial:
@@ -135,6 +144,7 @@ class HostStates:
         if host not in self.present or self.present[host].daemon != serial:
             return False
         self.present[host].endpoint, self.present[host].listen_until = None, math.inf
+        self._check_others()
         return True
 
     def take_part(self, names: Iterable[str]) -> list[Endpoint]:
@@ -147,9 +157,7 @@ class HostStates:
                 state.has_taken_part = True
             elif state.has_taken_part:
                 state.is_stale = True
-        for name, state in self.present.items():
-            if state.endpoint is not None and not state.has_taken_part and not state.is_in_reach:
-                self._check_reach(name, state)  # those that it could not reach may be gone
+        self._check_others()
         endpoints = [self.present[name].endpoint for name in self.nodes if name in chosen]
         return [endpoint for endpoint in endpoints if endpoint is not None]
 

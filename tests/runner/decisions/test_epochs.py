@@ -473,6 +473,21 @@ def test_of_two_hosts_that_miss_each_other_the_first_goes_on() -> None:
     assert world.calls[-1] == ("daemon", "b", 2)
 
 
+def test_a_host_does_not_try_for_ever_to_reach_a_daemon_that_is_gone() -> None:
+    world = World("a:1,b:1", Limits(2, 2))
+    world.up()
+    world.cut_off.add("b")
+    world.epochs.missed("a", 1, (1,))
+    world.ask()
+    world.listen()
+    assert world.epochs.number == 1, "b does not reach a"
+    world.cut_off.clear()
+    world.crash("a")
+    world.listen()
+    assert world.places is not None
+    assert world.places.ranks == {("a", 0): 0, ("b", 0): 1}
+
+
 def test_whom_a_host_could_not_reach_may_be_gone() -> None:
     world = World("a:1,b:1")
     world.up()
