@@ -12,7 +12,7 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.client import Client
-from fusion_rt.core.errors import HorovodInternalError
+from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import (
     Abandon,
@@ -194,3 +194,54 @@ def test_survivors_go_on_with_their_daemons_and_connections(elastic: Callable[[i
     assert [job.job.processes[node].pid for node in (0, 2)] == [pids[0], pids[2]]
     for node in (0, 2):
         assert "Traceback" not in quiet(job.job.log(node))
+
+
+def test_daemons_that_come_and_go_leave_no_descriptors_at_those_that_stay(elastic: Callable[[int], Elastic]) -> None:
+    job = elastic(2)
+    job.form([1, 1])
+    job.on_clients(add)
+    assert job.on_clients(add_large) == [1.0] * 2
+    usual = descriptors(job.job, 0)
+    for _ in range(3):
+        job.kill(1)
+        job.form([1, 0])
+        job.start(1)
+        job.form([1, 1])
+        assert job.on_clients(add_large) == [1.0] * 2
+    # What a closed connection still had to say has a moment.
+    job.job.wait_until(lambda _: descriptors(job.job, 0) <= usual + 1)  # and the one of the question itself
+    status = job.job.status(0)
+    assert [peer["node"] for peer in status["mesh"]["peers"]] == [1]
+    assert status["workers"]["connections"] == 2  # the worker's, and the question's
+
+
+def test_an_epoch_that_is_abandoned_ends_for_who_waits_and_not_for_the_daemon(
+    elastic: Callable[[int], Elastic],
+) -> None:
+    job = elastic(2)
+    job.order([1, 1])
+    job.await_word(0, Reformed, 1)
+    told = together(
+        {
+            0: lambda: Client(job.job.path(0), JOB, 0, TIMEOUT_S, formation=1),
+            1: lambda: job.tell(0, Abandon(1, "node 1 is lost")),
+        },
+        raising=False,
+    )
+    assert str(told[0]) == "node 1 is lost"
+    assert job.await_word(0, EpochOver, 1) == EpochOver(1, (), "node 1 is lost")
+    job.form([1, 1])
+    assert job.on_clients(add) == [[1, 2]] * 2
+
+
+def test_a_worker_of_another_epoch_is_refused(elastic: Callable[[int], Elastic]) -> None:
+    job = elastic(1)
+    job.order([1])
+    job.order([1])
+    job.await_word(0, Reformed, 2)
+    for formation in (0, 1):
+        with pytest.raises(FusionError, match=f"place in membership epoch {formation}, and this daemon is in epoch 2"):
+            Client(job.job.path(0), JOB, 0, TIMEOUT_S, formation=formation)
+    client = Client(job.job.path(0), JOB, 0, TIMEOUT_S, formation=2)
+    assert add(client) == [0, 1]
+    client.close()

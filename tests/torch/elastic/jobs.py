@@ -1,5 +1,5 @@
 """Elastic jobs for tests: real daemons and workers on this machine, hosts that are names, and a launcher that does what
-the test says.
+the test says. A host keeps its daemon as long as it is among the hosts.
 
 A worker runs a function of a test module, `function(worker, *args)`, and talks with the test through its `Worker`. The
 job moves it from one membership epoch to the next when the test says so: `change`.
@@ -24,7 +24,18 @@ from types import TracebackType
 from typing import Any
 
 from fusion_rt.core.topology import Topology
-from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable, decode_line, encode_line, socket_path
+from fusion_rt.host.bootstrap import (
+    Abandon,
+    DaemonConfig,
+    Endpoint,
+    EpochOver,
+    Phase,
+    Reform,
+    Reformed,
+    decode_line,
+    encode_line,
+    socket_path,
+)
 from fusion_rt.local import elastic
 from tests import forks
 
@@ -32,6 +43,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 40.0  # for anything that is waited for
 _FD = "FUSION_TEST_FD"
 _CALL = "FUSION_TEST_CALL"
+_JOB = "test"
+_SAID: Any = Phase | Reformed | EpochOver
 
 
 class Hand:
@@ -109,12 +122,15 @@ class ElasticJob:
             "HOROVOD_ELASTIC": "1",
             **(environment or {}),
         }
-        self.epoch = -1
+        self.epoch = 0
         self.hands: list[Hand] = []
         self.topology = Topology(("",), ((0,),))
         self._listeners: dict[str, socket.socket] = {}
         self._strangers: dict[socket.socket, str] = {}
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, int] = {}  # of all hosts there ever were
+        self._serials: dict[str, int] = {}  # how many daemons each has had
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._endpoints: dict[str, Endpoint] = {}
         try:
             self._begin(hosts)
         except BaseException:
@@ -142,7 +158,6 @@ class ElasticJob:
         """
         self.await_leaving()
         reasons = [hand.waiting.error for hand in self.living() if hand.waiting is not None]
-        self._end_daemons()
         self._begin(hosts, in_order)
         return reasons
 
@@ -152,7 +167,8 @@ class ElasticJob:
 
     def abandon(self) -> None:
         """Gives up the epoch, which cannot come about."""
-        self._end_daemons()
+        for host in self._daemons:
+            self._order(host, Abandon(self.epoch, "the launcher gave it up"))
 
     def kill(self, hand: Hand) -> None:
         """SIGKILL."""
@@ -202,14 +218,14 @@ class ElasticJob:
             start = sum(map(len, ranks))
             ranks.append(tuple(range(start, start + hosts[name])))
         self.topology = Topology(tuple(names), tuple(ranks))
-        self._start_daemons()
+        self._reform()
         for hand in self.hands:
             if not hand.alive:
                 hand.close()
         self.hands = []
         for node, name in enumerate(names):
             for slot, rank in enumerate(ranks[node]):
-                environment = self._place(node, slot, rank)
+                environment = self._place(name, node, slot, rank)
                 if (name, slot) in old:
                     hand = old.pop((name, slot))
                     self._answer(hand, elastic.Assignment(self.epoch, environment))
@@ -221,9 +237,8 @@ class ElasticJob:
             assert hand.process.wait(TIMEOUT_S) == 0
             hand.close()
 
-    def _place(self, node: int, slot: int, rank: int) -> dict[str, str]:
+    def _place(self, host: str, node: int, slot: int, rank: int) -> dict[str, str]:
         topology = self.topology
-        job = f"test-{self.epoch}"
         found = {
             "HOROVOD_RANK": rank,
             "HOROVOD_SIZE": topology.size,
@@ -231,9 +246,9 @@ class ElasticJob:
             "HOROVOD_LOCAL_SIZE": len(topology.ranks[node]),
             "HOROVOD_CROSS_RANK": topology.cross_rank(rank),
             "HOROVOD_CROSS_SIZE": topology.cross_size(rank),
-            "FUSION_NODE": node,
-            "FUSION_JOB_ID": job,
-            "FUSION_SOCKET": socket_path(self._directory, job, node),
+            "FUSION_NODE": self._nodes[host],
+            "FUSION_JOB_ID": _JOB,
+            "FUSION_SOCKET": socket_path(self._directory, _JOB, self._nodes[host], self._serials[host]),
             elastic.EPOCH: self.epoch,
         }
         return {name: str(value) for name, value in found.items()}
@@ -262,42 +277,66 @@ class ElasticJob:
         hand.waiting = None
         hand.agent.send(elastic.encode(message))
 
-    def _start_daemons(self) -> None:
-        endpoints = []
-        for node in range(len(self.topology.hosts)):
-            process = forks.popen(
-                [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"],
-                forks.WORKER,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=self._environment,
-                cwd=ROOT,
-            )
-            self._daemons.append(process)
-            assert process.stdin is not None
-            process.stdin.write(encode_line(DaemonConfig(f"test-{self.epoch}", node, self.topology)))
-            process.stdin.flush()
-        for process in self._daemons:
-            assert process.stdout is not None
-            answer = decode_line(process.stdout.readline(), Endpoint)
-            endpoints.append(answer)
-        for process in self._daemons if len(endpoints) > 1 else ():
-            assert process.stdin is not None
-            process.stdin.write(encode_line(PeerTable(tuple(endpoints))))
-            process.stdin.flush()
+    def _reform(self) -> None:
+        """Starts daemons on hosts that are new, ends those of hosts that are not among them any more, and orders all
+        others to the epoch."""
+        there = dict(zip(self.topology.hosts, self.topology.ranks, strict=True))
+        for host in [host for host in self._daemons if host not in there]:
+            self._end_daemon(host)
+        for host in there:
+            self._nodes.setdefault(host, len(self._nodes))
+        new = [host for host in there if host not in self._daemons]
+        for host in new:
+            self._start_daemon(host)
+        for host in new:
+            stdout = self._daemons[host].stdout
+            assert stdout is not None
+            self._endpoints[host] = decode_line(stdout.readline(), Endpoint)
+        hosts = tuple(self._nodes)
+        topology = Topology(hosts, tuple(there.get(host, ()) for host in hosts))
+        absent = tuple(node for node, host in enumerate(hosts) if host not in there)
+        peers = tuple(self._endpoints[host] for host in hosts if host in there)
+        for host in there:
+            self._order(host, Reform(self.epoch, topology, absent, peers))
+        for host in there:
+            stdout = self._daemons[host].stdout
+            assert stdout is not None
+            while decode_line(stdout.readline(), _SAID) != Reformed(self.epoch):
+                pass
 
-    def _end_daemons(self) -> None:
-        for process in self._daemons:
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                stream.close()
-        for process in self._daemons:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._daemons = []
+    def _start_daemon(self, host: str) -> None:
+        process = forks.popen(
+            [sys.executable, "-m", "fusiond", "start", "--foreground", "--config-stdin"],
+            forks.WORKER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._environment,
+            cwd=ROOT,
+        )
+        self._daemons[host] = process
+        serial = self._serials[host] = self._serials.get(host, 0) + 1
+        node, hosts = self._nodes[host], tuple(self._nodes)
+        alone = Topology(hosts, tuple((0,) if other == host else () for other in hosts))
+        assert process.stdin is not None
+        process.stdin.write(encode_line(DaemonConfig(_JOB, node, alone, elastic=True, serial=serial)))
+        process.stdin.flush()
+
+    def _order(self, host: str, order: Reform | Abandon) -> None:
+        stdin = self._daemons[host].stdin
+        assert stdin is not None
+        stdin.write(encode_line(order))
+        stdin.flush()
+
+    def _end_daemon(self, host: str) -> None:
+        process = self._daemons.pop(host)
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            stream.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
         """Reads what workers say until a condition holds."""
@@ -350,7 +389,8 @@ class ElasticJob:
             hand.close()
         for sock in (*self._strangers, *self._listeners.values()):
             sock.close()
-        self._end_daemons()
+        for host in list(self._daemons):
+            self._end_daemon(host)
         shutil.rmtree(self._directory)
         shutil.rmtree(f"{self._directory}-traces", ignore_errors=True)  # nobody has recorded, perhaps
 
