@@ -558,6 +558,7 @@ class Client:
                 self._send(wire.Bye(error))
             except (HorovodInternalError, OSError):
                 returnable = False  # the daemon is gone already
+        self.channel.told = False  # else it would be said again
         self.channel.leave("fusion_rt has been shut down on this rank")
         self.arena.close()
         return returnable

@@ -76,7 +76,8 @@ class ToolDispatch:
         told = {
             "state": state_of(self._ending.failure, self._membership),
             "failure": self._ending.failure,
-            "epoch": self._membership.epoch,
+            "formation": wire.formation_of(self._membership.epoch),
+            "epoch": self._membership.epoch % wire.EPOCHS_OF_A_FORMATION,
             **document(survey, self._topology),
         }
         self._effects.workers.send(link, wire.Status(fitting(told)))

@@ -199,7 +199,8 @@ class Plans:
         return codec_state.only_common(waiting) if common else dict(waiting)
 
     def load(self, process_set: int, group: str, state: State, common: bool) -> None:
-        """Loads such a state into the active plan of a group, or keeps it for the next one.
+        """Loads such a state into the active plan of a group, or keeps it for the next one. It takes the place of what
+        was remembered of the formation before.
 
         Args:
             common: what is of another node is left out; does nothing where as many steps have been taken.
@@ -211,6 +212,8 @@ class Plans:
             if codec_state.steps_of(state) == codec_state.steps_of(self.save(process_set, group, True)):
                 return
             state = codec_state.only_common(state)
+        elif self._memory_of_codecs is not None:
+            self._memory_of_codecs.pop((process_set, group), None)
         found = self._of_group(process_set, group)
         if found is not None:
             codec_state.restore(found.codecs, state, strict=True)

@@ -99,6 +99,7 @@ class DistributedHandler:
         told = allgather_object((node, mine is not None, mine is not None and mine.total is not None))
         holders = [rank for rank, (_, holds, _) in enumerate(told) if holds]
         if not holders:
+            checkpoint.forget()
             return
         root, handed = holders[0], told[holders[0]][2]
         common: Carried = broadcast_object(None if mine is None else _common(mine), root)

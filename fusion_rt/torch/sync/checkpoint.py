@@ -284,8 +284,16 @@ class Checkpoint:
             state = carried.codec_state(common, mine.residuals, mine.velocities, sizes)
             with where.here.allocating:
                 where.here.client.load_state(where.process_set, where.group, state)
-        else:
-            self._owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
+            return
+        self._owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
+        if loads:
+            _forget(where)
+
+    def forget(self) -> None:
+        """Begins a membership epoch without anything that daemons have kept. To be called on all ranks."""
+        where = self._source.where()
+        if where is not None and where.is_first_of_node:
+            _forget(where)
 
     def _still_carried(self) -> Carried | None:
         """Returns the state that was carried here and waits for a plan."""
@@ -293,6 +301,12 @@ class Checkpoint:
             return None
         common, mine, loads = self._arriving
         return replace(mine, homes=common.homes, rates=common.rates) if loads else mine
+
+
+def _forget(where: Where) -> None:
+    """Has this node's daemon forget what its codecs remember: it belongs to steps that are taken again."""
+    with where.here.allocating:
+        where.here.client.load_state(where.process_set, where.group, {})
 
 
 def _flat(parameter: torch.Tensor) -> carried.Array:

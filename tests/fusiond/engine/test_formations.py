@@ -130,3 +130,17 @@ def test_what_a_node_that_is_alone_cannot_send_waits_until_others_are_there_agai
     for name, values in third.residuals(0).items():
         np.testing.assert_array_equal(values, kept[name])
     assert not any(values.any() for values in third.residuals(1).values())
+
+
+def test_a_state_that_a_worker_loads_takes_the_place_of_what_was_remembered() -> None:
+    memories: list[Memory] = [{}, {}]
+    first = Training(memories, ["a", "b", "c"], 1)
+    first.step()
+    first.end()
+    second = SimulatedJob([1, 1], memories=memories)
+    for node in second.nodes:
+        node.engine._plans.load(0, "optimizer.1", {}, common=False)
+    assert memories == [{}, {}]
+    third = Training(memories, ["a", "b", "c"], 2)
+    assert not any(values.any() for rank in (0, 1) for values in third.residuals(rank).values())
+    third.step()
