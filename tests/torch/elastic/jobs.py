@@ -40,7 +40,7 @@ from fusion_rt.local import elastic
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 40.0  # for anything that is waited for
+TIMEOUT_S = 180.0  # for anything that is waited for
 _FD = "FUSION_TEST_FD"
 _CALL = "FUSION_TEST_CALL"
 _JOB = "test"
