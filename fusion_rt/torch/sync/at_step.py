@@ -40,10 +40,11 @@ _GRADIENT = int(Kind.GRADIENT)
 class AtStep(When):
     """Exchanges when the script calls `step()`, or every so many times: what both kinds of that have in common."""
 
-    own_gradients = survives = True
+    own_gradients = True
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
+        self.survives = not sync.options.algorithm.at_homes  # which are dealt anew in another membership, empty
         self._algorithm = sync.options.algorithm
         self._weights = Weights()  # as the last step left them; noted where something else depends on them
         self._under_way = False  # something has been posted and not been collected
@@ -404,7 +405,11 @@ class AdasumAtStep(LocalSteps):
     is decided by each rank's own.
     """
 
-    own_gradients = local = survives = False
+    own_gradients = local = False
+
+    def __init__(self, sync: Synchroniser, passes: int) -> None:
+        super().__init__(sync, passes)
+        self.survives = False  # the steps of this rank are not taken back
 
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
         super().arrived(slot, parameter)
