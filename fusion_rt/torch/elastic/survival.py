@@ -181,7 +181,7 @@ class Survival:
 
     def _move(self, why: HorovodInternalError, daemon: str, dropped: Sequence[Exchange]) -> None:
         move(self._agent, str(why))
-        if runtime().where.socket != daemon and any(sync.checkpoint.carries for sync in everyone()):
+        if runtime().where.socket != daemon and any(sync.checkpoint.is_lost_with_daemon for sync in everyone()):
             self._stays = False  # what codecs and homes remember is gone with the daemon, but for the last commit's
         for exchange in dropped:
             for part in exchange.parts:

@@ -60,6 +60,7 @@ class Checkpoint:
         self._trained = trained
         self._codec = options.reduction.codec
         self._homes = not options.algorithm.sums_gradients
+        self._at_homes = options.algorithm.at_homes
         self._at_shards = options.algorithm.at_shards
         self._is_global = options.process_set.process_set_id == GLOBAL_SET
         self._owed: carried.Arrays = {}  # gradients to be sent with this worker's next ones, flat, by name
@@ -237,6 +238,11 @@ class Checkpoint:
     def carries(self) -> bool:
         """True if there is state to carry to another membership epoch; the same on all ranks."""
         return self.remembers and bool(list(self._source.slots)) and self._is_global
+
+    @property
+    def is_lost_with_daemon(self) -> bool:
+        """True if the daemon has some of the state, which is gone if it ends."""
+        return self.carries and (self._at_homes or codecs.parse(self._codec).stateful)
 
     def sizes(self) -> dict[str, int]:
         """Elements of each tensor, by name."""

@@ -137,12 +137,17 @@ def lose_at(point: str, optimizer: Any, model: torch.nn.Module) -> None:
         once(survival, "heal", before)
 
 
-def make(overlap: str, algorithm: str) -> tuple[torch.nn.Module, Any]:
+def make_plain() -> torch.nn.Module:
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(4)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randint(-9, 9, (3, 3)))
+    return model
+
+
+def make(overlap: str, algorithm: str) -> tuple[torch.nn.Module, Any]:
+    model = make_plain()
     plain = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     names = model.named_parameters()
     if algorithm:
@@ -196,11 +201,7 @@ def train(worker: Worker, steps: int, faults: Sequence[Fault], overlap: str, alg
 
 def alone(steps: int, left_out: set[int], ranks: Sequence[int] = range(3)) -> tuple[Any, Any]:
     """What one process comes to that leaves these steps out."""
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(4)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randint(-9, 9, (3, 3)))
+    model = make_plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     for step in range(steps):
         optimizer.zero_grad()
@@ -356,3 +357,47 @@ def test_scripts_of_many_kinds_leave_a_step_out(script: str, point: str) -> None
         assert (scaler["scale"], scaler["_growth_tracker"]) == (8.0, 2)  # of five steps that were taken
     assert losses == (6 if script == "closure" else 0)
     assert passes_left == (2 if script == "accumulation" else 1)
+
+
+# --- local steps ------------------------------------------------------------------------------------------------------
+
+
+def local_alone(outer: tuple[float, float] | None, steps: int, lost: int) -> Any:
+    """Parameters of two models that take local steps, and exchange after every second one but that at which a round is
+    lost."""
+    models = [make_plain() for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5) for model in models]
+    starts = [parameter.detach().clone() for parameter in models[0].parameters()]
+    velocities = [torch.zeros_like(start) for start in starts]
+    for step in range(steps):
+        for who, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, who, step).backward()
+            optimizer.step()
+        if step % 2 == 0 or step == lost:
+            continue
+        for mine, theirs, start, velocity in zip(*(m.parameters() for m in models), starts, velocities, strict=True):
+            if outer is None:
+                start.copy_((mine + theirs).detach() / 2)
+            else:
+                change = ((start - mine) + (start - theirs)).detach() / 2
+                velocity.mul_(outer[1]).add_(change)
+                start.sub_(change + outer[1] * velocity, alpha=outer[0])
+            mine.detach().copy_(start)
+            theirs.detach().copy_(start)
+    return [parameter.detach().tolist() for parameter in models[0].parameters()]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("algorithm", "outer"),
+    [("local_sgd(steps=2)", None), ("diloco(steps=2, outer_rate=0.5, outer_momentum=0.5)", (0.5, 0.5))],
+)
+def test_a_round_that_is_lost_leaves_local_steps_and_the_outer_optimizer_as_they_were(
+    algorithm: str, outer: tuple[float, float] | None
+) -> None:
+    with ElasticJob(train, 8, [(3, 1, "before the first bucket")], "none", algorithm, hosts={"a": 2}) as job:
+        job.change({"a": 2})
+        results = job.finish()
+    assert [result["calls"] for result in results] == [1, 1]
+    assert same([result["values"] for result in results]) == local_alone(outer, 8, 3)
