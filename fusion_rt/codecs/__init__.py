@@ -12,7 +12,7 @@ from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span, 
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.gaussiank import GaussianK
 from fusion_rt.codecs.half import Bf16, Fp16
-from fusion_rt.codecs.int8 import Int8
+from fusion_rt.codecs.integers import Int2, Int4, Int8
 from fusion_rt.codecs.onebit import OneBit
 from fusion_rt.codecs.powersgd import PowerSGD
 from fusion_rt.codecs.randomk import RandomK
@@ -36,7 +36,20 @@ __all__ = [
     "parse",
 ]
 
-_ALL: tuple[type[Codec], ...] = (Dense, Fp16, Bf16, TopK, GaussianK, ThresholdK, RandomK, Int8, OneBit, PowerSGD)
+_ALL: tuple[type[Codec], ...] = (
+    Dense,
+    Fp16,
+    Bf16,
+    TopK,
+    GaussianK,
+    ThresholdK,
+    RandomK,
+    Int8,
+    Int4,
+    Int2,
+    OneBit,
+    PowerSGD,
+)
 CODECS: Registry[Codec] = Registry("codec", "fusion_rt.codecs", Codec, _ALL)  # type: ignore[type-abstract]
 
 

@@ -127,9 +127,6 @@ class Codec(ABC):
     selecting: ClassVar[bool] = False
     """Sends some of the elements only; other nodes may send others, so that the sum of payloads is denser."""
 
-    selects_in_workers: ClassVar[bool] = False
-    """A worker can select from its gradient on a GPU, in place of its daemon (`worker_selection`)."""
-
     only_all_reduced: ClassVar[str] = ""
     """What all nodes have to do together to get at a sum (a verb in the third person), so that a payload cannot be
     decoded by a single receiver, such as the shard of a parameter server. Empty where one can."""
@@ -147,6 +144,11 @@ class Codec(ABC):
             team: the threads that a bucket may use.
         """
         return self.bucket(layout, self, team)
+
+    @property
+    def selects_in_workers(self) -> bool:
+        """Says whether a worker can select from its gradient on a GPU, in place of its daemon (`worker_selection`)."""
+        return False
 
     def share(self) -> float:
         """About how many of the elements a contribution has, above 0 and at most 1."""

@@ -25,7 +25,8 @@ NODE_STATE = (*NODE_TENSORS, "thresholds")
 
 
 class FeedbackCodec(Codec):
-    """A codec whose buckets keep what has not been sent. Those with a field `momentum` keep a velocity, too."""
+    """A codec whose buckets keep what has not been sent. Those with a field `momentum` keep a velocity, too. With a
+    field `decay`, the residual is multiplied by that before a gradient is added."""
 
     stateful = True
 
@@ -39,10 +40,17 @@ class FeedbackCodec(Codec):
         forgetful = {"feedback": False, "momentum": 0.0, "nesterov": False}
         return dataclasses.replace(self, **{name: value for name, value in forgetful.items() if hasattr(self, name)})
 
-    def _check_momentum(self, momentum: float, nesterov: bool) -> None:
+    def _check_memory(self) -> None:
+        """Raises `CodecError` for a decay or a momentum that is none."""
+        decay, momentum = getattr(self, "decay", 1.0), getattr(self, "momentum", 0.0)
+        if not 0 < decay <= 1:
+            raise CodecError(
+                f"the decay of the codec {self.name} is what a step keeps of the residual, above 0 and at most 1, not "
+                f"{decay}"
+            )
         if not 0 <= momentum < 1:
             raise CodecError(f"the momentum of the codec {self.name} is from 0 to below 1, not {momentum}")
-        if nesterov and not momentum:
+        if getattr(self, "nesterov", False) and not momentum:
             raise CodecError(f"nesterov needs a momentum; write {self.name}(momentum=0.9, nesterov=True)")
 
 

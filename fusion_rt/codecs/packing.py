@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusion_rt.codecs.base import Array, CodecError
-from fusion_rt.codecs.values import BLOCK, FORMATS
+from fusion_rt.codecs.values import BLOCK, FORMATS, format_of_whole
 from fusion_rt.kernels import coding, selection
 from fusion_rt.kernels.selection import Range
 
@@ -125,6 +125,7 @@ class Packer:
     ) -> None:
         self._sparse, self._dense = sparse, dense
         self._format, self._value = FORMATS[value], value
+        self._whole = FORMATS[format_of_whole(value)]
         self._index = index
         self._shared = shared
 
@@ -150,7 +151,7 @@ class Packer:
             np.frombuffer(header, np.uint8),
             *parts,
             *self._format.pack(values, phase),
-            *self._format.pack(dense, dense_phase),
+            *self._whole.pack(dense, dense_phase),
         ]
         payload: memoryview = np.concatenate(parts).data
         return payload
@@ -185,14 +186,14 @@ class Packer:
         n_dense = self._dense.rank(high) - self._dense.rank(low)
         if count > room or phase >= BLOCK or dense_phase >= BLOCK:
             raise _wrong(low, high, f"it has {count} indices at phases {phase} and {dense_phase}, with room for {room}")
-        value_bytes, dense_bytes = self._format.nbytes(count, phase), self._format.nbytes(n_dense, dense_phase)
+        value_bytes, dense_bytes = self._format.nbytes(count, phase), self._whole.nbytes(n_dense, dense_phase)
         index_bytes = len(received) - HEADER.size - value_bytes - dense_bytes
         if index_bytes < 0:
             raise _wrong(low, high, f"its {len(received)} bytes are too few for {count} indices")
         position = HEADER.size + index_bytes
         indices, step = self._unpack_indices(kind, received[HEADER.size : position], count, bits, low, high)
         values = self._format.unpack(received[position : position + value_bytes], count, phase)
-        dense = self._format.unpack(received[position + value_bytes :], n_dense, dense_phase)
+        dense = self._whole.unpack(received[position + value_bytes :], n_dense, dense_phase)
         return Selection(low, high, indices, values, dense, step)
 
     def _unpack_indices(self, kind: int, part: Array, n: int, bits: int, low: int, high: int) -> tuple[Array, int]:

@@ -104,7 +104,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
         """See `FactoringBucketCodec`. Returns the factors P of this node, and then its elements that travel whole."""
         self._check_whole(values)
         began = time.perf_counter()
-        memory = Memory(self._residual, self._as_float32(values))
+        memory = Memory(self._residual, self._as_float32(values), decay=self.codec.decay)
         collect_shares(memory, share(self._ranges, self._team.threads), NOTHING, 0, self._team)
         self._spoiled = memory.spoiled
         for matrix in self._matrices:
@@ -131,7 +131,7 @@ class PowerSGDBucket(FeedbackBucketCodec, FactoringBucketCodec):
         return self._refused(right)
 
     def undo(self, values: Array) -> None:
-        selection.withdraw(Memory(self._residual, self._as_float32(values)), self._ranges)
+        selection.withdraw(Memory(self._residual, self._as_float32(values), decay=self.codec.decay), self._ranges)
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -246,6 +246,7 @@ class PowerSGD(FeedbackCodec, FactoringCodec):
         rank: columns of the factors, at least 1.
         warm_start: a step begins with the factor of the one before; without, with a random one.
         feedback: what is not sent waits in the residual; without, it is lost.
+        decay: of what waits, in each step; above 0 and at most 1.
         minimum: tensors with fewer elements travel whole.
         exclude: tensors whose name fits one of these patterns, with commas between them, travel whole.
         seed: of the random factors, from 0 to 2**63 - 1.
@@ -257,6 +258,7 @@ class PowerSGD(FeedbackCodec, FactoringCodec):
     rank: int = 4
     warm_start: bool = True
     feedback: bool = True
+    decay: float = 1.0
     minimum: int = 1024
     exclude: str = "*bias,*norm*,*.bn*"
     seed: int = 0
@@ -266,6 +268,7 @@ class PowerSGD(FeedbackCodec, FactoringCodec):
         if self.rank < 1:
             raise CodecError(f"the rank of the codec powersgd is a number of columns from 1 on, not {self.rank}")
         check_seed(self.seed, self.name)
+        self._check_memory()
 
     @property
     def rules(self) -> TensorRules:

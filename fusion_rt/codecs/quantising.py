@@ -3,7 +3,7 @@
 Each node adds its gradient to the residual, sends the sum rounded, and keeps the difference. What holds in float32,
 element by element, for finite numbers:
 
-    residual afterwards = (residual before + gradient) - sent
+    residual afterwards = (residual before * decay + gradient) - sent
 
 with one rounding of the difference. It is exact wherever what is sent lies between half and twice the sum (Sterbenz);
 elsewhere it is off by half a unit in the last place of the difference. Tensors that are sent whole go as float32, and
@@ -32,7 +32,7 @@ from fusion_rt.codecs.error_feedback import F32, FeedbackBucketCodec, FeedbackCo
 from fusion_rt.codecs.packing import Spans
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.tensor_rules import TensorRules
-from fusion_rt.kernels import cpu, quantisation, selection
+from fusion_rt.kernels import cpu, selection
 from fusion_rt.kernels.quantisation import Draw, Quantiser
 from fusion_rt.kernels.selection import NOTHING, Found, Memory, Range
 from fusion_rt.kernels.team import ALONE, Team
@@ -50,6 +50,7 @@ class Quantising(FeedbackCodec):
     Args:
         block: how many elements share a scale; a power of two from 32 to 4096.
         feedback: what rounding takes away is added to the next gradient; without, it is lost.
+        decay: of what waits, in each step; above 0 and at most 1.
         minimum: tensors with fewer elements are sent as they are.
         exclude: tensors whose name fits one of these patterns, with commas between them, are sent as they are.
         momentum: of the velocity that is added instead of the gradient (the optimizer then applies none); 0 for none.
@@ -60,6 +61,7 @@ class Quantising(FeedbackCodec):
 
     block: int = 256
     feedback: bool = True
+    decay: float = 1.0
     minimum: int = 1024
     exclude: str = "*bias,*norm*,*.bn*"
     momentum: float = 0.0
@@ -71,7 +73,7 @@ class Quantising(FeedbackCodec):
             raise CodecError(
                 f"a block of the codec {self.name} is a power of two from 32 to {_ALIGNMENT}, not {self.block}"
             )
-        self._check_momentum(self.momentum, self.nesterov)
+        self._check_memory()
 
     @property
     def rules(self) -> TensorRules:
@@ -125,7 +127,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         self.dense = Spans(codec.rules.dense(layout))
         self.quantised = Spans([r for group in codec.rules.groups(layout) for r in group.ranges])
         self._all = Spans(self._ranges)
-        quantisation.prepare()
+        self._kernel.prepare()
         cpu.prepare([F32])
 
     # As a part of an exchange in which owners sum.
@@ -142,7 +144,9 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
         if codec.feedback:
             self.give_back(portion.low, self._values(portion))
         velocity = None if self._velocity is None else self._velocity[part]
-        memory = Memory(self._residual[part], self._as_float32(values), velocity, codec.momentum, codec.nesterov)
+        memory = Memory(
+            self._residual[part], self._as_float32(values), velocity, codec.momentum, codec.nesterov, decay=codec.decay
+        )
         selection.withdraw(memory, _from(portion.low, self._all.within(portion.low, portion.high)))
         if not codec.feedback:
             self._residual[part] = 0
@@ -251,9 +255,9 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
     def _possible(self, scales: Array) -> Array:
         """Says which of these (float32) can be in a payload."""
 
-    def _draw(self, what: int) -> Draw:
-        """The random bits for what is rounded in this step: `CONTRIBUTION` or `SUM`."""
-        return Draw(0, 0)
+    def _draw(self, what: int) -> Draw | None:
+        """The random bits for what is rounded in this step, `CONTRIBUTION` or `SUM`; None to round to the nearest."""
+        return None
 
     # What is done to the elements of a range.
 
@@ -269,7 +273,8 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
             selection.collect(memory, whole, NOTHING, Found(0))
         else:
             codec = self.codec
-            memory = Memory(residual, gradient, self._velocity[low:high], codec.momentum, codec.nesterov)
+            velocity = self._velocity[low:high]
+            memory = Memory(residual, gradient, velocity, codec.momentum, codec.nesterov, decay=codec.decay)
             selection.collect(memory, _from(low, self._all.within(low, high)), NOTHING, Found(0))
             gradient = None
         dense = _gathered(residual, whole)
@@ -292,7 +297,7 @@ class QuantisingBucketCodec(FeedbackBucketCodec, SummingBucketCodec):
             added = None if gradient is None else gradient[a - low : b - low]
             all_added = self._kernel.encode(
                 values[a - low : b - low], added, block, records[first:end],
-                phase=a % block, keep=self.codec.feedback, base=a, draw=draw,
+                phase=a % block, keep=self.codec.feedback, base=a, draw=draw, decay=self.codec.decay,
             )  # fmt: skip
             if not all_added and memory is not None:
                 memory.spoiled = True

@@ -6,12 +6,12 @@ Each node adds its gradient to what it has not sent yet, the residual, and sends
 
 What holds exactly, in float32 and element by element, with `value="fp32"` and finite numbers:
 
-    sent + residual afterwards = residual before + gradient (computed once, see `selection.Memory`)
+    sent + residual afterwards = residual before * decay + gradient (computed once, see `selection.Memory`)
 
 of which one of the two on the left is zero. In the other formats the residual keeps the difference between the sum and
-what receivers get, which float32 holds exactly. What is not finite is never added (`summing`). Zeros are not sent, so
-there are fewer elements than asked for where fewer differ from zero. A bucket of float64, float16 or bfloat16 is
-converted to float32 when it comes in.
+what receivers get, which float32 holds exactly (but for `int2`: it is rounded once). What is not finite is never added
+(`summing`). Zeros are not sent, so there are fewer elements than asked for where fewer differ from zero. A bucket of
+float64, float16 or bfloat16 is converted to float32 when it comes in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusion_rt.codecs.error_feedback import F32, FeedbackCodec
 from fusion_rt.codecs.packing import INDEX_CODINGS, Packer, Selection, SharedIndices, Spans, merged, strongest
 from fusion_rt.codecs.summing import SummingBucketCodec
 from fusion_rt.codecs.tensor_rules import TensorRules, joined
-from fusion_rt.codecs.values import FORMATS
+from fusion_rt.codecs.values import FORMATS, format_of_whole
 from fusion_rt.codecs.worker_selection import Shape, Tray, WorkerSelectedBucketCodec, left
 from fusion_rt.kernels import coding, cpu, selection
 from fusion_rt.kernels.selection import NOTHING, Found, Memory
@@ -47,7 +47,7 @@ class Selecting(FeedbackCodec):
 
     Args:
         density: the share of elements that is sent, above 0 and at most 1.
-        value: how values are sent, "fp32", "fp16", "bf16" or "int8" (`values`).
+        value: how values are sent, "fp32", "fp16", "bf16", "int8", "int4" or "int2" (`values`).
         index: how indices are sent, "delta", "bitmap", "raw", or "auto" for the shortest (`packing`).
         scope: "bucket", the largest of a bucket, or "tensor", the largest of each tensor.
         minimum: tensors with fewer elements are sent whole.
@@ -60,6 +60,7 @@ class Selecting(FeedbackCodec):
         clip: the largest L2 norm of what this node adds to a bucket in a step, before the residual; divided by the
             square root of the number of contributors (`SummingBucketCodec.nodes`). 0 for none.
         feedback: what is not sent waits in the residual; without, it is lost.
+        decay: of what waits, in each step; above 0 and at most 1.
     """
 
     selecting = True
@@ -78,6 +79,7 @@ class Selecting(FeedbackCodec):
     masking: bool = True
     clip: float = 0.0
     feedback: bool = True
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         _ = self.rules
@@ -87,7 +89,7 @@ class Selecting(FeedbackCodec):
             raise CodecError(f"indices are sent as {', '.join(INDEX_CODINGS)}, not as {self.index!r}")
         if self.warmup < 0:
             raise CodecError(f"warmup is a number of steps from 0 on, not {self.warmup}")
-        self._check_momentum(self.momentum, self.nesterov)
+        self._check_memory()
         if not 0 <= self.clip < math.inf:
             raise CodecError(f"clip is an L2 norm, or 0 for none, not {self.clip}")
         if self.index != "auto" and not self.sends_indices:
@@ -144,13 +146,14 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         self.sparse = Spans(joined(sorted(r for group in self._groups for r in group.ranges)))
         self.dense = Spans(codec.rules.dense(layout))
         self.always = self.dense.ranges
-        self._format = FORMATS[codec.value]
+        self._format, self._whole = FORMATS[codec.value], FORMATS[format_of_whole(codec.value)]
         self._packer = Packer(self.sparse, self.dense, codec.value, codec.index, shared)
         self._asked = self._selected = self._always = self._wanted = 0
         self._factor = 1.0  # of the last gradient
         self._masked: tuple[Array, Array] = np.empty(0, np.int32), np.empty(0, np.float32)  # velocities that it cleared
         coding.prepare()
         self._format.prepare()
+        self._whole.prepare()
 
     # What a step is made of.
 
@@ -179,7 +182,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
         if sent is not wanted:
             selection.put(indices, left(wanted, sent), self._residual, team=self._team)
         always = self.dense.gather(self._residual, 0, self.layout.elements)
-        sent_always = self._format.rounded(always)
+        sent_always = self._whole.rounded(always)
         self.dense.scatter(left(always, sent_always), 0, self._residual)
         selected = Selection(0, self.layout.elements, indices, sent, sent_always, self.step)
         if not self.codec.feedback:
@@ -246,7 +249,7 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
     def rounded(self, selected: Selection) -> tuple[Selection, Selection]:
         """A selection whose values are sums, as receivers will have it, and what is then left of it."""
         low, high, indices, step = selected.low, selected.high, selected.indices, selected.step
-        values, dense = self._format.rounded(selected.values), self._format.rounded(selected.dense)
+        values, dense = self._format.rounded(selected.values), self._whole.rounded(selected.dense)
         rest = left(selected.values, values), left(selected.dense, dense)
         return Selection(low, high, indices, values, dense, step), Selection(low, high, indices, *rest, step)
 
@@ -367,7 +370,9 @@ class SelectingBucketCodec(WorkerSelectedBucketCodec, SummingBucketCodec):
     def _memory(self, gradient: Array) -> Memory:
         """Returns what a gradient is added to."""
         codec = self.codec
-        return Memory(self._residual, gradient, self._velocity, codec.momentum, codec.nesterov, self._factor)
+        return Memory(
+            self._residual, gradient, self._velocity, codec.momentum, codec.nesterov, self._factor, codec.decay
+        )
 
     def _mask(self, parts: Sequence[tuple[Array, Array]], ks: Sequence[int]) -> None:
         """The velocity of what was selected starts again, where it should; it is kept until the step cannot be undone

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from fusion_rt.codecs.base import CodecError, Layout, Span
+import numpy as np
+
+from fusion_rt.codecs.base import Array, CodecError, Layout, Span
 from fusion_rt.kernels.selection import Range
 
 _WARMUP_DENSITY = 0.25
@@ -23,11 +25,13 @@ class Group:
         name: of the tensor, or empty for those of a whole bucket.
         ranges: ascending; ranges that touch are one.
         shares: (elements, density) of its tensors.
+        chunk: so many consecutive elements at most are compared with each other, and not all; 0: all are.
     """
 
     name: str
     ranges: tuple[Range, ...]
     shares: tuple[tuple[int, float], ...]
+    chunk: int = 0
 
     @property
     def size(self) -> int:
@@ -39,12 +43,17 @@ class Group:
         In the first `warmup` steps the density falls from 25 % to its own as a geometric series, so that each fourth of
         them has about the density of an epoch in Lin et al., "Deep Gradient Compression", for .1 %.
         """
-        wanted = 0.0
-        for numel, density in self.shares:
-            if step < warmup and density < _WARMUP_DENSITY:
-                density = _WARMUP_DENSITY * (density / _WARMUP_DENSITY) ** (step / warmup)
-            wanted += numel * density
+        if self.chunk:
+            return int(self.chunks(step, warmup)[1].sum())
+        wanted = sum(numel * _warm(density, step, warmup) for numel, density in self.shares)
         return min(self.size, max(1, round(wanted)))
+
+    def chunks(self, step: int, warmup: int) -> tuple[Array, Array]:
+        """Returns where chunks begin, and the end, and how many elements of each are sent (int64); at least one."""
+        (low, high), (_, density) = self.ranges[0], self.shares[0]
+        edges = np.append(np.arange(low, high, self.chunk), high)
+        wanted = np.rint(np.diff(edges) * _warm(density, step, warmup)).clip(1).astype(np.int64)
+        return edges, wanted
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class TensorRules:
     minimum: elements that a tensor must have to be selected from.
     exclude: patterns of names of tensors that are always sent, with commas between them; `*` is any text.
     densities: "pattern: density" with commas between them; the first pattern that fits counts.
+    chunk: elements of a tensor that are compared with each other, and with nothing else; 0: see `scope`.
 
     Raises:
         CodecError: an argument is out of range, or not written like this.
@@ -65,11 +75,14 @@ class TensorRules:
     minimum: int = 0
     exclude: str = ""
     densities: str = ""
+    chunk: int = 0
 
     def __post_init__(self) -> None:
         _check_density(self.density, "the density")
         if self.scope not in ("bucket", "tensor"):
             raise CodecError(f'elements are selected by scope "bucket" or "tensor", not {self.scope!r}')
+        if self.chunk < 0:
+            raise CodecError(f"a chunk is a number of elements, or 0 where there are none, not {self.chunk}")
         if self.minimum < 0:
             raise CodecError(f"minimum is a number of elements from 0 on, not {self.minimum}")
         self._named_densities()
@@ -77,9 +90,10 @@ class TensorRules:
     def groups(self, layout: Layout) -> tuple[Group, ...]:
         """The elements that are selected from, ascending; those of different groups do not mix."""
         sparse = [span for span in layout.spans if span.numel and not self.is_dense(span)]
-        if self.scope == "tensor":
+        if self.scope == "tensor" or self.chunk:
             return tuple(
-                Group(span.name, ((span.start, span.end),), ((span.numel, self._density(span)),)) for span in sparse
+                Group(span.name, ((span.start, span.end),), ((span.numel, self._density(span)),), self.chunk)
+                for span in sparse
             )
         if not sparse:
             return ()
@@ -110,6 +124,13 @@ class TensorRules:
             _check_density(density, f"the density of {pattern!r}")
             named.append((pattern.strip(), density))
         return named
+
+
+def _warm(density: float, step: int, warmup: int) -> float:
+    """The density in a step, of `warmup` with more."""
+    if step < warmup and density < _WARMUP_DENSITY:
+        return _WARMUP_DENSITY * float((density / _WARMUP_DENSITY) ** (step / warmup))
+    return density
 
 
 def joined(ranges: list[Range]) -> tuple[Range, ...]:

@@ -9,13 +9,14 @@ more passes and works for any data.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
 
-from fusion_rt.codecs.base import Array
+from fusion_rt.codecs.base import Array, Layout
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
+from fusion_rt.codecs.tensor_rules import TensorRules
 from fusion_rt.kernels.selection import (
     Cut,
     Found,
@@ -25,11 +26,13 @@ from fusion_rt.kernels.selection import (
     collect,
     collect_shares,
     largest,
+    prepare_chunks,
     sample,
     share,
     take_found,
+    take_of_chunks,
 )
-from fusion_rt.kernels.team import Team
+from fusion_rt.kernels.team import ALONE, Team
 
 _RUN = 32  # elements that are sampled together: two cache lines
 _HITS = 400  # elements above the threshold that a sample should have
@@ -39,17 +42,40 @@ _DEVIATIONS = 4  # by which the sample may be wrong
 
 
 class TopKBucket(SelectingBucketCodec):
+    codec: TopK
+
+    def __init__(self, layout: Layout, codec: TopK, team: Team = ALONE) -> None:
+        super().__init__(layout, codec, team)
+        if codec.chunk:
+            prepare_chunks()
+
     def _select(self, memory: Memory, group: int, k: int, team: Team) -> tuple[Array, Array]:
-        return take_largest(memory, self._groups[group].ranges, k, team)[:2]
+        chosen = self._groups[group]
+        if chosen.chunk:
+            return take_of_chunks(memory, *chosen.chunks(self.step, self.codec.warmup), team)
+        return take_largest(memory, chosen.ranges, k, team)[:2]
 
 
 @dataclass(frozen=True)
 class TopK(Selecting):
-    """The k largest."""
+    """The k largest.
+
+    Args:
+        chunk: the largest of each so many consecutive elements of a tensor; 0: of the whole `scope`.
+    """
 
     name = "topk"
     bucket = TopKBucket
-    selects_in_workers = True
+
+    chunk: int = 0
+
+    @property
+    def selects_in_workers(self) -> bool:
+        return not self.chunk and self.decay == 1.0  # as far as kernels on GPUs know
+
+    @property
+    def rules(self) -> TensorRules:
+        return replace(super().rules, chunk=self.chunk)
 
 
 def take_largest(memory: Memory, ranges: tuple[Range, ...], k: int, team: Team) -> tuple[Array, Array, int]:

@@ -1,11 +1,11 @@
-"""Formats in which a selecting codec writes the values that it sends: `fp32`, `fp16`, `bf16` or `int8`.
+"""Formats in which a selecting codec writes the values that it sends: `fp32`, `fp16`, `bf16`, `int8`, `int4` or `int2`.
 
 `rounded` says what receivers will get, before anything is packed, so that a codec can keep the difference. Rounding
 what has been rounded changes nothing, and neither does packing any consecutive part of it: scales are powers of two,
 and a part never needs a coarser one than the whole.
 
-What is not finite stays so: infinities and NaN survive in fp32, fp16 and bf16; in int8 all of them become NaN. Finite
-values never become infinite.
+What is not finite stays so: infinities and NaN survive in fp32, fp16 and bf16; in the others all of them become NaN,
+in int2 with all of their block. Finite values never become infinite.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion_rt.core.dtypes import DTYPES, DType
 from fusion_rt.kernels import cpu
 
 BLOCK = 64
-"""Values that share a scale in int8."""
+"""Values that share a power of two in int8, int4 and int2."""
 
 _F32 = DTYPES["float32"]
 
@@ -151,61 +151,141 @@ class Bf16Values(ValueFormat):
         return cpu.converted(np.frombuffer(payload.tobytes(), np.uint16), self.half, _F32)
 
 
-class Int8Values(ValueFormat):
-    """Integers from -127 to 127 times a power of two for each block of `BLOCK` values; -128 is what is not finite.
+class BlockValues(ValueFormat):
+    """Integers of a few bits times a power of two for each block of `BLOCK` values.
 
-    First the powers, a byte each, then the integers.
+    First the powers, a byte each, then the integers, one after the other from the lowest bits on.
     """
 
-    code = 3
-    _LEAST, _MOST = -128, 121
-    _NOT_FINITE = -128
+    bits: ClassVar[int]
 
     def rounded(self, values: Array) -> Array:
         return self._values(*self._integers(values, 0), len(values), 0)
 
     def nbytes(self, n: int, phase: int) -> int:
-        return n + self._blocks(n, phase)
+        return -(-n * self.bits // 8) + self._blocks(n, phase)
 
     def pack(self, values: Array, phase: int) -> list[Array]:
         exponents, integers = self._integers(values, phase)
-        return [exponents.view(np.uint8), integers.ravel()[phase : phase + len(values)].view(np.uint8)]
+        codes = integers.ravel()[phase : phase + len(values)].view(np.uint8)
+        return [exponents.view(np.uint8), self._together(codes)]
 
     def unpack(self, payload: Array, n: int, phase: int) -> Array:
         blocks = self._blocks(n, phase)
         exponents = payload[:blocks].view(np.int8)
-        if blocks and int(exponents.max()) > self._MOST:
-            raise CodecError(f"a peer sent values in int8 times 2**{exponents.max()}, which is out of range")
+        self._check(exponents)
         integers = np.zeros((blocks, BLOCK), np.int8)
-        integers.ravel()[phase : phase + n] = payload[blocks:].view(np.int8)
+        integers.ravel()[phase : phase + n] = self._apart(payload[blocks:], n).view(np.int8)
         return self._values(exponents, integers, n, phase)
 
     def _blocks(self, n: int, phase: int) -> int:
         return -(-(phase + n) // BLOCK) if n else 0
 
-    def _integers(self, values: Array, phase: int) -> tuple[Array, Array]:
+    def _divided(self, values: Array, phase: int) -> tuple[Array, Array, Array]:
+        """Values in blocks, which of them are finite, and the largest finite magnitude of each block."""
         blocks = np.zeros((self._blocks(len(values), phase), BLOCK), np.float32)
         blocks.ravel()[phase : phase + len(values)] = values
         finite = np.isfinite(blocks)
-        fractions, exponents = np.frexp(np.where(finite, np.abs(blocks), 0).max(axis=1, initial=0))
-        exponents = exponents - 7 + (np.rint(fractions * 128) > 127)
-        exponents = np.where(fractions == 0, self._LEAST, exponents).clip(self._LEAST, self._MOST)
-        integers = np.rint(np.ldexp(np.where(finite, blocks, 0), -exponents[:, None])).clip(-127, 127)
-        return exponents.astype(np.int8), np.where(finite, integers, self._NOT_FINITE).astype(np.int8)
+        return blocks, finite, np.where(finite, np.abs(blocks), 0).max(axis=1, initial=0)
+
+    def _together(self, codes: Array) -> Array:
+        """Codes (uint8, of which the lowest bits count) in as few bytes as they take."""
+        parts = 8 // self.bits
+        whole = np.zeros(-(-len(codes) // parts) * parts, np.uint8)
+        whole[: len(codes)] = codes & np.uint8((1 << self.bits) - 1)
+        shifted = whole.reshape(-1, parts) << np.arange(0, 8, self.bits, dtype=np.uint8)
+        packed: Array = np.bitwise_or.reduce(shifted, axis=1)
+        return packed
+
+    def _apart(self, payload: Array, n: int) -> Array:
+        """The opposite of `_together`: n codes (uint8), with the highest of their bits above them."""
+        up = np.uint8(8 - self.bits)
+        parts = (payload[:, None] >> np.arange(0, 8, self.bits, dtype=np.uint8)).ravel()[:n] << up
+        return (parts.view(np.int8) >> up.view(np.int8)).view(np.uint8)
+
+    @abstractmethod
+    def _integers(self, values: Array, phase: int) -> tuple[Array, Array]:
+        """The powers (int8) and the codes (int8, in blocks) of values."""
+
+    @abstractmethod
+    def _values(self, exponents: Array, integers: Array, n: int, phase: int) -> Array:
+        """The opposite."""
+
+    def _check(self, exponents: Array) -> None:
+        """Raises `CodecError` for powers that `_integers` does not give."""
+
+
+class SymmetricValues(BlockValues):
+    """Integers with a sign; the lowest is what is not finite. A rounded value is off by half a unit at most."""
+
+    _LEAST = -128
+
+    def __init__(self, bits: int, code: int, most: int) -> None:
+        self.bits, self.code, self._most = bits, code, most  # type: ignore[misc]  # of others they are of the class
+        self._largest, self._missing = (1 << (bits - 1)) - 1, -(1 << (bits - 1))
+
+    def _check(self, exponents: Array) -> None:
+        if len(exponents) and int(exponents.max()) > self._most:
+            raise CodecError(f"a peer sent values in int{self.bits} times 2**{exponents.max()}, which is out of range")
+
+    def _integers(self, values: Array, phase: int) -> tuple[Array, Array]:
+        blocks, finite, largest = self._divided(values, phase)
+        fractions, exponents = np.frexp(largest)
+        exponents = exponents - (self.bits - 1) + (np.rint(fractions * -self._missing) > self._largest)
+        exponents = np.where(fractions == 0, self._LEAST, exponents).clip(self._LEAST, self._most)
+        integers = np.rint(np.ldexp(np.where(finite, blocks, 0), -exponents[:, None]))
+        integers = integers.clip(-self._largest, self._largest)
+        return exponents.astype(np.int8), np.where(finite, integers, self._missing).astype(np.int8)
 
     def _values(self, exponents: Array, integers: Array, n: int, phase: int) -> Array:
-        missing = integers == self._NOT_FINITE
+        missing = integers == self._missing
         values = np.ldexp(np.where(missing, 0, integers).astype(np.float32), exponents.astype(np.int32)[:, None])
         values[missing] = np.nan
         return values.ravel()[phase : phase + n]
+
+
+class Int2Values(BlockValues):
+    """Signs, and which of two powers of two: that next to the largest of a block, or half of it.
+
+    There is no zero, which suits what was selected for its size, and nothing else. A block of zeros (or of nothing
+    above 2**-127) arrives as zeros; one with a value that is not finite, as NaN.
+    """
+
+    code, bits = 5, 2
+    _ZERO, _LEAST, _MOST, _MISSING = -128, -127, 126, 127
+
+    def _integers(self, values: Array, phase: int) -> tuple[Array, Array]:
+        blocks, finite, largest = self._divided(values, phase)
+        fractions, exponents = np.frexp(largest)
+        exponents = np.minimum(exponents - 2 + (fractions >= 0.75), self._MOST)
+        exponents = np.where((fractions == 0) | (exponents < self._LEAST), self._ZERO, exponents)
+        exponents = np.where(finite.all(axis=1), exponents, self._MISSING).astype(np.int32)
+        halfway = np.ldexp(np.float32(1.5), exponents)[:, None]
+        large = (np.abs(blocks) >= halfway) | (exponents == self._LEAST)[:, None]  # so that half of it is never needed
+        return exponents.astype(np.int8), (large + 2 * np.signbit(blocks)).astype(np.int8)
+
+    def _values(self, exponents: Array, integers: Array, n: int, phase: int) -> Array:
+        powers = exponents.astype(np.int32)
+        sizes = np.ldexp(np.float32(1), powers)
+        sizes[powers == self._ZERO] = 0
+        sizes[powers == self._MISSING] = np.nan
+        values = sizes[:, None] * (1 + (integers & 1)).astype(np.float32)
+        return np.copysign(values, np.where(integers & 2, np.float32(-1), np.float32(1))).ravel()[phase : phase + n]
 
 
 FORMATS: dict[str, ValueFormat] = {
     "fp32": Fp32Values(),
     "fp16": Fp16Values(),
     "bf16": Bf16Values(),
-    "int8": Int8Values(),
+    "int8": SymmetricValues(8, 3, 121),
+    "int4": SymmetricValues(4, 4, 125),
+    "int2": Int2Values(),
 }
+
+
+def format_of_whole(name: str) -> str:
+    """The format of elements that are always sent, where selected values are sent in `name`; at least a byte each."""
+    return "int8" if name in ("int4", "int2") else name
 
 
 def _largest_finite(values: Array) -> float:

@@ -246,8 +246,8 @@ class WorkerSelectedBucketCodec(FeedbackBucketCodec):
 
 
 def left(wanted: Array, sent: Array) -> Array:
-    """Returns what is not sent of some values; zeros for what is not finite."""
+    """Returns what is not sent of some values, all where what is sent is not finite; zeros for what is not finite."""
     with np.errstate(invalid="ignore"):
-        rest: Array = wanted - sent
+        rest: Array = np.where(np.isfinite(sent), wanted - sent, wanted)
     rest[~np.isfinite(wanted)] = 0
     return rest

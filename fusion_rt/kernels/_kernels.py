@@ -15,7 +15,7 @@ import numba
 from numba import types
 
 from fusion_rt.core.dtypes import DType
-from fusion_rt.kernels import _coding, _low_rank, _ordinary, _quantisation, _selection
+from fusion_rt.kernels import _coding, _cosines, _low_rank, _ordinary, _quantisation, _selection
 from fusion_rt.kernels._lanes import (
     Wire,
     add,
@@ -41,7 +41,7 @@ _REDUCE = (pointer_to(types.int64),)
 _CONVERT = (types.uint64, types.uint64, types.int64)
 _NAMED: dict[str, Callable[..., None]] = {
     kernel.__name__.replace("_", "-"): kernel
-    for part in (_selection, _coding, _quantisation, _low_rank, _ordinary)
+    for part in (_selection, _coding, _quantisation, _low_rank, _cosines, _ordinary)
     for kernel in part.KERNELS
 }
 

@@ -258,3 +258,35 @@ def where_finite(typing: Any, wire: Wire, tested: Lanes, value: Any, other: Any)
         return builder.select(finite, chosen, instead)
 
     return tested(wire, tested, value, other), generate
+
+
+@intrinsic
+def count_hits(typing: Any, wire: Wire, counts: Lanes, value: Lanes, threshold: Any) -> Any:
+    """Adds 1 to the int32 lanes in which a float32 has a magnitude (the bits without the sign) of at least
+    `threshold`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, sums, elements, scalar = arguments
+        magnitudes = builder.and_(
+            builder.bitcast(elements, sums.type), ir.Constant(sums.type, [0x7FFFFFFF] * wire.lanes)
+        )
+        least = _ir.splat(builder, builder.trunc(scalar, _ir.I32), wire.lanes)
+        found = builder.icmp_unsigned(">=", magnitudes, least)
+        return builder.sub(sums, builder.sext(found, sums.type))
+
+    return counts(wire, counts, value, types.int64), generate
+
+
+@intrinsic
+def sum_of(typing: Any, value: Lanes) -> Any:
+    """The sum of int32 lanes as an int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = arguments[0].type
+        name = f"llvm.vector.reduce.add.v{vector.count}i32"
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, ir.FunctionType(_ir.I32, [vector]), name)
+        return builder.zext(builder.call(function, arguments), _ir.I64)
+
+    return types.int64(value), generate

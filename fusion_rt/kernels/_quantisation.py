@@ -11,11 +11,12 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba import extending, types
+from numba.core import imputils
 
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import _ir
-from fusion_rt.kernels._lanes import INFINITE, Lanes, Wire, add, lanes, load, maximum, store, where_finite, zeros
-from fusion_rt.kernels._memory import peek8, peek64, peek_float, poke8, poke32, poke64, poke_float
+from fusion_rt.kernels._lanes import INFINITE, Lanes, Wire, add, lanes, load, maximum, scale, store, where_finite, zeros
+from fusion_rt.kernels._memory import peek8, peek64, peek_double, peek_float, poke8, poke32, poke64, poke_float
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 njit: Any = numba.njit
@@ -24,7 +25,10 @@ intrinsic: Any = extending.intrinsic
 _WIDE, _SINGLE = Wire.wide(DTYPES["float32"]), Wire(DTYPES["float32"], 1)
 _WIDE_INTEGERS, _SINGLE_INTEGER = Wire(DTYPES["int32"], _WIDE.lanes), Wire(DTYPES["int32"], 1)
 _SCALE_BYTES = 4
-_LEAST_STEP, _MOST_STEP = 2.0**-126, float.fromhex("0x1.020406p+121")
+_LEAST_STEP = 2.0**-126
+_OF_MEAN = (
+    1.25  # of the mean magnitude, with int2: the best step for normal numbers, and no step leaves more than there was
+)
 _BYTE, _BIT = ir.IntType(8), ir.IntType(1)
 
 
@@ -107,14 +111,40 @@ def _add_magnitudes(typing: Any, wire: Wire, sums: Lanes, value: Lanes) -> Any:
     return sums(wire, sums, value), generate
 
 
+class _Code(types.Type):
+    """The integers of a format, known at compile time: `bits` of each; q is from `least` to `most`, and stands for
+    (q + offset) * step, with a step of at most `longest`. Where `least` leaves room for it, what is not finite is one
+    less."""
+
+    def __init__(self, bits: int, least: int, most: int, offset: float, longest: str) -> None:
+        self.bits, self.least, self.most, self.offset = bits, least, most, offset
+        self.longest = float.fromhex(longest)
+        self.missing = least - 1 if least > -(1 << (bits - 1)) else None
+        super().__init__(name=f"Code({bits}, {least}, {most}, {offset})")
+
+
+extending.register_model(_Code)(extending.models.OpaqueModel)
+extending.typeof_impl.register(_Code)(lambda code, context: code)
+imputils.lower_constant(_Code)(lambda context, builder, typ, value: context.get_dummy_value())
+
+_EIGHT = _Code(8, -127, 127, 0.0, "0x1.020406p+121")
+_FOUR = _Code(4, -7, 7, 0.0, "0x1.249248p+125")
+_TWO = _Code(2, -2, 1, 0.5, "0x1p+127")
+
+
+def _part(builder: Any, vector: Any, first: int, count: int) -> Any:
+    mask = ir.Constant(ir.VectorType(_ir.I32, count), list(range(first, first + count)))
+    return builder.shuffle_vector(vector, vector, mask)
+
+
 @intrinsic
-def _round_at_random(
-    typing: Any, wire: Wire, value: Any, size: Any, target: Any, index: Any, left: Any, right: Any
+def _round(
+    typing: Any, wire: Wire, code: Any, value: Any, size: Any, index: Any, left: Any, right: Any, nearest: Any
 ) -> Any:
-    """Writes value / size, rounded at random, as int8 to the address `target`; gives what is left of the value."""
+    """The integers of value / size, rounded at random, or (where `nearest` is not 0) to the nearest."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, elements, scalar, address, first, left_key, right_key = arguments
+        _, _, elements, scalar, first, left_key, right_key, to_nearest = arguments
         words, floats = _words(wire), elements.type
 
         def same(integer: Any) -> Any:
@@ -126,6 +156,10 @@ def _round_at_random(
         scales = _ir.splat(builder, scalar, wire.lanes)
         finite = _is_finite(builder, elements)
         ratio = builder.fdiv(builder.select(finite, elements, _same(floats, 0.0)), scales)
+        if code.offset:  # a scale need not be of these elements' order: what is too large for an integer is held before
+            for name, bound in (("minnum", code.most + 1.0), ("maxnum", code.least - 1.0)):
+                ratio = _ir.call(builder, name, floats, ratio, _same(floats, bound))
+            ratio = builder.fsub(ratio, _same(floats, code.offset))
         whole = builder.fptosi(ratio, words)
         whole = builder.add(whole, builder.sext(builder.fcmp_ordered("<", ratio, builder.sitofp(whole, floats)), words))
         fraction = builder.fsub(ratio, builder.sitofp(whole, floats))
@@ -136,35 +170,102 @@ def _round_at_random(
         x = xor_shifted(builder.mul(x, _same(words, 0x846CA68B)), 16)
         drawn = builder.sitofp(builder.lshr(x, _same(words, 8)), floats)
         drawn = builder.fmul(drawn, _same(floats, 2.0**-24))
+        half = builder.icmp_signed("!=", to_nearest, _ir.I64(0))
+        drawn = builder.select(half, _same(floats, 0.5), drawn)
 
         whole = builder.add(whole, builder.zext(builder.fcmp_ordered("<", drawn, fraction), words))
-        for bound, sign in ((127, ">"), (-127, "<")):
+        for bound, sign in ((code.most, ">"), (code.least, "<")):
             limit = _same(words, bound)
             whole = builder.select(builder.icmp_signed(sign, whole, limit), limit, whole)
-        left_over = builder.fsub(elements, builder.fmul(builder.sitofp(whole, floats), scales))
-        whole = builder.select(finite, whole, _same(words, -128))
-        byte = ir.VectorType(_BYTE, wire.lanes)
-        builder.store(builder.trunc(whole, byte), _at(builder, _BYTE, wire.lanes, address), align=1)
-        return builder.select(finite, left_over, _same(floats, 0.0))
+        return whole
 
+    integers = Lanes(DTYPES["int32"], wire.lanes)
     arguments = types.float32, types.int64, types.int64, types.int64, types.int64
-    return value(wire, value, *arguments), generate
+    return integers(wire, code, value, *arguments), generate
 
 
 @intrinsic
-def _from_bytes(typing: Any, wire: Wire, address: Any, size: Any) -> Any:
-    """int8 from an address times a float32; NaN for -128."""
+def _left_over(typing: Any, wire: Wire, code: Any, value: Any, whole: Any, size: Any) -> Any:
+    """Returns what is left of values; nothing of what is not finite."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, elements, integers, scalar = arguments
+        got = _value_of(builder, code, integers, elements.type, scalar)
+        rest = builder.fsub(elements, got)
+        return builder.select(_is_finite(builder, elements), rest, _same(elements.type, 0.0))
+
+    return value(wire, code, value, whole, types.float32), generate
+
+
+def _value_of(builder: Any, code: _Code, integers: Any, floats: Any, scalar: Any) -> Any:
+    numbers = builder.sitofp(integers, floats)
+    if code.offset:
+        numbers = builder.fadd(numbers, _same(floats, code.offset))
+    return builder.fmul(numbers, _ir.splat(builder, scalar, floats.count))
+
+
+@intrinsic
+def _put(typing: Any, wire: Wire, code: Any, value: Any, whole: Any, target: Any) -> Any:
+    """Writes integers to the address `target`, as parts of the vector side by side in each byte; of one lane, its bits
+    alone are the result."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, elements, integers, address = arguments
+        words = integers.type
+        if code.missing is not None:
+            finite = _is_finite(builder, elements)
+            integers = builder.select(finite, integers, _same(words, code.missing))
+        integers = builder.and_(integers, _same(words, (1 << code.bits) - 1))
+        if wire.lanes == 1:
+            return builder.zext(builder.extract_element(integers, _ir.I32(0)), _ir.I64)
+        count = wire.lanes * code.bits // 8
+        packed = _part(builder, integers, 0, count)
+        for number in range(1, 8 // code.bits):
+            part = _part(builder, integers, number * count, count)
+            packed = builder.or_(packed, builder.shl(part, _same(part.type, number * code.bits)))
+        byte = ir.VectorType(_BYTE, count)
+        builder.store(builder.trunc(packed, byte), _at(builder, _BYTE, count, address), align=1)
+        return _ir.I64(0)
+
+    return types.int64(wire, code, value, whole, types.int64), generate
+
+
+@intrinsic
+def _get(typing: Any, wire: Wire, code: Any, address: Any, size: Any) -> Any:
+    """The numbers that `_put` wrote to an address; of one lane, `address` is its bits themselves. NaN where one was not
+    finite."""
     result = Lanes(wire.dtype, wire.lanes)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, source, scalar = arguments
-        raw = builder.load(_at(builder, _BYTE, wire.lanes, source), align=1)
-        values = builder.sitofp(builder.sext(raw, _words(wire)), result.vector)
-        values = builder.fmul(values, _ir.splat(builder, scalar, wire.lanes))
-        missing = builder.icmp_signed("==", raw, _same(raw.type, -128))
-        return builder.select(missing, _same(result.vector, float("nan")), values)
+        _, _, source, scalar = arguments
+        words = _words(wire)
+        if wire.lanes == 1:
+            integers = builder.insert_element(
+                ir.Constant(words, ir.Undefined), builder.trunc(source, _ir.I32), _ir.I32(0)
+            )
+        else:
+            count = wire.lanes * code.bits // 8
+            raw = builder.load(_at(builder, _BYTE, count, source), align=1)
+            packed = builder.zext(raw, ir.VectorType(_ir.I32, count))
+            parts = [builder.lshr(packed, _same(packed.type, number * code.bits)) for number in range(8 // code.bits)]
+            while len(parts) > 1:
+                parts = [_beside(builder, *parts[i : i + 2]) for i in range(0, len(parts), 2)]
+            integers = parts[0]
+        up = _same(words, 32 - code.bits)
+        integers = builder.ashr(builder.shl(integers, up), up)
+        values = _value_of(builder, code, integers, result.vector, scalar)
+        if code.missing is not None:
+            missing = builder.icmp_signed("==", integers, _same(words, code.missing))
+            values = builder.select(missing, _same(result.vector, float("nan")), values)
+        return values
 
-    return result(wire, types.int64, types.float32), generate
+    return result(wire, code, types.int64, types.float32), generate
+
+
+def _beside(builder: Any, first: Any, second: Any) -> Any:
+    count = first.type.count
+    mask = ir.Constant(ir.VectorType(_ir.I32, 2 * count), list(range(2 * count)))
+    return builder.shuffle_vector(first, second, mask)
 
 
 @intrinsic
@@ -211,10 +312,12 @@ def _from_signs(typing: Any, wire: Wire, address: Any, size: Any) -> Any:
 
 
 @njit
-def _accumulate(wire, residual, gradient, i, tops):  # type: ignore[no-untyped-def]
+def _accumulate(wire, residual, gradient, i, tops, decay):  # type: ignore[no-untyped-def]
     """Adds where the sum is finite. Gives it, and the largest magnitudes of all sums."""
     value = load(wire, residual, i)
     if gradient != 0:
+        if decay != 1.0:
+            value = scale(wire, value, decay)
         wanted = add(value, load(wire, gradient, i))
         tops = maximum(tops, _magnitudes(wire, wanted))
         value = where_finite(wire, wanted, wanted, value)
@@ -228,40 +331,84 @@ def _block_end(low, size, block, phase):  # type: ignore[no-untyped-def]
     return min(low + block - (phase if low == 0 else 0), size)
 
 
-def int8_encode(request):  # type: ignore[no-untyped-def]
-    residual, gradient, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2), peek64(request, 3)
-    out, keep, phase, base = peek64(request, 4), peek64(request, 5), peek64(request, 6), peek64(request, 7)
-    left, right = peek64(request, 8), peek64(request, 9)
-    low, tops, top = 0, zeros(_WIDE_INTEGERS), zeros(_SINGLE_INTEGER)
-    while low < size:
-        high = _block_end(low, size, block, phase)
-        peaks, i = zeros(_WIDE_INTEGERS), low
-        while i + lanes(_WIDE) <= high:
-            value, tops = _accumulate(_WIDE, residual, gradient, i, tops)
-            peaks = maximum(peaks, _finite_magnitudes(_WIDE, value))
-            i += lanes(_WIDE)
-        peak = _largest(peaks)
-        while i < high:
-            single, top = _accumulate(_SINGLE, residual, gradient, i, top)
-            peak = max(peak, _largest(_finite_magnitudes(_SINGLE, single)))
-            i += 1
-        size_of_one = _float_of(peak) / numba.float32(127)
-        size_of_one = numba.float32(min(max(size_of_one, _LEAST_STEP), _MOST_STEP))
-        poke_float(out, 0, size_of_one)
-        out += _SCALE_BYTES
-        i = low
-        while i + lanes(_WIDE) <= high:
-            rest = _round_at_random(_WIDE, load(_WIDE, residual, i), size_of_one, out, base + i, left, right)
-            store(_WIDE, residual, i, rest if keep != 0 else zeros(_WIDE))
-            out += lanes(_WIDE)
-            i += lanes(_WIDE)
-        while i < high:
-            rest = _round_at_random(_SINGLE, load(_SINGLE, residual, i), size_of_one, out, base + i, left, right)
-            store(_SINGLE, residual, i, rest if keep != 0 else zeros(_SINGLE))
-            out += 1
-            i += 1
-        low = high
-    poke64(request, 10, max(_largest(tops), _largest(top)) >= INFINITE)
+def _encoding(name: str, code: _Code) -> Any:
+    """The kernel that rounds to the integers of a format."""
+    by_mean, fraction, most, longest = code.missing is None, code.bits, code.most, code.longest
+    per_byte = 8 // code.bits
+
+    def encode(request):  # type: ignore[no-untyped-def]
+        residual, gradient, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2), peek64(request, 3)
+        out, keep, phase, base = peek64(request, 4), peek64(request, 5), peek64(request, 6), peek64(request, 7)
+        left, right = peek64(request, 8), peek64(request, 9)
+        decay, nearest = peek_double(request, 11), peek64(request, 12)
+        low, tops, top = 0, zeros(_WIDE_INTEGERS), zeros(_SINGLE_INTEGER)
+        while low < size:
+            high = _block_end(low, size, block, phase)
+            peaks, sums, i = zeros(_WIDE_INTEGERS), _doubles(_WIDE), low
+            while i + lanes(_WIDE) <= high:
+                value, tops = _accumulate(_WIDE, residual, gradient, i, tops, decay)
+                if by_mean:
+                    peaks, sums = maximum(peaks, _magnitudes(_WIDE, value)), _add_magnitudes(_WIDE, sums, value)
+                else:
+                    peaks = maximum(peaks, _finite_magnitudes(_WIDE, value))
+                i += lanes(_WIDE)
+            peak, total = _largest(peaks), 0.0
+            if by_mean:
+                total = _total(sums)
+            while i < high:
+                single, top = _accumulate(_SINGLE, residual, gradient, i, top, decay)
+                if by_mean:
+                    peak = max(peak, _largest(_magnitudes(_SINGLE, single)))
+                    total += _total(_add_magnitudes(_SINGLE, _doubles(_SINGLE), single))
+                else:
+                    peak = max(peak, _largest(_finite_magnitudes(_SINGLE, single)))
+                i += 1
+            if by_mean:
+                size_of_one = numba.float32(_OF_MEAN * total / (high - low))
+            else:
+                size_of_one = _float_of(peak) / numba.float32(most)
+            size_of_one = numba.float32(min(max(size_of_one, _LEAST_STEP), longest))
+            good = not by_mean or peak < INFINITE
+            told = size_of_one if good else _float_of(0x7FC00000)
+            if by_mean and peak == 0:
+                told = numba.float32(0)
+            poke_float(out, 0, told)
+            out += _SCALE_BYTES
+            i = low
+            while i + lanes(_WIDE) <= high:
+                value = load(_WIDE, residual, i)
+                whole = _round(_WIDE, code, value, size_of_one, base + i, left, right, nearest)
+                _put(_WIDE, code, value, whole, out)
+                if keep == 0:
+                    store(_WIDE, residual, i, zeros(_WIDE))
+                elif good:
+                    store(_WIDE, residual, i, _left_over(_WIDE, code, value, whole, told))
+                else:
+                    store(_WIDE, residual, i, where_finite(_WIDE, value, value, zeros(_WIDE)))
+                out += lanes(_WIDE) * fraction >> 3
+                i += lanes(_WIDE)
+            bits, filled = 0, 0
+            while i < high:
+                single = load(_SINGLE, residual, i)
+                one = _round(_SINGLE, code, single, size_of_one, base + i, left, right, nearest)
+                bits |= _put(_SINGLE, code, single, one, out) << (filled * fraction)
+                if keep == 0:
+                    store(_SINGLE, residual, i, zeros(_SINGLE))
+                elif good:
+                    store(_SINGLE, residual, i, _left_over(_SINGLE, code, single, one, told))
+                else:
+                    store(_SINGLE, residual, i, where_finite(_SINGLE, single, single, zeros(_SINGLE)))
+                filled += 1
+                i += 1
+                if filled == per_byte or i == high:
+                    poke8(out, 0, bits)
+                    out += 1
+                    bits, filled = 0, 0
+            low = high
+        poke64(request, 10, max(_largest(tops), _largest(top)) >= INFINITE)
+
+    encode.__name__ = f"{name}_encode"
+    return encode
 
 
 @njit
@@ -269,23 +416,33 @@ def _deliver(wire, out, i, value, adding):  # type: ignore[no-untyped-def]
     store(wire, out, i, add(load(wire, out, i), value) if adding != 0 else value)
 
 
-def int8_decode(request):  # type: ignore[no-untyped-def]
-    payload, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2)
-    out, adding, phase = peek64(request, 3), peek64(request, 4), peek64(request, 5)
-    low = 0
-    while low < size:
-        high = _block_end(low, size, block, phase)
-        size_of_one, i = peek_float(payload, 0), low
-        payload += _SCALE_BYTES
-        while i + lanes(_WIDE) <= high:
-            _deliver(_WIDE, out, i, _from_bytes(_WIDE, payload, size_of_one), adding)
-            payload += lanes(_WIDE)
-            i += lanes(_WIDE)
-        while i < high:
-            _deliver(_SINGLE, out, i, _from_bytes(_SINGLE, payload, size_of_one), adding)
-            payload += 1
-            i += 1
-        low = high
+def _decoding(name: str, code: _Code) -> Any:
+    """The opposite of `_encoding`."""
+    fraction, per_byte = code.bits, 8 // code.bits
+
+    def decode(request):  # type: ignore[no-untyped-def]
+        payload, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2)
+        out, adding, phase = peek64(request, 3), peek64(request, 4), peek64(request, 5)
+        low = 0
+        while low < size:
+            high = _block_end(low, size, block, phase)
+            size_of_one, i = peek_float(payload, 0), low
+            payload += _SCALE_BYTES
+            while i + lanes(_WIDE) <= high:
+                _deliver(_WIDE, out, i, _get(_WIDE, code, payload, size_of_one), adding)
+                payload += lanes(_WIDE) * fraction >> 3
+                i += lanes(_WIDE)
+            first = i
+            while i < high:
+                place = i - first
+                bits = peek8(payload, place // per_byte) >> (place % per_byte * fraction)
+                _deliver(_SINGLE, out, i, _get(_SINGLE, code, bits, size_of_one), adding)
+                i += 1
+            payload += ((high - first) * fraction + 7) >> 3
+            low = high
+
+    decode.__name__ = f"{name}_decode"
+    return decode
 
 
 @intrinsic
@@ -309,19 +466,19 @@ def _total(typing: Any, value: Lanes) -> Any:
 
 def onebit_encode(request):  # type: ignore[no-untyped-def]
     residual, gradient, size, block = peek64(request, 0), peek64(request, 1), peek64(request, 2), peek64(request, 3)
-    out, keep, phase = peek64(request, 4), peek64(request, 5), peek64(request, 6)
+    out, keep, phase, decay = peek64(request, 4), peek64(request, 5), peek64(request, 6), peek_double(request, 11)
     low, tops, top = 0, zeros(_WIDE_INTEGERS), zeros(_SINGLE_INTEGER)
     while low < size:
         high = _block_end(low, size, block, phase)
         peaks, sums, i = zeros(_WIDE_INTEGERS), _doubles(_WIDE), low
         while i + lanes(_WIDE) <= high:
-            value, tops = _accumulate(_WIDE, residual, gradient, i, tops)
+            value, tops = _accumulate(_WIDE, residual, gradient, i, tops, decay)
             peaks = maximum(peaks, _magnitudes(_WIDE, value))
             sums = _add_magnitudes(_WIDE, sums, value)
             i += lanes(_WIDE)
         peak, total = _largest(peaks), _total(sums)
         while i < high:
-            single, top = _accumulate(_SINGLE, residual, gradient, i, top)
+            single, top = _accumulate(_SINGLE, residual, gradient, i, top, decay)
             peak = max(peak, _largest(_magnitudes(_SINGLE, single)))
             total += _total(_add_magnitudes(_SINGLE, _doubles(_SINGLE), single))
             i += 1
@@ -378,4 +535,8 @@ def onebit_decode(request):  # type: ignore[no-untyped-def]
         low = high
 
 
-KERNELS = (int8_encode, int8_decode, onebit_encode, onebit_decode)
+KERNELS = (
+    *(make(*each) for each in (("int8", _EIGHT), ("int4", _FOUR), ("int2", _TWO)) for make in (_encoding, _decoding)),
+    onebit_encode,
+    onebit_decode,
+)

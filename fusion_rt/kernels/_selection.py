@@ -16,12 +16,14 @@ from fusion_rt.kernels._lanes import (
     INFINITE,
     Wire,
     add,
+    count_hits,
     hits,
     lanes,
     load,
     multiply,
     scale,
     store,
+    sum_of,
     total,
     where_finite,
     zeros,
@@ -43,6 +45,8 @@ njit: Any = numba.njit
 
 _MAGNITUDE = 0x7FFFFFFF
 _WIDE, _SINGLE = Wire.wide(DTYPES["float32"]), Wire(DTYPES["float32"], 1)
+_WIDE_INTEGERS = Wire(DTYPES["int32"], _WIDE.lanes)
+_NEAR = 1 << 19  # of magnitudes: 2**(1 / 16) times less
 _BLOCK = 4096  # elements whose squares are summed in float32
 
 
@@ -71,10 +75,13 @@ def _collect(wire, request, first, count, quota, spoiled):  # type: ignore[no-un
     residual, gradient, velocity = peek64(request, 0), peek64(request, 1), peek64(request, 2)
     high, threshold = peek64(request, 4), peek64(request, 5)
     momentum, factor, nesterov = peek_double(request, 10), peek_double(request, 11), peek64(request, 12)
+    decay = peek_double(request, 15)
     i = first
     while i + lanes(wire) <= high:
         value = load(wire, residual, i)
         if gradient != 0:
+            if decay != 1.0:
+                value = scale(wire, value, decay)
             step = load(wire, gradient, i)
             if factor != 1.0:
                 step = scale(wire, step, factor)
@@ -140,15 +147,110 @@ def take(request):  # type: ignore[no-untyped-def]
 
 
 @njit
+def _reaching(values, size, threshold):  # type: ignore[no-untyped-def]
+    """Counts the elements with a magnitude of at least the threshold."""
+    counts, i = zeros(_WIDE_INTEGERS), 0
+    while i + lanes(_WIDE) <= size:
+        counts = count_hits(_WIDE, counts, load(_WIDE, values, i), threshold)
+        i += lanes(_WIDE)
+    found = sum_of(counts)
+    while i < size:
+        found += (peek32(values, i) & _MAGNITUDE) >= threshold
+        i += 1
+    return found
+
+
+@njit
+def _kth(values, size, k, most, guess):  # type: ignore[no-untyped-def]
+    """A magnitude, at least 1, that at least k elements reach, and at most `most`, or no larger one; and how many. Of
+    fewer that are not zero, 1. The search begins at `guess`, with steps that grow until it is between two."""
+    low, high = 1, _MAGNITUDE + 1  # k elements reach the first, unless they are zeros, and not the second
+    reaching = -1  # the first
+    step, at = 1 << 19, max(guess, 1)
+    while high - low > 1:
+        found = _reaching(values, size, at)
+        if k <= found <= most:
+            return at, found
+        if found > k:
+            low, reaching = at, found
+            at = low + step if high > _MAGNITUDE else 0
+        else:
+            high = at
+            at = high - step if low == 1 else 0
+        step *= 4
+        if not low < at < high:
+            at = low + ((high - low) >> 1)
+    if reaching < 0:
+        reaching = _reaching(values, size, low)
+    return low, reaching
+
+
+@njit
+def _gather(values, size, first, threshold, indices, found):  # type: ignore[no-untyped-def]
+    """Copies what has at least that magnitude. Its indices are counted from `-first`."""
+    i, count = 0, 0
+    while i < size:
+        wide = i + lanes(_WIDE) <= size
+        if wide:
+            mask = hits(_WIDE, load(_WIDE, values, i), threshold)
+        else:
+            mask = hits(_SINGLE, load(_SINGLE, values, i), threshold)
+        while mask != 0:
+            j = i + trailing_zeros(mask)
+            mask &= mask - 1
+            poke32(indices, count, first + j)
+            poke32(found, count, peek32(values, j))
+            count += 1
+        i += lanes(_WIDE) if wide else 1
+    return count
+
+
+def chunks(request):  # type: ignore[no-untyped-def]
+    """Takes the largest of each chunk. Elements are counted from the beginning of the residual. The first pass over a
+    chunk that is not too far off tells which elements are looked at any more."""
+    residual, edges, wanted = peek64(request, 0), peek64(request, 1), peek64(request, 2)
+    indices, values, taken, guess = peek64(request, 5), peek64(request, 6), peek64(request, 7), peek64(request, 8)
+    near, near_values = peek64(request, 9), peek64(request, 10)  # of room for a chunk
+    for chunk in range(peek64(request, 3), peek64(request, 4)):
+        low, high, k = peek64(edges, chunk), peek64(edges, chunk + 1), peek64(wanted, chunk)
+        first = residual + 4 * low
+        lowest, _ = _kth(first, high - low, k, 2 * k + lanes(_WIDE), guess)
+        size = _gather(first, high - low, low, lowest, near, near_values)
+        threshold, reaching = _kth(near_values, size, k, k, guess)
+        guess = threshold - _NEAR
+        ties = size
+        if reaching > k:
+            ties = k - _reaching(near_values, size, threshold + 1)
+        for j in range(size):
+            bits = peek32(near_values, j)
+            if bits & _MAGNITUDE < threshold:
+                continue
+            if bits & _MAGNITUDE == threshold:
+                if ties == 0:
+                    continue
+                ties -= 1
+            i = peek32(near, j)
+            poke32(indices, taken, i)
+            poke32(values, taken, bits)
+            poke32(residual, i, 0)
+            taken += 1
+    poke64(request, 7, taken)
+    poke64(request, 8, guess)
+
+
+@njit
 def _sample(wire, request):  # type: ignore[no-untyped-def]
     residual, gradient, velocity = peek64(request, 0), peek64(request, 1), peek64(request, 2)
     starts, runs, length, out = peek64(request, 3), peek64(request, 4), peek64(request, 5), peek64(request, 6)
     momentum, factor, nesterov = peek_double(request, 7), peek_double(request, 8), peek64(request, 9)
+    decay = peek_double(request, 10)
     for run in range(runs):
         start, j = peek64(starts, run), 0
         while j + lanes(wire) <= length:
             value = load(wire, residual, start + j)
             if gradient != 0:
+                if decay != 1.0:
+                    value = scale(wire, value, decay)
                 step = load(wire, gradient, start + j)
                 if factor != 1.0:
                     step = scale(wire, step, factor)
@@ -231,4 +333,4 @@ def put(request):  # type: ignore[no-untyped-def]
         poke_float(memory, i, value)
 
 
-KERNELS = (put, collect, count, take, sample, moments, merge)
+KERNELS = (put, collect, count, take, sample, moments, merge, chunks)

@@ -269,6 +269,11 @@ class Routine:
         return block
 
 
+def float_bits(number: float) -> int:
+    """The word of a routine that is a float64."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
 @cache
 def _address_list(count: int) -> struct.Struct:
     return struct.Struct(f"{count}Q")

@@ -48,6 +48,7 @@ _PARTS = (
     "_coding.py",
     "_quantisation.py",
     "_low_rank.py",
+    "_cosines.py",
     "_ordinary.py",
     "_lanes.py",
     "_memory.py",

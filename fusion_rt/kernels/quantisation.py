@@ -5,28 +5,37 @@ lack `phase` elements at its beginning, and the last some at its end. So the pay
 with blocks is a part of the payload of the whole.
 
 `INT8`: the float32 is the size s of one step, the largest finite magnitude / 127, held within [`LEAST_STEP`,
-`MOST_STEP`]; an element x is the int8 q = x / s, rounded down or up at random so that q * s is x on average; -128 if it
-is not finite.
+`longest`]; an element x is the int8 q = x / s, rounded down or up at random so that q * s is x on average, or to the
+nearest (of two, the one below); -128 if it is not finite.
+
+`INT4`: the same with 7 for 127 and -8 for -128. Of each 32 consecutive elements of a record, the first 16 are the lower
+halves of 16 bytes, and the others the upper ones; of what is left at its end, two that follow each other share a byte.
+
+`INT2`: s is 1.25 times the mean magnitude of the block; an element is one of four numbers, -1.5 s, -.5 s, .5 s and
+1.5 s, whose q is -2 to 1. s is 0 where all elements are 0, and NaN if one is not finite. Of 32 elements, each 8 are two
+bits of 8 bytes, from the lowest on; at the end of a record four that follow each other share a byte. For normal numbers
+this is the best s, and the nearest of the four never leaves more of a block than there was.
 
 `ONEBIT`: the float32 is the mean magnitude of the block, NaN if an element is not finite; an element is its sign bit, 8
 in a byte from the lowest on.
 
-What is left, element by element and in float32, is x - q * s, or x minus the mean with the sign of x. Nothing is left
-of what is not finite; with `ONEBIT` all is left of the finite elements beside it. `reference` computes the same,
-plainly.
+What is left, element by element and in float32, is x minus what it arrives as. Nothing is left of what is not finite;
+with `INT2` and `ONEBIT`, whose block is NaN then, all is left of the finite elements beside it. `reference` computes
+the same, plainly.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from fusion_rt.kernels import cpu
-from fusion_rt.kernels.cpu import Array, Routine
+from fusion_rt.kernels.cpu import Array, Routine, float_bits
 
-LEAST_STEP, MOST_STEP = np.float32(2.0**-126), np.float32(float.fromhex("0x1.020406p+121"))
-"""Of int8; 127 times the largest is finite, and not so of the next number."""
+LEAST_STEP = np.float32(2.0**-126)
+"""Of a step."""
 
 _SCALE_BYTES = 4
 
@@ -45,19 +54,31 @@ class Draw:
 
 @dataclass(frozen=True)
 class Quantiser:
-    """A way to quantise; `INT8` and `ONEBIT` are all there are.
+    """A way to quantise; `INT8`, `INT4`, `INT2` and `ONEBIT` are all there are.
 
     In all methods: `block` elements make a block, a multiple of 32; and `phase` elements of the first one, fewer than
     that, come before the elements at hand.
 
     Attributes:
         bits: of an element.
+        longest: a step, so that no number is infinite.
     """
 
     name: str
     bits: int
-    _encode: Routine
-    _decode: Routine
+    longest: float
+
+    @cached_property
+    def _encode(self) -> Routine:
+        return Routine(f"{self.name}-encode")
+
+    @cached_property
+    def _decode(self) -> Routine:
+        return Routine(f"{self.name}-decode")
+
+    def prepare(self) -> None:
+        """Makes its kernels ready before they are needed in a hurry."""
+        cpu.prepare([], others=(self._encode.name, self._decode.name))
 
     def nbytes(self, n: int, block: int, phase: int = 0) -> int:
         """Bytes of n elements."""
@@ -75,9 +96,10 @@ class Quantiser:
         phase: int = 0,
         keep: bool = True,
         base: int = 0,
-        draw: Draw = Draw(0, 0),
+        draw: Draw | None = None,
+        decay: float = 1.0,
     ) -> bool:
-        """Adds the gradient to the residual, writes the sum as blocks, and keeps what is left of it.
+        """Adds the gradient to the residual times `decay`, writes the sum as blocks, and keeps what is left of it.
 
         Elements to which the gradient cannot be added, because the sum would not be finite, are written without it.
 
@@ -87,7 +109,8 @@ class Quantiser:
             out: uint8, contiguous, `nbytes(n, block, phase)` bytes.
             keep: what is left becomes the residual; if not, zeros do.
             base: the counter of the first element, for `draw`.
-            draw: the random bits that `INT8` rounds with.
+            draw: the random bits that integers are rounded with; without, they are rounded to the nearest.
+            decay: where there is a gradient, the residual is multiplied by this first.
 
         Returns: whether all of the gradient was added.
         """
@@ -100,7 +123,7 @@ class Quantiser:
         self._check(out, n, block, phase)
         words = self._encode(
             residual.ctypes.data, 0 if gradient is None else gradient.ctypes.data, n, block, out.ctypes.data,
-            int(keep), phase, base, draw.left, draw.right, 0,
+            int(keep), phase, base, *((draw.left, draw.right) if draw else (0, 0)), 0, float_bits(decay), draw is None,
         )  # fmt: skip
         return not words[10]
 
@@ -133,12 +156,7 @@ class Quantiser:
             )
 
 
-INT8 = Quantiser("int8", 8, Routine("int8-encode"), Routine("int8-decode"))
-ONEBIT = Quantiser("onebit", 1, Routine("onebit-encode"), Routine("onebit-decode"))
-
-ROUTINES = ("int8-encode", "int8-decode", "onebit-encode", "onebit-decode")
-
-
-def prepare() -> None:
-    """Makes the kernels ready before they are needed in a hurry."""
-    cpu.prepare([], others=ROUTINES)
+INT8 = Quantiser("int8", 8, float.fromhex("0x1.020406p+121"))
+INT4 = Quantiser("int4", 4, float.fromhex("0x1.249248p+125"))
+INT2 = Quantiser("int2", 2, 2.0**127)
+ONEBIT = Quantiser("onebit", 1, 0.0)

@@ -8,7 +8,6 @@ and what is not finite is selected before anything else. `reference` computes th
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 
 from fusion_rt.kernels import cpu
-from fusion_rt.kernels.cpu import Array, Routine
+from fusion_rt.kernels.cpu import Array, Routine, float_bits
 from fusion_rt.kernels.team import ALONE, Team
 
 NOTHING = 0x7FFFFFFF + 1
@@ -33,6 +32,7 @@ _PART_ELEMENTS = 1 << 16  # below this a second thread is not worth waking
 
 _collect, _count, _take = Routine("collect"), Routine("count"), Routine("take")
 _sample, _moments, _merge, _put = Routine("sample"), Routine("moments"), Routine("merge"), Routine("put")
+_chunks = Routine("chunks")
 ROUTINES = tuple(routine.name for routine in (_collect, _count, _take, _sample, _moments, _merge, _put))
 
 
@@ -40,13 +40,13 @@ ROUTINES = tuple(routine.name for routine in (_collect, _count, _take, _sample, 
 class Memory:
     """The operands of a pass, what is added and to what: 1-D contiguous float32 arrays of the same length.
 
-    With g = gradient * factor, element by element and in float32:
+    With g = gradient * factor, element by element and in float32, and after residual *= decay:
 
     * residual += g;
     * with a velocity u (momentum correction): u = momentum * u + g, residual += u;
     * nesterov: u = momentum * (u + g), residual += u + g.
 
-    Elements whose residual would not be finite afterwards are left as they are, and so is their velocity.
+    Elements whose residual would not be finite afterwards do without, and so does their velocity.
 
     Attributes:
         spoiled: a pass has left such elements.
@@ -58,6 +58,7 @@ class Memory:
     momentum: float = 0.0
     nesterov: bool = False
     factor: float = 1.0
+    decay: float = 1.0
     spoiled: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +77,7 @@ class Memory:
         return self.residual.ctypes.data, _address(self.gradient), _address(self.velocity)
 
     def factors(self) -> tuple[int, int, int]:
-        return _bits(self.momentum), _bits(self.factor), int(self.nesterov)
+        return float_bits(self.momentum), float_bits(self.factor), int(self.nesterov)
 
 
 class Found:
@@ -103,10 +104,12 @@ def collect(memory: Memory, ranges: Iterable[Range], threshold: int, found: Foun
         ranges: of elements, ascending.
         quota: how many elements of exactly that magnitude count; the first ones do.
     """
-    base, factors = memory.words(), memory.factors()
+    base, factors, decay = memory.words(), memory.factors(), float_bits(memory.decay)
     out = found.indices.ctypes.data, found.values.ctypes.data
     for low, high in ranges:
-        results = _collect(*base, low, high, threshold, quota, len(found.indices), *out, *factors, found.count, 0)
+        results = _collect(
+            *base, low, high, threshold, quota, len(found.indices), *out, *factors, found.count, 0, decay
+        )  # fmt: skip
         quota, found.count = int(results[6]), int(results[13])
         if results[14]:  # only ever set, so that threads may share a memory
             memory.spoiled = True
@@ -130,13 +133,17 @@ def withdraw(memory: Memory, ranges: Iterable[Range]) -> None:
                 np.copyto(velocity, before, where=added & np.isfinite(before))
             before = residual - step
             np.copyto(residual, before, where=added & np.isfinite(before))
+            if memory.decay != 1.0:
+                before = residual / np.float32(memory.decay)
+                np.copyto(residual, before, where=np.isfinite(before))
 
 
 def sample(memory: Memory, starts: Array, length: int) -> Array:
     """Returns the elements as they will be once `collect` has added: `length` of them from each of `starts` (int64);
     float32."""
     values = np.empty(len(starts) * length, np.float32)
-    _sample(*memory.words(), starts.ctypes.data, len(starts), length, values.ctypes.data, *memory.factors())
+    out, decay = values.ctypes.data, float_bits(memory.decay)
+    _sample(*memory.words(), starts.ctypes.data, len(starts), length, out, *memory.factors(), decay)
     return values
 
 
@@ -245,6 +252,48 @@ def take_found(residual: Array, found: list[Found], cut: Cut, team: Team) -> tup
     return indices, values
 
 
+def take_of_chunks(memory: Memory, edges: Array, wanted: Array, team: Team = ALONE) -> tuple[Array, Array]:
+    """Adds to the elements of consecutive chunks, and takes the largest of each out of the residual; of equal ones the
+    first, and none that are zero.
+
+    Args:
+        edges: int64, where chunks begin, and the end of the last one.
+        wanted: int64, how many of each, at least 1.
+
+    Returns: indices (int32, ascending) and values (float32).
+    """
+    if not (len(edges) == len(wanted) + 1 and edges.dtype == wanted.dtype == np.int64):
+        raise ValueError(f"{len(wanted)} chunks have an edge more, as int64; not {len(edges)} of {edges.dtype}")
+    if not 0 <= edges[0] <= edges[-1] <= len(memory.residual) or (np.diff(edges) < 0).any() or (wanted < 1).any():
+        raise ValueError(f"chunks are ascending ranges of the {len(memory.residual)} elements, of each 1 is taken")
+    room = np.minimum(wanted, np.diff(edges))
+    count = max(1, min(team.threads, int(edges[-1] - edges[0]) // _PART_ELEMENTS))
+    bounds = [int(np.searchsorted(edges, edges[0] + (edges[-1] - edges[0]) * i // count)) for i in range(count)]
+    found: list[tuple[Array, Array]] = [(np.empty(0, np.int32), np.empty(0, np.float32))] * count
+
+    def work(part: int, first: int, end: int) -> None:
+        most = int(room[first:end].sum())
+        indices, values = np.empty(most, np.int32), np.empty(most, np.float32)
+        near, near_values = (np.empty(int(np.diff(edges).max(initial=0)), np.int32) for _ in range(2))
+        addresses = memory.residual.ctypes.data, edges.ctypes.data, wanted.ctypes.data
+        out = indices.ctypes.data, values.ctypes.data
+        number = guess = 0
+        while first < end:  # a part that stays in a cache between the two passes
+            last = min(end, max(first + 1, int(np.searchsorted(edges, edges[first] + _PART_ELEMENTS))))
+            collect(memory, [(int(edges[first]), int(edges[last]))], NOTHING, Found(0))
+            words = _chunks(
+                *addresses, first, last, *out, number, guess, near.ctypes.data, near_values.ctypes.data
+            )  # fmt: skip
+            number, guess, first = int(words[7]), int(words[8]), last
+        found[part] = indices[:number], values[:number]
+
+    edged = [*bounds, len(wanted)]
+    team.run([partial(work, part, *edged[part : part + 2]) for part in range(count) if edged[part] < edged[part + 1]])
+    if count == 1:
+        return found[0]
+    return np.concatenate([each[0] for each in found]), np.concatenate([each[1] for each in found])
+
+
 def put(indices: Array, values: Array, out: Array, low: int = 0, add: bool = False, team: Team = ALONE) -> None:
     """Writes or adds values (float32) to those elements of `out` (float32) that have the indices (int32, different),
     of which `out` has those from `low` on."""
@@ -326,9 +375,10 @@ def prepare() -> None:
     cpu.prepare([], others=ROUTINES)
 
 
+def prepare_chunks() -> None:
+    """Makes that of `take_of_chunks` ready, too."""
+    cpu.prepare([], others=[_chunks.name])
+
+
 def _address(array: Array | None) -> int:
     return 0 if array is None else array.ctypes.data
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("q", struct.pack("d", number))[0])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusion_rt.codecs import CodecError
 from fusion_rt.codecs.packing import HEADER, INDEX_CODINGS, Packer, Selection, Spans, merged, strongest
-from fusion_rt.codecs.values import FORMATS
+from fusion_rt.codecs.values import FORMATS, format_of_whole
 from fusion_rt.kernels import coding, selection
 from tests.kernels import reference
 
@@ -42,8 +42,8 @@ def drawn(n: int, density: float, value: str, seed: int) -> tuple[Spans, Spans, 
     values = rng.standard_normal(len(indices) + dense.size, dtype=np.float32)
     special = rng.random(len(values)) < 0.3
     values[special] = rng.choice(VALUES, int(special.sum()))
-    chosen = FORMATS[value]
-    kept, always = chosen.rounded(values[: len(indices)]), chosen.rounded(values[len(indices) :])
+    kept = FORMATS[value].rounded(values[: len(indices)])
+    always = FORMATS[format_of_whole(value)].rounded(values[len(indices) :])
     return sparse, dense, Selection(0, n, indices, kept, always)
 
 

@@ -13,7 +13,7 @@ from fusion_rt import codecs
 from fusion_rt.codecs import BucketCodec, Codec, CodecError, Layout, parse
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.half import Bf16, Fp16
-from fusion_rt.codecs.int8 import Int8
+from fusion_rt.codecs.integers import Int4, Int8
 from fusion_rt.codecs.onebit import OneBit
 from fusion_rt.codecs.powersgd import PowerSGD
 from fusion_rt.core.dtypes import DType
@@ -63,6 +63,7 @@ def test_a_name_alone_is_a_codec(text: str, codec: Codec) -> None:
     [
         ("int8", Int8()),
         ("int8(block=64, feedback=False, seed=3)", Int8(block=64, feedback=False, seed=3)),
+        ("int4(decay=0.95, rounding='random')", Int4(decay=0.95, rounding="random")),
         ("onebit(block=1024)", OneBit()),
         ("onebit(momentum=0.9, nesterov=True)", OneBit(momentum=0.9, nesterov=True)),
         ("powersgd(rank=4)", PowerSGD()),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusion_rt.codecs import CodecError, Layout, Span, parse
 from fusion_rt.codecs.quantising import Quantising, QuantisingBucketCodec
 from fusion_rt.core.dtypes import DTYPES, DType
-from fusion_rt.kernels import quantisation
+from fusion_rt.kernels.quantisation import INT2, INT4, INT8, ONEBIT
 from fusion_rt.kernels.random_bits import key
 from fusion_rt.kernels.team import Team
 from tests.kernels import reference
@@ -22,14 +22,16 @@ from tests.kernels import reference
 Array = npt.NDArray[Any]
 
 F32 = DTYPES["float32"]
-NAMES = ["int8", "onebit"]
+BITS = {"int8": 8, "int4": 4, "int2": 2, "onebit": 1}
+NAMES = list(BITS)
 SPECIALS = np.array([0.0, -0.0, 1.0, -1.0, 1.0, 1e-45, -1e-40, 3.4e38, -3.4e38, 2**-20], np.float32)
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
-    quantisation.prepare()
+    for kind in (INT8, INT4, INT2, ONEBIT):
+        kind.prepare()
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +129,15 @@ def test_what_is_sent_and_what_remains_is_what_was_given(
         assert (np.abs(exact) <= np.spacing(np.abs(after)) / 2).all()
         for low, high in blocks(where, block):
             part = wanted[low:high].astype(np.float64)
-            if name == "int8":
-                step_size = max(np.abs(part).max() / 127, 2.0**-126)
-                assert (np.abs(sent[low:high] - part) <= step_size * 1.01).all()
+            if name in ("int8", "int4"):
+                step_size = max(np.abs(part).max() / (127 if name == "int8" else 7), 2.0**-126)
+                assert (np.abs(sent[low:high] - part) <= step_size * (1.01 if name == "int8" else 0.51)).all()
+            elif name == "int2":
+                step_size = 1.25 * np.abs(part).mean()
+                within = np.abs(part) <= 2 * step_size
+                most = max(0.51 * step_size, 2.0**-126)
+                assert (np.abs(sent[low:high] - part)[within] <= most).all()
+                assert (np.abs(sent[low:high] - part) <= np.abs(part) + most).all()
             else:
                 assert np.array_equal(np.signbit(sent[low:high]), np.signbit(part))
                 assert np.abs(sent[low:high]) == pytest.approx(np.abs(part).mean(), rel=1e-6, abs=2.0**-149)
@@ -141,16 +149,17 @@ def test_what_is_sent_and_what_remains_is_what_was_given(
 @BY_NAME
 def test_payloads_are_those_of_the_reference(name: str) -> None:
     n, block = 1000, 64
-    codec = opened(f"{name}(block={block}, minimum=0, seed=5)" if name == "int8" else f"{name}(block=64, minimum=0)",
-                   Layout(F32, n))  # fmt: skip
+    text = f"{name}(block=64, minimum=0)" if name == "onebit" else f"{name}(block=64, minimum=0, seed=5)"
+    codec = opened(text, Layout(F32, n))
     codec.node = 3
     values = gradient(n, 1)
     payload = codec.encode(0, values)
-    if name == "int8":
-        bits = key(5, 1, 3, 0)
-        expected, left, _ = reference.int8(values, block, 0, 0, bits >> 32, bits & 0xFFFFFFFF)
-    else:
+    if name == "onebit":
         expected, left, _ = reference.onebit(values, block, 0)
+    else:
+        bits, nearest = key(5, 1, 3, 0), name != "int8"
+        drawn = bits >> 32, bits & 0xFFFFFFFF
+        expected, left, _ = reference.integers(BITS[name], values, block, 0, 0, *drawn, nearest)
     assert bytes(payload) == expected
     assert residual(codec).tobytes() == left.tobytes()
 
@@ -196,7 +205,8 @@ def test_buckets_of_hardly_any_elements(name: str, n: int, minimum: int) -> None
         values = np.full(n, 8.0 + step, np.float32)
         payload = codec.encode(0, values)
         assert payload.nbytes == (0 if n == 0 else 4 * n if minimum else 4 + (n if name == "int8" else 1))
-        assert decoded(codec, payload, 0, n) == pytest.approx(values, rel=0.01)
+        if minimum or name != "int2":  # which leaves something of a block of equal numbers
+            assert decoded(codec, payload, 0, n) == pytest.approx(values, rel=0.01)
     assert codec.residual_norm() >= 0
     assert codec.step == 4
 
@@ -207,9 +217,9 @@ def test_what_is_not_finite_makes_a_payload_nan_and_leaves_the_residual_as_it_wa
     values = gradient(200, 1)
     values[[70, 130]] = bad
     values[150] = np.nan  # padding
-    for name in ("int8", "onebit"):
+    for name in NAMES:
         for momentum in (0, 0.9):
-            codec = opened(f"{name}(block=32, minimum=0, momentum={momentum})", where)
+            codec = opened(f"{name}(block=32, minimum=0, momentum={momentum}, decay=0.9)", where)
             codec.encode(0, gradient(200, 2))
             before = codec.state_dict()
             sent = decoded(codec, codec.encode(0, values), 0, 200)
@@ -235,6 +245,23 @@ def test_without_feedback_nothing_is_kept(name: str) -> None:
 
 
 @BY_NAME
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_waits_decays_before_a_gradient_is_added(name: str, momentum: float) -> None:
+    where = layout(300)
+    codec = opened(f"{name}(minimum=0, decay=0.75, momentum={momentum})", where)
+    velocity: Array | None = np.zeros(305, np.float32) if momentum else None
+    for step in range(4):
+        values, before = gradient(305, step), residual(codec)
+        total, velocity = reference.added(before, values, velocity, momentum, False, 1.0, 0.75)
+        portion = codec.contribute(values)
+        sent = decoded(codec, codec.pack(portion, 0, 305), 0, 305)
+        assert (residual(codec) == without_padding(where, total) - sent).all()
+    before, values = residual(codec), gradient(305, 9)
+    codec.undo(codec.contribute(values), values)
+    assert residual(codec) == pytest.approx(before, abs=1e-5 * float(np.abs(np.concatenate([before, values])).max()))
+
+
+@BY_NAME
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_is_that_of_the_reference(name: str, nesterov: bool) -> None:
     where = layout(300)
@@ -247,7 +274,9 @@ def test_momentum_is_that_of_the_reference(name: str, nesterov: bool) -> None:
         assert (residual(codec) == without_padding(where, total) - sent).all()
 
 
-@pytest.mark.parametrize("text", ["int8(minimum=0)", "onebit(block=64, minimum=0)"])
+@pytest.mark.parametrize("text", ["int8(minimum=0)", "int4(minimum=0)", "int4(minimum=0, rounding='random')",
+                                  "int2(minimum=0)", "int2(minimum=0, rounding='random')",
+                                  "int2(minimum=0, decay=0.9)", "onebit(block=64, minimum=0)"])  # fmt: skip
 def test_with_feedback_descent_on_a_quadratic_converges(text: str) -> None:
     n, steps = 256, 600
     rng = np.random.default_rng(1)
@@ -365,7 +394,7 @@ def test_sums_are_scaled_divided_and_given_back(name: str, dtype: str) -> None:
 def test_the_number_of_threads_changes_nothing(team: Team) -> None:
     n = (1 << 20) + 12_345
     values = gradient(n, 1)
-    for text in ("int8", "onebit"):
+    for text in NAMES:
         results = []
         for workers in (None, team):
             codec = opened(text, Layout(F32, n), workers)
@@ -384,8 +413,9 @@ def test_payloads_that_are_none_are_refused(name: str) -> None:
         with pytest.raises(CodecError, match=f"take {len(payload)} bytes in the codec {name}, but a peer sent"):
             codec.decode(0, wrong, out)
         assert (out == 7).all()
-    scales = [-1.0, np.inf, -np.inf, 3.0e38 if name == "int8" else -3.0e38]
-    for scale in scales + ([np.nan, 0.0, 1e-40] if name == "int8" else []):
+    scales = [-1.0, np.inf, -np.inf, -3.0e38 if name == "onebit" else 3.0e38]
+    more = {"int8": [np.nan, 0.0, 1e-40], "int4": [np.nan, 0.0, 1e-40], "int2": [1e-40], "onebit": []}
+    for scale in scales + more[name]:
         with pytest.raises(CodecError, match=f"a scale that is none of the codec {name}"):
             codec.decode(0, np.float32(scale).tobytes() + payload[4:], np.empty(305, np.float32))
 
@@ -408,7 +438,7 @@ def test_any_payload_is_decoded_or_a_codec_error(name: str, payload: bytes, n: i
 @BY_NAME
 def test_a_restored_codec_goes_on_bit_by_bit(name: str) -> None:
     where = layout(3000)
-    text = f"{name}(minimum=0, momentum=0.9)"
+    text = f"{name}(minimum=0, momentum=0.9, decay=0.9)"
     codec, other = opened(text, where), opened(text, where)
     for step in range(3):
         codec.encode(0, gradient(3005, step))
@@ -446,7 +476,7 @@ def test_a_quantising_codec_says_what_it_is_and_what_it_costs(name: str) -> None
         codec.open(Layout(DTYPES["int32"], 10))
     bucket = opened(f"{name}(block=512)", layout(30_000))
     assert bucket.wanted() == 30_000
-    bits = 8 if name == "int8" else 1
+    bits = BITS[name]
     weights = bucket.weights()
     assert [weight for _, _, weight in weights] == pytest.approx([bits / 32 + 1 / 512, 1.0, bits / 32 + 1 / 512])
     expected = sum((high - low) * weight * 4 for low, high, weight in weights)
@@ -470,6 +500,12 @@ def test_a_quantising_codec_says_what_it_is_and_what_it_costs(name: str) -> None
         ("onebit(seed=1)", "onebit has no argument 'seed'"),
         ("onebit(momentum=1.0)", "momentum of the codec onebit is from 0 to below 1, not 1.0"),
         ("int8(nesterov=True)", r"nesterov needs a momentum; write int8\(momentum=0.9"),
+        (
+            "int4(decay=0.0)",
+            "decay of the codec int4 is what a step keeps of the residual, above 0 and at most 1, not 0.0",
+        ),
+        ("onebit(decay=1.5)", "above 0 and at most 1, not 1.5"),
+        ("int2(rounding='up')", 'the codec int2 rounds to "nearest" or at "random", not \'up\''),
         ("int8(minimum=-1)", "minimum is a number of elements from 0 on, not -1"),
     ],
 )

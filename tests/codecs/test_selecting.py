@@ -91,21 +91,22 @@ def gradient(n: int, seed: int, special: float = 0.0) -> Array:
 @settings(deadline=None)
 @given(
     name=st.sampled_from(NAMES),
-    value=st.sampled_from(["fp32", "fp16", "bf16", "int8"]),
+    value=st.sampled_from(["fp32", "fp16", "bf16", "int8", "int4"]),
     scope=st.sampled_from(["bucket", "tensor"]),
+    decay=st.sampled_from([1.0, 0.75]),
     n=st.integers(0, 300),
     density=st.sampled_from([0.001, 0.1, 0.5, 1.0]),
     special=st.sampled_from([0.0, 0.5, 1.0]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_what_is_sent_and_what_remains_is_what_was_given(
-    name: str, value: str, scope: str, n: int, density: float, special: float, seed: int
+    name: str, value: str, scope: str, decay: float, n: int, density: float, special: float, seed: int
 ) -> None:
     where = layout(n)
-    codec = opened(f"{name}(density={density}, value='{value}', scope='{scope}', minimum=0)", where)
+    codec = opened(f"{name}(density={density}, value='{value}', scope='{scope}', minimum=0, decay={decay})", where)
     for step in range(3):
         before, given_values = residual(codec), gradient(where.elements, seed + step, special)
-        wanted = without_padding(where, before + given_values)
+        wanted = without_padding(where, before * np.float32(decay) + given_values)
         selected = codec.accumulate_and_select(given_values)
         sent, after = expanded(codec, selected), residual(codec)
         assert (sent.astype(np.float64) + after == wanted).all()
@@ -209,7 +210,7 @@ def test_topk_is_exact_for_any_data_and_number_of_threads(pattern: str, density:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("value", ["fp32", "fp16", "bf16", "int8", "int4", "int2"])
 def test_what_is_not_finite_makes_a_payload_nan_and_leaves_the_residual_as_it_was(name: str, value: str) -> None:
     n = 50_000
     how = "momentum=0.9, masking=True" if value == "fp32" else "clip=30.0"
@@ -399,7 +400,7 @@ def test_statistics_say_how_much_was_asked_sent_and_saved() -> None:
         ("topk(density=0.0)", "above 0 and at most 1, not 0.0"),
         ("topk(density=2)", "above 0 and at most 1, not 2.0"),
         ("randomk(density=-1.0)", "above 0 and at most 1, not -1.0"),
-        ("topk(value='fp8')", "values are sent as fp32, fp16, bf16, int8, not as 'fp8'"),
+        ("topk(value='fp8')", "values are sent as fp32, fp16, bf16, int8, int4, int2, not as 'fp8'"),
         ("topk(index='rle')", "indices are sent as auto, delta, bitmap, raw, not as 'rle'"),
         ("topk(warmup=-1)", "warmup is a number of steps from 0 on, not -1"),
         ("topk(momentum=1.0)", "momentum of the codec topk is from 0 to below 1, not 1.0"),

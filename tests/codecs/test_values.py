@@ -76,11 +76,16 @@ def test_what_rounding_takes_away_is_a_float32_and_what_is_not_finite_stays_so(n
     values = np.array(numbers, np.float32)
     rounded = FORMATS[name].rounded(values)
     finite = np.isfinite(values)
+    if name == "int2":
+        for low in range(0, len(values), BLOCK):
+            part = slice(low, low + BLOCK)
+            assert (np.isfinite(rounded[part]) == finite[part].all()).all()
+        return  # what is left is rounded
     assert (np.isfinite(rounded) == finite).all()
     kept, sent = values[finite], rounded[finite]
     left = kept - sent
     assert (sent.astype(np.float64) + left.astype(np.float64) == kept.astype(np.float64)).all()
-    if name == "int8":
+    if name in ("int8", "int4"):
         assert np.isnan(rounded[~finite]).all()
     else:
         assert np.array_equal(rounded[~finite], values[~finite], equal_nan=True)
@@ -95,16 +100,33 @@ def test_ordinary_values_keep_their_digits_at_any_scale(name: str, scale: float)
     assert error.max() <= RELATIVE_ERROR[name]
 
 
-def test_int8_is_off_by_at_most_a_127th_of_the_largest_of_its_block() -> None:
+@pytest.mark.parametrize(("name", "most"), [("int8", 127), ("int4", 7)])
+def test_integers_are_off_by_at_most_their_part_of_the_largest_of_their_block(name: str, most: int) -> None:
     values = (
         np.random.default_rng(1).standard_normal(50 * BLOCK) * np.repeat(10.0 ** np.arange(-25, 25), BLOCK)
     ).astype(np.float32)
-    error = np.abs(FORMATS["int8"].rounded(values) - values).reshape(-1, BLOCK)
-    assert (error.max(axis=1) <= np.abs(values).reshape(-1, BLOCK).max(axis=1) / 127).all()
+    error = np.abs(FORMATS[name].rounded(values) - values).reshape(-1, BLOCK)
+    assert (error.max(axis=1) <= np.abs(values).reshape(-1, BLOCK).max(axis=1) / most).all()
+
+
+def test_two_bits_are_a_sign_and_the_nearer_of_two_powers_of_two() -> None:
+    values = np.array([5.0, -2.9, 3.1, -4.0, 0.01, 0.0, -0.0] + [1.0] * 57 + [-1.4, 1.5, 2.9] + [1.0] * 61, np.float32)
+    rounded = FORMATS["int2"].rounded(values)
+    assert rounded[:7].tolist() == [4.0, -2.0, 4.0, -4.0, 2.0, 2.0, -2.0]
+    assert rounded[BLOCK : BLOCK + 4].tolist() == [-1.0, 2.0, 2.0, 1.0]
+    assert FORMATS["int2"].nbytes(1000, 0) == 250 + 16
+    assert not FORMATS["int2"].rounded(np.full(100, 1e-40, np.float32)).any()
+    assert not FORMATS["int2"].rounded(np.zeros(100, np.float32)).any()
+    selected = np.random.default_rng(1).standard_normal(1 << 16).astype(np.float32)
+    selected = selected[np.abs(selected) > 2]  # as topk at 5 % selects
+    left = selected - FORMATS["int2"].rounded(selected)
+    assert np.square(left).sum() < 0.1 * np.square(selected).sum()
 
 
 def test_a_scale_that_cannot_be_is_refused() -> None:
     with pytest.raises(CodecError, match=r"fp16 times 2\*\*127, which is out of range"):
         FORMATS["fp16"].unpack(np.array([127, 0, 0], np.uint8), 1, 0)
+    with pytest.raises(CodecError, match=r"int4 times 2\*\*126, which is out of range"):
+        FORMATS["int4"].unpack(np.array([126, 1], np.uint8), 1, 0)
     with pytest.raises(CodecError, match=r"int8 times 2\*\*122, which is out of range"):
         FORMATS["int8"].unpack(np.array([122, 1], np.uint8), 1, 0)

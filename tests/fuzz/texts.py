@@ -26,7 +26,7 @@ _HOSTS = ("a:2,b:4", "user@a:1,[fe80::1%eth0]:3", "10.0.0.1", "a:2,a:3")
 _HOSTFILES = ("a slots=2\nb\n# c\n\nuser@d:3 # e\n", "[::1] slots=4\n")
 _CODECS = (
     "dense", "fp16", "topk(density=0.01, value='int8', index=\"delta\")", "gaussiank(warmup=3)", "randomk(seed=7)",
-    "thresholdk(exclude='*.bias', densities='a*: 0.5, b: 0.1')", "int8(block=64)",
+    "thresholdk(exclude='*.bias', densities='a*: 0.5, b: 0.1')", "int8(block=64)", "int2(rounding='random', decay=0.9)",
     "onebit(momentum=0.9, nesterov=True)",
     "powersgd(rank=2, warm_start=False)", "topk(density=1e999)", "topk(clip=1e308, minimum=0x10)",
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The kernels `cpu`, `selection`, `coding`, `quantisation` and `low_rank` in plain numpy, as their documentation says
-and nothing else; tests compare them with it.
+"""The kernels `cpu`, `selection`, `coding`, `quantisation`, `low_rank` and `cosines` in plain numpy, as their
+documentation says and nothing else; tests compare them with it.
 """
 
 from __future__ import annotations
@@ -74,10 +74,16 @@ def narrow(dtype: DType, values: Array) -> Array:
 
 @np.errstate(all="ignore")
 def added(
-    residual: Array, gradient: Array, velocity: Array | None, momentum: float, nesterov: bool, factor: float
+    residual: Array,
+    gradient: Array,
+    velocity: Array | None,
+    momentum: float,
+    nesterov: bool,
+    factor: float,
+    decay: float = 1.0,
 ) -> tuple[Array, Array | None]:
     """The residual and the velocity after an addition, see `selection.Memory`."""
-    before = velocity
+    before, residual = velocity, residual * np.float32(decay)
     step = gradient * np.float32(factor) if factor != 1.0 else gradient
     if velocity is not None:
         velocity = (velocity + step) * np.float32(momentum) if nesterov else velocity * np.float32(momentum) + step
@@ -130,28 +136,57 @@ def rice(indices: Array, low: int, bits: int) -> tuple[Array, ...]:
 
 
 @np.errstate(all="ignore")
-def int8(values: Array, block: int, phase: int, base: int, left: int, right: int) -> tuple[bytes, Array, Array]:
-    """See `quantisation.INT8`: the payload of a sum, what is left of it, and what receivers get."""
+def integers(
+    bits: int, values: Array, block: int, phase: int, base: int, left: int, right: int, nearest: bool = False
+) -> tuple[bytes, Array, Array]:
+    """See `quantisation.INT8`, `INT4` and `INT2`: the payload of a sum, what is left of it, and what receivers get."""
     payload, rest, got = b"", np.empty_like(values), np.empty_like(values)
-    most = np.nextafter(np.float32(2.0**128 / 127), np.float32(0))
+    most, offset = {8: (127, 0.0), 4: (7, 0.0), 2: (1, 0.5)}[bits]
+    longest = np.float32(2.0**127) if bits == 2 else np.nextafter(np.float32(2.0**128 / most), np.float32(0))
     for low, high in _blocks(len(values), block, phase):
         part = values[low:high]
         finite = np.isfinite(part)
-        scale = np.abs(np.where(finite, part, 0)).max() / np.float32(127)
-        scale = np.clip(scale, np.float32(2.0**-126), most)
+        sizes = np.abs(np.where(finite, part, 0))
+        scale = np.float32(1.25 * _mean(sizes, len(part))) if bits == 2 else sizes.max() / np.float32(most)
+        scale = np.clip(scale, np.float32(2.0**-126), longest)
         ratio = np.where(finite, part, 0) / scale
+        if bits == 2:
+            ratio = ratio.clip(-3, 2) - np.float32(0.5)
         x = np.arange(base + low, base + high, dtype=np.uint64).astype(np.uint32) + np.uint32(left)
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
         x = x ^ (x >> np.uint32(15)) ^ np.uint32(right)
         x = x * np.uint32(0x846CA68B)
         x = x ^ (x >> np.uint32(16))
-        drawn = (x >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+        drawn = np.float32(0.5) if nearest else (x >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
         down = np.floor(ratio)
-        steps = (down + (drawn < ratio - down)).clip(-127, 127).astype(np.float32)
-        rest[low:high] = np.where(finite, part - steps * scale, 0)
-        got[low:high] = np.where(finite, steps * scale, np.nan)
-        payload += scale.tobytes() + np.where(finite, steps, -128).astype(np.int8).tobytes()
+        steps = (down + (drawn < ratio - down)).clip(-2 if bits == 2 else -most, most).astype(np.float32)
+        if bits == 2:
+            scale = scale * np.float32(sizes.any()) if finite.all() else np.float32(np.nan)
+        arrives = (steps + np.float32(offset)) * scale
+        got[low:high] = np.where(finite, arrives, np.nan)
+        rest[low:high] = np.where(finite, part - (0 if np.isnan(scale) else arrives), 0)
+        codes = np.where(finite, steps, steps if bits == 2 else -(1 << bits - 1)).astype(np.int64) & (1 << bits) - 1
+        payload += scale.tobytes()
+        for first in range(0, len(codes), 32):
+            payload += _packed(codes[first : first + 32], bits)
     return payload, rest, got
+
+
+def _packed(codes: Array, bits: int) -> bytes:
+    """At most 32 codes: those of 32 as consecutive ones beside each other in bytes, fewer as a stream."""
+    per_byte = 8 // bits
+    whole = np.zeros(-(-len(codes) // per_byte) * per_byte, np.int64)
+    whole[: len(codes)] = codes
+    columns = whole.reshape(per_byte, -1).T if len(codes) == 32 else whole.reshape(-1, per_byte)
+    return bytes(int(sum(int(code) << bits * i for i, code in enumerate(byte))) for byte in columns)
+
+
+def _mean(sizes: Array, n: int) -> float:
+    """The mean of float32 in float64, in the order in which a kernel adds."""
+    sizes = sizes.astype(np.float64)
+    whole = n // 32 * 32
+    lanes = fold(np.add, sizes[:whole].reshape(-1, 32), np.zeros(32))
+    return float(fold(lambda left, right: left + right, [*lanes, *sizes[whole:]], 0.0)) / n
 
 
 @np.errstate(all="ignore")
@@ -161,11 +196,7 @@ def onebit(values: Array, block: int, phase: int) -> tuple[bytes, Array, Array]:
     for low, high in _blocks(len(values), block, phase):
         part = values[low:high]
         finite = np.isfinite(part)
-        sizes = np.abs(np.where(finite, part, 0)).astype(np.float64)
-        whole = len(part) // 32 * 32
-        lanes = fold(np.add, sizes[:whole].reshape(-1, 32), np.zeros(32))  # the order in which a kernel adds
-        total = fold(lambda left, right: left + right, [*lanes, *sizes[whole:]], 0.0)
-        mean = np.float32(total / len(part)) if finite.all() else np.float32(np.nan)
+        mean = np.float32(_mean(np.abs(np.where(finite, part, 0)), len(part)) if finite.all() else np.nan)
         got[low:high] = np.copysign(mean, part)
         rest[low:high] = np.where(finite, part - np.copysign(mean if finite.all() else np.float32(0), part), 0)
         payload += mean.tobytes() + np.packbits(np.signbit(part), bitorder="little").tobytes()
@@ -182,6 +213,32 @@ def orthonormal(vectors: Array) -> Array:
         size = np.linalg.norm(rest)
         result.append(rest * 0 if size <= 1e-7 * np.linalg.norm(vector) else rest / size)
     return np.array(result).reshape(vectors.shape)
+
+
+def cosines(matrix: Array, size: int) -> Array:
+    """See `cosines.transform`, in float64."""
+    parts = []
+    for low, high in _powers(len(matrix), size):
+        for first, end in _powers(matrix.shape[1], size):
+            tile = matrix[low:high, first:end].astype(np.float64)
+            parts.append((_cosine_matrix(high - low) @ tile @ _cosine_matrix(end - first).T).T.ravel())
+    return np.concatenate([np.empty(0), *parts])
+
+
+def _powers(length: int, size: int) -> list[tuple[int, int]]:
+    low, found = 0, []
+    while low < length:
+        while size > length - low:
+            size //= 2
+        found.append((low, low + size))
+        low += size
+    return found
+
+
+def _cosine_matrix(n: int) -> Array:
+    k, j = np.arange(n)[:, None], np.arange(n)[None, :]
+    matrix: Array = np.sqrt(np.where(k == 0, 1, 2) / n) * np.cos((2 * j + 1) * k * np.pi / (2 * n))
+    return matrix
 
 
 def _combine(op: str, dtype: DType, left: Array, right: Array) -> Array:

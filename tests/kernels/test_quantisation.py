@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_rt.kernels import quantisation
-from fusion_rt.kernels.quantisation import INT8, LEAST_STEP, MOST_STEP, ONEBIT, Draw, Quantiser
+from fusion_rt.kernels.quantisation import INT2, INT4, INT8, LEAST_STEP, ONEBIT, Draw, Quantiser
 from tests.kernels import reference
 
 Array = npt.NDArray[Any]
@@ -21,11 +20,6 @@ SPECIALS = np.array(
     [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-40, 3.4e38, -3.4e38, 127.0], np.float32
 )
 DRAW = Draw(0x12345678, 0x9ABCDEF0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels() -> None:
-    quantisation.prepare()  # so that no example below takes the seconds of compiling
 
 
 def numbers(n: int, seed: int, special: float, size: float = 1.0) -> Array:
@@ -42,13 +36,21 @@ def same(actual: Array, expected: Array) -> None:
     assert ((actual.view(np.uint32) == expected.view(np.uint32)) | both_nan).all()
 
 
-def expected_of(kind: Quantiser, total: Array, block: int, phase: int, base: int) -> tuple[bytes, Array, Array]:
-    if kind is INT8:
-        return reference.int8(total, block, phase, base, DRAW.left, DRAW.right)
-    return reference.onebit(total, block, phase)
+def expected_of(
+    kind: Quantiser, total: Array, block: int, phase: int, base: int, nearest: bool
+) -> tuple[bytes, Array, Array]:
+    if kind is ONEBIT:
+        return reference.onebit(total, block, phase)
+    return reference.integers(kind.bits, total, block, phase, base, DRAW.left, DRAW.right, nearest)
 
 
-KINDS = pytest.mark.parametrize("kind", [INT8, ONEBIT], ids=["int8", "onebit"])
+KINDS = pytest.mark.parametrize("kind", [INT8, INT4, INT2, ONEBIT], ids=["int8", "int4", "int2", "onebit"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    for kind in (INT8, INT4, INT2, ONEBIT):
+        kind.prepare()  # so that no example below takes the seconds of compiling
 
 
 @KINDS
@@ -61,21 +63,36 @@ KINDS = pytest.mark.parametrize("kind", [INT8, ONEBIT], ids=["int8", "onebit"])
     special=st.sampled_from([0.0, 0.01, 0.5]),
     size=st.sampled_from([1e-42, 1e-30, 1.0, 1e37]),
     keep=st.booleans(),
+    nearest=st.booleans(),
+    decay=st.sampled_from([1.0, 0.75, 0.95]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_blocks_are_those_of_the_reference(
-    kind: Quantiser, n: int, block: int, phase: int, base: int, special: float, size: float, keep: bool, seed: int
+    kind: Quantiser,
+    n: int,
+    block: int,
+    phase: int,
+    base: int,
+    special: float,
+    size: float,
+    keep: bool,
+    nearest: bool,
+    decay: float,
+    seed: int,
 ) -> None:
     phase %= block
     residual, gradient = numbers(n, seed, special / 2, size), numbers(n, seed + 1, special, size)
     with np.errstate(all="ignore"):
-        total = residual + gradient
+        decayed = residual * np.float32(decay)
+        total = decayed + gradient
     added = np.isfinite(total)
-    total = np.where(added, total, residual)
-    payload, left, got = expected_of(kind, total, block, phase, base)
+    total = np.where(added, total, decayed)
+    payload, left, got = expected_of(kind, total, block, phase, base, nearest)
     out = np.empty(kind.nbytes(n, block, phase), np.uint8)
     given_gradient = gradient.copy()
-    told = kind.encode(residual, gradient, block, out, phase=phase, keep=keep, base=base, draw=DRAW)
+    told = kind.encode(
+        residual, gradient, block, out, phase=phase, keep=keep, base=base, draw=None if nearest else DRAW, decay=decay
+    )
     assert told == added.all()
     assert out.tobytes() == payload
     assert gradient.tobytes() == given_gradient.tobytes()
@@ -114,8 +131,9 @@ def test_the_scales_of_a_payload_are_found(kind: Quantiser, n: int, phase: int) 
     kind.encode(np.arange(n, dtype=np.float32), None, block, payload, phase=phase)
     edges = [0, *range(block - phase, n, block), n] if n else []
     parts = [np.arange(low, high, dtype=np.float32) for low, high in itertools.pairwise(edges)]
-    expected = [part.max() / 127 if kind is INT8 else part.mean() for part in parts]
-    assert kind.scales(payload, n, block, phase) == pytest.approx(np.maximum(expected, LEAST_STEP * (kind is INT8)))
+    most, of_mean = {INT8: 127, INT4: 7}.get(kind), 1.25 if kind is INT2 else 1.0
+    expected = [part.max() / most if most else of_mean * part.mean() for part in parts]
+    assert kind.scales(payload, n, block, phase) == pytest.approx(np.maximum(expected, LEAST_STEP if most else 0))
 
 
 def test_rounding_is_right_on_average_and_differs_from_draw_to_draw() -> None:
@@ -134,15 +152,33 @@ def test_rounding_is_right_on_average_and_differs_from_draw_to_draw() -> None:
     assert (results[0] != results[1]).mean() == pytest.approx(2 * 0.3 * 0.7, abs=0.02)
 
 
-def test_the_largest_numbers_stay_finite() -> None:
+@pytest.mark.parametrize(("kind", "most"), [(INT8, 127), (INT4, 7), (INT2, 1.5)])
+def test_the_largest_numbers_stay_finite(kind: Quantiser, most: float) -> None:
     values = np.full(64, np.finfo(np.float32).max)
-    payload, decoded = np.empty(INT8.nbytes(64, 64), np.uint8), np.empty(64, np.float32)
-    INT8.encode(values.copy(), None, 64, payload)
-    INT8.decode(payload, 64, decoded)
-    assert INT8.scales(payload, 64, 64)[0] == MOST_STEP
+    payload, decoded = np.empty(kind.nbytes(64, 64), np.uint8), np.empty(64, np.float32)
+    kind.encode(values.copy(), None, 64, payload)
+    kind.decode(payload, 64, decoded)
+    assert kind.scales(payload, 64, 64)[0] == np.float32(kind.longest)
     assert np.isfinite(decoded).all()
-    with np.errstate(over="ignore"):
-        assert np.isinf(np.float32(127) * np.nextafter(MOST_STEP, np.float32(np.inf)))
+    if kind is not INT2:
+        with np.errstate(over="ignore"):
+            assert np.isinf(np.float32(most) * np.nextafter(np.float32(kind.longest), np.float32(np.inf)))
+
+
+@pytest.mark.parametrize("kind", [INT4, INT2], ids=["int4", "int2"])
+@settings(deadline=None, max_examples=50)
+@given(power=st.floats(0.2, 6), n=st.integers(1, 600), block=st.sampled_from([32, 256]), seed=st.integers(0, 2**32 - 1))
+def test_the_nearest_never_leave_more_of_a_block_than_there_was(
+    kind: Quantiser, power: float, n: int, block: int, seed: int
+) -> None:
+    """So that an error feedback loop ends, whatever the gradients (a contraction, Karimireddy et al. 2019)."""
+    values = numbers(n, seed, 0.0)
+    values = np.sign(values) * np.abs(values) ** np.float32(power)
+    left = values.copy()
+    kind.encode(left, None, block, np.empty(kind.nbytes(n, block), np.uint8))
+    for low in range(0, n, block):
+        before, after = (np.square(part[low : low + block].astype(np.float64)).sum() for part in (values, left))
+        assert after <= before * (1 + 1e-6)
 
 
 @KINDS

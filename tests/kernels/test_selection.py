@@ -25,7 +25,8 @@ SPECIALS = np.array(
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> None:
-    selection.prepare()  # so that no example below takes the seconds of compiling
+    selection.prepare()
+    selection.prepare_chunks()  # so that no example below takes the seconds of compiling
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +79,27 @@ def test_magnitudes_are_in_the_order_of_absolute_values_and_nan_is_above_infinit
     special=st.sampled_from([0.0, 0.5, 1.0]),
     rule=st.sampled_from(["none", "plain", "momentum", "nesterov"]),
     factor=st.sampled_from([1.0, 0.3]),
+    decay=st.sampled_from([1.0, 0.95]),
     threshold=st.sampled_from([0, 1, selection.magnitude(1.0), selection.magnitude(np.inf), NOTHING]),
     quota=st.sampled_from([UNLIMITED, 0, 1, 7]),
     capacity=st.sampled_from([300, 5, 0]),
     cuts=st.lists(st.integers(0, 300), max_size=4),
 )
 def test_a_pass_adds_and_finds_what_the_reference_does(
-    n: int, seed: int, special: float, rule: str, factor: float, threshold: int, quota: int, capacity: int,
-    cuts: list[int],
+    n: int, seed: int, special: float, rule: str, factor: float, decay: float, threshold: int, quota: int,
+    capacity: int, cuts: list[int],
 ) -> None:  # fmt: skip
     residual, gradient, velocity = (numbers(n, seed + i, special) for i in range(3))
     moving = velocity if rule in ("momentum", "nesterov") else None
     memory = Memory(
         residual.copy(), None if rule == "none" else gradient, None if moving is None else moving.copy(),
-        0.9, rule == "nesterov", factor,
+        0.9, rule == "nesterov", factor, decay,
     )  # fmt: skip
     expected, expected_velocity = residual, moving
     if rule != "none":
-        expected, expected_velocity = reference.added(residual, gradient, moving, 0.9, rule == "nesterov", factor)
+        expected, expected_velocity = reference.added(
+            residual, gradient, moving, 0.9, rule == "nesterov", factor, decay
+        )
     if rule == "none":
         memory.velocity, expected_velocity = None, None
     bounds = sorted({0, n, *(min(cut, n) for cut in cuts)})
@@ -111,7 +115,9 @@ def test_a_pass_adds_and_finds_what_the_reference_does(
     same(sampled[finite], expected[: len(sampled)][finite])
     if np.isfinite(residual).all():
         assert np.isfinite(memory.residual).all()
-        assert memory.spoiled == (rule != "none" and not addable(residual, gradient, moving, rule, factor).all())
+        assert memory.spoiled == (
+            rule != "none" and not addable(residual * np.float32(decay), gradient, moving, rule, factor).all()
+        )
     if expected_velocity is not None:
         assert memory.velocity is not None
         same(memory.velocity, expected_velocity)
@@ -121,6 +127,58 @@ def test_a_pass_adds_and_finds_what_the_reference_does(
     kept = min(capacity, len(indices))
     assert found.indices[:kept].tolist() == indices[:kept].tolist()
     assert found.values[:kept].tobytes() == memory.residual[indices[:kept]].tobytes()
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 150), min_size=1, max_size=6),
+    k=st.integers(1, 70),
+    first=st.integers(0, 5),
+    special=st.sampled_from([0.0, 0.5, 1.0]),
+    same_size=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_the_largest_of_each_chunk_are_those_of_the_reference(
+    sizes: list[int], k: int, first: int, special: float, same_size: bool, seed: int
+) -> None:
+    edges = np.cumsum([first, *sizes])
+    n = int(edges[-1]) + 3
+    residual, gradient = numbers(n, seed, special), numbers(n, seed + 1, 0.0)
+    if same_size:
+        residual[:] = np.sign(residual)  # ties, zeros, NaN
+        gradient[:] = 0
+    with np.errstate(all="ignore"):
+        total = np.where(np.isfinite(residual * np.float32(0.5) + gradient), residual * np.float32(0.5) + gradient,
+                         residual * np.float32(0.5))  # fmt: skip
+    wanted = np.array([1 + (k + i) % 71 for i in range(len(sizes))], np.int64)
+    memory = Memory(residual.copy(), gradient, decay=0.5)
+    indices, values = selection.take_of_chunks(memory, edges.astype(np.int64), wanted)
+    expected: list[int] = []
+    for low, high, count in zip(edges, edges[1:], wanted, strict=False):
+        expected += (low + reference.largest(total[low:high], int(count))).tolist()
+    assert indices.tolist() == expected
+    same(values, total[expected])
+    total[: edges[0]], total[edges[-1] :] = residual[: edges[0]], residual[edges[-1] :]
+    total[expected] = 0
+    same(memory.residual, total)
+
+
+def test_chunks_among_threads_are_the_same() -> None:
+    n = 400_000
+    residual, gradient = numbers(n, 1, 0.0), numbers(n, 2, 0.0)
+    edges = np.append(np.arange(0, n, 4096), n).astype(np.int64)
+    wanted = np.full(len(edges) - 1, 40, np.int64)
+    team, results = Team(3), []
+    for workers in (selection.ALONE, team):
+        memory = Memory(residual.copy(), gradient)
+        indices, values = selection.take_of_chunks(memory, edges, wanted, workers)
+        results.append((indices.tobytes(), values.tobytes(), memory.residual.tobytes()))
+    team.close()
+    assert results[0] == results[1]
+    with pytest.raises(ValueError, match="have an edge more"):
+        selection.take_of_chunks(Memory(residual), edges, wanted[:-1])
+    with pytest.raises(ValueError, match="ascending ranges of the 400000"):
+        selection.take_of_chunks(Memory(residual), edges + 1, wanted)
 
 
 @pytest.mark.parametrize("rule", ["plain", "momentum", "nesterov"])
