@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from fusion_rt.codecs import CODECS, Codec
+from fusion_rt.codecs.topk import TopK
 from fusion_rt.core import mixing, spec_parser
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.plugins import Registry
@@ -74,6 +75,11 @@ class Algorithm(ABC):
     synchronous: ClassVar[bool] = False
     anywhere: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
+
+    @property
+    def codec(self) -> str:
+        """The text of the codec that it is made for, which is taken where none is chosen; empty if there is none."""
+        return ""
 
     @property
     def at_homes(self) -> bool:
@@ -217,6 +223,32 @@ class DiLoCo(Algorithm):
     @property
     def period(self) -> int:
         return self.steps
+
+
+@dataclass(frozen=True)
+class SparseLoCo(DiLoCo):
+    """SparseLoCo (Sarfi et al., arXiv 2508.15706): DiLoCo with error feedback in place of an outer momentum. Of what
+    waits, which decays by `decay`, the share `density` of each chunk of 4,096 elements is sent, in two bits."""
+
+    name = "sparseloco"
+    steps: int = 30
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    density: float = 64 / 4096
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive(self, "density", "decay")
+        for field in ("density", "decay"):
+            if getattr(self, field) > 1:
+                raise AlgorithmError(f"{field} of {self.name} is a share of at most 1, not {getattr(self, field)!r}")
+
+    @property
+    def codec(self) -> str:
+        return str(
+            TopK(density=self.density, chunk=4096, value="int2", decay=self.decay, minimum=0, exclude="")
+        )  # the paper's tensors are all alike
 
 
 # --- gradients to shards ----------------------------------------------------------------------------------------------
@@ -443,8 +475,8 @@ class Choco(_Gossip):
 AsynchronousDecentralized = ADPSGD
 
 _ALL: tuple[type[Algorithm], ...] = (
-    AllReduce, BSP, LocalSGD, DiLoCo, ASP, SSP, Softsync, DCASGD, Hogwild, Partial, Collaborative, EASGD, EAWild, DPSGD,
-    ADPSGD, SGP, Choco,
+    AllReduce, BSP, LocalSGD, DiLoCo, SparseLoCo, ASP, SSP, Softsync, DCASGD, Hogwild, Partial, Collaborative, EASGD,
+    EAWild, DPSGD, ADPSGD, SGP, Choco,
 )  # fmt: skip
 ALGORITHMS: Registry[Algorithm] = Registry("algorithm", "fusion_rt.algorithms", Algorithm, _ALL)
 
@@ -480,6 +512,11 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
         return
     if op != "average":
         raise AlgorithmError(f"{algorithm} takes means, and cannot combine by {op}; use op=Average, or allreduce")
+    if codec.signs:
+        raise AlgorithmError(
+            f"the codec {codec} makes signs of a sum of gradients, and {algorithm} adds up {algorithm.signal.value} "
+            "otherwise; use allreduce, or leave out signed"
+        )
     if codec.only_all_reduced and algorithm.at_homes:
         raise AlgorithmError(f"the codec {codec} {codec.only_all_reduced}, which {algorithm} does not; use topk, say")
     if algorithm.encodes:
@@ -491,7 +528,8 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
     elif codec.stateful and algorithm.signal is Signal.PARAMETER:
         raise AlgorithmError(
             f"{algorithm} posts parameters, of which the codec {codec} would leave out most; use fp16 or bf16, or "
-            "choco, which is made for it"
+            "choco, which is made for it, or diloco, whose ranks post changes (with outer_rate=1 and outer_momentum=0 "
+            "it is local SGD)"
         )
 
 

@@ -16,6 +16,7 @@ NOT_DEFAULT: list[Algorithm] = [
     algorithms.BSP(),
     algorithms.LocalSGD(steps=4, after=100),
     algorithms.DiLoCo(steps=20, outer_rate=0.5, outer_momentum=0.0),
+    algorithms.SparseLoCo(steps=20, density=0.1, decay=0.9),
     algorithms.ASP(aware=True),
     algorithms.SSP(staleness=0, aware=True),
     algorithms.Softsync(contributions=3, aware=False),
@@ -55,7 +56,7 @@ def test_an_algorithm_fits_into_a_plan(algorithm: Algorithm) -> None:
 def test_where_homes_are_and_what_is_posted() -> None:
     nowhere = {name for name, kind in ALGORITHMS.items() if kind.place is Place.NOWHERE}
     replicas = {name for name, kind in ALGORITHMS.items() if kind.place is Place.REPLICA}
-    assert nowhere == {"allreduce", "local_sgd", "diloco"}
+    assert nowhere == {"allreduce", "local_sgd", "diloco", "sparseloco"}
     assert replicas == {"dpsgd", "adpsgd", "sgp", "choco"}
     gradients = {name for name, kind in ALGORITHMS.items() if kind.signal is Signal.GRADIENT}
     assert gradients == {
@@ -85,6 +86,8 @@ def test_periods_and_who_overlaps() -> None:
         ("ssp(staleness=-1)", "staleness of ssp cannot be -1: it is 0 or more"),
         ("local_sgd(steps=0)", "steps of local_sgd has to be above 0, and 0 is not"),
         ("local_sgd(after=-1)", "after of local_sgd cannot be -1"),
+        ("sparseloco(density=2)", "density of sparseloco is a share of at most 1, not 2.0"),
+        ("sparseloco(decay=0)", "decay of sparseloco has to be above 0, and 0.0 is not"),
         ("diloco(steps=0)", "steps of diloco has to be above 0"),
         ("diloco(outer_rate=0)", "outer_rate of diloco has to be above 0, and 0.0 is not"),
         ("diloco(outer_momentum=1)", "outer_momentum of diloco is from 0 up to 1, and not 1.0"),
@@ -133,7 +136,8 @@ def test_matrices_are_checked_for_what_the_algorithm_needs(tmp_path: Path) -> No
             parse(f"{name}(topology='file:{pushing}')").check(2)
 
 
-CODECS = {name: codecs.parse(name) for name in ("dense", "fp16", "bf16", "topk", "int8", "powersgd")}
+CODECS = {name: codecs.parse(name) for name in ("dense", "fp16", "bf16", "topk", "int8", "int2", "powersgd", "demo")}
+CODECS["signs"] = codecs.parse("demo(signed=True)")
 
 
 def refusal(algorithm: str, codec: str, op: str = "average", ranks: int = 4) -> str:
@@ -152,6 +156,9 @@ def test_which_codec_goes_with_which_algorithm(name: str, codec: str) -> None:
     why = refusal(name, codec)
     if name == "allreduce":
         assert not why
+    elif codec == "signs":
+        assert "makes signs of a sum of gradients" in why
+        assert name in why
     elif codec == "powersgd" and kind.place is not Place.NOWHERE:
         assert "all-reduces its factors" in why
     elif name == "choco":

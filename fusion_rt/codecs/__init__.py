@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from fusion_rt.codecs.base import BucketCodec, Codec, CodecError, Layout, Span, byte_view, check_length, layout_of
+from fusion_rt.codecs.demo import Demo
 from fusion_rt.codecs.dense import Dense
 from fusion_rt.codecs.gaussiank import GaussianK
 from fusion_rt.codecs.half import Bf16, Fp16
@@ -37,19 +38,8 @@ __all__ = [
 ]
 
 _ALL: tuple[type[Codec], ...] = (
-    Dense,
-    Fp16,
-    Bf16,
-    TopK,
-    GaussianK,
-    ThresholdK,
-    RandomK,
-    Int8,
-    Int4,
-    Int2,
-    OneBit,
-    PowerSGD,
-)
+    Dense, Fp16, Bf16, TopK, GaussianK, ThresholdK, RandomK, Demo, Int8, Int4, Int2, OneBit, PowerSGD
+)  # fmt: skip
 CODECS: Registry[Codec] = Registry("codec", "fusion_rt.codecs", Codec, _ALL)  # type: ignore[type-abstract]
 
 

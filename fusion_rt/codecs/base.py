@@ -150,6 +150,11 @@ class Codec(ABC):
         """Says whether a worker can select from its gradient on a GPU, in place of its daemon (`worker_selection`)."""
         return False
 
+    @property
+    def signs(self) -> bool:
+        """Says whether the result is the signs of a sum, and not the sum."""
+        return False
+
     def share(self) -> float:
         """About how many of the elements a contribution has, above 0 and at most 1."""
         return 1.0

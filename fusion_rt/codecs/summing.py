@@ -28,7 +28,8 @@ Portion: TypeAlias = Any
 
 class SummingBucketCodec(BucketCodec):
     """One bucket's codec on one node, step by step: `contribute`, then `pack` for the owner of each range. An owner
-    `unpack`s, `add`s one portion after the other, `conclude`s and packs; everybody `unpack`s and `write`s.
+    `unpack`s, `add`s one portion after the other, `conclude`s and packs; everybody `unpack`s and `write`s all ranges,
+    and `complete`s.
 
     Attributes:
         node, nodes: which of how many nodes this is.
@@ -94,6 +95,7 @@ class SummingBucketCodec(BucketCodec):
         portion = self.contribute(values)
         told: Array = np.zeros(len(values), self.layout.dtype.storage)
         self.write(portion, [told], 1.0, 1)
+        self.complete([told], 1.0, 1)
         return self.pack(portion, 0, len(values)), told
 
     @abstractmethod
@@ -138,6 +140,10 @@ class SummingBucketCodec(BucketCodec):
     @abstractmethod
     def write(self, portion: Portion, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         """Writes a portion, times `scale` and divided by `divisor`, into arrays of the whole bucket; see `blank`."""
+
+    def complete(self, outputs: Sequence[Array], scale: float, divisor: int) -> None:
+        """Ends a result, of which all ranges have been written to these arrays with this scale and divisor. Only a
+        codec whose values are no elements has something left to do."""
 
     @abstractmethod
     def reclaim(self, portion: Portion) -> None:

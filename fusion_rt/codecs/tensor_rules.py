@@ -45,14 +45,19 @@ class Group:
         """
         if self.chunk:
             return int(self.chunks(step, warmup)[1].sum())
-        wanted = sum(numel * _warm(density, step, warmup) for numel, density in self.shares)
+        densities = self.densities(step, warmup)
+        wanted = sum(numel * density for (numel, _), density in zip(self.shares, densities, strict=True))
         return min(self.size, max(1, round(wanted)))
+
+    def densities(self, step: int, warmup: int) -> list[float]:
+        """Returns the density of each tensor in a step."""
+        return [_warm(density, step, warmup) for _, density in self.shares]
 
     def chunks(self, step: int, warmup: int) -> tuple[Array, Array]:
         """Returns where chunks begin, and the end, and how many elements of each are sent (int64); at least one."""
-        (low, high), (_, density) = self.ranges[0], self.shares[0]
+        (low, high), density = self.ranges[0], self.densities(step, warmup)[0]
         edges = np.append(np.arange(low, high, self.chunk), high)
-        wanted = np.rint(np.diff(edges) * _warm(density, step, warmup)).clip(1).astype(np.int64)
+        wanted = np.rint(np.diff(edges) * density).clip(1).astype(np.int64)
         return edges, wanted
 
 

@@ -101,8 +101,10 @@ def DistributedOptimizer(
     codec = codec_of(compression)
     compressor = compression if codec is None else None
     chosen = here.client.welcome.compression if compression is Compression.none else codec or "dense"
-    check_codec(optimizer, chosen, ops.resolve(op))
     spec = algorithms.parse(here.client.welcome.algorithm if algorithm is None else str(algorithm))
+    if spec.codec and codecs.parse(chosen).lossless:
+        chosen = spec.codec
+    check_codec(optimizer, chosen, ops.resolve(op))
     if spec.signal is algorithms.Signal.GRADIENT and are_shards(optimizer):
         raise ValueError(
             f"parameters are sharded (by fully_shard, say), so that who shards them reduces their gradients, and not "

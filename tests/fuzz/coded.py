@@ -34,6 +34,7 @@ _CODECS = {
     "int2 of bfloat16": ("int2(minimum=0, block=64, decay=0.9)", "bfloat16"),
     "topk int4 of chunks": ("topk(density=0.1, minimum=0, value='int4', chunk=256)", "float32"),
     "topk int2": ("topk(density=0.1, minimum=0, value='int2', decay=0.9)", "float32"),
+    "demo": ("demo(density=0.02, minimum=0, chunk=16)", "float32"),
     "onebit": ("onebit(minimum=0, block=32)", "float32"),
     "powersgd": ("powersgd(minimum=0, rank=2)", "float32"),
 }

@@ -33,6 +33,7 @@ _CODECS = (
 _ALGORITHMS = (
     "allreduce", "ssp(staleness=4)", "local_sgd(steps=8)", "adpsgd", "dpsgd(topology='ring')", "choco(gamma=0.4)",
     "easgd(synchronous_home=True)", "softsync(contributions=2)", "partial(share=0.5)", "diloco", "sgp",
+    "sparseloco(decay=0.9)",
 )  # fmt: skip
 _GRAPHS = (
     "ring",

@@ -225,6 +225,18 @@ def cosines(matrix: Array, size: int) -> Array:
     return np.concatenate([np.empty(0), *parts])
 
 
+def cosines_back(coefficients: Array, rows: int, columns: int, size: int) -> Array:
+    """See `cosines.transform_back`, in float64."""
+    matrix, done = np.zeros((rows, columns)), 0
+    for low, high in _powers(rows, size):
+        for first, end in _powers(columns, size):
+            height, width = high - low, end - first
+            tile = coefficients[done : done + height * width].astype(np.float64).reshape(width, height).T
+            matrix[low:high, first:end] = _cosine_matrix(height).T @ tile @ _cosine_matrix(width)
+            done += height * width
+    return matrix
+
+
 def _powers(length: int, size: int) -> list[tuple[int, int]]:
     low, found = 0, []
     while low < length:

@@ -153,6 +153,8 @@ class Compressed(Exchange):
         if self._spoiled:
             self._codec.undo(self._mine, self._values)
             spoil(self._outputs, self._reducer.dtype)
+        else:
+            self._codec.complete(self._outputs, self._reducer.postscale, self._reducer.divisor)
         dense = 2 * len(self._outputs[0]) * self._reducer.dtype.itemsize * (nodes - 1) // nodes
         self._codec.note_sent(self._sent_nbytes, dense)
         if self._codec.keeps_sent and not self._spoiled:

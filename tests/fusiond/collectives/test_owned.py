@@ -32,10 +32,20 @@ CODECS = [
     "gaussiank(density=0.02, minimum=100)",
     "thresholdk(density=0.02, minimum=100)",
     "randomk(density=0.02, minimum=100)",
+    "topk(density=0.02, minimum=100, chunk=256, value='int2')",
+    "demo(density=0.02, minimum=100, chunk=16, value='int4', decay=1.0)",
     "int8(minimum=100)",
+    "int4(minimum=100)",
+    "int2(minimum=100)",
     "onebit(minimum=100)",
 ]
 MOMENTUM = 'topk(density=0.005, minimum=100, value="fp32", momentum=0.9)'
+MOMENTA = [
+    MOMENTUM,
+    "int8(minimum=100, momentum=0.9, nesterov=True)",
+    "topk(density=0.02, minimum=100, value='fp32', momentum=0.9, decay=0.9)",
+    "int2(minimum=100, momentum=0.9, decay=0.9)",
+]
 NO_FEEDBACK = "topk(density=0.02, minimum=100, feedback=False)"
 kinds = pytest.mark.parametrize("kind", [Owned, Gathered])
 
@@ -106,7 +116,7 @@ NOT_FINITE = [np.nan, np.inf, -np.inf]
 
 
 @kinds
-@pytest.mark.parametrize("codec", [*CODECS, MOMENTUM, "int8(minimum=100, momentum=0.9, nesterov=True)", NO_FEEDBACK])
+@pytest.mark.parametrize("codec", [*CODECS, *MOMENTA, NO_FEEDBACK])
 @settings(deadline=None, max_examples=6)
 @given(
     nodes=st.integers(2, 3),

@@ -69,7 +69,7 @@ def _summing(codec: Any, values: Array) -> CodecCosts:
     totals = [codec.add(codec.unpack(payload, 0, n), portion) for _ in range(3)]
     conclude = min(_once(lambda t=t: codec.conclude(t, 2)) for t in totals)  # type: ignore[misc]
     out = np.zeros_like(values)
-    write = best(lambda: codec.write(portion, [out], 1.0, 2))
+    write = best(lambda: (codec.write(portion, [out], 1.0, 2), codec.complete([out], 1.0, 2)))
     summed = 2 * nbytes if codec.adapts else nbytes  # sums of selections are longer than each
     return CodecCosts(
         nbytes / dense, contribute / dense, pack / nbytes, unpack / nbytes, add / summed, conclude / summed,
