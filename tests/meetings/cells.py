@@ -33,6 +33,8 @@ CODECS = {
     "topk with momentum": "topk(density=0.5, minimum=4, momentum=0.5)",
     "powersgd": "powersgd(rank=2, minimum=4)",
     "int8": "int8",
+    "int2": "int2(minimum=4, decay=0.9)",
+    "demo": "demo(density=0.5, minimum=4, decay=0.9)",
 }
 OVERLAPS = ("none", "forward", "stale")
 NODES = {"one node": (2,), "two nodes": (2, 1)}
