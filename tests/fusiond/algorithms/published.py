@@ -554,6 +554,66 @@ def diloco(
     return run
 
 
+def sparseloco(
+    x0: Array,
+    gradient: Gradient,
+    nodes: Sequence[Sequence[int]],
+    rate: float,
+    period: int,
+    outer: tuple[float, float],
+    decay: float,
+    send: Callable[[Array], Array],
+    rounds: int,
+    owner: int | None = None,
+) -> Run:
+    """DiLoCo with compressed differences: each node's m = decay m + sum of w − x_i of its ranks; q = send(m); m −= q;
+    Δ = mean of all q; then the outer step of `diloco`.
+
+    Sarfi et al. 2508.15706, algorithm 1, where `send` keeps the largest in two bits and there is no outer momentum.
+
+    Args:
+        nodes: the ranks of each.
+        owner: of the sum, which it sends by `send` too, and keeps what is left (DoubleSqueeze, Tang et al. 2019);
+            None: all nodes send to all.
+    """
+    home, ranks = copies(x0, 1)[0], sum(map(len, nodes))
+    velocity, waiting = np.zeros_like(home), [np.zeros_like(home) for _ in nodes]
+    run = Run()
+    for turn in range(rounds):
+        xs = copies(home, ranks)
+        for step in range(turn * period, (turn + 1) * period):
+            for rank in range(ranks):
+                xs[rank] -= rate * evaluate(gradient, rank, step, xs[rank])
+        total = np.zeros_like(home)
+        for node, local in enumerate(nodes):
+            waiting[node] = decay * waiting[node] + summed([home - xs[rank] for rank in local])
+            sent = send(waiting[node])
+            waiting[node] -= sent
+            total += sent
+        if owner is not None:
+            sent = send(total)
+            waiting[owner] += total - sent
+            total = sent
+        velocity = outer[1] * velocity + total / ranks
+        home = home - outer[0] * (total / ranks + outer[1] * velocity)
+        run.homes.append(home)
+        run.workers.append(xs)
+    return run
+
+
+def largest(k: int, values: Array) -> Array:
+    """The k largest of some values, and zeros."""
+    kept: Array = np.where(np.abs(values) >= np.sort(np.abs(values))[-k], values, 0)
+    return kept
+
+
+def two_bits(values: Array) -> Array:
+    """Signs times the nearer of two powers of two, the larger of which is next to the largest value; zeros stay."""
+    least = 2.0 ** np.floor(np.log2(np.abs(values).max() / 1.5))
+    rounded: Array = np.sign(values) * np.where(np.abs(values) >= 1.5 * least, 2 * least, least)
+    return rounded
+
+
 # --- something to minimise --------------------------------------------------------------------------------------------
 
 

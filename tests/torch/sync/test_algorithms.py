@@ -208,10 +208,12 @@ def test_local_sgd_with_one_step_is_allreduce() -> None:
     assert_same(*found)
 
 
-def follow(text: str, start: published.Array, problem: published.Quadratic, rate: float, steps: int) -> np.ndarray:
+def follow(
+    text: str, start: published.Array, problem: published.Quadratic, rate: float, steps: int, codec: str = "dense"
+) -> np.ndarray:
     """This rank's parameters after each step."""
     parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=rate), algorithm=text)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=rate), algorithm=text, compression=codec)
     after = []
     for step in range(steps):
         parameter.grad = torch.from_numpy(problem(hvd.rank(), step, parameter.detach().numpy()))
@@ -240,6 +242,36 @@ def test_local_steps_and_gossip_by_clocks_are_the_published_rules() -> None:
 
     expected = published.bsp(start, problem, RANKS, rate, steps)
     same(follow("bsp", start, problem, rate, steps), expected.homes)
+
+
+@on_ranks
+def test_outer_steps_with_a_codec_are_those_of_sparseloco() -> None:
+    """By a bucket of 12 elements: the first node owns the only block, and what is selected goes to all nodes."""
+    rate, steps, nodes = 0.05, 40, [(0, 1), (2, 3)]
+    problem = published.quadratic(RANKS, DIM, seed=3)
+    start = np.random.default_rng(11).standard_normal(DIM)
+    same = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+
+    def expected(outer: tuple[float, float], decay: float, send: Any, owner: int | None = None) -> Any:
+        found = published.sparseloco(start, problem, nodes, rate, 4, outer, decay, send, steps // 4, owner)
+        return found.homes
+
+    def in_two_bits(values: published.Array) -> published.Array:
+        return published.two_bits(published.largest(3, values))
+
+    text = "sparseloco(steps=4, density=0.25, decay=0.9)"
+    same(follow(text, start, problem, rate, steps)[3::4], expected((1.0, 0.0), 0.9, in_two_bits))
+
+    text, codec = "diloco(steps=4)", "topk(density=0.25, minimum=0, value='fp32')"
+    found = follow(text, start, problem, rate, steps, codec)[3::4]
+    same(found, expected((0.7, 0.9), 1.0, functools.partial(published.largest, 3)))
+
+    def in_four_bits(values: published.Array) -> published.Array:
+        step = np.abs(values).max() / 7
+        return step * np.rint(values / step)
+
+    found = follow(text, start, problem, rate, steps, "int4(minimum=0, decay=0.95)")[3::4]
+    same(found, expected((0.7, 0.9), 0.95, in_four_bits, owner=1))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
