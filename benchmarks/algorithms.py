@@ -52,6 +52,7 @@ ALGORITHMS = {
     "adpsgd-ring": ("adpsgd(topology='ring')", 0.9, 1.0),
     "sgp-exponential": ("sgp(topology='exponential')", 0.9, 1.0),
     "local-sgd-8": ("local_sgd(steps=8)", 0.9, 1.0),
+    "sparseloco-8": ("sparseloco(steps=8)", 0.9, 1.0),
     "diloco-8": ("diloco(steps=8, outer_rate=0.5, outer_momentum=0.5)", 0.9, 1.0),
 }
 KNOWN_BY = ("model", "algorithm", "seed", "steps", "factor")

@@ -201,7 +201,8 @@ class BlockValues(ValueFormat):
         """The opposite of `_together`: n codes (uint8), with the highest of their bits above them."""
         up = np.uint8(8 - self.bits)
         parts = (payload[:, None] >> np.arange(0, 8, self.bits, dtype=np.uint8)).ravel()[:n] << up
-        return (parts.view(np.int8) >> up.view(np.int8)).view(np.uint8)
+        codes: Array = (parts.view(np.int8) >> up.view(np.int8)).view(np.uint8)
+        return codes
 
     @abstractmethod
     def _integers(self, values: Array, phase: int) -> tuple[Array, Array]:
@@ -270,7 +271,8 @@ class Int2Values(BlockValues):
         sizes[powers == self._ZERO] = 0
         sizes[powers == self._MISSING] = np.nan
         values = sizes[:, None] * (1 + (integers & 1)).astype(np.float32)
-        return np.copysign(values, np.where(integers & 2, np.float32(-1), np.float32(1))).ravel()[phase : phase + n]
+        signed: Array = np.copysign(values, np.where(integers & 2, np.float32(-1), np.float32(1)))
+        return signed.ravel()[phase : phase + n]
 
 
 FORMATS: dict[str, ValueFormat] = {

@@ -12,6 +12,7 @@ import numba
 from llvmlite import ir
 from numba import extending, types
 from numba.core import imputils
+from numba.extending import models
 
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import _ir
@@ -21,6 +22,9 @@ from fusion_rt.kernels._memory import peek8, peek64, peek_double, peek_float, po
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
 njit: Any = numba.njit
 intrinsic: Any = extending.intrinsic
+register_model: Any = extending.register_model
+typeof_impl: Any = extending.typeof_impl
+lower_constant: Any = imputils.lower_constant
 
 _WIDE, _SINGLE = Wire.wide(DTYPES["float32"]), Wire(DTYPES["float32"], 1)
 _WIDE_INTEGERS, _SINGLE_INTEGER = Wire(DTYPES["int32"], _WIDE.lanes), Wire(DTYPES["int32"], 1)
@@ -123,9 +127,9 @@ class _Code(types.Type):
         super().__init__(name=f"Code({bits}, {least}, {most}, {offset})")
 
 
-extending.register_model(_Code)(extending.models.OpaqueModel)
-extending.typeof_impl.register(_Code)(lambda code, context: code)
-imputils.lower_constant(_Code)(lambda context, builder, typ, value: context.get_dummy_value())
+register_model(_Code)(models.OpaqueModel)
+typeof_impl.register(_Code)(lambda code, context: code)
+lower_constant(_Code)(lambda context, builder, typ, value: context.get_dummy_value())
 
 _EIGHT = _Code(8, -127, 127, 0.0, "0x1.020406p+121")
 _FOUR = _Code(4, -7, 7, 0.0, "0x1.249248p+125")

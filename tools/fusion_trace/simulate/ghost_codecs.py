@@ -59,7 +59,7 @@ class ElementCodec(BucketCodec):
 
 
 class SummingCodec(SummingBucketCodec):
-    """Codecs of which owners sum ranges: selections, int8, onebit."""
+    """Codecs of which owners sum ranges: selections, int8 and its like, onebit."""
 
     def __init__(self, bucket: Bucket, chosen: Codec, codec: CodecCosts, costs: Costs, spend: Spend) -> None:
         super().__init__(Layout(F32, bucket.elements), chosen)
