@@ -9,6 +9,7 @@ COMMAND runs in the machine's own network, or with --inside I on host I, and fin
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from benchmarks.netlab import registry
 from benchmarks.netlab.iproute import NetlabError, preflight
 from benchmarks.netlab.lab import Netlab
+from benchmarks.netlab.paths import Path, parsed
 
 TERM_GRACE_S = 10.0
 
@@ -33,6 +35,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--host-rate", action="append", default=[], metavar="I=RATE", help="limit of host I in its place; repeatable"
     )
+    parser.add_argument("--delay", help="what a packet takes longer to any host, such as 20ms (none); one way")
+    parser.add_argument("--jitter", help="by how much the delay goes up and down, such as 5ms (none)")
+    parser.add_argument("--loss", help="share of packets that are lost, such as 0.01%% (none)")
+    parser.add_argument(
+        "--path", action="append", default=[], metavar="I[-J]=WHAT",
+        help="what is special about host I, or the pair I-J, as 0-1=delay:40ms,loss:0.1%%,rate:9mbit; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--congestion", help="TCP's congestion control, such as cubic, with a delay, loss or path")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="bytes in a packet (1500)")
     parser.add_argument("--inside", type=int, metavar="I", help="run COMMAND on host I")
     own, command = _split(argv)
@@ -44,14 +54,28 @@ def main(argv: Sequence[str]) -> int:
     except ValueError:
         parser.error("--host-rate takes I=RATE, such as 2=100mbit")
     try:
+        special = _paths(options.path)
+    except ValueError:
+        parser.error("--path takes I=WHAT or I-J=WHAT, such as 0-1=delay:40ms")
+    try:
         if problem := preflight():
             raise NetlabError(problem)
         if options.action == "list":
             return _show("", registry.records())
         if options.action == "clean":
             return _show("removed ", registry.clean(everything=options.all))
-        with Netlab(options.hosts, options.rate, rates=rates, mtu=options.mtu) as lab:
-            return _run(lab, command, options.inside)
+        words = [f"{name}:{value}" for name in ("delay", "jitter", "loss") if (value := getattr(options, name))]
+        path = parsed(",".join(words), Path()) if words else None
+        lab = Netlab(
+            options.hosts, options.rate, rates=rates, mtu=options.mtu, path=path, paths=special,
+            congestion=options.congestion,
+        )  # fmt: skip
+        try:
+            with lab:
+                return _run(lab, command, options.inside)
+        finally:
+            if lab.relayed:
+                print(f"netlab: the relay {json.dumps(lab.relayed)}", file=sys.stderr)
     except NetlabError as error:
         print(f"netlab: {error}", file=sys.stderr)
         return 1
@@ -67,6 +91,15 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _host_rates(items: Sequence[str]) -> dict[int, str | None]:
     pairs = [item.partition("=") for item in items]
     return {int(index): rate for index, _, rate in pairs}
+
+
+def _paths(items: Sequence[str]) -> dict[int | tuple[int, int], str]:
+    found: dict[int | tuple[int, int], str] = {}
+    for item in items:
+        ends, _, what = item.partition("=")
+        one, dash, other = ends.partition("-")
+        found[(int(one), int(other)) if dash else int(one)] = what
+    return found
 
 
 def _show(verb: str, records: Sequence[registry.LabRecord]) -> int:

@@ -7,21 +7,27 @@ interpreter. After a SIGKILL the next lab on this machine, or `python -m benchma
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from types import FrameType, TracebackType
 from typing import Any
 
 from benchmarks.netlab import drops, registry
 from benchmarks.netlab.iproute import NetlabError, bits_per_second, command, preflight, shape
+from benchmarks.netlab.paths import Path, Paths, matrix
 
 MAX_HOSTS = 250  # the last byte of the address
+_ROOT = FilePath(__file__).resolve().parents[2]
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,6 +54,17 @@ class Netlab:
         rate: limit of every link in each direction, such as "1gbit"; None for no limit.
         rates: limits of single hosts by index, in place of `rate`.
         mtu: bytes in a packet, on every interface.
+        path: what packets meet between any two hosts: delay, jitter, loss, and a rate of the pair; with one, or with
+            `paths`, a relay in user space carries all packets, as over a long way (`relay`).
+        paths: what is special about single hosts and pairs, in place of `path`.
+        congestion: TCP's congestion control between the hosts, such as "cubic"; None for the machine's own. It needs
+            a path, if only one with a delay of 0.
+        seed: of the relay's loss and jitter.
+
+    Attributes:
+        relayed: once a lab with a path has ended, what its relay did: `packets`, `bytes`, those `lost` at random,
+            `overflowed` and `refused`, and the ms by which it was late itself (`late_ms_median`, `late_ms_99`,
+            `late_ms_99.9`). On a machine without a core for it that is no small part of the delay.
 
     Raises:
         NetlabError: no lab can be made (the message says why), or an argument makes no sense.
@@ -60,6 +77,10 @@ class Netlab:
         *,
         rates: Mapping[int, str | None] | None = None,
         mtu: int = 1500,
+        path: Path | None = None,
+        paths: Paths | None = None,
+        congestion: str | None = None,
+        seed: int = 1,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise NetlabError(f"{hosts} hosts cannot be made: ask for 1 to {MAX_HOSTS}.")
@@ -69,6 +90,13 @@ class Netlab:
         for each in filter(None, self._rates):
             bits_per_second(each)
         self._mtu = mtu
+        self._paths = matrix(hosts, path or Path(), paths or {}, always=path is not None)
+        if congestion is not None and self._paths is None:
+            raise NetlabError("a congestion control is chosen for hosts that a relay joins: give a path, too.")
+        self._congestion = congestion
+        self._seed = seed
+        self._relay: subprocess.Popen[bytes] | None = None
+        self.relayed: dict[str, float] = {}
         self._lab = -1
         self._owner = -1
         self._started: list[subprocess.Popen[Any]] = []
@@ -129,7 +157,7 @@ class Netlab:
             NetlabError: the lab has no such host, or `rate` is not a rate.
         """
         found = self._find(host)
-        shape(found.name, "eth0", rate)
+        shape(found.name, "eth0" if self._paths is None else "wan0", rate)
         shape(registry.bridge_name(self._lab), f"h{found.index}", rate)
 
     @contextmanager
@@ -148,7 +176,7 @@ class Netlab:
         """
         address = None if receiver is None else self._find(receiver).address
         self._drops += 1
-        interface = f"h{self._find(sender).index}"
+        interface = f"{self._inlet}{self._find(sender).index}"
         drop = drops.begin(registry.bridge_name(self._lab), interface, self._drops, address, port)
         try:
             yield
@@ -176,8 +204,9 @@ class Netlab:
         Raises:
             NetlabError: the lab has no such host.
         """
-        port = f"h{self._find(host).index}"
-        command("ip", "-n", registry.bridge_name(self._lab), "link", "set", port, "up" if up else "down")
+        index = self._find(host).index
+        for port in sorted({f"h{index}", f"{self._inlet}{index}"}):
+            command("ip", "-n", registry.bridge_name(self._lab), "link", "set", port, "up" if up else "down")
 
     def reset(self, host: int | str | Host, peer: int | str | Host, port: int | None = None) -> int:
         """Resets the TCP connections that a host has to another one; both ends get an error.
@@ -203,6 +232,7 @@ class Netlab:
         if self._owner != os.getpid():
             return
         if self._lab >= 0:
+            self._end_relay()
             registry.destroy(self._lab, [each.pid for each in self._started if each.poll() is None])
             for process in self._started:
                 process.wait()
@@ -220,7 +250,7 @@ class Netlab:
         command("ip", "netns", "add", bridge)
         command("ip", "-n", bridge, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
         command("ip", "-n", bridge, "link", "set", "br0", "mtu", str(self._mtu), "up")
-        for host, rate in zip(self.hosts, self._rates, strict=True):
+        for host in self.hosts:
             command("ip", "netns", "add", host.name)
             port = f"h{host.index}"
             # Made inside the two namespaces: neither end is ever seen in the machine's own network.
@@ -230,9 +260,59 @@ class Netlab:
             command("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
             command("ip", "-n", host.name, "link", "set", "eth0", "up")
             command("ip", "-n", host.name, "link", "set", "lo", "up")
+            self._write_hosts_file(host)
+        if self._paths is not None:
+            self._begin_relay(self._paths)
+        for host, rate in zip(self.hosts, self._rates, strict=True):
             if rate is not None:
                 self.set_rate(host, rate)
-            self._write_hosts_file(host)
+
+    @property
+    def _inlet(self) -> str:
+        """First letter of the bridge's ports at which packets of hosts come in."""
+        return "h" if self._paths is None else "w"
+
+    def _begin_relay(self, paths: Sequence[Sequence[Path]]) -> None:
+        """Lets hosts send through wan0 of the relay, and receive through eth0 as before."""
+        bridge = registry.bridge_name(self._lab)
+        macs = [f"02:4e:4c:{self._lab:02x}:01:{host.index:02x}" for host in self.hosts]
+        for host, mac in zip(self.hosts, macs, strict=True):
+            command("ip", "-n", host.name, "link", "set", "eth0", "address", mac)
+            # eth0 sends nothing from which the bridge could learn where it is.
+            command("bridge", "-n", bridge, "fdb", "replace", mac, "dev", f"h{host.index}", "master", "static")
+        order = {
+            "bridge": bridge,
+            "hosts": [{"namespace": host.name, "address": host.address, "mac": mac}
+                      for host, mac in zip(self.hosts, macs, strict=True)],
+            "paths": [[dataclasses.asdict(path) for path in row] for row in paths],
+            "seed": self._seed,
+        }  # fmt: skip
+        # A session of its own: Ctrl-C must not end it before it is asked what it did.
+        argv = [sys.executable, "-m", "benchmarks.netlab.relay"]
+        relay = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, cwd=_ROOT)
+        self._relay = relay
+        assert relay.stdin is not None
+        assert relay.stdout is not None
+        relay.stdin.write(json.dumps(order).encode() + b"\n")
+        relay.stdin.flush()
+        if relay.stdout.readline() != b"ready\n":
+            raise NetlabError("the relay between the hosts could not start; what it said about it stands above.")
+        chosen = ("congctl", self._congestion) if self._congestion else ()
+        for host in self.hosts:
+            port = f"w{host.index}"
+            command("ip", "-n", bridge, "link", "set", port, "mtu", str(self._mtu), "master", "br0", "up")
+            command("ip", "-n", host.name, "link", "set", "wan0", "mtu", str(self._mtu), "txqueuelen", "1000", "up")
+            net = f"10.77.{self._lab}.0/24"
+            command("ip", "-n", host.name, "address", "del", f"{host.address}/24", "dev", "eth0")
+            command("ip", "-n", host.name, "address", "add", f"{host.address}/32", "dev", "eth0")
+            command("ip", "-n", host.name, "route", "replace", net, "dev", "wan0", "src", host.address, *chosen)
+
+    def _end_relay(self) -> None:
+        if self._relay is None:
+            return
+        relay, self._relay = self._relay, None
+        told = relay.communicate()[0].splitlines()
+        self.relayed = json.loads(told[-1]) if relay.returncode == 0 and told else {}
 
     def _write_hosts_file(self, host: Host) -> None:
         # All hosts share the machine's own name. On each it resolves to that host's address, so that programs which
