@@ -215,6 +215,7 @@ class Agent:
         if not self._root or not 0 <= command.node < len(command.nodes):
             raise WireError("the launcher wants a daemon that cannot be started")
         self._retire_daemon()
+        await self._take_back()
         own = tuple(range(max(1, self._job.slots)))  # which is only for the form: epochs have topologies
         ranks = tuple(own if node == command.node else () for node in range(len(command.nodes)))
         await self._start_daemon(command.node, Topology(command.nodes, ranks), command.serial)
@@ -252,6 +253,20 @@ class Agent:
                 await settle(daemon.log, self._channel)
                 await self._channel.send(agent_messages.DaemonDown(serial, status, self._oom_kills.explain(status)))
         daemon.is_told.set()
+        if daemon is self._daemon:
+            await self._take_back()
+
+    async def _take_back(self) -> None:
+        """Tells the launcher that an epoch has not begun here, if it was told to, and is not to any more: its workers
+        still wait, and those that it was to start have not been."""
+        begin, self._beginning = self._beginning, None
+        for slot in begin.epoch.slots if begin is not None else ():
+            if slot in begin.waiting:
+                await self._channel.send(
+                    agent_messages.Asked(slot, begin.reform.number, "the daemon of its host is gone")
+                )
+            else:
+                await self._channel.send(agent_messages.Exited(slot, 0, unused=True))
 
     async def _reach(self, order: agent_messages.Reach) -> None:
         """Tries to reach the daemons of other hosts until it has."""

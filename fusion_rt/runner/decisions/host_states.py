@@ -67,6 +67,7 @@ class HostStates:
         self._control = control
         self._clock = clock
         self._serials: dict[str, int] = {}  # of the last daemon that was started on a host
+        self._taking_part: dict[str, int] = {}  # the daemon of each host in the last epoch
         self._misses: set[tuple[str, int, str, int]] = set()  # who, with which daemon, takes whom for lost
         self.present: dict[str, HostState] = {}
         self.nodes: list[str] = []
@@ -158,6 +159,7 @@ class HostStates:
             elif state.has_taken_part:
                 state.is_stale = True
         self._check_others()
+        self._taking_part = {name: state.daemon for name, state in self.present.items() if name in chosen}
         endpoints = [self.present[name].endpoint for name in self.nodes if name in chosen]
         return [endpoint for endpoint in endpoints if endpoint is not None]
 
@@ -180,10 +182,11 @@ class HostStates:
             self.present[host].probed = math.inf
 
     def miss(self, host: str, by: str) -> None:
-        """The daemon of another host takes this one for lost, and never speaks to its daemon again."""
-        if host in self.present and by in self.present and host != by:
+        """In the last epoch, the daemon of another host has taken that of this one for lost, and never speaks to it
+        again."""
+        if host != by and host in self._taking_part and by in self._taking_part:
+            self._misses.add((by, self._taking_part[by], host, self._taking_part[host]))
             self.probe([host])
-            self._misses.add((by, self.present[by].daemon, host, self.present[host].daemon))
 
     def part(self, order: Sequence[str]) -> None:
         """Chooses between hosts whose daemons do not speak to each other: as few as possible are left out, and if that

@@ -195,6 +195,22 @@ def test_an_epoch_is_overtaken_by_the_next(start: Callable[..., ElasticAgent]) -
     assert over == EpochOver(3, (), "rank 9 is gone")
 
 
+def test_an_epoch_of_a_daemon_that_is_gone_is_taken_back(start: Callable[..., ElasticAgent]) -> None:
+    agent = start(sys.executable, "-c", REJOIN)
+    daemon = psutil.Process(agent.start(1))
+    agent.begin(1, topology=ALONE, slots=(0,))
+    assert agent.until(agent_messages.Asked) == agent_messages.Asked(0, 1, "why")
+    daemon.suspend()
+    agent.begin(2, (0,))
+    daemon.kill()
+    assert agent.until(agent_messages.DaemonDown).serial == 1
+    assert agent.until(agent_messages.Asked) == agent_messages.Asked(0, 2, "the daemon of its host is gone")
+    assert agent.until(agent_messages.Exited) == agent_messages.Exited(1, 0, unused=True)
+    agent.start(2)
+    agent.begin(3, (0,))
+    assert {line[1] for line in agent.outputs(3)} == {"1", "3"}
+
+
 def test_an_agent_says_that_it_is_there(start: Callable[..., ElasticAgent]) -> None:
     agent = start("sleep", "600")
     agent.send(agent_messages.Hail())

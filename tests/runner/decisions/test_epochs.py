@@ -462,6 +462,18 @@ def test_of_hosts_that_miss_each_other_the_larger_part_goes_on() -> None:
     assert ("a", 0) in world.waiting
 
 
+def test_a_word_about_a_daemon_that_is_replaced_is_not_about_the_new_one() -> None:
+    world = World("a:1,b:1", Limits(2, 2))
+    world.up()
+    world.crash("b")
+    world.listen()
+    world.epochs.missed("a", 1, (1,))
+    world.ask()
+    assert world.places is not None
+    assert world.places.names == ("a", "b")
+    assert ("daemon", "b", 3) not in world.calls
+
+
 def test_of_two_hosts_that_miss_each_other_the_first_goes_on() -> None:
     world = World("a:1,b:1")
     world.up()
