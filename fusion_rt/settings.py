@@ -171,6 +171,10 @@ class Settings:
         "none", FUSION, "Whether step() of a DistributedOptimizer returns before the update is applied: forward (it is "
         "when the next forward pass needs it), stale (one step late) or none.",
         flags=("--overlap",), variable="FUSION_OVERLAP", yaml="params.overlap", choices=("none", "forward", "stale"))
+    check_parameters: int = _row(
+        0, FUSION, "After how many steps a DistributedOptimizer compares the ranks' parameters by digests, where they "
+        "are to be the same, and warns of ranks that differ (0: never).",
+        unit=COUNT, variable="FUSION_CHECK_PARAMETERS", least=0)
     sparse_route: str = _row(
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything to "
         "everybody), or auto: the one that is expected to be faster.",

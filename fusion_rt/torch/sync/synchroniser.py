@@ -26,6 +26,7 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.settings import Settings
 from fusion_rt.torch.core.recording import Steps
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
+from fusion_rt.torch.ops.digests import Digests
 from fusion_rt.torch.sync.active_plan import ActivePlan
 from fusion_rt.torch.sync.buckets import Bucket, Carriage
 from fusion_rt.torch.sync.checkpoint import Checkpoint
@@ -284,6 +285,7 @@ class Synchroniser:
         checkpoint: the optimizer's state in the daemons.
         selections: the part of that which this worker keeps itself.
         steps: the steps that it is part of, as they are recorded.
+        digests: compares the ranks' parameters, if that was asked for.
         replanning: replaces the plan by others, if anything does.
         released: the optimizer is gone.
         serial: in the order in which synchronisers were made.
@@ -308,9 +310,10 @@ class Synchroniser:
         self._prioritises = settings.priority
         self._slots: dict[int, Slot] = {}  # by id of the parameter, which the slot keeps alive
         self.ids: list[int] = []
-        self._steps = 0
+        self._steps = self._steps_before = 0  # all, and those in other memberships
         self._waited = self._last_waited = 0.0
         self.when = when(self)
+        self.digests = self._digests(settings.check_parameters)
         self._carriage = Carriage(options.posted, options.applied, options.compressor, self.when.terms)
         _all.add(self)
         self.watch()
@@ -448,6 +451,18 @@ class Synchroniser:
         if self.replanning is not None:
             self.replanning.stepped(self._waited, all_here)
 
+    def compare(self) -> None:
+        """Compares the parameters of all ranks after a step, if that is due."""
+        assert self.digests is not None
+        if self.idle and self.plan.made and self._slots:
+            parameters = {slot.name: slot.parameter for slot in self.slots}
+            self.digests.note(self._steps - self._steps_before, self.name, parameters)
+
+    def _digests(self, every: int) -> Digests | None:
+        """Returns the comparison of parameters that ranks have alike after each step; None where they have not."""
+        alike = self.options.algorithm.sums_gradients and not (self.when.local or self.when.delays)
+        return Digests(every, self.options.process_set) if every and alike else None
+
     def statistics(self) -> OptimizerStatistics:
         """Returns the cost of communication so far."""
         plan = self.plan
@@ -527,6 +542,7 @@ class Synchroniser:
         self.plan.give_up(here)
         if anew:
             self.steps.trace = here.trace
+            self._steps_before = self._steps
 
     def enter(self, here: Runtime) -> None:
         """Moves to a membership, and drops the plan if that is another one."""

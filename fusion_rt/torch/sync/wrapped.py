@@ -53,7 +53,11 @@ class Wrapped(torch.optim.Optimizer):
             HorovodInternalError: an exchange failed, on all ranks.
             ValueError: what the script has done since the last step cannot be followed; the sentence says why.
         """
-        return self._sync.when.step(self, closure)
+        sync = self._sync
+        result = sync.when.step(self, closure)
+        if sync.digests is not None:
+            sync.compare()
+        return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
 
