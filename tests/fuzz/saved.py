@@ -26,7 +26,8 @@ from tests.fuzz.engine import Target
 
 _LAYOUT = Layout(DTYPES["float32"], 600, (Span("a", 0, 400, (20, 20)), Span("b", 400, 200, (200,))))
 _CODECS = ("topk(density=0.1, minimum=0)", "randomk(minimum=0, momentum=0.9)", "gaussiank(minimum=0)",
-           "int8(minimum=0)", "powersgd(minimum=0, rank=1)")  # fmt: skip
+           "int2(minimum=0, decay=0.9)", "demo(minimum=0, chunk=8)", "int8(minimum=0)",
+           "powersgd(minimum=0, rank=1)")  # fmt: skip
 _WORDS = (b"float32", b"float64", b"int64", b"uint8", b"0:step", b"0:layout", b"0:bounds", b"residual/a",
           b"home:0:-1:value", b"version",
           b"\x93\xce\xff\xff\xff\xff\x00", b"\x92\x00\xcf\x00\x00\x7f\xff\xff\xff\xff\xff")  # fmt: skip
