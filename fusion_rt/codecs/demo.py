@@ -24,12 +24,12 @@ import numpy as np
 
 from fusion_rt.codecs.base import Array, CodecError, Layout, Span
 from fusion_rt.codecs.error_feedback import F32
-from fusion_rt.codecs.packing import Selection
+from fusion_rt.codecs.packing import Selection, Spans
 from fusion_rt.codecs.selecting import Selecting, SelectingBucketCodec
 from fusion_rt.codecs.tensor_rules import TensorRules
 from fusion_rt.codecs.worker_selection import Shape
 from fusion_rt.kernels import cosines, cpu, selection
-from fusion_rt.kernels.selection import Memory, prepare_chunks, take_of_chunks
+from fusion_rt.kernels.selection import Memory, Range, prepare_chunks, take_of_chunks
 from fusion_rt.kernels.team import ALONE, Team
 
 
@@ -44,6 +44,7 @@ class DemoBucket(SelectingBucketCodec):
         super().__init__(layout, codec, team)
         rules = codec.rules
         self._transformed = [span for span in layout.spans if span.numel and not rules.is_dense(span)]
+        self._plain = Spans(_between([(span.start, span.end) for span in self._transformed], layout.elements))
         self._edges = [span.start + cosines.tiles(*_shape(span), codec.chunk) for span in self._transformed]
         self._sums: Array | None = None  # what was written of a result
         cosines.prepare()
@@ -62,13 +63,22 @@ class DemoBucket(SelectingBucketCodec):
 
     def complete(self, outputs: Sequence[Array], scale: float, divisor: int) -> None:
         sums, self._sums = self._sums, None
-        wide = self._elements(np.zeros(self.layout.elements, np.float32) if sums is None else sums)
+        wide = outputs[0] if self.layout.dtype == F32 else np.empty(self.layout.elements, np.float32)
+        for low, high in self._plain.ranges:
+            wide[low:high] = 0 if sums is None else sums[low:high]
+        for span in self._transformed:
+            part = slice(span.start, span.end)
+            if sums is None:
+                wide[part] = 0
+            else:
+                cosines.transform_back(sums[part], wide[part].reshape(_shape(span)), self.codec.chunk, self._team)
         if self.codec.signed:
             np.sign(wide, out=wide)
         elif scale != 1.0 or divisor != 1:
             cpu.reduce("sum", F32, [wide], [wide], postscale=scale, divisor=divisor)
         for output in outputs:
-            output[:] = self._as_stored(wide)
+            if output is not wide:
+                output[:] = self._as_stored(wide)
 
     def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
         if start != 0 or len(out) != self.layout.elements:
@@ -91,7 +101,9 @@ class DemoBucket(SelectingBucketCodec):
         state = super().state_dict()
         for span in self._transformed:
             key = f"residual/{span.name}"
-            state[key] = self._back(span, state[key])
+            matrix = np.empty(_shape(span), np.float32)
+            cosines.transform_back(state[key], matrix, self.codec.chunk, self._team)
+            state[key] = matrix.reshape(-1)
         return state
 
     def load_state_dict(self, state: Mapping[str, Array], partial: bool = False) -> None:
@@ -115,25 +127,15 @@ class DemoBucket(SelectingBucketCodec):
         wanted: Array = np.rint(np.diff(self._edges[group]) * density).clip(1).astype(np.int64)
         return wanted
 
-    # Between elements and coefficients, all float32.
-
     def _coefficients(self, values: Array) -> Array:
-        out: Array = values.copy()
+        """The coefficients of all elements of the bucket (float32); what is not transformed stays."""
+        out: Array = np.empty_like(values)
+        for low, high in self._plain.ranges:
+            out[low:high] = values[low:high]
         for span in self._transformed:
             part = slice(span.start, span.end)
             cosines.transform(values[part].reshape(_shape(span)), out[part], self.codec.chunk, self._team)
         return out
-
-    def _elements(self, coefficients: Array) -> Array:
-        out: Array = coefficients.copy()
-        for span in self._transformed:
-            out[span.start : span.end] = self._back(span, coefficients[span.start : span.end])
-        return out
-
-    def _back(self, span: Span, coefficients: Array) -> Array:
-        matrix = np.empty(_shape(span), np.float32)
-        cosines.transform_back(coefficients, matrix, self.codec.chunk, self._team)
-        return matrix.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,12 @@ class Demo(Selecting):
     @property
     def rules(self) -> TensorRules:
         return replace(super().rules, scope="tensor")
+
+
+def _between(ranges: Sequence[Range], end: int) -> list[Range]:
+    """Returns what ascending ranges leave of [0, end)."""
+    lows = [0, *(high for _, high in ranges)]
+    return list(zip(lows, [*(low for low, _ in ranges), end], strict=True))
 
 
 def _shape(span: Span) -> tuple[int, int]:
