@@ -210,17 +210,20 @@ def chunks(request):  # type: ignore[no-untyped-def]
     chunk that is not too far off tells which elements are looked at any more."""
     residual, edges, wanted = peek64(request, 0), peek64(request, 1), peek64(request, 2)
     indices, values, taken, guess = peek64(request, 5), peek64(request, 6), peek64(request, 7), peek64(request, 8)
-    near, near_values = peek64(request, 9), peek64(request, 10)  # of room for a chunk
+    near, near_values = peek64(request, 9), peek64(request, 10)  # of room for a chunk and some zeros
     for chunk in range(peek64(request, 3), peek64(request, 4)):
         low, high, k = peek64(edges, chunk), peek64(edges, chunk + 1), peek64(wanted, chunk)
         first = residual + 4 * low
         lowest, _ = _kth(first, high - low, k, 2 * k + lanes(_WIDE), guess)
         size = _gather(first, high - low, low, lowest, near, near_values)
-        threshold, reaching = _kth(near_values, size, k, k, guess)
+        full = (size + lanes(_WIDE) - 1) // lanes(_WIDE) * lanes(_WIDE)
+        for j in range(size, full):
+            poke32(near_values, j, 0)
+        threshold, reaching = _kth(near_values, full, k, k, lowest + _NEAR)
         guess = threshold - _NEAR
         ties = size
         if reaching > k:
-            ties = k - _reaching(near_values, size, threshold + 1)
+            ties = k - _reaching(near_values, full, threshold + 1)
         for j in range(size):
             bits = peek32(near_values, j)
             if bits & _MAGNITUDE < threshold:

@@ -28,6 +28,7 @@ Range = tuple[int, int]
 """(first, end) of consecutive elements."""
 
 _DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the parts in which a threshold is found
+_RUN = 32  # elements that kernels look at together
 _PART_ELEMENTS = 1 << 16  # below this a second thread is not worth waking
 
 _collect, _count, _take = Routine("collect"), Routine("count"), Routine("take")
@@ -274,7 +275,7 @@ def take_of_chunks(memory: Memory, edges: Array, wanted: Array, team: Team = ALO
     def work(part: int, first: int, end: int) -> None:
         most = int(room[first:end].sum())
         indices, values = np.empty(most, np.int32), np.empty(most, np.float32)
-        near, near_values = (np.empty(int(np.diff(edges).max(initial=0)), np.int32) for _ in range(2))
+        near, near_values = (np.empty(int(np.diff(edges).max(initial=0)) + _RUN, np.int32) for _ in range(2))
         addresses = memory.residual.ctypes.data, edges.ctypes.data, wanted.ctypes.data
         out = indices.ctypes.data, values.ctypes.data
         number = guess = 0
