@@ -260,7 +260,9 @@ class Agent:
         """Tells the launcher that an epoch has not begun here, if it was told to, and is not to any more: its workers
         still wait, and those that it was to start have not been."""
         begin, self._beginning = self._beginning, None
-        for slot in begin.epoch.slots if begin is not None else ():
+        if begin is None:
+            return
+        for slot in begin.epoch.slots:
             if slot in begin.waiting:
                 await self._channel.send(
                     agent_messages.Asked(slot, begin.reform.number, "the daemon of its host is gone")
