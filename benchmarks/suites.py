@@ -116,6 +116,11 @@ SUITES = {
         (_lab(""),),
         (_lab("--parts times --steps 1 --rounds 2 --width 64 --layers 1 --rate 1gbit"),),
     ),
+    "distance": Suite(
+        "all-reduce over 20 to 80 ms with losses, beside gloo; the order of the ring with one slow pair", 90,
+        (_lab(""),),
+        (_lab("--parts hosts --trips 20 --losses 0 --controls cubic --sizes 1000000 --rounds 1"),),
+    ),
     "bucket_sizes": Suite(
         "a step by the size of buckets, on 4 hosts at 50 Mbit/s to 1 Gbit/s, beside DDP", 60,
         (_lab(""),), (_lab("--quick"),),

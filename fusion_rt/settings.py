@@ -320,7 +320,13 @@ class Settings:
         flags=("--metrics-token-file",), variable="FUSION_METRICS_TOKEN_FILE", yaml="params.metrics_token_file",
         placeholder="FILE")
     connections: int = _row(
-        1, DAEMON, "Payload connections to each peer daemon.", unit=COUNT, variable="FUSION_CONNECTIONS", least=1)
+        0, DAEMON, "Payload connections to each peer daemon (0: one on a local network, and over a distance as many as "
+        "bandwidth x delay asks for; docs/distance.md).",
+        unit=COUNT, variable="FUSION_CONNECTIONS", least=0)
+    ring_order: str = _row(
+        "measured", DAEMON, "Order in which a ring visits hosts that are joined over a distance: measured, along the "
+        "fastest links, or given, as hosts were named. Sums are added up in that order.",
+        variable="FUSION_RING_ORDER", choices=("measured", "given"))
     io_threads: int = _row(
         1, DAEMON, "ZeroMQ I/O threads of a daemon.", unit=COUNT, variable="FUSION_IO_THREADS", least=1)
     kernel_threads: int = _row(

@@ -30,8 +30,10 @@ from fusion_rt.wire.peers import (
     Heartbeat,
     Joined,
     Leaving,
+    Measure,
     NewEpoch,
     Occupied,
+    Path,
     PeerHello,
     Probe,
     Reopen,
@@ -53,8 +55,8 @@ from fusion_rt.wire.views import (
 )
 
 PeerMessage: TypeAlias = (
-    PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Up | NewEpoch | Start
-    | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
+    PeerHello | Heartbeat | Ack | Reopen | Reopened | Leaving | GivenUp | Probe | Echo | Measure | Path | Up | NewEpoch
+    | Start | Request | Verdict | PlanRequest | PlanVerdict | Mismatch | Locate | Located | WaitingRequest
     | WaitingHere | FiguresRequest | Figures | OpFailed | Abort | Departed | Joined | Occupied | Began | Chunk | Credit
     | Piece | RingsRequest | Rings | RingPieceRequest | RingPiece
     | MessageSent | MessageAccepted | MessageOver | MessagesTaken | MessageChunk | MessageCredit

@@ -40,7 +40,7 @@ class Ack(msgspec.Struct, tag="ack", array_like=True):
 
 
 class Reopen(msgspec.Struct, tag="reopen", array_like=True):
-    """Asks for a new token, because the sender's payload connection of this number to the receiver is broken."""
+    """Asks for a token, because the sender's payload connection of this number to the receiver is broken, or new."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
 
@@ -75,6 +75,26 @@ class Echo(msgspec.Struct, tag="echo", array_like=True):
     serial: Count
 
 
+class Measure(msgspec.Struct, tag="measure", array_like=True):
+    """From the coordinator, which has found links over a distance: the receiver is to measure its link to a node."""
+
+    node: Rank
+
+
+class Path(msgspec.Struct, tag="path", array_like=True, frozen=True):
+    """The measured link between two nodes, and the answer to `Measure`.
+
+    Attributes:
+        nodes: both, the lower one first.
+        latency: seconds that a message without payload takes one way.
+        seconds_per_byte: further seconds for each byte of payload.
+    """
+
+    nodes: tuple[Rank, Rank]
+    latency: Annotated[float, msgspec.Meta(gt=0)]
+    seconds_per_byte: Annotated[float, msgspec.Meta(gt=0)]
+
+
 class Up(msgspec.Struct, tag="up", array_like=True):
     """To the coordinator: this node's workers have said hello in this membership epoch, and it is connected to all."""
 
@@ -97,12 +117,14 @@ class Start(msgspec.Struct, tag="start", array_like=True):
         latency: seconds that a message without payload takes one way.
         seconds_per_byte: further seconds for each byte of payload.
         route_latency, route_seconds_per_byte: of the rounded model by which collectives are chosen.
+        paths: all links, where some are over a distance; else none.
     """
 
     latency: float
     seconds_per_byte: float
     route_latency: float
     route_seconds_per_byte: float
+    paths: tuple[Path, ...] = ()
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):

@@ -188,7 +188,7 @@ class SimulatedJob:
     def post_payload(self, source: int, target: int, message: bytes, payload: bytes | memoryview) -> None:
         self.payload_bytes[source] += len(payload)
         self._chunks += 1
-        self.post(source, target, f"payload{self._chunks % self.settings.connections}", message, payload)
+        self.post(source, target, f"payload{self._chunks % (self.settings.connections or 1)}", message, payload)
 
     def step(self) -> bool:
         """Delivers a message, runs a deferred job, or runs a worker's next action; returns False when all is done."""

@@ -40,7 +40,9 @@ def _chunks(work: Work) -> Exchange:
     doubles = work.route == "doubling" and nbytes <= most
     if work.route == "auto":
         doubles = _prefers_doubling(work.cost, nbytes, work.port.nodes, most)
-    return (Doubling if doubles else Ring)(work.port, work.reducer, work.codec, work.sources, work.outputs)
+    if doubles:
+        return Doubling(work.port, work.reducer, work.codec, work.sources, work.outputs)
+    return Ring(work.port, work.reducer, work.codec, work.sources, work.outputs, work.order)
 
 
 @lru_cache(maxsize=1024)

@@ -30,6 +30,7 @@ class Work:
         sparse_route: the setting.
         route: of dense values, the setting or what a plan's tuning says.
         selected: what a local member has selected itself, instead of the elements in `sources`.
+        order: positions of nodes in the order in which a ring visits them; none: as they are.
         whole_nbytes: largest array that recursive doubling moves, as one message; 0: what the port calls a chunk.
     """
 
@@ -44,6 +45,7 @@ class Work:
     route: str = "auto"
     whole_nbytes: int = 0
     selected: WorkerSelection | None = None
+    order: Sequence[int] = ()
 
 
 class Algorithm(ABC):

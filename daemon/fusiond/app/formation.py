@@ -236,9 +236,13 @@ class Formation:
 
         settings, mesh = self._shell.settings, self._shell.mesh
         cost = CostModel(start.latency, start.seconds_per_byte)
-        self.engine.measured(cost, CostModel(start.route_latency, start.route_seconds_per_byte))
+        links = {path.nodes: CostModel(path.latency, path.seconds_per_byte) for path in start.paths}
+        self.engine.measured(cost, CostModel(start.route_latency, start.route_seconds_per_byte), links)
         if mesh is not None:
             mesh.limit(cost.link_credit(settings.link_credit), cost.acknowledged_bytes())
+            for nodes, path in links.items():
+                if self.config.node in nodes:
+                    mesh.stretch(sum(nodes) - self.config.node, path)
         if self.engine.coordinator is not None:
             self.engine.coordinator.seconds_per_byte = dict(seconds_per_byte)
         welcome = wire.Welcome(
@@ -268,4 +272,4 @@ class Formation:
     def identity(self) -> dict[str, object]:
         """Returns which daemon this is, and how it is, for `fusiond status`."""
         told = identity(self.config, self._shell.settings, self.membership, self.ending.failure, self._shell.began)
-        return {**told, "views": self.losses.statistics()}
+        return {**told, "views": self.losses.statistics(), "links": self.starting.statistics()}

@@ -1,9 +1,9 @@
 """Ring all-reduce: reduce-scatter, then all-gather, in a pipeline of chunks; sends 2 n (N - 1) / N whatever N is.
 
-The bucket is divided into N segments. Segment s starts at position s and travels to the right: at each of the next N
-- 1 nodes that node's part is added (hops 0 to N - 2). The last of them owns the segment: it computes the final value,
-once, and the segment goes round again as it is (hops N - 1 to 2 N - 3). So all ranks get the same bits, and the order
-in which parts are added depends on the topology alone. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce
+The bucket is divided into N segments. Segment s starts at place s of the ring and travels to the right: at each of the
+next N - 1 nodes that node's part is added (hops 0 to N - 2). The last of them owns the segment: it computes the final
+value, once, and the segment goes round again as it is (hops N - 1 to 2 N - 3). So all ranks get the same bits, and the
+order in which parts are added depends on the topology alone. Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", 2009.
 
 Each chunk goes on as soon as it has come, without a barrier between the steps. The reduction is in place in the first
@@ -41,10 +41,18 @@ class Ring(Exchange):
         reducer: how to combine.
         codec: what chunks look like on the wire.
         sources, outputs: n elements each, of the local members; an output may be a source.
+        order: positions in the order in which the ring visits them, the same on all nodes; none: as they are. The order
+            in which parts are added follows it.
     """
 
     def __init__(
-        self, port: Port, reducer: Reducer, codec: BucketCodec, sources: Sequence[Array], outputs: Sequence[Array]
+        self,
+        port: Port,
+        reducer: Reducer,
+        codec: BucketCodec,
+        sources: Sequence[Array],
+        outputs: Sequence[Array],
+        order: Sequence[int] = (),
     ) -> None:
         super().__init__(port)
         self._reducer = reducer
@@ -57,17 +65,19 @@ class Ring(Exchange):
         self.local_nbytes = n * reducer.dtype.itemsize * len(sources)
         self._bounds = [n * i // nodes for i in range(nodes + 1)]
         self._step = max(1, port.chunk_bytes // reducer.partial.itemsize)
-        self._right = (port.position + 1) % nodes
-        self._left = (port.position - 1) % nodes
+        order = order or range(nodes)
+        self._place = order.index(port.position)
+        self._right = order[(self._place + 1) % nodes]
+        self._left = order[self._place - 1]
         counts = [len(chunk_starts(self._length(s), self._step)) for s in range(nodes)]
-        owned = (port.position + 1) % nodes
-        self._once = Once(2 * sum(counts) - counts[port.position] - counts[owned])
+        owned = (self._place + 1) % nodes
+        self._once = Once(2 * sum(counts) - counts[self._place] - counts[owned])
 
     def jobs(self, threads: int) -> Sequence[Job]:
         return local_jobs(self._reducer, self._sources, self._mine, threads)
 
     def start(self) -> None:
-        segment = self.port.position
+        segment = self._place
         for start in chunk_starts(self._length(segment), self._step):
             low, high = self._range(segment, start)
             self._send(segment, start, 0, self._partials.encode(low, self._mine[low:high]))
@@ -76,7 +86,7 @@ class Ring(Exchange):
 
     def receive(self, position: int, chunk: wire.Chunk, payload: memoryview) -> None:
         nodes, hop = self.port.nodes, chunk.hop
-        travelled = (self.port.position - chunk.part - 1) % nodes  # hops before it came here for the first time
+        travelled = (self._place - chunk.part - 1) % nodes  # hops before it came here for the first time
         gathering = hop >= nodes - 1
         if (
             position != self._left

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,10 +158,13 @@ class Engine:
         """The cost of a message on this job's links."""
         return self._exchanges.executor.cost
 
-    def measured(self, cost: CostModel, route: CostModel) -> None:
-        """The links are measured. Ways between nodes are chosen by `route`, which is the same on all of them."""
+    def measured(
+        self, cost: CostModel, route: CostModel, links: Mapping[tuple[int, int], CostModel] | None = None
+    ) -> None:
+        """The links are measured. Ways between nodes are chosen by `route` and `links` (each link by its two nodes, the
+        lower first, where some are far), which are the same on all of them."""
         executor = self._exchanges.executor
-        executor.cost, executor.route = cost, route
+        executor.cost, executor.route, executor.links = cost, route, dict(links or {})
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 

@@ -42,9 +42,24 @@ def show_status(found: list[dict[str, Any]]) -> None:
     for daemon in found:
         if daemon.get("metrics"):
             console.print(f"metrics of job {daemon['job']}, node {daemon['node']}: {daemon['metrics']}", soft_wrap=True)
+    links = _links(found)
+    if links.row_count:
+        console.print(links)
     compressed = _compression(found)
     if compressed.row_count:
         console.print(compressed)
+
+
+def _links(found: list[dict[str, Any]]) -> Table:
+    """Makes the matrix of the links of each job whose hosts are joined over a distance: round trip and rate."""
+    table = Table(title="links over a distance")
+    for column in ("job", "between nodes", "round trip", "rate"):
+        table.add_column(column)
+    told = {(str(daemon["job"]), *link["nodes"]): link for daemon in found for link in daemon.get("links", [])}
+    for (job, one, other), link in sorted(told.items()):
+        mbit = 8e-6 * link["bytes_per_second"]
+        table.add_row(job, f"{one} and {other}", f"{2e3 * link['latency_seconds']:.1f} ms", f"{mbit:.0f} Mbit/s")
+    return table
 
 
 def _compression(found: list[dict[str, Any]]) -> Table:

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from fusion_rt import wire
+from fusion_rt.core.cost import CostModel
+from fusion_rt.core.errors import WireError
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusiond.core.dispatch import Handlers
 from fusiond.host.loop import EventLoop, Timer
 from fusiond.host.signals import tell_starter
 from fusiond.membership.epoch import Membership
+from fusiond.transport.distance import is_far, pairs
 from fusiond.transport.mesh import Mesh
-from fusiond.transport.probe import LinkProbe
+from fusiond.transport.probe import FEW, LinkProbe
 
 _log = logging.getLogger("fusiond")
 
@@ -52,6 +55,9 @@ class Starting:
         self._started = started
         self._failed = failed
         self._probe = probe
+        self._asked: LinkProbe | None = None  # for the coordinator
+        self._rounds: list[list[tuple[int, int]]] | None = None  # of links of others that have to be measured
+        self._paths: dict[tuple[int, int], wire.Path] = {}
         self._timer: Timer | None = None
         self._began = time.monotonic()
 
@@ -79,6 +85,8 @@ class Starting:
             wire.Up: lambda node, up: self.node_up(node, up.epoch),
             wire.Probe: lambda node, probe, payload: self._send(node, wire.Echo(probe.serial)),
             wire.Echo: self.echo,
+            wire.Measure: self.measure,
+            wire.Path: self.measured,
             wire.Start: lambda node, start: self.start(start),
         }
 
@@ -90,11 +98,40 @@ class Starting:
 
     def echo(self, node: int, echo: wire.Echo) -> None:
         """Takes in a probe that has come back, and sends the next one."""
-        self._send_probe(self._probe.echo(node, echo.serial))
+        if self._asked is not None:
+            self._answer(self._asked, self._asked.echo(node, echo.serial))
+        else:
+            self._send_probe(self._probe.echo(node, echo.serial))
+
+    def statistics(self) -> list[dict[str, object]]:
+        """Returns each link that is known here: both `nodes`, `latency_seconds` one way, `bytes_per_second`."""
+        return [
+            {
+                "nodes": list(nodes),
+                "latency_seconds": round(path.latency, 6),
+                "bytes_per_second": round(1 / path.seconds_per_byte),
+            }
+            for nodes, path in sorted(self._paths.items())
+        ]
+
+    def measure(self, node: int, order: wire.Measure) -> None:
+        """Begins to measure the link to a node for the coordinator."""
+        if order.node not in self._others() or node != self._membership.coordinator:
+            raise WireError(f"it wants this node to measure its link to node {order.node}, which is not its to say")
+        self._asked = LinkProbe(self._loop.clock, FEW)
+        self._answer(self._asked, self._asked.begin([order.node]))
+
+    def measured(self, node: int, path: wire.Path) -> None:
+        """Takes in, at the coordinator, a link that another node has measured."""
+        if self._rounds and path.nodes in self._rounds[0] and path.nodes[0] == node:
+            self._paths[path.nodes] = path
+            self._rounds[0].remove(path.nodes)
+            self._measure_others()
 
     def start(self, start: wire.Start) -> None:
         """Starts the job here: the coordinator says that every node is up."""
         self._membership.started = True
+        self._paths = {path.nodes: path for path in start.paths}
         if self._timer is not None:
             self._timer.cancel()
         self._started(start, self._probe.seconds_per_byte)
@@ -115,18 +152,60 @@ class Starting:
         assert self._mesh is not None
         self._mesh.send(node, message)
 
+    def _answer(self, asked: LinkProbe, probe: tuple[int, int, int] | None) -> None:
+        """Sends the next probe of a link that the coordinator wants to be measured, or tells it what was found."""
+        if probe is not None:
+            self._emit(probe)
+        elif asked.cost is not None:
+            self._asked = None
+            for node, link in asked.links.items():
+                self._send(self._membership.coordinator, _path(self._config.node, node, link))
+
+    def _emit(self, probe: tuple[int, int, int]) -> None:
+        assert self._mesh is not None
+        node, serial, nbytes = probe
+        self._mesh.send_payload(node, wire.Probe(serial), bytes(nbytes))
+
+    def _measure_others(self) -> None:
+        """Has the links of others measured, where any link is over a distance: pair by pair, as many at a time as have
+        no node in common; then starts the job."""
+        if self._rounds is None:
+            far = any(is_far(link) for link in self._probe.links.values())
+            self._rounds = []
+            if far:
+                self._rounds = [links for links in pairs(self._others()) if links]
+                own = [_path(self._config.node, node, link) for node, link in self._probe.links.items()]
+                self._paths = {path.nodes: path for path in own}
+            self._ask()
+        elif self._rounds and not self._rounds[0]:
+            self._rounds.pop(0)
+            self._ask()
+        if not self._rounds:
+            self._begin_job()
+
+    def _ask(self) -> None:
+        for one, other in self._rounds[0] if self._rounds else ():
+            self._send(one, wire.Measure(other))
+
     def _send_probe(self, probe: tuple[int, int, int] | None) -> None:
         if probe is not None:
-            assert self._mesh is not None
-            node, serial, nbytes = probe
-            self._mesh.send_payload(node, wire.Probe(serial), bytes(nbytes))
+            self._emit(probe)
         elif self._probe.cost is not None and not self._membership.started:
-            cost = self._probe.cost
-            route = cost.rounded(self._settings.route_latency, self._settings.route_rate)
-            start = wire.Start(cost.latency, cost.seconds_per_byte, route.latency, route.seconds_per_byte)
-            for node in self._others():
-                self._send(node, start)
-            self.start(start)
+            self._measure_others()
+
+    def _begin_job(self) -> None:
+        """Says, at the coordinator, that the job starts."""
+        assert self._probe.cost is not None
+        cost = self._probe.cost
+        if self._paths:  # the slowest link may be one between others
+            links = [CostModel(path.latency, path.seconds_per_byte) for path in self._paths.values()]
+            cost = CostModel(max(link.latency for link in links), max(link.seconds_per_byte for link in links))
+        route = cost.rounded(self._settings.route_latency, self._settings.route_rate)
+        paths = tuple(path for _, path in sorted(self._paths.items()))
+        start = wire.Start(cost.latency, cost.seconds_per_byte, route.latency, route.seconds_per_byte, paths)
+        for node in self._others():
+            self._send(node, start)
+        self.start(start)
 
     def _timed_out(self) -> None:
         who = self._membership.missing()
@@ -135,3 +214,7 @@ class Starting:
             missing = ", ".join(f"{node} (host {hosts[node]})" for node in nodes)
             who = f"the daemons of nodes {missing} could not be reached from host {hosts[self._config.node]}"
         self._failed(f"the job did not come up within {self._settings.start_timeout:g} s: {who}")
+
+
+def _path(one: int, other: int, link: CostModel) -> wire.Path:
+    return wire.Path((min(one, other), max(one, other)), link.latency, link.seconds_per_byte)

@@ -127,6 +127,7 @@ class Executor:
     Attributes:
         cost: of messages, as measured, which sizes of chunks follow.
         route: the model by which the way between nodes is chosen.
+        links: all of them by their two nodes, where some are far: the order of rings follows from them.
 
     Args:
         topology, node: who is where, and which node this is.
@@ -154,6 +155,8 @@ class Executor:
     ) -> None:
         self.cost = CostModel()
         self.route = self.cost.rounded()
+        self.links: dict[tuple[int, int], CostModel] = {}
+        self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # of positions, by nodes
         self._topology = topology
         self._node = node
         self._settings = settings
@@ -254,14 +257,26 @@ class Executor:
         first = partial(codec.scale_residual, factors) if factors else None  # a job that comes before all others
         sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
         most = self._settings.chunk_bytes
+        ordered = self.links and self._settings.ring_order == "measured"
+        order = self._order(tuple(operation.members.nodes)) if ordered else ()
         whole = most if dense == "doubling" else self.route.chunk_bytes(most)
 
         def exchange(port: Port) -> Exchange:
-            work = Work(port, reducer, codec, self.route, sources, outputs, parts, sparse, dense, whole, selected)
+            work = Work(
+                port, reducer, codec, self.route, sources, outputs, parts, sparse, dense, whole, selected, order
+            )
             return algorithm.exchange(work)
 
         compiles = self._kernels_for(reducer, elements)
         self._start(operation, exchange, first, compiles, tuning)
+
+    def _order(self, nodes: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the positions of nodes in the order in which a ring visits them; the same on all of them."""
+        from fusiond.transport.distance import ring_order
+
+        if nodes not in self._orders:
+            self._orders[nodes] = tuple(nodes.index(node) for node in ring_order(nodes, self.links))
+        return self._orders[nodes]
 
     def _kernels_for(self, reducer: Reducer, elements: int) -> Job | None:
         """Returns a job that loads or compiles the kernel of a reduction, in seconds perhaps; None if it is there."""

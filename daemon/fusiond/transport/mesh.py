@@ -31,6 +31,7 @@ import zmq
 
 from fusion_rt import wire
 from fusion_rt.core.clocks import measure
+from fusion_rt.core.cost import CostModel
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable
 from fusion_rt.settings import Settings
@@ -39,7 +40,7 @@ from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.core.dispatch import Handlers
 from fusiond.core.tracing import About, about
 from fusiond.host.loop import EventLoop
-from fusiond.transport import delivery
+from fusiond.transport import delivery, distance
 from fusiond.transport.delivery import AT_ONCE, PayloadLink, ReceiveWindow, Sending
 from fusiond.transport.flow_control import BORROW_FROM
 from fusiond.transport.links import Events, Link
@@ -95,6 +96,8 @@ class Mesh:
         self._connects = False  # it has begun to
         self._look_every = min(_LOOK, settings.heartbeat_interval)
         self._awake = AwakeClock(loop.clock, self._look_every)
+        self._at_first = settings.connections or 1
+        self._most = settings.connections or distance.MOST_CONNECTIONS
         self._events = Events(self._link_stands, self._link_broke, self._link_wants, self._link_refused)
         nodes = _ELASTIC_NODES if config.elastic else len(config.topology.hosts)
         self._sockets = Sockets(settings, config.address, nodes)
@@ -175,10 +178,11 @@ class Mesh:
         return [peer.node for peer in left], self.lost
 
     def _admit(self, endpoint: Endpoint, host: str) -> Peer:
-        incoming = [ReceiveWindow() for _ in range(1 + self._settings.connections)]
+        incoming = [ReceiveWindow() for _ in range(1 + self._at_first)]
         sending = Sending(self._settings.link_credit)
         peer = Peer(endpoint.node, host, next(self._ids), endpoint, self._suspicion(), incoming, sending)
         peer.limit(self._settings.link_credit, delivery.ACK_BYTES)
+        peer.stride = self._most
         sending.posted = partial(self._posted, peer)
         self._peers[peer.node] = self._admitted[peer.id] = peer
         self._reception.gate.allow(endpoint.public_key, peer.id)
@@ -201,6 +205,19 @@ class Mesh:
             peer.sending.go_on()
             if peer.owes_much:
                 peer.mention(wire.Ack())
+
+    def stretch(self, node: int, link: CostModel) -> None:
+        """Gives a far peer as many connections as its link asks for, if that is left to the mesh, and lets as much be
+        under way on them as arrives. Both nodes do, each for what it sends."""
+        peer = self._peers[node]
+        if peer.lost or not distance.is_far(link):
+            return
+        wanted = self._settings.connections or distance.connections(link)
+        for number in range(len(peer.links), 1 + wanted):
+            self._link_wants(self._add_link(peer, number))
+        if most := self._settings.link_credit:
+            peer.pipe = distance.Pipe(link, wanted, link.link_credit(most), most)
+            peer.limit(peer.pipe.credit, link.acknowledged_bytes())
 
     def send(self, node: int, message: wire.PeerMessage) -> None:
         """Sends a control message; one to a lost peer is dropped, since everybody has been told of the loss.
@@ -392,8 +409,10 @@ class Mesh:
         }
 
     def _reopen(self, peer: Peer, asked: wire.Reopen) -> None:
-        if asked.number >= len(peer.incoming):
+        if asked.number > self._most:
             raise WireError(f"it has no connection {asked.number}")
+        while len(peer.incoming) <= asked.number:
+            peer.incoming.append(ReceiveWindow())
         token = self._reception.tokens.issue(peer.id, asked.number)
         self.send(peer.node, wire.Reopened(asked.number, token, peer.incoming[asked.number].received))
 
@@ -411,7 +430,7 @@ class Mesh:
             self.lose(peer.node, _CLOSED)
 
     def _greet(self, peer: Peer, hello: wire.PeerHello) -> None:
-        ours = (wire.PROTOCOL_VERSION, self._config.job, peer.node, self._settings.connections)
+        ours = (wire.PROTOCOL_VERSION, self._config.job, peer.node, self._at_first)
         theirs = (hello.version, hello.job, hello.node, len(hello.tokens))
         if theirs != ours or peer.greeted:
             raise WireError(

@@ -30,6 +30,7 @@ from fusion_rt import wire
 from fusion_rt.host.bootstrap import Endpoint
 from fusiond.transport import delivery
 from fusiond.transport.delivery import ReceiveWindow, Sending
+from fusiond.transport.distance import Pipe
 from fusiond.transport.links import Link
 
 _log = logging.getLogger("fusiond")
@@ -204,6 +205,8 @@ class Peer:
         asked_at: `sent` of the last heartbeat to it.
         owed, owed_bytes: received since it was last sent an acknowledgement.
         owes_from: so many of these bytes are acknowledged without a message to ride on.
+        stride: largest number of connections that it may have in one direction.
+        pipe: what may be under way to it, where it is far.
     """
 
     node: int
@@ -231,6 +234,8 @@ class Peer:
     sent_bytes: int = 0
     received_chunks: int = 0
     received_bytes: int = 0
+    stride: int = 1
+    pipe: Pipe | None = None
 
     @property
     def control(self) -> Link:
@@ -243,8 +248,8 @@ class Peer:
         return self.greeted and len(self.links) == len(self.incoming) and all(link.stood for link in self.links)
 
     def number_of(self, serial: int, connection: int) -> int:
-        """Returns a number for a payload message that both sides know; with one connection, the serial."""
-        return (serial - 1) * (len(self.incoming) - 1) + connection
+        """Returns a number for a payload message that both sides know."""
+        return (serial - 1) * self.stride + connection
 
     def add_link(self, link: Link, heartbeat_interval: float, now: float) -> None:
         self.links.append(link)
@@ -258,6 +263,13 @@ class Peer:
         self.sending.credit = credit
         self.owes_from = min(delivery.ACK_BYTES, acknowledged, credit // 3 if credit else delivery.ACK_BYTES)
         self.sending.unacknowledged = self.owes_from
+
+    def follow(self, now: float) -> None:
+        """Lets as much be under way to a far peer as arrives there; called when it has acknowledged something."""
+        assert self.pipe is not None
+        under_way = sum(link.out.nbytes for link in self.sending.links)
+        arrived = self.sent_bytes - self.sending.nbytes - under_way
+        self.sending.credit = self.pipe.acknowledged(now, arrived, len(self.sending) > 0)
 
     def send(self, message: wire.PeerMessage) -> None:
         """Sends a control message that has to arrive."""
@@ -380,6 +392,8 @@ class Peer:
             "repeated": sum(incoming.repeated for incoming in self.incoming),
             "flapping": self.flapping.episodes,
             "slow": sum(slowness.episodes for slowness in self.slowness),
+            "connections": len(self.links) - 1,
+            "link_credit": self.sending.credit,
             "lost": self.lost,
             "fenced": self.fenced,
             "silent_seconds": round(self.suspicion.silence(now), 3),

@@ -12,6 +12,8 @@ from fusiond.collectives.cost import CostModel, measured, worst
 
 SMALL, LARGE = 1, 256 * 1024  # bytes of payload
 _ROUNDS = (SMALL,) * 6 + (LARGE,) * 9
+FEW = (SMALL,) * 3 + (LARGE,) * 4
+"""Rounds for a link over a distance, whose round trips are long."""
 _IN_A_BURST = 2  # of the large ones may be faster than the link
 
 Probe = tuple[int, int, int]  # node, serial, bytes of payload
@@ -22,11 +24,12 @@ class LinkProbe:
 
     Attributes:
         cost: of the worst of the links that were asked about last, when all have been measured; None until then.
-        seconds_per_byte: of each of them, by node.
+        links: each of them, by node.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], rounds: Sequence[int] = _ROUNDS) -> None:
         self._clock = clock
+        self._rounds = rounds
         self._nodes: Sequence[int] = ()
         self._todo: list[tuple[int, int]] = []
         self._serial = 0
@@ -34,13 +37,18 @@ class LinkProbe:
         self._seconds: dict[tuple[int, int], list[float]] = {}  # round trips by node and payload
         self._links: dict[int, CostModel] = {}  # those that are measured, by node
         self.cost: CostModel | None = None
-        self.seconds_per_byte: dict[int, float] = {}
+        self.links: dict[int, CostModel] = {}
+
+    @property
+    def seconds_per_byte(self) -> dict[int, float]:
+        """Seconds a byte of each link, by node."""
+        return {node: link.seconds_per_byte for node, link in self.links.items()}
 
     def begin(self, nodes: Sequence[int]) -> Probe | None:
         """Begins to measure the links to these nodes that are not measured yet, and nothing else. Returns the first
         probe; None if there is no link to measure."""
         self._nodes = tuple(nodes)
-        self._todo = [(node, nbytes) for node in nodes if node not in self._links for nbytes in _ROUNDS]
+        self._todo = [(node, nbytes) for node in nodes if node not in self._links for nbytes in self._rounds]
         self._seconds.clear()
         self.cost = None
         return self._next()
@@ -64,9 +72,8 @@ class LinkProbe:
             node, nbytes = self._todo[0]
             return node, self._serial, nbytes
         self._links.update({node: self._link(node) for node in {node for node, _ in self._seconds}})
-        links = {node: self._links[node] for node in self._nodes}
-        self.seconds_per_byte = {node: link.seconds_per_byte for node, link in links.items()}
-        self.cost = worst(list(links.values())) if links else CostModel()
+        self.links = {node: self._links[node] for node in self._nodes}
+        self.cost = worst(list(self.links.values())) if self.links else CostModel()
         return None
 
     def _link(self, node: int) -> CostModel:

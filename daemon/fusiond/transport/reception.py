@@ -27,6 +27,7 @@ from fusiond.core.tracing import about
 from fusiond.host.loop import EventLoop
 from fusiond.transport import delivery, probe
 from fusiond.transport.accepted_sockets import AcceptedSockets, Address
+from fusiond.transport.distance import MOST_CONNECTIONS
 from fusiond.transport.peers import AwakeClock, Peer
 from fusiond.transport.sockets import CONTROL_FRAME, MAX_HEADER, NOW, Socket, Sockets
 from fusiond.transport.zap import KeyGate
@@ -261,7 +262,7 @@ class Reception:
         self._started = False
         control, control_port = sockets.control_inbox()
         payload, payload_port = sockets.payload_inbox(2 * max(settings.chunk_bytes, probe.LARGE))
-        self._connections = settings.connections
+        self._connections = settings.connections or MOST_CONNECTIONS
         self._control, self._payload = (
             Inbox(loop, inbox, sockets.monitor(inbox), sockets.accepted(inbox), take)
             for inbox, take in ((control, self._take_control), (payload, self._take_payload))
@@ -330,6 +331,8 @@ class Reception:
         try:
             for link, upto in zip(peer.links, received, strict=False):
                 link.out.acknowledge(upto)
+            if peer.pipe is not None:
+                peer.follow(self._awake())
             peer.sending.go_on()
             if serial and not peer.incoming[0].accept(serial):
                 return

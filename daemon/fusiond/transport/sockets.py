@@ -35,6 +35,7 @@ import zmq
 from fusion_rt.host.bootstrap import Endpoint
 from fusion_rt.settings import Settings
 from fusiond.transport.accepted_sockets import AcceptedSockets
+from fusiond.transport.distance import MOST_CONNECTIONS
 
 LINGER = 2000  # ms that last words may take
 NOW = int(zmq.NOBLOCK)  # plain integers: to combine enumeration members costs a microsecond a message
@@ -64,7 +65,7 @@ class Sockets:
     def __init__(self, settings: Settings, address: str, nodes: int) -> None:
         self.context: zmq.Context[Socket] = zmq.Context(settings.io_threads)
         # Of each connection a socket, its monitor's two ends, and the same again while it is replaced.
-        self.context.set(zmq.MAX_SOCKETS, 64 + 6 * nodes * (1 + settings.connections))
+        self.context.set(zmq.MAX_SOCKETS, 64 + 6 * nodes * (1 + (settings.connections or MOST_CONNECTIONS)))
         self.public, self._secret = zmq.curve_keypair()
         self._settings = settings
         self._address = address

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -97,6 +98,19 @@ def test_every_size_and_op_gives_what_numpy_gives(kind: Callable[..., Exchange],
             np.testing.assert_allclose(loaded(found, dtype), loaded(expected, dtype), tolerance)
         else:
             np.testing.assert_array_equal(found, expected, f"{op} of {count}")
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (0, 2, 1, 3), (3, 1, 0, 2), (4, 0, 2, 5, 1, 3)])
+@pytest.mark.parametrize("codec", ["dense", "fp16"])
+def test_a_ring_in_any_order_gives_the_same_sum_and_speaks_to_neighbours_only(order: Sequence[int], codec: str) -> None:
+    for count in sizes(len(order)):
+        parts = parts_of(len(order), count, "sum", "float32")
+        reduction = AllReduce(partial(Ring, order=order), parts, codec=codec, seed=count)
+        expected = combined("sum", "float32", [part for node in parts for part in node], 1)
+        np.testing.assert_array_equal(np.frombuffer(reduction.run(), np.float32), expected)
+        said = {(source, target) for source, target, *_ in reduction.group.delivered}
+        assert said <= set(zip(order, (*order[1:], order[0]), strict=True))
+        assert bool(said) == (count > 0)
 
 
 @kinds

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fusion_rt import wire
+from fusion_rt.core.cost import CostModel
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, PeerTable
 from fusion_rt.settings import Settings
@@ -328,3 +329,43 @@ def test_acknowledgements_come_without_a_message_to_ride_on(two: Two) -> None:
             node.loop.turn()
     two.until(lambda: len(second.said()) == 3 * delivery.ACK_MESSAGES)
     two.until(lambda: len(first.peer.control.out) <= delivery.ACK_MESSAGES)
+
+
+@pytest.fixture
+def two_as_they_come() -> Iterator[Two]:
+    """Nodes whose number of connections is left to the mesh."""
+    settings = Settings(heartbeat_interval=0.05, heartbeat_timeout=TIMEOUT_S)
+    both = Two([Node(0, settings), Node(1, settings)])
+    both.until(lambda: all(node.up for node in both.nodes))
+    yield both
+    both.close()
+
+
+def test_a_far_peer_gets_more_connections_on_which_everything_arrives_once_and_a_near_one_does_not(
+    two_as_they_come: Two,
+) -> None:
+    two = two_as_they_come
+    first, second = two.nodes
+    first.mesh.stretch(1, CostModel(1e-4, 1e-10))
+    assert first.statistics()["connections"] == 1
+
+    first.mesh.stretch(1, CostModel(20e-3, 1e-9))  # 40 ms: the other node has not been told yet, and takes them
+    first.mesh.stretch(1, CostModel(20e-3, 1e-9))  # again, as in another epoch of the job
+    two.until(lambda: all(link.stands for link in first.peer.links))
+    count = 60
+    for serial in range(count):
+        first.mesh.send_payload(1, wire.Probe(serial), content(serial, BORROW_FROM - 1))
+    two.proxies[1].reset()
+    two.until(lambda: len(second.payloads()) >= count)
+    two.until(lambda: first.statistics()["unacknowledged_messages"] == 0)
+
+    assert (first.statistics()["connections"], second.statistics()["connections"]) == (8, 1)
+    assert second.payloads() == [(serial, content(serial, BORROW_FROM - 1)) for serial in range(count)]
+    assert first.lost == second.lost == []
+
+
+def test_a_peer_cannot_ask_for_more_connections_than_anybody_needs(two_as_they_come: Two) -> None:
+    first, second = two_as_they_come.nodes
+    first.mesh.send(1, wire.Reopen(9))
+    two_as_they_come.until(lambda: second.lost)
+    assert "it has no connection 9" in second.lost[0]

@@ -1,0 +1,189 @@
+"""Links over a distance: how many connections one gets, how much of its payload may be under way, and in which order a
+ring visits the nodes. No I/O.
+
+A round trip of `FAR` or more makes a link far. All else is a local network, of which nothing here changes anything.
+
+One connection of TCP keeps no more under way than its congestion window. Where packets are lost that is little,
+whatever the link could carry: about 1.2 segments / sqrt(loss), 56 KB at 0.1 % (Mathis et al., 1997). So a far link gets
+as many connections as windows of that size fill it (`connections`). What the measurement at the start saw of its rate
+is a lower bound, since a new connection is slow at first. So the bytes that may be under way follow the rate at which
+payloads arrive (`Pipe`), up to twice of what that fills: they double in a round trip until the link is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from fusion_rt.core.cost import CostModel
+
+FAR = 5e-3  # seconds of a round trip
+MOST_CONNECTIONS = 8
+_WINDOW = 64 * 1024  # bytes that one connection keeps under way where a packet in a thousand is lost
+_EXACT = 10  # nodes up to which the best order is found for certain
+_PERIODS = 8  # whose best rate counts
+_BUSY = 10e-3  # seconds for which a peer's event loop may be busy otherwise
+
+Costs = Mapping[tuple[int, int], CostModel]
+"""The model of each link by its two nodes, the lower one first."""
+
+
+def is_far(link: CostModel) -> bool:
+    return 2 * link.latency >= FAR
+
+
+def connections(link: CostModel) -> int:
+    """Returns how many payload connections fill a link: one on a local network."""
+    if not is_far(link):
+        return 1
+    under_way = 2 * link.latency / link.seconds_per_byte
+    return min(MOST_CONNECTIONS, max(1, -(-int(under_way) // _WINDOW)))
+
+
+class Pipe:
+    """Bytes that may be under way on each connection of a far link.
+
+    Args:
+        link: as measured at the start.
+        connections: of it.
+        least, most: bytes of `credit`.
+
+    Attributes:
+        credit: bytes, at most twice what a round trip carries at the best rate of late.
+        rate: that, B/s; 0 until something was measured.
+    """
+
+    def __init__(self, link: CostModel, connections: int, least: int, most: int) -> None:
+        self.credit = least
+        self.rate = 0.0
+        self._round_trip = 2 * link.latency
+        self._connections = connections
+        self._least = least
+        self._most = most
+        self._rates: deque[float] = deque(maxlen=_PERIODS)
+        self._since: tuple[float, int] | None = None
+
+    def acknowledged(self, now: float, arrived: int, waiting: bool) -> int:
+        """Notes what has arrived, and returns `credit`.
+
+        Args:
+            now: seconds.
+            arrived: bytes that are known to have arrived, in all.
+            waiting: payloads wait for credit. Where none do, the rate says something about the job and not the link.
+        """
+        if not waiting:
+            self._since = None
+        elif self._since is None:
+            self._since = now, arrived
+        elif now - self._since[0] >= self._round_trip:
+            began, before = self._since
+            self._since = now, arrived
+            self._rates.append((arrived - before) / (now - began))
+            self.rate = max(self._rates)
+            wanted = int(2 * self.rate * (self._round_trip + _BUSY)) // self._connections
+            self.credit = min(self._most, max(self._least, wanted))
+        return self.credit
+
+
+def pairs(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Returns all pairs of nodes, the lower first, in rounds in which no node is twice (the circle method)."""
+    circle: list[int | None] = list(nodes)
+    if len(circle) % 2:
+        circle.append(None)
+    rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        met = zip(circle[:half], reversed(circle[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
+
+
+def time_of(order: Sequence[int], costs: Costs) -> tuple[float, float]:
+    """Returns what a ring in that order takes: seconds a byte of its slowest link, which all others wait for, then the
+    seconds of latency around it."""
+    links = [costs[min(pair), max(pair)] for pair in pairwise([*order, order[0]])]
+    return max(link.seconds_per_byte for link in links), sum(link.latency for link in links)
+
+
+def ring_order(nodes: Sequence[int], costs: Costs) -> tuple[int, ...]:
+    """Returns the order in which a ring visits nodes, the first of them first: the one with the fastest slowest link,
+    and of those the one with the least latency; the given order where none is better by a tenth, since measurements
+    differ by that much. For more than ten nodes a good one, which need not be the best.
+
+    Args:
+        nodes: at least one.
+        costs: of all their links; where one is missing, the given order is kept.
+    """
+    given = tuple(nodes)
+    if len(given) <= 3 or any((min(a, b), max(a, b)) not in costs for a in given for b in given if a != b):
+        return given  # three nodes have one ring only
+    found = _best(given, costs) if len(given) <= _EXACT else _good(given, costs)
+    (slow, late), (least_slow, least_late) = time_of(given, costs), time_of(found, costs)
+    better = slow > 1.1 * least_slow or (slow >= least_slow and late > 1.1 * least_late)
+    return found if better else given
+
+
+def _best(nodes: tuple[int, ...], costs: Costs) -> tuple[int, ...]:
+    """Finds the best order (Held and Karp): the slowest link first, then, along links no slower, the least latency."""
+
+    def link(a: int, b: int) -> CostModel:
+        return costs[min(nodes[a], nodes[b]), max(nodes[a], nodes[b])]
+
+    count = len(nodes)
+    rates = [[0.0 if a == b else link(a, b).seconds_per_byte for b in range(count)] for a in range(count)]
+    late = [[0.0 if a == b else link(a, b).latency for b in range(count)] for a in range(count)]
+    everybody = (1 << (count - 1)) - 1  # of nodes 1 and up
+
+    @lru_cache(None)
+    def slowest(visited: int, last: int) -> float:
+        """The least slowest link of a way from node 0 through `visited`, which ends at `last`."""
+        rest = visited & ~(1 << (last - 1))
+        if not rest:
+            return rates[0][last]
+        return min(max(slowest(rest, b), rates[b][last]) for b in range(1, count) if rest >> (b - 1) & 1)
+
+    limit = min(max(slowest(everybody, last), rates[last][0]) for last in range(1, count))
+
+    @lru_cache(None)
+    def shortest(visited: int, last: int) -> tuple[float, tuple[int, ...]]:
+        rest = visited & ~(1 << (last - 1))
+        if not rest:
+            return (late[0][last] if rates[0][last] <= limit else float("inf")), (0, last)
+        ways = []
+        for b in (b for b in range(1, count) if rest >> (b - 1) & 1):
+            seconds, way = shortest(rest, b)
+            ways.append((seconds + late[b][last] if rates[b][last] <= limit else float("inf"), (*way, last)))
+        return min(ways)
+
+    closed = []
+    for last in range(1, count):
+        seconds, way = shortest(everybody, last)
+        closed.append((seconds + late[last][0] if rates[last][0] <= limit else float("inf"), way))
+    return tuple(nodes[place] for place in min(closed)[1])
+
+
+def _good(nodes: tuple[int, ...], costs: Costs) -> tuple[int, ...]:
+    """Goes to the nearest node that is left, from each, and turns parts of that round while that helps (2-opt)."""
+
+    def key(a: int, b: int) -> tuple[float, float]:
+        link = costs[min(a, b), max(a, b)]
+        return link.seconds_per_byte, link.latency
+
+    order, left = [nodes[0]], set(nodes[1:])
+    while left:
+        following = min(left, key=lambda node: (key(order[-1], node), node))
+        order.append(following)
+        left.remove(following)
+    best = time_of(order, costs)
+    better = True
+    while better:
+        better = False
+        for start in range(1, len(order) - 1):
+            for end in range(start + 1, len(order)):
+                turned = [*order[:start], *reversed(order[start : end + 1]), *order[end + 1 :]]
+                if (time := time_of(turned, costs)) < best:
+                    order, best, better = turned, time, True
+    return tuple(order)
