@@ -20,14 +20,22 @@ optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01
 state = hvd.elastic.TorchState(model, optimizer, step=0)
 
 
+def tell(state: hvd.elastic.TorchState) -> str:
+    """Prints this worker's place in the epoch; returns the epoch."""
+    epoch, where = os.environ["FUSION_ELASTIC_EPOCH"], f"rank {hvd.rank()} of {hvd.size()}"
+    print(f"epoch {epoch} {where} step {state.step} pid {os.getpid()}", flush=True)
+    return epoch
+
+
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState) -> None:
-    where = f"rank {hvd.rank()} of {hvd.size()}"
-    print(f"epoch {os.environ['FUSION_ELASTIC_EPOCH']} {where} step {state.step} pid {os.getpid()}", flush=True)
+    epoch = tell(state)
     while not float(hvd.allreduce(torch.tensor(float(STOP.exists())), name="stop")):
         optimizer.zero_grad()
         model(torch.ones(2, 8) * (hvd.rank() + 1)).square().mean().backward()
         optimizer.step()
+        if os.environ["FUSION_ELASTIC_EPOCH"] != epoch:  # it has gone on in place after a loss
+            epoch = tell(state)
         state.step += 1
         state.commit()
         time.sleep(0.01)
