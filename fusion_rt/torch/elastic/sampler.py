@@ -162,7 +162,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def follow(self, standings: Sequence[Standing]) -> bool:
         """Deals the rest of the epoch anew in the middle of an iteration, to ranks that stay in their loops.
 
-        The batch under way is the loader's, and the script will record it.
+        The batch under way is the loader's, and the script will record it. Ranks that have recorded less than others
+        are at an earlier step, in which they have done as much.
 
         Args:
             standings: of the ranks that are left, in the order of their new ranks; the same on all of them.
@@ -171,14 +172,19 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             Whether it could. If not, nothing has changed: the script has recorded more than its loader has fetched, or
             loaders that will not ask again have different numbers of batches left.
         """
+        place = standings.index(self.standing())
+        most = max(standing.recorded for standing in standings)
+        lag = most - standings[place].recorded  # a step that others have taken, which the script has yet to record
+        if min(standing.recorded for standing in standings) < 0:
+            return False  # and another rank is lost before it has
+        standings = [standing._replace(recorded=most) for standing in standings]
         queued = [standing.fetched - standing.recorded for standing in standings]
         limits = {count for count, standing in zip(queued, standings, strict=True) if standing.is_exhausted}
         if min(queued) < 0 or len(limits) > 1 or (limits and max(queued) > min(limits)):
             return False
         before = self._dealt_to_all()
         # A step counts with what all have given to it, so the lost have done as much as the first of the others.
-        done = dict.fromkeys(range(self.num_replicas), max(standing.recorded for standing in standings))
-        done.update({standing.rank: standing.recorded for standing in standings})
+        done = dict.fromkeys(range(self.num_replicas), most)
         kept = [before[standing.rank][standing.recorded : standing.fetched] for standing in standings]
         order = self._order()
         finished = order[: len(order) - len(self.remaining_indices)]
@@ -194,8 +200,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self._dealt = [*finished, *chain(*rows)]
         self._late += pool
         self.processed_num = len(finished)
-        place, underway = standings.index(self.standing()), self._pass
+        underway = self._pass
         self.reset()
+        self._recorded -= lag
+        self.processed_num -= lag * self.num_replicas
         underway.indices, underway.fetched, self._pass = self.indices, queued[place], underway
         return True
 

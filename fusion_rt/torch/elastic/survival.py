@@ -36,6 +36,7 @@ class Report(NamedTuple):
         generation, completed, begun: those of its exchanges.
         failed: places of the optimizers whose exchange has failed, in the order in which they were made.
         last: of those of the last exchange that has ended well, and what became of each.
+        has_memory: its daemon has what a codec has not sent, and has put back there what it has sent in vain.
         is_spoiled: its healing was interrupted.
         standings: how far it has come with its samples.
     """
@@ -48,6 +49,7 @@ class Report(NamedTuple):
     begun: int = 0
     failed: tuple[int, ...] = ()
     last: tuple[tuple[int, Outcome], ...] = ()
+    has_memory: bool = False
     is_spoiled: bool = False
     standings: Sequence[Standing] = ()
 
@@ -90,6 +92,8 @@ def conclude(reports: Sequence[Report]) -> Conclusion | None:
         return None
     if any(outcome is Outcome.OPEN for _, outcome in healed):
         return None  # the root may have changed these results already
+    if any(report.has_memory for report in reports):
+        return None  # what was put back by those that are behind would count twice
     return Conclusion(left_out, behind, root, healed)
 
 
@@ -199,6 +203,7 @@ class Survival:
             begun=exchanges.begun,
             failed=tuple(places[part] for part in failed.parts),
             last=tuple((places[part], part.outcome) for part in exchanges.last if part in places),
+            has_memory=any(sync.checkpoint.is_lost_with_daemon for sync in everyone()),
             is_spoiled=self._is_spoiled,
             standings=self._state._standing(),
         )

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +60,7 @@ def test_all_go_on_from_the_last_commit_if_what_they_have_does_not_fit_together(
         report(4, is_spoiled=True),
         report(3, failed=(1,)),  # of another optimizer
         report(5, last=((0, Outcome.OPEN),)),
+        report(5, has_memory=True),
     ):
         assert conclude([fits, other]) is None, other
         assert conclude([other, fits]) is None, other
@@ -401,3 +405,60 @@ def test_a_round_that_is_lost_leaves_local_steps_and_the_outer_optimizer_as_they
         results = job.finish()
     assert [result["calls"] for result in results] == [1, 1]
     assert same([result["values"] for result in results]) == local_alone(outer, 8, 3)
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def train_on_samples(worker: Worker, samples: int, fault: Fault) -> Any:
+    """An epoch from a loader; the samples of each step, and whether it was left out."""
+    hvd.init()
+    who = hvd.rank()
+    model, optimizer = make("none", "")
+    sampler = hvd.elastic.ElasticSampler(range(samples), seed=5)
+    loader = torch.utils.data.DataLoader(range(samples), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler)
+    steps: list[tuple[list[int], bool]] = []
+    calls = [0]
+
+    @hvd.elastic.run
+    def run(state: Any) -> None:
+        calls[0] += 1
+        for index, batch in enumerate(loader):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer.zero_grad()
+            if (index, who) == fault[:2]:
+                if fault[2] == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                lose_at(fault[2], optimizer, model)
+            loss_of(model, who, index).backward()
+            optimizer.step()
+            sampler.record_batch(index, len(batch))
+            steps.append((batch.tolist(), all(map(torch.equal, before, model.parameters()))))
+
+    run(state)
+    values = [parameter.detach().tolist() for parameter in model.parameters()]
+    return {"calls": calls[0], "steps": steps, "values": values}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("point", ["killed", "when others have the results"])
+def test_each_sample_is_trained_on_once_but_for_those_of_the_step_that_is_left_out(point: str) -> None:
+    left = {"a": 2 if point == "killed" else 3}
+    with ElasticJob(train_on_samples, 60, (3, 2, point), hosts=HERE) as job:
+        job.change(left)
+        results = job.finish()
+    assert same([result["calls"] for result in results]) == 1
+    assert same([result["values"] for result in results])
+    kept = Counter(sample for result in results for batch, is_left_out in result["steps"] for sample in batch
+                   if not is_left_out)  # fmt: skip
+    dropped = {
+        sample for result in results for batch, is_left_out in result["steps"] for sample in batch if is_left_out
+    }
+    assert [sum(is_left_out for _, is_left_out in result["steps"]) for result in results] == [1] * left["a"]
+    assert not dropped & set(kept)
+    if point == "killed":  # what it had done in the three steps before nobody else has
+        assert len(set(range(60)) - set(kept) - dropped) == 6
+    else:
+        assert set(range(60)) == set(kept) | dropped
+    assert kept.total() - len(kept) <= left["a"]  # at the end of the epoch some are repeated, so that all have as many
