@@ -165,6 +165,15 @@ class ElasticJob:
         """Waits until all workers that live have left the epoch, and wait for their places in the next."""
         self._until(lambda: all(hand.waiting is not None for hand in self.living()), "every worker to leave the epoch")
 
+    def await_word(self) -> None:
+        """Waits until all workers that live have left the epoch, or one of them has said something."""
+        self._until(
+            lambda: (
+                all(hand.waiting is not None for hand in self.living()) or any(hand.reports for hand in self.living())
+            ),
+            "every worker to leave the epoch, or to say something",
+        )
+
     def abandon(self) -> None:
         """Gives up the epoch, which cannot come about."""
         for host in self._daemons:

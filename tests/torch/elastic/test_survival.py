@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -277,6 +278,37 @@ def test_a_healing_that_is_interrupted_begins_again() -> None:
     results, _ = survive(("while healing",), "none")
     assert same([result["calls"] for result in results]) in (1, 2)
     assert same([(result["values"], result["momenta"]) for result in results])
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("overlap", ["none", "forward", "stale"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_is_lost_wherever_all_have_the_same_to_the_bit(overlap: str, seed: int) -> None:
+    """Sometimes two at once, or the next before the last one is over; now and then that leads back to the commit."""
+    choice = random.Random(seed)
+    landing = {"before results", "when others have the results", "in step", "while healing"}
+    points = [point for point in (*POINTS, *AGAIN) if overlap == "none" or point not in landing]
+    points += ["when others have landed"] if overlap != "none" else []
+    faults: list[Fault] = []
+    steps = 60
+    for step in range(2, steps - 2, 2):
+        for who in choice.sample(range(3), choice.choice((0, 1, 1, 2))):
+            faults.append((step + choice.randrange(2), who, choice.choice(points)))
+    with ElasticJob(train, steps, faults, overlap, "", hosts=HERE, environment=SMALL) as job:
+        while True:
+            job.await_word()
+            if any(hand.reports for hand in job.hands):
+                break
+            job.change(HERE)
+        results = job.finish()
+    same([result["values"] for result in results])
+    same([result["momenta"] for result in results])
+    calls = same([result["calls"] for result in results])
+    if calls == 1:
+        left_out = same([result["left_out"] for result in results])
+        if overlap == "none":
+            assert alone(steps, set(left_out)) == (results[0]["values"], results[0]["momenta"])
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
