@@ -89,6 +89,8 @@ class Kind(enum.IntEnum):
     LOST, FOUND: a connection (name) to a peer broke, and was made again. BLOCKED_BEGIN, BLOCKED_END: no more of an
         operation can be sent to it now, since it grants no credit. STALL: an operation has made no progress for so
         long; value: seconds. VIEW: the job's members changed; value: how many nodes there are now.
+    GONE: a worker of this node (extra: 0, peer: its rank) or another node's daemon (extra: 1, peer: the node) has died
+        or failed; or the job fails (extra: 2, no peer). name: why, in words.
     TIMELINE: Horovod's timeline begins (value: 1) or ends (0) in a file (name). TENSOR: while there is one, a tensor
         outside a plan is about to be READY for the first time; clock: the number of a name that says operation, dtype
         and shape (`ALLREDUCE float32 [2, 3]`).
@@ -141,6 +143,7 @@ class Kind(enum.IntEnum):
     VIEW = 59
     TIMELINE = 60
     TENSOR = 61
+    GONE = 62
 
 
 class Flush(enum.IntEnum):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from fusion_rt import wire
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
+from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.recorder import NULL, Instrument
 from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.membership.epoch import Membership
 from fusiond.membership.failures import Losses
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from fusiond.workers.connections import WorkerLink
 
 _log = logging.getLogger("fusiond")
+_WORKER, _NODE, _JOB = 0, 1, 2  # that is gone, in records
 _FREED = 0.2  # seconds after a failure in which what kernels and connections still had in hand is done with
 _LAST_WORDS = 5.0  # seconds that workers of a failed job get to read why, when nobody ends the daemon before
 
@@ -36,6 +39,7 @@ class Ending:
         absent: nodes that take no part.
         number: of the formation.
         failed: called once with the reason when the job, or in an elastic one this formation, cannot go on.
+        trace: records who is gone.
 
     Attributes:
         losses: handles lost nodes and workers.
@@ -57,6 +61,7 @@ class Ending:
         absent: Collection[int] = (),
         number: int = 0,
         failed: Callable[[str], None] = lambda reason: None,
+        trace: Instrument = NULL,
     ) -> None:
         self.losses = Losses(config.topology, config.node, settings.tolerate_losses, membership, effects, self, absent)
         self.failure = ""
@@ -73,6 +78,7 @@ class Ending:
         self._begin_epoch = begin_epoch
         self._number = number
         self._failed = failed
+        self._trace = trace
         self._stopped = False  # somebody has asked for the end
         self._ended: set[int] = set()  # peers that have ended because their workers were done
 
@@ -80,6 +86,7 @@ class Ending:
 
     def worker_lost(self, rank: int, error: str) -> None:
         """Handles a failed worker: the job goes on without it, or fails."""
+        self._trace.record(Kind.GONE, error, peer=rank, extra=_WORKER)
         self.losses.worker_lost(rank, error)
         self._loop.call_later(_FREED, _free_memory)
 
@@ -99,7 +106,12 @@ class Ending:
     def peer_lost(self, node: int, why: str) -> None:
         """Handles a peer that cannot be heard any more."""
         if not self.failure:
+            if node in self.losses.views.view.nodes and not (self.is_over() or self._has_left(node)):
+                self._trace.record(Kind.GONE, why, peer=node, extra=_NODE)
             self.losses.peer_lost(node, why)
+
+    def _has_left(self, node: int) -> bool:
+        return self._engine().participants.departed.issuperset(self._config.topology.ranks[node])
 
     def starter_gone(self) -> None:
         """Ends this daemon, since the process that attended it is gone."""
@@ -165,6 +177,7 @@ class Ending:
         if self.failure:
             return
         self.failure = error
+        self._trace.record(Kind.GONE, error, extra=_JOB)
         self.exit_code = 1
         self.losses.views.end()
         _log.log(logging.ERROR if tell_peers else logging.INFO, "%s", error)  # an error is logged where it happened

@@ -124,6 +124,7 @@ class Formation:
             absent,
             number,
             self._failed,
+            shell.trace,
         )
         self.losses = self.ending.losses
         self.starting = Starting(

@@ -9,6 +9,7 @@ from fusion_rt import wire
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import DaemonConfig
 from fusion_rt.settings import Settings
+from fusion_rt.tracing.format import NOBODY, Kind
 from fusiond.app.ending import Ending
 from fusiond.membership.epoch import Membership
 
@@ -29,6 +30,7 @@ class World:
         self.told: list[tuple[int, object]] = []  # to workers
         self.sent: list[tuple[int, wire.PeerMessage]] = []
         self.lost: list[tuple[int, str]] = []  # that the mesh need not hear any more
+        self.recorded: list[tuple[Kind, str, int, int]] = []
         self.job_failed = ""
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.links: Any = {rank: rank for rank in topology.ranks[0]}
@@ -41,8 +43,20 @@ class World:
         mesh = world if len(topology.hosts) > 1 else None
         self.epochs = 0
         self.ending = Ending(
-            config, settings, self.membership, world, mesh, world, self.links, lambda: world, self.begin_epoch
+            config,
+            settings,
+            self.membership,
+            world,
+            mesh,
+            world,
+            self.links,
+            lambda: world,
+            self.begin_epoch,
+            trace=world,
         )
+
+    def record(self, kind: int, name: str = "", peer: int = NOBODY, extra: int = 0) -> None:
+        self.recorded.append((Kind(kind), name, peer, extra))
 
     def stop(self) -> None:
         self.stops += 1
@@ -162,6 +176,22 @@ def test_a_worker_that_is_lost_ends_the_job() -> None:
     world = World()
     world.ending.worker_lost(1, "rank 1 died")
     assert world.ending.failure == "rank 1 died"
+
+
+def test_the_ring_says_who_died_and_why_the_job_failed() -> None:
+    world = World(TWO)
+    world.ending.worker_lost(1, "rank 1 died")
+    assert world.recorded == [(Kind.GONE, "rank 1 died", 1, 0), (Kind.GONE, "rank 1 died", NOBODY, 2)]
+    world = World(TWO)
+    world.ending.peer_lost(1, "node 1 is silent")
+    assert world.recorded[0] == (Kind.GONE, "node 1 is silent", 1, 1)
+
+
+def test_the_ring_says_nothing_of_a_peer_whose_workers_had_left() -> None:
+    world = World(TWO)
+    world.departed.add(2)
+    world.ending.peer_lost(1, "it has closed its connections")
+    assert Kind.GONE not in [kind for kind, *_ in world.recorded]
 
 
 def test_when_the_starter_is_gone_the_daemon_goes_and_says_why_if_it_still_had_workers() -> None:
