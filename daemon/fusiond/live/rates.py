@@ -5,12 +5,16 @@ The figures are a document as `figures.document` makes it; from one look alone t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fusion_rt.core.comparison import usual_of_others
+
 Document = Mapping[str, Any]
 _LATE = 0.05  # of a step's time
+_WAITING = 64 << 10  # bytes that are sent and not acknowledged, below which a link is not told to be slow
+_FAR_MORE = 4  # times what is usual on other links
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class RankRates:
 
     Attributes:
         late_ms: mean time from the first sign of a bucket to the arrival of this rank's part.
-        straggles: that is more than the least late rank's by over a twentieth of a step.
+        straggles: that is more than what is usual among the others by over a twentieth of a step, and its host's links
+            are not why.
     """
 
     rank: int
@@ -66,7 +71,8 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a job. `seconds`: between the two looks; `stragglers`: ranks, the latest first."""
+    """Rates of a job. `seconds`: between the two looks; `stragglers`: ranks, the latest first; `slow_networks`: nodes
+    on whose links data waits."""
 
     job: str
     seconds: float
@@ -74,6 +80,7 @@ class Rates:
     ranks: tuple[RankRates, ...]
     links: tuple[LinkRates, ...]
     stragglers: tuple[int, ...]
+    slow_networks: tuple[int, ...] = ()
 
 
 def compare(before: Document | None, after: Document) -> Rates:
@@ -91,22 +98,50 @@ def compare(before: Document | None, after: Document) -> Rates:
         nodes.append(_node(was, node, seconds))
         ranks += _ranks(was, node, seconds)
         links += _links(was, node, seconds)
-    ranks = _judge(sorted(ranks, key=lambda rank: rank.rank))
+    slow = _slow_networks(before, links)
+    behind = {node.host for node in nodes if node.node in slow}
+    ranks = _judge(sorted(ranks, key=lambda rank: rank.rank), behind)
     late = sorted((rank for rank in ranks if rank.straggles), key=lambda rank: -(rank.late_ms or 0.0))
     stragglers = tuple(rank.rank for rank in late)
-    return Rates(after["job"], seconds, tuple(nodes), tuple(ranks), tuple(links), stragglers)
+    return Rates(after["job"], seconds, tuple(nodes), tuple(ranks), tuple(links), stragglers, slow)
 
 
-def _judge(ranks: Sequence[RankRates]) -> list[RankRates]:
-    """Marks the ranks that straggle."""
-    least = min((rank.late_ms for rank in ranks if rank.late_ms is not None), default=0.0)
+def _judge(ranks: Sequence[RankRates], behind: Collection[str]) -> list[RankRates]:
+    """Marks the ranks that straggle: later than usual among the others, and not because of their host's links, whose
+    results come late and whose next parts therefore do."""
+    known = [rank for rank in ranks if rank.late_ms is not None]
+    usual = usual_of_others([rank.late_ms or 0.0 for rank in known])
+    of_others = {rank.rank: value for rank, value in zip(known, usual, strict=True) if value is not None}
 
     def straggles(rank: RankRates) -> bool:
-        if rank.late_ms is None or not rank.steps_per_second:
+        if rank.late_ms is None or not rank.steps_per_second or rank.rank not in of_others or rank.host in behind:
             return False
-        return (rank.late_ms - least) / 1000 * rank.steps_per_second > _LATE
+        return (rank.late_ms - of_others[rank.rank]) / 1000 * rank.steps_per_second > _LATE
 
     return [replace(rank, straggles=straggles(rank)) for rank in ranks]
+
+
+def _slow_networks(before: Document | None, links: Sequence[LinkRates]) -> tuple[int, ...]:
+    """Returns the nodes all of whose links had far more under way than usual at both looks: data waits there."""
+    if before is None:
+        return ()
+    earlier = {
+        (node["node"], link["node"]): link["waiting_bytes"]
+        for node in before["nodes"]
+        if node["answered"]
+        for link in node["links"]
+    }
+    carrying = [link for link in links if link.nbytes]
+    nodes = sorted({node for link in carrying for node in (link.source, link.target)})
+    waiting = [float(min(link.waiting, earlier.get((link.source, link.target), 0))) for link in carrying]
+    together = max((sum(node in (link.source, link.target) for link in carrying) for node in nodes), default=1)
+    usual = usual_of_others(waiting, together)
+    full = {
+        (link.source, link.target): value is not None and here >= max(_WAITING, _FAR_MORE * value)
+        for link, here, value in zip(carrying, waiting, usual, strict=True)
+    }
+    found = [node for node in nodes if len(nodes) > 2 and all(slow for link, slow in full.items() if node in link)]
+    return tuple(found) if len(found) == 1 else ()
 
 
 def _node(was: Document | None, node: Document, seconds: float) -> NodeRates:

@@ -55,6 +55,9 @@ def _job(rates: Rates) -> list[RenderableType]:
     if rates.stragglers:
         named = ", ".join(f"rank {rank}" for rank in rates.stragglers[:_MOST])
         parts.append(Text(f"The others wait for {named}.", style="yellow"))
+    for node in rates.slow_networks:
+        host = next(each.host for each in rates.nodes if each.node == node)
+        parts.append(Text(f"Data waits on the links of host {host} (node {node}).", style="yellow"))
     parts += [_nodes(rates.nodes), _ranks(rates.ranks)]
     if rates.links:
         parts.append(_links(rates.links))

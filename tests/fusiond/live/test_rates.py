@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fusion_rt import wire
+from fusion_rt.core.topology import Topology
+from fusiond.live import figures
 from fusiond.live.rates import compare
 from tests.fusiond.live.looks import document, link, rank, told
 
@@ -38,6 +43,30 @@ def test_a_rank_that_is_later_than_the_others_straggles() -> None:
     rates = compare(before, after)  # a step takes 100 ms; they come 10, 80 and 40 ms late
     assert [each.straggles for each in rates.ranks] == [False, True, True]
     assert rates.stragglers == (1, 2)  # the latest first
+
+
+def test_ranks_behind_a_slow_network_are_not_blamed_but_their_host_is() -> None:
+    """Rank 2 gets its results late, and gives its next parts late; on its host's links data waits."""
+    topology = Topology(("a", "b", "c"), ((0,), (1,), (2,)))
+
+    def seen(now: float, steps: int, waiting: dict[tuple[int, int], int]) -> dict[str, Any]:
+        nodes = {}
+        for node in range(3):
+            links = tuple(
+                wire.LinkFigures(peer, 1000 * steps, 0, waiting.get((node, peer), 100), 0, False)
+                for peer in range(3)
+                if peer != node
+            )
+            nodes[node] = told((rank(node, steps, steps, 0.04 * steps if node == 2 else 0.0),), links)
+        return figures.document("mine", topology, nodes, now)
+
+    full = {(2, 0): 300_000, (2, 1): 200_000, (0, 2): 250_000, (1, 2): 260_000}
+    rates = compare(seen(0.0, 0, full), seen(1.0, 10, full))
+    assert (rates.slow_networks, rates.stragglers) == ((2,), ())
+    # Without that, it is the rank that is late; one look at which data waits is nothing.
+    for before, after in (({}, full), (full, {}), ({}, {})):
+        rates = compare(seen(0.0, 0, before), seen(1.0, 10, after))
+        assert (rates.slow_networks, rates.stragglers) == ((), (2,))
 
 
 def test_ranks_that_are_all_late_by_the_same_keep_nobody_waiting() -> None:
