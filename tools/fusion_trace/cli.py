@@ -103,10 +103,10 @@ def overlap(
 
 @app.command()
 def stragglers(what: What = None, steps: StepsOption = "", as_json: AsJson = False) -> None:
-    """Shows which rank, node or link is slower than the others, in which steps, and why.
+    """Shows which rank, host or link is slower than the others, in which steps, why, and what that has cost.
 
-    Causes: compute (a rank's own work), negotiation (asking the coordinator), queue (waiting although nothing is in the
-    way), wire (a link).
+    Causes: compute (a rank's own work), daemon (what a node's daemon does with it), negotiation (asking the
+    coordinator), wire (a link, or all of a host's).
     """
     from fusion_trace.analyse import stragglers as analysis
     from fusion_trace.analyse.overlap import by_step, partitions

@@ -1,38 +1,52 @@
-"""`fusion-trace stragglers` says which rank, node or link is slow, and why.
+"""`fusion-trace stragglers` says which rank, host or link is slow, why, and what the others have lost by it.
 
-In every step, each rank, node and link is compared with the others of its kind, and with itself in other steps: what it
-took more than the lower of the two is its *excess*. Four causes are told apart, and none is blamed for another's time:
+Each rank, daemon and link is compared with the others of its kind in the same step. What of its excess is more than
+chance (`evidence`) is taken away, and the steps are added up again (`counterfactual`): by how much they would have been
+shorter is what has been lost. Of several at once, each gets the mean of what its excess adds in any order (its Shapley
+value), so that all of them together have cost what would be saved without all of them, and never more.
 
 | cause | of a | what is measured in a step |
 | --- | --- | --- |
-| compute | rank | the step without what the script waited |
-|         | node | the union of its kernels (reducing, encoding, decoding) |
+| compute | rank, or host: all of its ranks | the step without what the script waited for |
+| daemon | node | hand-overs, kernels, chunks that have come and wait for it, answers |
 | negotiation | node | asking the coordinator, from when the last rank had handed its part over |
-| queue | node | from the hand-over of its last rank to the daemon's start, without negotiation |
-|       | link | chunks wait to be sent, or to be taken, while the link carries nothing; from when all nodes run |
-| wire | link | something is between its two ends; for the bytes it carried |
+| wire | link, or host: its links | something is between its two ends, or waits for that; for the bytes it carried |
 
-An excess counts as far as somebody waited in that step, and if it is more than `LEAST` of the step, more than `CLEARLY`
-of what is usual (but for ranks, which are more even), and more than what the clocks' errors can make of nothing.
+Where rings are missing, ranks are not compared: one of those that nobody knows of may be the slow one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from functools import lru_cache
+from itertools import product
+from math import factorial
+from typing import Any
 
-from fusion_trace.analyse.overlap import Partition, by_step, median, operations_of_steps, partitions
+import numpy as np
+
+from fusion_trace.analyse import evidence
+from fusion_trace.analyse.columns_of_spans import Floats, Ints, lower_middle_of_others
+from fusion_trace.analyse.counterfactual import Suspect, replay
+from fusion_trace.analyse.gaps import unseen
+from fusion_trace.analyse.ledger import Ledger, Resources, ledger, resources
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operations import Operation, operations, script
-from fusion_trace.read.spans import Span, difference, total, union
 
-LEAST = 0.03  # of a step, below which an excess is the noise that every machine has
-CLEARLY = 0.3
-WORTH_TELLING = 0.02  # of all steps, that a finding costs together
-CAUSES = ("compute", "negotiation", "queue", "wire")
+WORTH_TELLING = 0.02  # of the time of all steps, that a finding costs
+CLEARLY = 0.3  # of what is usual: daemons and links that differ by less are alike
+LIKELY = 0.01  # chance, of any of its kind, up to which a finding is told
+SINGULAR = 5.0  # times what anybody else costs, and
+SINGULAR_COST = 0.04  # of the time: then it is told, though it may be chance
+CAUSES = ("compute", "daemon", "negotiation", "wire")
+_WORDS = {
+    "still": "standing still while its answer was there", "hand-over": "taking what workers hand over",
+    "start": "starting", "taking": "taking chunks that have come", "answer": "answering workers",
+}  # fmt: skip
+_MOST_SUSPECTS = 32
+_MOST_COUNTED = 16  # of a kind: draws are not enough to tell smaller chances
+_MOST_AT_ONCE = 6  # between which costs are divided: 64 variants
 
 
 @dataclass(frozen=True)
@@ -41,12 +55,16 @@ class Finding:
 
     Attributes:
         cause: one of `CAUSES`.
-        rank, node, link: where; one of them is set. A link is (source, target).
+        rank, node, link: where; one of them is set. A link is (source, target). A node with the cause compute stands
+            for all its ranks, with the cause wire for its links.
         lost: how much longer the steps took because of it, ns, all together.
         share: of the time of all steps.
         steps: numbers of the steps in which it was slow.
         of: how many steps were looked at.
-        typical: what it took in these steps, ns, the median; `usual`: what others, or it in other steps, took.
+        extra: by how much it was slower in these, ns, the median.
+        every: n if it is slow in every n-th step; 0 if it is not regular.
+        typical: what it took in these steps, ns, the median; `usual`: what the others took.
+        chance: how likely somebody would cost as much by chance alone.
         detail: where in the step, in words; "" if there is nothing to add.
     """
 
@@ -58,225 +76,333 @@ class Finding:
     share: float
     steps: tuple[int, ...]
     of: int
+    extra: int
+    every: int
     typical: int
     usual: int
+    chance: float
     detail: str = ""
 
 
-_Kind = tuple[str, str]  # of places that are compared with each other
-
-
-@dataclass(frozen=True)
-class _Place:
-    cause: str
-    rank: int | None = None
-    node: int | None = None
-    link: tuple[int, int] | None = None
-
-    @property
-    def kind(self) -> _Kind:
-        return self.cause, "rank" if self.rank is not None else "node" if self.node is not None else "link"
-
-
-_Times = dict[_Place, dict[int, int]]  # by place and step, ns
-
-
+@lru_cache(maxsize=4)
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Finding, ...]:
     """Returns all that were slower than the others, the most expensive first."""
-    parts = partitions(trace, chosen)
-    if not parts:
+    book = ledger(trace, chosen)
+    if book is None or len(book.steps) < 4:
         return ()
-    steps = by_step(parts)
-    of_step = operations_of_steps(operations(trace).values(), parts)
-    bytes_carried: dict[_Place, dict[int, int]] = defaultdict(dict)
-    spans_seen: dict[_Place, dict[int, int]] = defaultdict(dict)
-    times: _Times = defaultdict(dict)
-    for part in parts:
-        times[_Place("compute", rank=part.rank)][part.number] = part.ns - part.blocked
-    for number, its in of_step.items():
-        _of_daemons(number, its, times)
-        _of_links(number, its, times, bytes_carried, spans_seen)
-    groups: dict[_Kind, list[_Place]] = defaultdict(list)
-    for place in times:
-        groups[place.kind].append(place)
-    findings = []
-    for places in groups.values():
-        expected = _expected(places, times, bytes_carried)
-        for place in places:
-            finding = _finding(trace, place, times[place], expected[place], spans_seen[place], steps, parts)
-            if finding is not None:
-                findings.append(finding)
-    return tuple(sorted(findings, key=lambda finding: -finding.lost))
+    return _Inquiry(trace, book, resources(trace, book)).findings()
 
 
-def _of_daemons(number: int, its: Sequence[Operation], times: _Times) -> None:
-    """Notes the negotiation, the queues before the start, and the kernels of a step."""
-    negotiation: dict[int, int] = defaultdict(int)
-    queue: dict[int, int] = defaultdict(int)
-    kernels: dict[int, list[Span]] = defaultdict(list)
-    for operation in its:
-        submitted = [part.submitted for part in operation.workers.values() if part.submitted is not None]
-        for node, part in operation.daemons.items():
-            kernels[node] += part.worked
-            asked = [Span(max(begin, *submitted), end) for begin, end in part.negotiations] if submitted else []
-            negotiation[node] += total(union(asked))
-            if part.run_begin is None or not part.ready:
-                continue
-            # Of its workers: when it is ready, the daemon can start; negotiations are counted above.
-            locals_ = [operation.workers[rank].submitted for rank in part.ready if rank in operation.workers]
-            handed = [time for time in locals_ if time is not None]
-            if handed:
-                before = difference(union([(max(handed), part.run_begin)]), union(part.negotiations))
-                queue[node] += total(before)
-    for node in {node for operation in its for node in operation.daemons}:
-        times[_Place("negotiation", node=node)][number] = negotiation[node]
-        times[_Place("queue", node=node)][number] = queue[node]
-        times[_Place("compute", node=node)][number] = total(union(kernels[node]))
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """Suspects that are one. `node`: whose they all are; None: there is one, or both directions of a link."""
+
+    members: tuple[Suspect, ...]
+    chance: float
+    node: int | None = None
 
 
-def _of_links(
-    number: int,
-    its: Sequence[Operation],
-    times: _Times,
-    bytes_carried: dict[_Place, dict[int, int]],
-    spans_seen: dict[_Place, dict[int, int]],
-) -> None:
-    """Notes the queues and wires of a step."""
-    flights: dict[tuple[int, int], list[Span]] = defaultdict(list)
-    waits: dict[tuple[int, int], list[Span]] = defaultdict(list)
-    carried: dict[tuple[int, int], int] = defaultdict(int)
-    for operation in its:
-        began = [part.run_begin for part in operation.daemons.values() if part.run_begin is not None]
-        start = max(began, default=0) if not operation.asynchronous else 0
-        for chunk in operation.chunks:
-            link = chunk.source, chunk.target
-            carried[link] += chunk.nbytes
-            if chunk.sent is not None and chunk.received is not None:
-                flights[link].append(Span(chunk.sent, chunk.received))
-            for begin, end in ((chunk.queued, chunk.sent), (chunk.received, chunk.taken)):
-                if begin is not None and end is not None:
-                    waits[link].append(Span(max(begin, start), end))
-    for link in carried:
-        busy, idle = union(flights[link]), difference(union(waits[link]), union(flights[link]))
-        wire, queue = _Place("wire", link=link), _Place("queue", link=link)
-        times[wire][number], spans_seen[wire][number] = total(busy), len(busy)
-        times[queue][number], spans_seen[queue][number] = total(idle), len(idle)
-        bytes_carried[wire][number] = carried[link]
+class _Inquiry:
+    """One look at a job: whom to suspect, what each costs, and who is told.
 
-
-def _expected(
-    places: Sequence[_Place], times: _Times, bytes_carried: Mapping[_Place, Mapping[int, int]]
-) -> dict[_Place, dict[int, float]]:
-    """Returns what each place would have taken in each step: as the others did then, or as it does itself, the lower of
-    both.
-
-    Links are compared by bytes.
+    Args:
+        book, used: what everybody did.
     """
 
-    def nbytes(place: _Place, number: int) -> int:
-        return max(1, bytes_carried[place][number]) if place in bytes_carried else 1
+    def __init__(self, trace: JobTrace, book: Ledger, used: Resources) -> None:
+        self.trace, self.book, self.used = trace, book, used
+        self.step_of = book.step_of_operation()
+        self.whole = float(book.end[-1] - book.begin[0])
+        self.totals: dict[str, tuple[Floats, Floats]] = {}  # by cause: what each took in each step, and the others
 
-    def rate(place: _Place, number: int) -> float:
-        return times[place][number] / nbytes(place, number)
+    def findings(self) -> tuple[Finding, ...]:
+        suspects = [*self._ranks(), *self._daemons(), *self._negotiations(), *self._links()]
+        suspects = sorted(suspects, key=lambda each: -each.signal.sum())[:_MOST_SUSPECTS]
+        suspects = [each for each in suspects if each.signal.sum() >= 0.5 * WORTH_TELLING * self.whole]
+        if not suspects:
+            return ()
+        units = self._units(self._standing_out(suspects))
+        if not units:
+            return ()
+        costs = self._shared(units)
+        found = [self._finding(unit, cost) for unit, cost in zip(units, costs, strict=True)]
+        worth = [each for each in found if each.lost >= WORTH_TELLING * self.whole]
+        return tuple(sorted(worth, key=lambda each: -each.lost))
 
-    expected: dict[_Place, dict[int, float]] = {}
-    for place in places:
-        usual = _middle([rate(place, number) for number in times[place]])
-        mine: dict[int, float] = {}
-        for number in times[place]:
-            others = [rate(other, number) for other in places if other != place and number in times[other]]
-            at_most = min(usual, _middle(others)) if others else usual
-            mine[number] = at_most * nbytes(place, number)
-        expected[place] = mine
-    return expected
+    # --- suspects -----------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> Iterable[Suspect]:
+        book = self.book
+        if len(book.ranks) < 2 or not book.coupled.any() or unseen(self.trace).ranks_may_be_missing:
+            return
+        took = np.stack(
+            [
+                self._by_step(book.step_of[:, column], book.own[:, column] + book.lag[:, column])
+                for column in range(len(book.ranks))
+            ],
+            1,
+        )
+        usual = lower_middle_of_others(took)
+        self.totals["compute"] = took, usual
+        found = evidence.signals(took - usual, book.lengths)
+        if not found.any():
+            return
+        more = np.maximum(book.own - lower_middle_of_others(book.own), 0)
+        more_lag = np.maximum(book.lag - lower_middle_of_others(book.lag), 0)
+        for column in np.flatnonzero(found.any(0)).tolist():
+            step = book.step_of[:, column]
+            own, lag = (np.where(book.there[:, column], each[:, column], 0) for each in (more, more_lag))
+            all_of_it = self._by_step(step, own + lag)
+            part = np.where(all_of_it > 0, found[:, column] / np.maximum(all_of_it, 1), 0)
+            part = np.where(step >= 0, part[step], 0)
+            own = np.minimum(own * part, np.maximum(book.own[:, column], 0))
+            lag = np.minimum(lag * part, np.maximum(book.lag[:, column], 0))
+            yield Suspect("compute", column, found[:, column], own=own, lag=lag)
+
+    def _daemons(self) -> Iterable[Suspect]:
+        work = self.used.work
+        yield from self._resource("daemon", work, lower_middle_of_others(work), self.used.daemon)
+
+    def _negotiations(self) -> Iterable[Suspect]:
+        asked = self.used.negotiation
+        yield from self._resource("negotiation", asked, lower_middle_of_others(asked), asked)
+
+    def _links(self) -> Iterable[Suspect]:
+        wire = self.used.wire
+        if not wire.shape[1]:
+            return
+        rate = np.vstack(
+            [_usual_rate(self.used.rate, self.used.links), np.full((1, wire.shape[1]), np.nan)]
+        )  # for those of no step
+        usual = rate[self.step_of] * self.used.nbytes
+        yield from self._resource("wire", wire, usual, wire, self.used.error)
+
+    def _resource(
+        self, cause: str, took: Floats, usual: Floats, most: Floats, error: Floats | None = None
+    ) -> Iterable[Suspect]:
+        """Yields the daemons or links that are slow. `error`: by how much `took` may be wrong."""
+        if took.shape[1] < 2 or not len(took):
+            return
+        usual = np.where(np.isnan(usual), took, usual)
+        excess = took - usual
+        sums = [
+            np.stack([self._by_step(self.step_of, each[:, c]) for c in range(took.shape[1])], 1)
+            for each in (took, usual)
+        ]
+        self.totals[cause] = sums[0], sums[1]
+        found = evidence.signals(sums[0] - sums[1], self.book.lengths)
+        # How a link is used matters a little: bursts are faster than streams, and who is last sends all at once.
+        slow = found > 0
+        found = found * ((sums[0] * slow).sum(0) > (1 + CLEARLY) * (sums[1] * slow).sum(0))
+        if error is not None:
+            doubt = np.stack([self._by_step(self.step_of, error[:, c]) for c in range(took.shape[1])], 1)
+            found = np.where(found > 2 * doubt, found, 0)  # those that it is compared with may be wrong as well
+        for column in np.flatnonzero(found.any(0)).tolist():
+            more = np.maximum(excess[:, column], 0)
+            all_of_it = self._by_step(self.step_of, more)
+            part = np.where(all_of_it > 0, np.minimum(found[:, column] / np.maximum(all_of_it, 1), 1), 0)
+            cut = more * np.where(self.step_of >= 0, part[self.step_of], 0)
+            yield Suspect(cause, column, found[:, column], took=np.minimum(cut, most[:, column]))
+
+    def _by_step(self, step: Ints, values: Floats) -> Floats:
+        inside = step >= 0
+        return np.bincount(step[inside], values[inside], len(self.book.steps)).astype(float)
+
+    # --- costs --------------------------------------------------------------------------------------------------------
+
+    def _standing_out(self, suspects: Sequence[Suspect]) -> list[tuple[Suspect, float]]:
+        """Returns those who stand out, with how likely that is by chance.
+
+        What each costs where nobody else is slow is compared with what the others of its kind cost.
+        """
+        count = len(suspects)
+        without = np.ones((count + 1, count), bool)
+        without[np.arange(count), np.arange(count)] = False
+        ends = replay(self.book, self.used, suspects, without)
+        later = ends[:-1] - ends[-1]
+        costs = np.maximum(np.diff(later, axis=1, prepend=0), 0)
+        found = []
+        for cause in CAUSES:
+            places = [place for place, suspect in enumerate(suspects) if suspect.cause == cause]
+            if not places:
+                continue
+            width = self.totals[cause][0].shape[1]
+            matrix = np.zeros((len(self.book.steps), width))
+            for place in places:
+                matrix[:, suspects[place].column] = costs[place]
+            for place in places:
+                if later[place, -1] >= 0.5 * WORTH_TELLING * self.whole:
+                    likely, singular = self._against_others(cause, matrix, suspects[place].column)
+                    if likely <= LIKELY or (singular and later[place, -1] >= SINGULAR_COST * self.whole):
+                        found.append((suspects[place], likely))
+        return found
+
+    def _against_others(self, cause: str, costs: Floats, column: int) -> tuple[float, bool]:
+        """Returns how likely a column's costs are by chance, and whether nobody else's are anywhere near them.
+
+        Those of the same host do not count as others, since the host may be what is slow.
+        """
+        likely, singular = 1.0, False
+        for fellows in self._fellows(cause, column):
+            rest = [place for place in range(costs.shape[1]) if place not in fellows]
+            if len(rest) < 2:
+                continue
+            left = costs[:, rest]
+            likely = min(likely, evidence.chance(left, rest.index(column)) * min(len(rest), _MOST_COUNTED))
+            sums = left.sum(0)
+            others = float(np.delete(sums, rest.index(column)).max(initial=0.0))
+            singular = singular or bool(costs[:, column].sum() >= SINGULAR * others)
+        return min(likely, 1.0), singular
+
+    def _fellows(self, cause: str, column: int) -> list[set[int]]:
+        """Returns sets of columns that may be slow for the same reason; the first one is empty."""
+        book, links = self.book, self.used.links
+        found: list[set[int]] = [set()]
+        if cause == "compute":
+            node = book.node_of[book.ranks[column]]
+            found.append({place for place, rank in enumerate(book.ranks) if book.node_of[rank] == node} - {column})
+        if cause == "wire":
+            found += [{place for place, link in enumerate(links) if node in link} - {column} for node in links[column]]
+        return found
+
+    def _units(self, named: Sequence[tuple[Suspect, float]]) -> list[_Unit]:
+        """Joins those that are one: all ranks of a host, all links of one, both directions of a link, a daemon and the
+        links to it, for which it is as slow."""
+        left = [_Unit((suspect,), chance) for suspect, chance in named]
+        book, links = self.book, self.used.links
+        nodes = sorted(set(book.node_of.values()))
+
+        def join(its: list[_Unit], **where: Any) -> None:
+            left[:] = [each for each in left if each not in its]
+            members = tuple(member for each in its for member in each.members)
+            left.append(_Unit(members, min(each.chance for each in its), **where))
+
+        def of(cause: str) -> list[_Unit]:
+            return [each for each in left if each.members[0].cause == cause and len(each.members) == 1]
+
+        for node in nodes:
+            columns = {column for column, rank in enumerate(book.ranks) if book.node_of[rank] == node}
+            its = [each for each in of("compute") if each.members[0].column in columns]
+            if len(nodes) > 1 and len(columns) > 1 and len(its) == len(columns):
+                join(its, node=node)
+        for daemon in of("daemon"):
+            node = self.used.nodes[daemon.members[0].column]
+            its = [each for each in of("wire") if node in links[each.members[0].column]]
+            if its:
+                join([daemon, *its], node=node)
+        wires = of("wire")
+        for node in nodes:
+            its = [each for each in wires if node in links[each.members[0].column]]
+            peers = {peer for each in its for peer in links[each.members[0].column]} - {node}
+            both_ways = {links[each.members[0].column][0] == node for each in its} == {True, False}
+            if len(peers) > 1 and len(its) == len(wires) and both_ways:
+                join(its, node=node)
+                break
+        by_link = {links[each.members[0].column]: each for each in of("wire")}
+        for source, target in by_link:
+            if source < target and (target, source) in by_link:
+                join([by_link[source, target], by_link[target, source]])
+        return left
+
+    def _shared(self, units: Sequence[_Unit]) -> list[float]:
+        """Returns what each has cost, ns: Shapley values of what is saved without some of them."""
+        divided = sorted(units, key=lambda each: -each.members[0].signal.sum())[:_MOST_AT_ONCE]
+        subsets = np.array(list(product((False, True), repeat=len(divided))))
+        suspects = [member for unit in divided for member in unit.members]
+        of_unit = [place for place, unit in enumerate(divided) for _ in unit.members]
+        ends = replay(self.book, self.used, suspects, subsets[:, of_unit])[:, -1]
+        saved = {tuple(subset): float(ends[0] - end) for subset, end in zip(subsets.tolist(), ends, strict=True)}
+        places = {id(unit): place for place, unit in enumerate(divided)}
+        return [_shapley(saved, places[id(unit)], len(divided)) if id(unit) in places else 0.0 for unit in units]
+
+    # --- words --------------------------------------------------------------------------------------------------------
+
+    def _finding(self, unit: _Unit, cost: float) -> Finding:
+        book, first = self.book, unit.members[0]
+        took, usual = (each[:, [member.column for member in unit.members if member.cause == first.cause]].max(1)
+                       for each in self.totals[first.cause])  # fmt: skip
+        signal = np.max([member.signal for member in unit.members], 0)
+        slow = signal >= max(evidence.SMALL * np.median(book.lengths), 0.25 * np.percentile(signal[signal > 0], 90))
+        if not slow.any():
+            slow = signal >= signal.max() * 0.5
+        alone = unit.node is None
+        rank = book.ranks[first.column] if alone and first.cause == "compute" else None
+        link = self.used.links[first.column] if alone and first.cause == "wire" else None
+        node = self.used.nodes[first.column] if alone and first.cause in ("daemon", "negotiation") else unit.node
+        return Finding(
+            cause=first.cause,
+            rank=rank,
+            node=node,
+            link=link,
+            lost=round(cost),
+            share=cost / self.whole,
+            steps=tuple(book.steps[slow].tolist()),
+            of=len(book.steps),
+            extra=round(float(np.median(signal[slow]))),
+            every=evidence.period_of(book.steps[slow]),
+            typical=round(float(np.median(took[slow]))),
+            usual=round(float(np.median(usual[slow]))),
+            chance=unit.chance,
+            detail=self._detail(unit, slow),
+        )
+
+    def _detail(self, unit: _Unit, slow: Ints) -> str:
+        """Says in which phase a rank is slower than the others, or what of a daemon is."""
+        suspect = unit.members[0]
+        column = suspect.column
+        if suspect.cause == "compute":
+            known = {name: _more(its)[slow, column].sum() for name, its in self.book.phases.items()}
+            known["outside of forward and backward"] = suspect.signal[slow].sum() - sum(known.values())
+        elif suspect.cause == "daemon":
+            known = {
+                name: self._by_step(self.step_of, _more(took)[:, column])[slow].sum()
+                for name, took in self.used.parts.items()
+            }
+        elif suspect.cause == "wire" and len(unit.members) > 1:
+            if unit.node is None:
+                return "in both directions"
+            links = (self.used.links[member.column] for member in unit.members)
+            return "its links: " + ", ".join(f"{source} to {target}" for source, target in links)
+        else:
+            return ""
+        positive = sum(value for value in known.values() if value > 0)
+        named = " and ".join(_WORDS.get(name, name) for name, value in known.items() if 0 < value >= 0.3 * positive)
+        return ", ".join(
+            filter(None, ("all its ranks" if suspect.cause == "compute" and len(unit.members) > 1 else "", named))
+        )
 
 
-def _middle(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+def _more(values: Floats) -> Floats:
+    return values - lower_middle_of_others(values)
 
 
-def _finding(
-    trace: JobTrace,
-    place: _Place,
-    took: Mapping[int, int],
-    expected: Mapping[int, float],
-    spans_seen: Mapping[int, int],
-    steps: Mapping[int, Sequence[Partition]],
-    parts: Sequence[Partition],
-) -> Finding | None:
-    error = _clock_error(trace, place)
-    lost, slow = 0, []
-    for number, ns in took.items():
-        step = steps[number]
-        blocked = max(part.blocked for part in step if part.rank != place.rank or len(step) == 1)
-        excess = min(round(ns - expected[number]), blocked)
-        noise = error * spans_seen.get(number, 0)
-        clearly = 0 if place.rank is not None else CLEARLY * expected[number]
-        if excess >= max(1, LEAST * median(part.ns for part in step), noise, clearly):
-            lost += excess
-            slow.append(number)
-    whole = fmean(sum(part.ns for part in parts if part.rank == rank) for rank in {part.rank for part in parts})
-    if not slow or lost < WORTH_TELLING * whole:
-        return None
-    return Finding(
-        cause=place.cause,
-        rank=place.rank,
-        node=place.node,
-        link=place.link,
-        lost=lost,
-        share=lost / whole,
-        steps=tuple(slow),
-        of=len(steps),
-        typical=median(took[number] for number in slow),
-        usual=round(_middle([expected[number] for number in slow])),
-        detail=_detail(trace, place, slow, steps),
-    )
+def _shapley(saved: dict[tuple[bool, ...], float], place: int, count: int) -> float:
+    """Returns the mean, over all orders, of what is saved more when this one is taken away too."""
+    value = 0.0
+    for subset, before in saved.items():
+        if subset[place]:
+            continue
+        gone = sum(subset)
+        weight = factorial(gone) * factorial(count - gone - 1) / factorial(count)
+        with_it = (*subset[:place], True, *subset[place + 1 :])
+        value += weight * (saved[with_it] - before)
+    return value
 
 
-def _clock_error(trace: JobTrace, place: _Place) -> int:
-    """Returns by how much times between the two ends of a link may be wrong, ns; each span by so much."""
-    if place.link is None:
-        return 0
-    return sum(max(0, trace.offsets[node].error) for node in place.link if node in trace.offsets)
+def _usual_rate(rate: Floats, links: Sequence[tuple[int, int]]) -> Floats:
+    """Returns what is usual among the other links in each step, shape (s, links); NaN where there is no other.
 
-
-def _detail(trace: JobTrace, place: _Place, slow: Sequence[int], steps: Mapping[int, Sequence[Partition]]) -> str:
-    """Says in which phase a rank is slower than the others, or what of a node is."""
-    if place.cause == "queue":
-        return "between its workers and its daemon" if place.node is not None else "with nothing on the link"
-    if place.cause != "compute":
-        return ""
-    if place.node is not None:
-        return "kernels of the daemon"
-    apart: dict[str, list[int]] = {"forward": [], "backward": [], "outside of forward and backward": []}
-    scripts = {rank: script(worker) for rank, worker in trace.workers.items()}
-
-    def longer(number: int, length: Callable[[Partition], int]) -> int | None:
-        """Returns by how much a part of a step takes longer here than on the other ranks, ns; None: nothing to
-        compare."""
-        own = [length(part) for part in steps[number] if part.rank == place.rank]
-        others = [length(part) for part in steps[number] if part.rank != place.rank]
-        return own[0] - median(others) if own and others else None
-
-    for number in slow:
-        both = 0
-        for name in ("forward", "backward"):
-            more = longer(number, lambda part, name=name: _begun_in(part, scripts[part.rank][name])) or 0  # type: ignore[misc]
-            apart[name].append(more)
-            both += more
-        work = longer(number, lambda part: part.ns - part.blocked)
-        if work is not None:
-            apart["outside of forward and backward"].append(work - both)
-    known = {name: fmean(values) for name, values in apart.items() if values}
-    total_apart = sum(value for value in known.values() if value > 0)
-    named = [name for name, value in known.items() if total_apart > 0 and value >= 0.25 * total_apart]
-    return " and ".join(named)
-
-
-def _begun_in(part: Partition, spans: Sequence[Span]) -> int:
-    """Returns how long spans that begin in a step are, ns."""
-    return sum(span.ns for span in spans if part.begin <= span.begin < part.end)
+    All links of a host may be slow, which can be most of them.
+    """
+    used = ~np.isnan(rate)
+    usual = np.full(rate.shape, np.nan)
+    for pattern in np.unique(used, axis=0):
+        if pattern.sum() > 1:
+            part = np.ix_((used == pattern).all(1), pattern)
+            its = [link for link, seen in zip(links, pattern, strict=True) if seen]
+            together = max(sum(node in link for link in its) for node in {node for link in its for node in link})
+            usual[part] = lower_middle_of_others(rate[part], together)
+    return usual
 
 
 def document(trace: JobTrace, found: Sequence[Finding]) -> dict[str, object]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fusion_rt.tracing.format import NOBODY, Kind
-from fusion_trace.analyse import stragglers
+from fusion_trace.analyse import endings, gaps, stragglers
 from fusion_trace.analyse.overlap import Overview, Partition, by_rank, overview, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
@@ -56,6 +56,7 @@ class Summary:
         stragglers: the most expensive first.
         records, overwritten: of all processes.
         odd: sentences about what is unusual.
+        ended: sentences about who died, and why the job failed.
     """
 
     job: str
@@ -71,6 +72,7 @@ class Summary:
     records: int
     overwritten: int
     odd: tuple[str, ...]
+    ended: tuple[str, ...]
 
 
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
@@ -106,6 +108,7 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
         records=sum(process.written for process in trace.processes),
         overwritten=sum(process.overwritten for process in trace.processes),
         odd=tuple(_odd(trace, bool(parts))),
+        ended=tuple(endings.sentences(trace, endings.find(trace))),
     )
 
 
@@ -136,6 +139,7 @@ def _odd(trace: JobTrace, any_step: bool) -> Iterator[str]:
         yield "no rank has a whole step: a step lasts from one end of `optimizer.step()` to the next"
     for node, daemon in sorted(trace.daemons.items()):
         yield from _of_daemon(trace, node, daemon)
+    yield from gaps.sentences(gaps.unseen(trace))
     yield from trace.problems
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fusion_rt.tracing.format import Kind
+from fusion_trace.analyse import endings, gaps
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import Operation, operations
 
@@ -58,9 +59,11 @@ class Last:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a job's records. `waiting`: the longest wait first."""
+    """The end of a job's records. `died`: who did, and why the job failed, in sentences; `waiting`: the longest wait
+    first."""
 
     job: str
+    died: tuple[str, ...]
     waiting: tuple[Unfinished, ...]
     ranks: tuple[Last, ...]
     problems: tuple[str, ...]
@@ -80,7 +83,9 @@ def ending(trace: JobTrace) -> Ending:
     found = [_unfinished(operation, taken[operation.key.name], end) for operation in every]
     waiting = sorted((each for each in found if each is not None), key=lambda each: -each.seconds)
     ranks = tuple(_last(trace, worker, end) for _, worker in sorted(trace.workers.items()))
-    return Ending(trace.job, tuple(waiting), ranks, trace.problems)
+    died = tuple(endings.sentences(trace, endings.find(trace)))
+    missing = tuple(gaps.sentences(gaps.unseen(trace)))
+    return Ending(trace.job, died, tuple(waiting), ranks, (*missing, *trace.problems))
 
 
 def _unfinished(operation: Operation, members: set[int], end: int) -> Unfinished | None:

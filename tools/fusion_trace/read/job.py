@@ -62,6 +62,7 @@ class JobTrace:
         names: of buckets and tensors; number 0 is "".
         offsets: by node, what was added to its times.
         problems: sentences about what is missing or could not be read.
+        nodes: how many the job had.
     """
 
     job: str
@@ -69,6 +70,7 @@ class JobTrace:
     names: tuple[str, ...]
     offsets: dict[int, Offset]
     problems: tuple[str, ...] = field(default=())
+    nodes: int = 0
 
     @cached_property
     def workers(self) -> dict[int, Process]:
@@ -215,7 +217,8 @@ def join(rings: Sequence[Ring], problems: Sequence[str] = ()) -> JobTrace:
         parts.setdefault((ring.role, ring.rank), []).append((ring, records))
     processes = tuple(_process(role, rank, part) for (role, rank), part in parts.items())
     problems += _missing(rings, processes)
-    return JobTrace(rings[0].job, processes, tuple(names), offsets, tuple(problems))
+    nodes = max(ring.nodes for ring in rings)
+    return JobTrace(rings[0].job, processes, tuple(names), offsets, tuple(problems), nodes)
 
 
 def _without_copies(rings: Sequence[Ring]) -> list[Ring]:

@@ -15,12 +15,11 @@ EXPOSED = IDLE = 0.1  # of a step, from which on it is told
 _MOST = 3  # stragglers; the section about them has all
 
 _OF_CAUSE = {
-    "compute": "Its own work is slow: give it less to do, or a faster or less busy host; or use an algorithm that "
-    "waits for nobody (docs/algorithms.md).",
+    "compute": "Its own work is slow: find out what it does there that the others do not, or whether its host is busy "
+    "with something else; an algorithm that waits for nobody would hide it (docs/algorithms.md).",
     "negotiation": "Tensors outside of the plan are asked for one by one: reduce them less often, or together.",
-    "queue": "Something is ready and does not go on: the host of the daemon is busy with something else (fusiond top).",
-    "wire": "The link is slower than the others: look at the network between these two, or send less over it "
-    "(docs/compression.md).",
+    "daemon": "Something is ready and does not go on: the daemon's host is busy with something else (fusiond top).",
+    "wire": "It is slower than other links: look at the network there, or send less over it (docs/compression.md).",
 }
 
 
@@ -40,6 +39,8 @@ def findings(report: Report) -> tuple[Told, ...]:
         return (
             Told("No rank has a whole training step in this trace, so that there is nothing to explain.", "", True),
         )
+    for ended in report.summary.ended:
+        found.append((2.0, Told(ended[0].upper() + ended[1:] + ".", "", True)))
     for straggler in report.summary.stragglers[:_MOST]:
         found.append((straggler.share, Told(_straggler(report, straggler), _OF_CAUSE[straggler.cause], True)))
     step = fmean(rank.ns for rank in report.ranks)
@@ -62,6 +63,9 @@ def findings(report: Report) -> tuple[Told, ...]:
         )
         found.append((idle / step, Told(what, "Most often that is the loading of data, or evaluation.", True)))
     if not found:
+        unknown, well = stragglers_page.nobody(report.trace, report.ranks[0].steps)
+        if not well:
+            return (Told(unknown[0].upper() + unknown[1:] + ".", "", True),)
         what = (
             f"Nothing stands out: no rank, node or link is slower than the others, and {share(exposed / step)} of a "
             "step is communication that is not hidden."
@@ -74,7 +78,7 @@ def _straggler(report: Report, straggler: Finding) -> str:
     """Says what `fusion-trace stragglers` says, with who is to blame in front."""
     what, _, rest = stragglers_page.sentence(report.trace, straggler).partition(": ")
     who = what[0].upper() + what[1:]
-    return f"{who} keeps the others waiting: {rest}." if straggler.rank is not None else f"{who} is slow: {rest}."
+    return f"{who} keeps the others waiting: {rest}." if straggler.cause == "compute" else f"{who} is slow: {rest}."
 
 
 def _faster_links(report: Report) -> str:

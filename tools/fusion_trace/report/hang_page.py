@@ -119,8 +119,9 @@ def ending_lines(found: Ending, most: int = 20) -> Sequence[_Line]:
     """Returns the lines about a job that is gone, each with its style."""
     shown = [(f"job {found.job}: no daemon of it runs on this host; from what was recorded until it ended", "bold")]
     shown += [(f"  {problem}", "yellow") for problem in found.problems]
+    shown += [(f"  {sentence}", "bold red") for sentence in found.died]
     if not found.waiting:
-        shown.append(("  nothing waited: what ranks had submitted was done", "green"))
+        shown.append(("  nothing waited: what ranks had submitted was done", "" if found.died else "green"))
     for each in found.waiting[:most]:
         shown += [("", ""), (f"{each.what} (clock {each.clock}) had waited {each.seconds:.1f} s", "bold yellow")]
         shown.append((f"  submitted by {_named('rank', each.submitted)}", ""))

@@ -139,7 +139,8 @@ def _stragglers(report: Report) -> Section:
     found = report.summary.stragglers
     steps = len({number for column in report.columns for number in range(column.first, column.last + 1)})
     told = tuple(Told(stragglers_page.sentence(report.trace, each) + ".", "", True) for each in found[:MOST_ROWS])
-    nobody = Told(f"Nobody: in {steps} steps no rank, node or link stands out.", "", False)
+    what, well = stragglers_page.nobody(report.trace, steps)
+    nobody = Told(what[0].upper() + what[1:] + ".", "", not well)
     table = shortened(stragglers_page.rows_of(report.trace, found[:MOST_ROWS]), len(found))
     return Section(
         "stragglers",

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from fusion_trace.analyse.stragglers import Finding
+from fusion_trace.analyse.gaps import sentences as gaps_in_words
+from fusion_trace.analyse.gaps import unseen
+from fusion_trace.analyse.stragglers import LIKELY, Finding
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report.wording import Table, console, duration, numbers, print_table, problems, share
 
@@ -16,18 +18,41 @@ def place(trace: JobTrace, finding: Finding) -> str:
     if finding.rank is not None:
         return f"rank {finding.rank} (host {trace.workers[finding.rank].host})"
     if finding.node is not None:
-        return f"node {finding.node} (host {trace.hosts.get(finding.node, '?')})"
+        host = trace.hosts.get(finding.node, "?")
+        if finding.cause in ("compute", "wire"):  # all of its ranks, or links
+            return f"host {host} (node {finding.node})"
+        return f"the daemon of node {finding.node} (host {host})"
     assert finding.link is not None
-    return f"link from node {finding.link[0]} to node {finding.link[1]}"
+    source, target = finding.link
+    return f"the link from node {source} to node {target}"
+
+
+def cause(finding: Finding) -> str:
+    """Says why it is slow, with where in the step."""
+    return finding.cause + (f" ({finding.detail})" if finding.detail else "")
+
+
+def how_often(finding: Finding) -> str:
+    """Says in how many steps it is slow, and how regularly."""
+    if len(finding.steps) == finding.of:
+        return f"all {finding.of} steps"
+    if len(finding.steps) == 1:
+        return f"step {finding.steps[0]} of {finding.of} steps"
+    every = f", every {_ordinal(finding.every)}" if finding.every else ""
+    return f"{len(finding.steps)} of {finding.of} steps{every}"
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
+    return f"{number}{ending}"
 
 
 def sentence(trace: JobTrace, finding: Finding) -> str:
     """Says a finding in a sentence."""
-    detail = f", {finding.detail}" if finding.detail else ""
-    slow = "all" if len(finding.steps) == finding.of else str(len(finding.steps))
+    doubt = ", which may be chance" if finding.chance > LIKELY else ""
     return (
-        f"{place(trace, finding)}: {finding.cause}{detail}, {duration(finding.typical)} instead of "
-        f"{duration(finding.usual)} in {slow} of {finding.of} steps ({share(finding.share)} of their time)"
+        f"{place(trace, finding)}: {cause(finding)}, +{duration(finding.extra)} in {how_often(finding)}; "
+        f"{duration(finding.lost)} lost, {share(finding.share)} of the time{doubt}"
     )
 
 
@@ -35,12 +60,23 @@ def rows_of(trace: JobTrace, found: Sequence[Finding]) -> Table:
     """Returns a table of all findings, a row each."""
     rows = (
         (
-            place(trace, each), each.cause + (f" ({each.detail})" if each.detail else ""), duration(each.lost),
-            share(each.share), duration(each.typical), duration(each.usual), numbers(each.steps),
+            place(trace, each), cause(each), duration(each.lost), share(each.share), f"+{duration(each.extra)}",
+            how_often(each), "by chance?" if each.chance > LIKELY else "", numbers(each.steps),
         )
         for each in found
     )  # fmt: skip
-    return Table("Stragglers", ("where", "cause", "lost", "of all", "takes", "usual", "steps"), tuple(rows), left=2)
+    columns = ("where", "cause", "lost", "of all", "slower by", "in", "", "steps")
+    return Table("Stragglers", columns, tuple(rows), left=2)
+
+
+def nobody(trace: JobTrace, steps: int) -> tuple[str, bool]:
+    """Says that nobody is slower than the others, or that it cannot be known; and whether all is well."""
+    missing = unseen(trace)
+    if missing.ranks_may_be_missing:
+        return "nobody can be named: " + "; ".join(gaps_in_words(missing)), False
+    if steps < 4:
+        return f"nobody: there are {steps} whole steps of all ranks, too few to compare", False
+    return f"nobody: in {steps} steps no rank, host or link stands out", True
 
 
 def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
@@ -50,7 +86,11 @@ def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
     if not steps:
         out.print("no rank has a whole step in it")
     elif not found:
-        out.print(f"nobody: in {steps} steps no rank, node or link stands out", style="green")
+        told, well = nobody(trace, steps)
+        out.print(told, style="green" if well else "yellow", soft_wrap=True)
     else:
+        for each in found:
+            out.print(Text(sentence(trace, each), "red"), soft_wrap=True)
+        out.print()
         print_table(out, rows_of(trace, found))
     problems(out, trace.problems)

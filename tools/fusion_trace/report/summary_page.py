@@ -13,6 +13,7 @@ from fusion_trace.report import stragglers_page
 from fusion_trace.report.wording import Table, console, count, duration, print_table, problems, share, size, table
 
 MOST = 64  # ranks or links that are shown
+_MOST_SLOW = 3
 
 
 def step_times(ranks: Iterable[Rank]) -> Table:
@@ -30,8 +31,12 @@ def step_times(ranks: Iterable[Rank]) -> Table:
 def show(trace: JobTrace, found: Summary) -> None:
     """Prints the page."""
     out = console()
-    who = f"{count(len(trace.workers), 'rank')} on {count(len(trace.hosts), 'node')}"
+    there = len(trace.hosts)
+    nodes = count(there, "node") if there >= trace.nodes else f"{there} of {trace.nodes} nodes"
+    who = f"{count(len(trace.workers), 'rank')} on {nodes}"
     out.print(Text(f"job {found.job}: {who}, {found.seconds:.1f} s, {found.records} records", "bold"))
+    for sentence in found.ended:
+        out.print(Text(sentence, "red"), soft_wrap=True)
     if found.ranks:
         out.print(
             f"{found.steps_per_second:.2f} steps a second; {size(found.handed_over)} handed over in each by a rank"
@@ -53,8 +58,11 @@ def show(trace: JobTrace, found: Summary) -> None:
         out.print(rows)
     if found.ranks:
         out.print()
-        if found.stragglers:
-            out.print(Text(f"slow: {stragglers_page.sentence(trace, found.stragglers[0])}", "red"), soft_wrap=True)
-        else:
-            out.print("no rank, node or link stands out as slow", style="green")
+        for each in found.stragglers[:_MOST_SLOW]:
+            out.print(Text(f"slow: {stragglers_page.sentence(trace, each)}", "red"), soft_wrap=True)
+        if len(found.stragglers) > _MOST_SLOW:
+            out.print(f"and {len(found.stragglers) - _MOST_SLOW} more: fusion-trace stragglers")
+        if not found.stragglers:
+            told, well = stragglers_page.nobody(trace, max(rank.steps for rank in found.ranks))
+            out.print(f"slow: {told}", style="green" if well else "yellow", soft_wrap=True)
     problems(out, found.odd)

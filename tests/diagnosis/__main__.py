@@ -1,0 +1,61 @@
+"""python -m tests.diagnosis: judges what the trace tools say of jobs with known faults, and of jobs without any.
+
+python -m tests.diagnosis                     2,600 faulty and 500 clean jobs with seeds that nobody has looked at
+python -m tests.diagnosis --seeds 0:260 --show        others, and what was said wrongly
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.diagnosis.cases import HELD_OUT, clean, faulty
+from tests.diagnosis.scoring import Verdict, judge, rows, score
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default=f"{HELD_OUT}:{HELD_OUT + 2600}", help="of faulty jobs, A:B")
+    parser.add_argument("--clean", default=f"{HELD_OUT}:{HELD_OUT + 500}", help="of jobs without a fault, A:B")
+    parser.add_argument("--show", action="store_true", help="show each case of which something wrong was said")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    begin = time.monotonic()
+    with ProcessPoolExecutor(options.processes) as pool:
+        verdicts = list(pool.map(_faulty, _range(options.seeds), chunksize=8))
+        quiet = list(pool.map(_clean, _range(options.clean), chunksize=8))
+    if options.show:
+        for verdict in [*verdicts, *quiet]:
+            if verdict.wrong or (verdict.asked and not verdict.found) or (verdict.error or 0) > 0.25:
+                case = verdict.case
+                print(f"{case.seed} {case.fault or 'clean'}, {case.pattern}: {verdict.told}")
+    table = "{:<20}{:>7}{:>11}{:>9}{:>15}{:>9}"
+    print(table.format("", "cases", "precision", "recall", "error of cost", "period"))
+    for name, found in [*rows(verdicts, "fault"), *rows(verdicts, "pattern"), ("all", score(verdicts))]:
+        shares = (f"{found.precision:.1%}", f"{found.recall:.1%}", f"{found.error:.1%}", f"{found.regular:.1%}")
+        print(table.format(name, found.cases, *shares))
+    silent = sum(not verdict.wrong for verdict in quiet)
+    print(f"clean: nobody is named in {silent} of {len(quiet)} ({silent / max(1, len(quiet)):.1%})")
+    print(f"{time.monotonic() - begin:.0f} s")
+    found = score(verdicts)
+    good = found.precision >= 0.95 and found.recall >= 0.95 and found.error <= 0.1 and silent >= 0.95 * len(quiet)
+    return 0 if good else 1
+
+
+def _range(text: str) -> range:
+    first, _, stop = text.partition(":")
+    return range(int(first), int(stop))
+
+
+def _faulty(seed: int) -> Verdict:
+    return judge(faulty(seed))
+
+
+def _clean(seed: int) -> Verdict:
+    return judge(clean(seed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
