@@ -204,7 +204,7 @@ def explain(fault: RealFault, home: Path) -> bool:
     print(f"{fault.says}: {'right' if well else 'WRONG'}")
     for each in found:
         print(f"    {stragglers_page.sentence(trace, each)}")
-    if not found:
+    if not found and not ended.dead:
         print(f"    {stragglers_page.nobody(trace, STEPS - 1)[0]}")
     for sentence in endings.sentences(trace, ended):
         print(f"    {sentence}")
