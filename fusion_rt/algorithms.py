@@ -30,6 +30,7 @@ class Signal(enum.Enum):
     GRADIENT = "gradients"
     PARAMETER = "parameters"
     DELTA = "changes of parameters"
+    CONSENSUS = "changes of parameters, and what they are counted from"
 
 
 class Apply(enum.Enum):
@@ -38,6 +39,8 @@ class Apply(enum.Enum):
     OPTIMIZER = "the script's optimizer steps with it, as with a gradient"
     PARAMETERS = "it becomes the parameters, or is added to them"
     OUTER = "an outer optimizer steps with it, from where the last one came to"
+    PAIR = "an outer optimizer steps with it, which is a change towards another rank's"
+    ADOPTED = "changes are counted from it, and parameters mixed with it"
 
 
 class Place(enum.Enum):
@@ -63,6 +66,8 @@ class Algorithm(ABC):
         synchronous: every rank waits for every rank in each exchange.
         anywhere: workers may be anywhere, so that a node's share of the homes is what its link carries.
         encodes: homes encode themselves what they send, also to homes on the same node.
+        waits_for_answers: a worker waits for an answer that is due; else it takes it when it is there, and posts
+            nothing more of that bucket until then.
 
     Raises:
         AlgorithmError: an argument is out of range (from a subclass's `__post_init__`).
@@ -75,6 +80,7 @@ class Algorithm(ABC):
     synchronous: ClassVar[bool] = False
     anywhere: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
+    waits_for_answers: ClassVar[bool] = True
 
     @property
     def codec(self) -> str:
@@ -107,28 +113,50 @@ class Algorithm(ABC):
         return 1.0, 0.0
 
     @property
+    def mixing(self) -> float:
+        """The weight of a worker's own parameters, where it mixes them with those of an outer step."""
+        return 0.0
+
+    @property
     def remembers_weights(self) -> bool:
         """Says whether a home, or the next difference, depends on parameters as a worker has left them."""
-        return self.at_shards or self.signal is Signal.DELTA
+        return self.at_shards or self.signal in (Signal.DELTA, Signal.CONSENSUS)
 
     @property
     def stale(self) -> bool:
         """Says whether most gradients are of older parameters than those that they change."""
         return self.steps_at_home and not self.lockstep
 
-    def exchanges_after(self, steps: int) -> bool:
-        """Says whether a worker that has taken so many local steps exchanges parameters now."""
-        return steps % self.period == 0
+    def due(self, steps: int) -> list[int]:
+        """Returns the fragments that a worker exchanges when it has taken so many local steps. Each has its own offset
+        within the period, so that they are spread evenly over it, and the last one is due at its end."""
+        period, count = self.period, self.pieces
+        return [piece for piece in range(count) if steps % period == period * (piece + 1) // count % period]
 
     @property
     def period(self) -> int:
-        """Local steps from one exchange to the next."""
+        """Local steps from one exchange of a fragment to the next."""
         return 1
+
+    @property
+    def pieces(self) -> int:
+        """The number of fragments: bucket i is in fragment i modulo this."""
+        return 1
+
+    @property
+    def lag(self) -> int:
+        """Local steps that a worker takes before it has to have the answer to what it posted; 0: it waits at once."""
+        return 0
 
     @property
     def overlaps(self) -> bool:
         """Says whether the worker takes its next steps while an exchange is under way."""
-        return False
+        return self.lag > 0
+
+    @property
+    def agrees(self) -> bool:
+        """Says whether all ranks have the same parameters right after each exchange."""
+        return self.synchronous and self.pieces == 1 and not self.overlaps and not self.mixing
 
     @property
     def lockstep(self) -> bool:
@@ -194,27 +222,37 @@ class LocalSGD(Algorithm):
     def period(self) -> int:
         return self.steps
 
-    def exchanges_after(self, steps: int) -> bool:
-        return steps <= self.after or super().exchanges_after(steps)
+    def due(self, steps: int) -> list[int]:
+        return [0] if steps <= self.after else super().due(steps)
 
 
 @dataclass(frozen=True)
-class DiLoCo(Algorithm):
-    """DiLoCo (Douillard et al., arXiv 2311.08105): every `steps` local steps, an outer step of SGD with Nesterov
-    momentum on the mean of the ranks' changes, at `outer_rate` and `outer_momentum`."""
+class _OuterSteps(Algorithm):
+    """Ranks take local steps, and each fragment of the model an outer step of SGD with Nesterov momentum, by how much
+    ranks have moved."""
 
-    name = "diloco"
     signal = Signal.DELTA
-    apply = Apply.OUTER
-    place = Place.NOWHERE
-    synchronous = True
     steps: int = 500
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "outer_rate")
-        _fraction(self, "outer_momentum")
+        _positive(self, "steps", "outer_rate", "fragments")
+        _fraction(self, "outer_momentum", "mix")
+        _not_negative(self, "delay")
+        if self.fragments > self.steps:
+            raise AlgorithmError(
+                f"{self.name} sends one of its fragments in a step, and {self.fragments} fragments do not fit into "
+                f"{self.steps} steps"
+            )
+        if self.delay > self.steps:
+            raise AlgorithmError(
+                f"delay of {self.name} cannot be above its {self.steps} steps, since a fragment has to be back before "
+                f"it is sent again, and {self.delay} is"
+            )
 
     @property
     def outer(self) -> tuple[float, float]:
@@ -223,6 +261,34 @@ class DiLoCo(Algorithm):
     @property
     def period(self) -> int:
         return self.steps
+
+    @property
+    def pieces(self) -> int:
+        return self.fragments
+
+    @property
+    def lag(self) -> int:
+        return self.delay
+
+    @property
+    def mixing(self) -> float:
+        return self.mix
+
+
+@dataclass(frozen=True)
+class DiLoCo(_OuterSteps):
+    """DiLoCo (Douillard et al., arXiv 2311.08105): every `steps` local steps, an outer step of SGD with Nesterov
+    momentum on the mean of the ranks' changes, at `outer_rate` and `outer_momentum`.
+
+    Streaming DiLoCo (Douillard et al., arXiv 2501.18512): the model goes in `fragments`, each every `steps` steps, but
+    at times of their own; local steps go on for `delay` steps until a fragment's outer step is taken; and then a rank
+    keeps `mix` of its own parameters, and has 1 - `mix` of those of the outer step.
+    """
+
+    name = "diloco"
+    apply = Apply.OUTER
+    place = Place.NOWHERE
+    synchronous = True
 
 
 @dataclass(frozen=True)
@@ -356,6 +422,37 @@ class Collaborative(Algorithm):
         _positive(self, "samples")
 
 
+# --- outer steps that wait for nobody ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decoupled(_OuterSteps):
+    """Decoupled DiLoCo (Douillard et al., arXiv 2604.21428): learners post how much they have moved, and go on; the
+    home of each bucket takes an outer step when `quorum` of them have posted, with the mean weighted by samples and by
+    samples a step, and a learner takes what comes of it when it is there.
+
+    `quorum`: 0 stands for more than half of the ranks. `grace`: the home then waits for the others, for this share of
+    the usual time between two outer steps.
+    """
+
+    name = "decoupled"
+    apply = Apply.ADOPTED
+    waits_for_answers = False
+    steps: int = 100
+    delay: int = 1
+    quorum: int = 0
+    grace: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive(self, "delay")
+        _not_negative(self, "quorum", "grace")
+
+    def check(self, ranks: int) -> None:
+        if self.quorum > ranks:
+            raise AlgorithmError(f"{self} waits for {self.quorum} learners, and there are {ranks} ranks")
+
+
 # --- elastic averaging ------------------------------------------------------------------------------------------------
 
 
@@ -382,8 +479,8 @@ class EASGD(Algorithm):
         return self.steps
 
     @property
-    def overlaps(self) -> bool:
-        return True
+    def lag(self) -> int:
+        return 1
 
     @property
     def lockstep(self) -> bool:
@@ -415,8 +512,8 @@ class _Gossip(Algorithm):
     topology: str = "ring"
 
     @property
-    def overlaps(self) -> bool:
-        return True
+    def lag(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True)
@@ -472,11 +569,50 @@ class Choco(_Gossip):
             raise AlgorithmError(f"{self} needs a graph that stays as it is, which {self.topology} does not")
 
 
+@dataclass(frozen=True)
+class NoLoCo(_Gossip):
+    """NoLoCo (Kolehmainen et al., arXiv 2506.10911): every `steps` local steps, an outer step with the mean change of a
+    pair of ranks, another pair each time, whose momentum also draws them to each other by `consensus`."""
+
+    name = "noloco"
+    signal = Signal.CONSENSUS
+    apply = Apply.PAIR
+    topology: str = "random-pairs"
+    steps: int = 100
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.5
+    consensus: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "outer_rate")
+        _fraction(self, "outer_momentum")
+        if not self.outer_momentum < self.consensus < 2 + self.outer_momentum:
+            raise AlgorithmError(
+                f"consensus of noloco has to be between outer_momentum and outer_momentum + 2 for ranks to stay "
+                f"together (arXiv 2506.10911), and {self.consensus!r} is not"
+            )
+
+    def check(self, ranks: int) -> None:
+        mixing.check_dpsgd(mixing.parse(self.topology, ranks))
+
+    @property
+    def outer(self) -> tuple[float, float]:
+        return self.outer_rate, self.outer_momentum
+
+    @property
+    def period(self) -> int:
+        return self.steps
+
+    @property
+    def lag(self) -> int:
+        return 0
+
+
 AsynchronousDecentralized = ADPSGD
 
 _ALL: tuple[type[Algorithm], ...] = (
     AllReduce, BSP, LocalSGD, DiLoCo, SparseLoCo, ASP, SSP, Softsync, DCASGD, Hogwild, Partial, Collaborative, EASGD,
-    EAWild, DPSGD, ADPSGD, SGP, Choco,
+    EAWild, DPSGD, ADPSGD, SGP, Choco, NoLoCo, Decoupled,
 )  # fmt: skip
 ALGORITHMS: Registry[Algorithm] = Registry("algorithm", "fusion_rt.algorithms", Algorithm, _ALL)
 
@@ -525,7 +661,7 @@ def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
                 f"{algorithm.name} sends what a codec selects of a difference, and {codec} leaves nothing out; use "
                 "topk, or dpsgd"
             )
-    elif codec.stateful and algorithm.signal is Signal.PARAMETER:
+    elif codec.stateful and algorithm.signal in (Signal.PARAMETER, Signal.CONSENSUS):
         raise AlgorithmError(
             f"{algorithm} posts parameters, of which the codec {codec} would leave out most; use fp16 or bf16, or "
             "choco, which is made for it, or diloco, whose ranks post changes (with outer_rate=1 and outer_momentum=0 "

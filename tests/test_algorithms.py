@@ -30,6 +30,8 @@ NOT_DEFAULT: list[Algorithm] = [
     algorithms.ADPSGD(topology="bipartite"),
     algorithms.SGP(topology="one-peer-exponential"),
     algorithms.Choco(gamma=0.25, topology="torus"),
+    algorithms.NoLoCo(steps=7, consensus=0.75),
+    algorithms.Decoupled(steps=7, fragments=3, quorum=2, grace=0.25),
 ]
 
 
@@ -57,12 +59,13 @@ def test_where_homes_are_and_what_is_posted() -> None:
     nowhere = {name for name, kind in ALGORITHMS.items() if kind.place is Place.NOWHERE}
     replicas = {name for name, kind in ALGORITHMS.items() if kind.place is Place.REPLICA}
     assert nowhere == {"allreduce", "local_sgd", "diloco", "sparseloco"}
-    assert replicas == {"dpsgd", "adpsgd", "sgp", "choco"}
+    assert replicas == {"dpsgd", "adpsgd", "sgp", "choco", "noloco"}
     gradients = {name for name, kind in ALGORITHMS.items() if kind.signal is Signal.GRADIENT}
     assert gradients == {
         "allreduce", "bsp", "asp", "ssp", "softsync", "dc_asgd", "hogwild", "partial", "collaborative",
     }  # fmt: skip
-    assert ALGORITHMS["diloco"].signal is Signal.DELTA
+    assert ALGORITHMS["diloco"].signal is ALGORITHMS["decoupled"].signal is Signal.DELTA
+    assert ALGORITHMS["noloco"].signal is Signal.CONSENSUS
 
 
 def test_periods_and_who_overlaps() -> None:
@@ -71,8 +74,24 @@ def test_periods_and_who_overlaps() -> None:
     assert parse("easgd(steps=5)").period == 5
     assert parse("asp").period == parse("dpsgd").period == 1
     assert {name for name in ALGORITHMS if parse(name).overlaps} == {
-        "easgd", "ea_wild", "dpsgd", "adpsgd", "sgp", "choco",
+        "easgd", "ea_wild", "dpsgd", "adpsgd", "sgp", "choco", "decoupled",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["diloco(steps=10, fragments=4)", "decoupled(steps=7, fragments=7)", "easgd(steps=3)"])
+def test_each_fragment_is_due_once_in_a_period_and_the_last_one_at_its_end(text: str) -> None:
+    spec = parse(text)
+    for start in (0, 5 * spec.period):
+        due = [spec.due(start + step) for step in range(1, spec.period + 1)]
+        assert sorted(piece for pieces in due for piece in pieces) == list(range(spec.pieces))
+        assert due[-1] == [spec.pieces - 1]
+        assert max(map(len, due)) == 1
+
+
+def test_after_which_exchanges_all_ranks_are_alike() -> None:
+    assert {name for name in ALGORITHMS if parse(name).agrees} == {"allreduce", "bsp", "local_sgd", "diloco"}
+    for arguments in ("fragments=2", "delay=1", "mix=0.5"):
+        assert not parse(f"diloco({arguments})").agrees
 
 
 @pytest.mark.parametrize(
@@ -90,6 +109,12 @@ def test_periods_and_who_overlaps() -> None:
         ("sparseloco(decay=0)", "decay of sparseloco has to be above 0, and 0.0 is not"),
         ("diloco(steps=0)", "steps of diloco has to be above 0"),
         ("diloco(outer_rate=0)", "outer_rate of diloco has to be above 0, and 0.0 is not"),
+        ("diloco(steps=3, fragments=4)", "4 fragments do not fit into 3 steps"),
+        ("diloco(steps=3, delay=4)", "delay of diloco cannot be above its 3 steps"),
+        ("diloco(mix=1)", "mix of diloco is from 0 up to 1, and not 1.0"),
+        ("decoupled(delay=0)", "delay of decoupled has to be above 0"),
+        ("decoupled(quorum=-1)", "quorum of decoupled cannot be -1"),
+        ("noloco(consensus=0.5)", "consensus of noloco has to be between outer_momentum and outer_momentum + 2"),
         ("diloco(outer_momentum=1)", "outer_momentum of diloco is from 0 up to 1, and not 1.0"),
         ("softsync(contributions=0)", "contributions of softsync has to be above 0"),
         ("dc_asgd(variance=-1)", "variance of dc_asgd cannot be -1.0"),
@@ -163,7 +188,7 @@ def test_which_codec_goes_with_which_algorithm(name: str, codec: str) -> None:
         assert "all-reduces its factors" in why
     elif name == "choco":
         assert ("leaves nothing out" in why) == (not CODECS[codec].stateful)
-    elif kind.signal is Signal.PARAMETER and CODECS[codec].stateful:
+    elif kind.signal in (Signal.PARAMETER, Signal.CONSENSUS) and CODECS[codec].stateful:
         assert "would leave out most" in why
     else:
         assert not why

@@ -283,6 +283,11 @@ class Client:
         self.channel.send(packets.Packet(wire.encode(message)))
         return operation
 
+    def awaits_answers(self, plan: int) -> None:
+        """Tells that this worker waits for all that it has posted to the homes of a plan, and posts nothing until then,
+        where homes would think that it goes on."""
+        self._send(wire.AwaitsAnswers(plan))
+
     def next_clock(self, plan: int, bucket: int) -> int:
         """The clock of the next `ready` of a planned bucket."""
         return self._clocks.next(-plan, bucket)

@@ -10,6 +10,7 @@ A graph is written as text, in a setting or on a command line:
 | `one-peer-exponential` | at clock k, rank i from i - 2^(k mod ceil(log2 ranks)) only | 1/2 |
 | `complete` | everybody from everybody | 1 / ranks |
 | `bipartite` | as in a ring, but only even ranks from odd ones and the other way round: with an odd number of ranks the ring is left open | 1 / (1 + the larger number of neighbours) (Metropolis) |
+| `random-pairs` | at each clock, a rank that is drawn for it, which takes from it, too; with an odd number of ranks one has none (the draws repeat after 32 clocks, and are the same in every job) | 1/2 |
 | `hypercube` | ranks whose numbers differ in one bit; for 2^k ranks | 1 / (1 + k) |
 | `file:PATH` | a matrix of weights: one row a rank, separated by white space or commas, `#` starts a comment | as they are |
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import random
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ _FILE_TOLERANCE = 1e-6  # the same for what people write: six decimals
 _MAX_SHOWN = 200  # characters of somebody's text in an error
 _BYTES_PER_WEIGHT = 40  # a float64 takes 24 characters at most; the rest is for separators and comments
 _BYTES_EXTRA = 4096
+_DRAWS = 32  # of pairs, before they repeat
 
 Row = tuple[tuple[int, float], ...]  # weights of one rank: (sender, weight), ascending, its own included
 
@@ -344,6 +347,19 @@ def _hypercube(ranks: int) -> _Built:
     return (_equal(ranks, lambda rank: (rank ^ hop for hop in hops)),), f"The hypercube has {len(hops)} dimensions."
 
 
+def _random_pairs(ranks: int) -> _Built:
+    drawn = random.Random(ranks)  # of the standard library, whose draws are the same in all versions
+    rows = []
+    for _ in range(_DRAWS):
+        order = list(range(ranks))
+        drawn.shuffle(order)
+        partner = {rank: rank for rank in order}
+        for one, other in zip(order[::2], order[1::2], strict=False):
+            partner[one], partner[other] = other, one
+        rows.append(_equal(ranks, lambda rank, partner=partner: (partner[rank],)))  # type: ignore[misc]
+    return tuple(rows), "One rank has no partner at each clock." if ranks % 2 else ""
+
+
 GRAPHS: dict[str, Callable[[int], _Built]] = {
     "ring": _ring,
     "torus": _torus,
@@ -352,6 +368,7 @@ GRAPHS: dict[str, Callable[[int], _Built]] = {
     "complete": _complete,
     "bipartite": _bipartite,
     "hypercube": _hypercube,
+    "random-pairs": _random_pairs,
 }
 
 

@@ -62,7 +62,7 @@ def agree_after_join(last: int) -> None:
     states = broadcast_object({name: sync.when.own_state() for name, sync in mine.items()}, last)
     for name, state in states.items():
         if name in mine:
-            mine[name].when.load_own_state(state)
+            mine[name].when.rejoin(state)
 
 
 before_join.append(stand_in)

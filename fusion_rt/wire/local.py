@@ -186,6 +186,13 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     gives_up: Text = ""
 
 
+class AwaitsAnswers(msgspec.Struct, tag="awaits", array_like=True):
+    """The worker waits for all that it has posted to homes of a plan, and posts nothing more to them until it has the
+    answers. Nobody answers. For algorithms whose workers go on without them otherwise."""
+
+    plan: Count
+
+
 class SaveState(msgspec.Struct, tag="save", array_like=True):
     """Asks for the codec state of a group's plan on this node; the result is named arrays (`local.array_codec`).
 
@@ -294,8 +301,8 @@ class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
 ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 WorkerMessage: TypeAlias = (
     Hello | AddSegment | DropSegment | OpenGroup | CloseGroup | Submit | SendTo | ReceiveFrom | Propose | Ready
-    | SaveState | LoadState | CompressionRequest | StalenessRequest | StartTimeline | StopTimeline | Ping | Bye
-    | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
+    | AwaitsAnswers | SaveState | LoadState | CompressionRequest | StalenessRequest | StartTimeline | StopTimeline
+    | Ping | Bye | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip
 
 # --- daemon to worker -------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ _ALGORITHMS = (
     "allreduce", "ssp(staleness=4)", "local_sgd(steps=8)", "adpsgd", "dpsgd(topology='ring')", "choco(gamma=0.4)",
     "easgd(synchronous_home=True)", "softsync(contributions=2)", "partial(share=0.5)", "diloco", "sgp",
     "sparseloco(decay=0.9)",
+    "diloco(fragments=3, delay=2, mix=0.5)", "decoupled(quorum=2, grace=1e308)", "noloco(topology='random-pairs')",
 )  # fmt: skip
 _GRAPHS = (
     "ring",
@@ -43,6 +44,7 @@ _GRAPHS = (
     "complete",
     "bipartite",
     "hypercube",
+    "random-pairs",
     "file:/dev/null",
 )
 _MATRICES = (

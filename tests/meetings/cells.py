@@ -19,12 +19,15 @@ from fusion_rt.torch.sync.overlap.later import chosen_overlap
 from tests.meetings.scripts import SCRIPTS
 
 ALGORITHMS = {
-    each.partition("(")[0] + (", synchronous home" if "synchronous" in each else ""): each
+    each.partition("(")[0]
+    + (", synchronous home" if "synchronous" in each else ", streaming" if "fragments" in each else ""): each
     for each in (
         "allreduce", "bsp", "asp", "ssp(staleness=2)", "softsync(contributions=2)", "dc_asgd", "hogwild",
         "partial(backup=1)", "collaborative(samples=16)", "easgd(steps=2)", "easgd(steps=2, synchronous_home=True)",
         "ea_wild(steps=2)", "dpsgd", "adpsgd(topology='bipartite')", "sgp", "choco", "local_sgd(steps=2)",
         "diloco(steps=2, outer_momentum=0.5)",
+        "diloco(steps=2, outer_momentum=0.5, fragments=2, delay=1, mix=0.25)", "decoupled(steps=2, outer_momentum=0.3)",
+        "noloco(steps=2)",
     )
 }  # fmt: skip
 CODECS = {

@@ -73,6 +73,18 @@ def test_gossip_goes_on_without_a_host(fusionrun, monkeypatch, tmp_path, algorit
 
 
 @pytest.mark.parametrize(
+    "algorithm",
+    ["decoupled(steps=2, fragments=2, quorum=3)", pytest.param("noloco(steps=2)", marks=pytest.mark.long)],
+)
+def test_outer_steps_go_on_without_a_host_that_has_no_homes(fusionrun, monkeypatch, tmp_path, algorithm: str) -> None:
+    hosts = (*HOSTS, "--shard-hosts", "localhost")
+    status, out, err = train(fusionrun, monkeypatch, tmp_path, algorithm, "2", "host", hosts=hosts)
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["[0]<stdout>:ended", "[1]<stdout>:ended"]
+    assert "node 2 (host 127.0.0.2) is lost" in err
+
+
+@pytest.mark.parametrize(
     ("algorithm", "what", "why"),
     [
         ("bsp", "worker", "bsp needs every rank"),

@@ -366,8 +366,8 @@ def topology(
     graph: Annotated[
         str,
         typer.Argument(
-            help="ring, torus, exponential, one-peer-exponential, complete, bipartite, hypercube, or file:PATH with a "
-            "matrix of weights, one row a rank."
+            help="ring, torus, exponential, one-peer-exponential, complete, bipartite, hypercube, random-pairs, or "
+            "file:PATH with a matrix of weights, one row a rank."
         ),
     ],
     ranks: Annotated[int, typer.Option(help="Number of ranks.")],

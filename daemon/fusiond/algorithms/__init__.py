@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_rt import algorithms as chosen
-from fusiond.algorithms import elastic, gossip, pairwise, partial, shards
+from fusiond.algorithms import decoupled, elastic, gossip, pairwise, partial, shards
 from fusiond.algorithms.allreduce import AllReduce
 from fusiond.algorithms.exchange import Algorithm
 from fusiond.algorithms.home import HomeAlgorithm
@@ -30,6 +30,8 @@ _AT_HOMES: dict[type[chosen.Algorithm], type[HomeAlgorithm[Any]]] = {
     chosen.SGP: gossip.SGP,
     chosen.Choco: gossip.Choco,
     chosen.ADPSGD: pairwise.ADPSGD,
+    chosen.NoLoCo: gossip.DPSGD,
+    chosen.Decoupled: decoupled.Decoupled,
 }
 
 

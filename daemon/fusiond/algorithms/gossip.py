@@ -101,7 +101,7 @@ class Gossip(HomeAlgorithm[Spec]):
         """This rank has passed a clock, at which its neighbours have sent these parts."""
 
 
-class DPSGD(Gossip[algorithms.DPSGD]):
+class DPSGD(Gossip[algorithms.DPSGD | algorithms.NoLoCo]):
     """x_i + (sum_j W_ij x_j - x_i), of which the worker gets the change, as it has taken a step meanwhile (arXiv
     1705.09056, algorithm 1)."""
 

@@ -87,22 +87,24 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
         proposal: its tuning, if it has one, goes before `threshold`.
         homes: nodes that are to have the buckets' homes, if they are to have any, with their shares of the bytes,
             relative to each other. The buckets are then small enough for each to have its share.
+
+    Where an algorithm sends a model in fragments, buckets are small enough for each of these to have its share, too.
     """
     homes = homes or {}
     tuning, reduction = proposal.tuning, proposal.reduction
     if tuning is not None:
         threshold = threshold if tuning.threshold is None else tuning.threshold
         reduction = replace(reduction, codec=tuning.codec or reduction.codec)
-    if homes:
+    spec = algorithms.parse(proposal.reduction.algorithm)
+    if homes or spec.pieces > 1:
         nbytes = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in proposal.tensors if not t.sparse)
-        parts = len(homes) if len(set(homes.values())) == 1 else _PARTS_OF_A_SHARE * len(homes)
-        threshold = min(threshold, -(-nbytes // parts))
+        parts = len(homes) if len(set(homes.values())) <= 1 else _PARTS_OF_A_SHARE * len(homes)
+        threshold = min(threshold, -(-nbytes // max(parts, spec.pieces)))
     sparse = tuple(tensor for tensor in proposal.tensors if tensor.sparse)
     dense = [tensor for tensor in proposal.tensors if not tensor.sparse]
     buckets: list[Bucket] = []
     offset = 0
-    eager = algorithms.parse(proposal.reduction.algorithm).sums_gradients
-    tail = _tail(dense, threshold // _TAIL) if eager else 0
+    tail = _tail(dense, threshold // _TAIL) if spec.sums_gradients else 0
     for index, tensors in enumerate(_fused(dense, threshold, tail)):
         bucket = _bucket(index, tensors, offset)
         buckets.append(bucket)

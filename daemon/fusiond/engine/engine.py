@@ -184,6 +184,7 @@ class Engine:
             ),
             **self.groups.worker_handlers(),
             wire.Propose: lambda worker, asked: self.propose(worker.rank, asked.handle, asked.proposal),
+            wire.AwaitsAnswers: lambda worker, waits: self.homes.occupied.awaits_answers(worker.rank, waits.plan),
             wire.StalenessRequest: lambda worker, asked: self.staleness(worker.rank, asked.handle),
             wire.AddSegment: self._segment_added,
             wire.DropSegment: self._segment_dropped,

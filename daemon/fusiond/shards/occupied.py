@@ -5,6 +5,9 @@ them, and tells them again when the rank is free. Where ranks have replicas, nei
 of the rank, which is on its own node: if they are ahead of a rank that is occupied, it *passes* the clocks that they
 are ahead, in all its buckets at once, as a worker would that contributes nothing.
 
+Workers of some algorithms go on without their answers. One that does not, because it saves a checkpoint, say, tells its
+daemon, and is occupied until it has them.
+
 A rank may look occupied to one node by an operation that another node has completed already, and gone on from. So
 whatever goes to homes says which operation its sender completed last (`wire.Piece.after`), and nobody is occupied by
 that any more. Scripts in which all ranks take equal steps between two operations are thus not disturbed.
@@ -24,7 +27,7 @@ from fusiond.shards.server import HomeServer
 
 _MAX_KNOWN = 4096  # ranks in plans that are not here yet
 _MAX_COMPLETED = 1024  # operations that are remembered
-_OTHER_HOME = 0  # the mark of a wait at another plan's home
+_AT_HOMES = 0  # the mark of a wait at homes: another plan's, or, by workers that go on otherwise, this one's
 _LONG = 1.0  # seconds after which such a wait counts
 
 Operations = Callable[[int], Iterable[int]]
@@ -103,9 +106,15 @@ class Occupied:
     def tick(self) -> None:
         """A second has passed."""
         before = self._here.outside.clock() - _LONG
-        self._long = {(s.plan.plan.id, s.rank) for s in self._clients if s.post is not None and s.since <= before}
+        self._long = {(s.plan.plan.id, s.rank) for s in self._clients if s.is_awaited and s.since <= before}
         for rank in {rank for _, rank in self._long}:
             self.look(rank)
+
+    def awaits_answers(self, rank: int, plan: int) -> None:
+        """A local rank waits for the answers to all that it has posted to a plan's homes, and posts nothing before."""
+        for client in self._clients.of(plan, rank):
+            client.awaits = client.post is not None
+        self.look(rank)
 
     def answered(self, plan: int, rank: int) -> None:
         """A local rank has been answered in a bucket of a plan."""
@@ -114,9 +123,11 @@ class Occupied:
 
     def _occupying(self, state: PlanState, rank: int) -> set[int]:
         """Returns the marks of what occupies a local rank elsewhere than at the homes of a plan."""
+        key = state.plan.id, rank
         found = {mark for mark in self._operations(rank) if mark not in self._completed}
-        if any(whose == rank and plan != state.plan.id for plan, whose in self._long):
-            found.add(_OTHER_HOME)
+        elsewhere = any(whose == rank and plan != state.plan.id for plan, whose in self._long)
+        if elsewhere or (not state.spec.waits_for_answers and any(c.awaits for c in self._clients.of(*key))):
+            found.add(_AT_HOMES)
         return found
 
     def _tell(self, state: PlanState, rank: int) -> None:

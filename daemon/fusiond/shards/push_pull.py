@@ -36,6 +36,7 @@ class PushPullClient:
         passing: the clock before is passed, and not over yet.
         version: of the home, in the last answer.
         post: what it has posted and is not answered yet; `awaited`: its clock; and since when (s).
+        awaits: its worker, which may go on without the answer, has said that it does not.
         busy: a thread reads what it has posted, or writes its answer.
         failed: why it has failed, and so nothing more of it is exchanged; empty if it has not.
     """
@@ -51,6 +52,7 @@ class PushPullClient:
     post: Contribution | None = None
     awaited: int = 0
     since: float = 0.0
+    awaits: bool = False
     busy: bool = False
     failed: str = ""
 
@@ -65,13 +67,18 @@ class PushPullClient:
         return self.post is not None or self.passing
 
     @property
+    def is_awaited(self) -> bool:
+        """True if its worker waits for an answer, and does not go on without."""
+        return self.post is not None and (self.awaits or self.plan.spec.waits_for_answers)
+
+    @property
     def home_address(self) -> Address:
         return self.plan.plan.id, self.bucket.index, self.home
 
     def release(self) -> Contribution:
         """Ends the wait for an answer; returns what was posted."""
         assert self.post is not None
-        post, self.post = self.post, None
+        post, self.post, self.awaits = self.post, None, False
         return post
 
 
@@ -111,7 +118,7 @@ class PushPullClients:
     @property
     def idle(self) -> bool:
         """True if nobody waits for an answer."""
-        return all(client.post is None for client in self)
+        return not any(client.is_awaited for client in self)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 

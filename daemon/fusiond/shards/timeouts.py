@@ -25,8 +25,8 @@ class Waits:
         self._server = server
 
     def contributions(self) -> list[PushPullClient]:
-        """Those that have not been answered."""
-        return [client for client in self._clients if client.post is not None]
+        """Those whose answers workers wait for."""
+        return [client for client in self._clients if client.is_awaited]
 
     def end(self, client: PushPullClient, why: str) -> None:
         """Tells a worker why it waits no longer, if no thread and no home is at its arena now."""

@@ -5,8 +5,9 @@ Until `step()`, `p.grad` is what it is in one process, so that it can be accumul
 `GradScaler` has `step()` called in any case, as with torch's fused optimizers (`_step_supports_amp_scaling`), so that a
 step in which this rank's gradients overflowed still counts for whoever counts steps.
 
-With an algorithm that overlaps, what was posted after one step is answered after the next: by then the worker has
-moved, so it gets a change, which is added. All others wait for the answer.
+With an algorithm that overlaps, what was posted after one step (a *flight*) is answered some steps later: by then the
+worker has moved, so it gets a change, which is added, or mixes what it gets with what it has. All others wait for the
+answer. A model that is sent in fragments has a flight for each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -27,7 +29,8 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.sync import backward
-from fusion_rt.torch.sync.exchanges import Exchange, exchanges
+from fusion_rt.torch.sync.buckets import Bucket
+from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
 from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When, no_pass
@@ -35,6 +38,22 @@ from fusion_rt.torch.sync.weights import Weights, not_finite
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
+_MAX_WEIGHT = (1 << 48) - 1  # that a message holds: of 16 million samples at once
+
+
+@dataclass(frozen=True)
+class Outstanding:
+    """What was posted at one `step()`, and is not answered yet.
+
+    Attributes:
+        buckets: those that were posted.
+        due: the number of local steps after which the answer is taken.
+        contributors: the handle of the sum of ones of all ranks that post, where that is asked for.
+    """
+
+    buckets: Sequence[Bucket]
+    due: int = 0
+    contributors: int | None = None
 
 
 class AtStep(When):
@@ -44,10 +63,12 @@ class AtStep(When):
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
-        self.survives = not sync.options.algorithm.at_homes  # which are dealt anew in another membership, empty
         self._algorithm = sync.options.algorithm
+        # Homes are dealt anew in another membership, empty; and of what is answered later ranks may have taken different
+        # parts when one is lost.
+        self.survives = not (self._algorithm.at_homes or self._algorithm.overlaps)
         self._weights = Weights()  # as the last step left them; noted where something else depends on them
-        self._under_way = False  # something has been posted and not been collected
+        self._flights: list[Outstanding] = []  # in the order in which they were posted
         self._said = Terms()  # with each bucket
         self._graph_task = -1  # of the last gradient
 
@@ -68,54 +89,79 @@ class AtStep(When):
         if not sync.trained.has_changed(sync.ids):
             return
         if sync.is_of(runtime()):
-            self._collect_late()
+            self._collect()
             sync.checkpoint.move()
         sync.give_up_plan(runtime())
         sync.watch()
 
-    def _post(self, values: bool) -> None:
-        """Posts this rank's values; or, without any, a contribution that only counts."""
-        began, sync = time.perf_counter(), self.sync
+    def _post(self, values: bool, piece: int = 0) -> None:
+        """Posts this rank's values of a fragment; or, without any, a contribution that only counts. Of a bucket that is
+        under way nothing is posted."""
+        began, sync, pieces = time.perf_counter(), self.sync, self._algorithm.pieces
         sync.begin()
         sync.idle = True  # nothing of a step is done before its `step()`
         if not sync.plan.made:
             sync.make_plan()
-        self._said = self._contribution(values)
-        sync.submit(values)
-        self._under_way = True
+        self._said = self._contribution(values, piece)
+        buckets = [bucket for bucket in sync.plan.buckets[piece::pieces] if not bucket.sent]
+        sync.submit(values, buckets)
+        if buckets:
+            self._flights.append(self._flight(buckets, piece))
         sync.note_waited(began)
 
-    def _collect_late(self) -> None:
-        """Takes the answers to what was posted after the step before, if anything was."""
+    def _exchange_now(self, values: bool, pieces: Sequence[int] = (0,)) -> None:
+        """Posts these fragments, and takes the answers."""
+        try:
+            for piece in pieces:
+                self._post(values, piece)
+        except HorovodInternalError:
+            if self._flights:  # of fragments before the one that failed
+                self._flights.clear()
+                self.sync.end_step()
+            raise
         self._collect()
 
-    def _exchange_now(self, values: bool) -> None:
-        """Posts, and takes the answers."""
-        self._post(values)
-        self._collect()
+    def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
+        """Returns the record of what has been posted."""
+        return Outstanding(buckets)
 
-    def _contribution(self, values: bool) -> Terms:
-        """Returns the terms that are sent with this rank's values."""
+    def _contribution(self, values: bool, piece: int) -> Terms:
+        """Returns the terms that are sent with this rank's values of a fragment."""
         return Terms(samples=self.samples if values else 0)
 
-    def _share_of_mean(self) -> float:
+    def _share_of_mean(self, flight: Outstanding) -> float:
         """Returns the factor by which results are multiplied."""
         return 1.0
 
     def _collect(self) -> None:
         """Waits for the answers to what is under way, and has parameters take them."""
-        if not self._under_way:
-            return
+        for flight in list(self._flights):
+            self._land(flight)
+
+    def _land(self, flight: Outstanding) -> None:
+        """Waits for the answers to a flight, and has parameters take them."""
         began = time.perf_counter()
-        self._under_way = False
+        self._flights.remove(flight)
         try:
-            share = self._share_of_mean()
+            self._await_answers(flight)
+            share = self._share_of_mean(flight)
             if exchanges.survive is not None:  # then nobody may have taken a part of what is left out
                 self.sync.await_results()
-            self.sync.receive(share)
-        finally:
+            self.sync.receive(share, flight.buckets)
+        except BaseException as error:
+            if isinstance(error, HorovodInternalError):
+                self.sync.await_sent()
+            self._flights.clear()
             self.sync.end_step()
+            raise
+        self.sync.end_step(flight.buckets)
         self.sync.note_waited(began, again=True)
+
+    def _await_answers(self, flight: Outstanding) -> None:
+        """Waits for the homes that do not expect that, where the algorithm's workers usually go on."""
+        if not self._algorithm.waits_for_answers:
+            for bucket in flight.buckets:
+                bucket.await_answer()
 
     # --- parameters that the script sets ------------------------------------------------------------------------------
 
@@ -142,11 +188,13 @@ class AtStep(When):
         self.note_weights()
 
     def discard(self) -> None:
-        if not self._under_way:
+        if not self._flights:
             return
-        self._under_way = False
-        with contextlib.suppress(HorovodInternalError):  # whatever becomes of it: nobody is interested any more
-            self._share_of_mean()
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            with contextlib.suppress(HorovodInternalError):  # whatever becomes of it: nobody is interested any more
+                self._await_answers(flight)
+                self._share_of_mean(flight)
         self.sync.await_sent()
         self.sync.end_step()
 
@@ -174,7 +222,7 @@ class AtStep(When):
         return self._said  # residuals of parameters, or of their changes, are not rescaled when the rate changes
 
     def plan_given_up(self, anew: bool) -> None:
-        self._under_way = False
+        self._flights = []
         self._weights.forget()
 
     def _give_parameters(self, kind: wire.PostKind) -> None:
@@ -182,7 +230,7 @@ class AtStep(When):
         if self.sync.plan.is_first():
             for slot in self.sync.slots:
                 assert slot.view is not None
-                slot.view.copy_(slot.parameter.detach())
+                slot.view.copy_(slot.first_value() if kind == "seed" else slot.parameter.detach())
             self._exchange(Terms(kind=kind), take=False)
 
     def _exchange(self, terms: Terms, take: bool) -> None:
@@ -245,8 +293,8 @@ class AtHomes(AtStep):
                 "schedulers), or take an algorithm whose ranks take their own steps"
             )
 
-    def _contribution(self, values: bool) -> Terms:
-        return super()._contribution(values)._replace(rates=tuple(self.sync.trained.group_rates()))
+    def _contribution(self, values: bool, piece: int) -> Terms:
+        return super()._contribution(values, piece)._replace(rates=tuple(self.sync.trained.group_rates()))
 
     def drain(self) -> None:
         self._check_weights()  # nothing is under way after a step
@@ -270,9 +318,9 @@ class LocalSteps(AtStep):
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
         self._taken = 0  # steps that the script has called for, also those that a `GradScaler` skips
-        self._exchanged = False  # the last one ended with an exchange that all ranks waited for
-        self._begun: Exchange | None = None  # that has been posted, and is answered after the next step
-        self._contributors: int | None = None  # the handle of the sum of ones of all ranks that post
+        self._seen = 0  # samples in these steps
+        self._sent: dict[int, tuple[int, int]] = {}  # of each fragment: both numbers, as of its last post
+        self._agreed = False  # the last step ended with an exchange after which all ranks are alike
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
         """Takes the script's optimizer's step, unless a `GradScaler` found that this rank's gradients are not finite,
@@ -281,119 +329,123 @@ class LocalSteps(AtStep):
         sync, algorithm = self.sync, self._algorithm
         sync.steps.begin()
         self._follow()
-        if self._exchanged and sync.options.applied.outer and sync.is_of(runtime()) and self._weights.changed():
+        if self._agreed and sync.options.applied.outer and sync.is_of(runtime()) and self._weights.changed():
             self._anchor(anew=True)  # set where all ranks have the same, and so alike on all of them
         else:
             self._check_weights()
         self._anchor()
-        loss = None if optimizer._overflowed() else optimizer._step(closure)
-        self._collect_late()
+        if not algorithm.waits_for_answers and not sync.plan.made:
+            self._plan()  # now, when all ranks begin, since it takes all of them
+        overflowed = optimizer._overflowed()
+        loss = None if overflowed else optimizer._step(closure)
         self._taken += 1
-        is_due = algorithm.exchanges_after(self._taken)
-        self._exchanged = is_due and not algorithm.overlaps
-        if self._exchanged:
-            exchanges.run([self], partial(self._exchange_now, True))
-        elif is_due:
-            self._post_early()
+        self._seen += 0 if overflowed else self.samples
+        self._take_answers()
+        due = algorithm.due(self._taken)
+        self._agreed = bool(due) and algorithm.agrees
+        if due and not algorithm.overlaps:
+            exchanges.run([self], partial(self._exchange_now, True, due))
+        else:
+            for piece in due:
+                self._post(values=True, piece=piece)
         self.note_weights()
         sync.steps.end()
         return loss
 
+    def _plan(self) -> None:
+        """Makes the plan. An operation on all ranks."""
+        self.sync.begin()
+        self.sync.idle = True
+        self.sync.make_plan()
+
+    def _take_answers(self) -> None:
+        """Takes the answers that are due; of an algorithm that waits for none, those that are there."""
+        for flight in list(self._flights):
+            if self._taken < flight.due:
+                continue
+            if self._algorithm.waits_for_answers or all(bucket.has_answer() for bucket in flight.buckets):
+                self._land(flight)
+
     def _anchor(self, anew: bool = False) -> None:
         self.sync.options.posted.anchor(self.sync.slots, anew)
 
-    def _post_early(self) -> None:
-        """Posts what is answered after the next step."""
-        begun = exchanges.begin([self])
-        if not exchanges.is_left_out(begun):
-            try:
-                self._post(values=True)
-                self._begun = begun
-                return
-            except HorovodInternalError as error:
-                exchanges.lose(begun, error)
-        exchanges.end(begun)
-
-    def _collect_late(self) -> None:
-        begun, self._begun = self._begun, None
-        try:
-            self._collect()
-        except HorovodInternalError as error:
-            if begun is None:
-                raise
-            exchanges.lose(begun, error)
-        else:
-            if begun is not None:
-                exchanges.last = begun.parts
-                exchanges.end(begun)
-
-    # --- after a loss: the steps of this rank were its own, and stay --------------------------------------------------
-
     def note_left_out(self) -> None:
-        self._exchanged = False
+        """After a loss: the steps of this rank were its own, and stay."""
+        self._agreed = False
 
-    def drop_under_way(self) -> None:
-        self._begun = None
+    def _contribution(self, values: bool, piece: int) -> Terms:
+        """Returns terms that weigh what was done since this fragment's last post, by its samples, and by its samples a
+        step."""
+        taken, seen = self._sent.get(piece, (0, 0))
+        self._sent[piece] = self._taken, self._seen
+        samples = self._seen - seen
+        weight = samples * samples // max(self._taken - taken, 1)
+        return Terms(samples=min(max(weight, 1), _MAX_WEIGHT))
 
-    def discard(self) -> None:
-        super().discard()
-        if self._begun is not None:
-            exchanges.end(self._begun)
-            self._begun = None
-
-    def _post(self, values: bool) -> None:
-        super()._post(values)
-        if self._leaves_out_joined and self.sync.plan.buckets:
+    def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
+        contributors = None
+        if self._leaves_out_joined:
             name, whose = f"{self.sync.name}.contributors", self.sync.options.process_set
-            self._contributors = ops.allreduce_async(torch.ones(1), name=name, op=ops.Sum, process_set=whose)
+            name += f".{piece}" if piece else ""
+            contributors = ops.allreduce_async(torch.ones(1), name=name, op=ops.Sum, process_set=whose)
+        return Outstanding(buckets, self._taken + self._algorithm.lag, contributors)
 
     @property
     def _leaves_out_joined(self) -> bool:
         """True if a mean is taken over all ranks, of which some may have joined and post zeros."""
-        return not (self._algorithm.at_shards or self._algorithm.overlaps)
+        return not self._algorithm.at_homes
 
-    def _share_of_mean(self) -> float:
+    def _share_of_mean(self, flight: Outstanding) -> float:
         """Returns the factor that turns a mean over all ranks into one over those that have not joined."""
-        if self._contributors is None:
+        if flight.contributors is None:
             return 1.0
-        handle, self._contributors = self._contributors, None
-        return (self.sync.options.process_set.size() or 1) / float(ops.synchronize(handle))
+        return (self.sync.options.process_set.size() or 1) / float(ops.synchronize(flight.contributors))
 
     def drain(self) -> None:
-        if self._under_way:
+        if self._flights:
             self._check_weights()
-            self._collect_late()
+            self._collect()
             self.note_weights()
+
+    def agree(self) -> None:
+        """Takes the homes' copy. What this rank has moved by since its last exchange still counts in the next one, if
+        it gets its own parameters back."""
+        starts = [(slot, slot.start.clone(), slot.moved) for slot in self.sync.slots if slot.start is not None]
+        super().agree()
+        if self._algorithm.at_shards:
+            for slot, before, moved in starts:
+                assert slot.start is not None
+                slot.moved = slot.start - before if moved is None else slot.start - before + moved
+                slot.parameter.detach().copy_(slot.start)
 
     def settled(self) -> None:
         self._anchor(anew=True)
         super().settled()
 
     def own_state(self) -> dict[str, Any] | None:
-        """Returns the number of steps, and the outer optimizer, if there is one."""
+        """Returns the number of steps, and the outer optimizer, if there is one: of each parameter where it was after
+        the last exchange, and its outer momentum, if it has one."""
         self.drain()
-        own: dict[str, Any] = {"taken": self._taken}
+        own: dict[str, Any] = {"taken": self._taken, "seen": self._seen, "sent": dict(self._sent)}
         if self.sync.options.applied.outer:
-            outer = {
-                slot.name: (slot.start.clone(), _velocity(slot).clone())
-                for slot in self.sync.slots
-                if slot.start is not None
-            }
+            outer = {slot.name: _outer_state(slot) for slot in self.sync.slots if slot.start is not None}
             own |= {"outer": outer} if outer else {}
         return own
 
     def load_own_state(self, own: Mapping[str, Any]) -> None:
-        self._taken, self._exchanged = int(own["taken"]), False
+        self._taken, self._agreed = int(own["taken"]), False
+        self._seen, self._sent = int(own.get("seen", 0)), dict(own.get("sent", {}))
         self._weights.forget()
         for slot in self.sync.slots:
             if slot.name in own.get("outer", {}):
-                start, velocity = own["outer"][slot.name]
-                slot.start = start.to(slot.parameter, copy=True)
-                _velocity(slot).copy_(velocity)
+                start, *velocity = own["outer"][slot.name]
+                slot.start, slot.moved = start.to(slot.parameter, copy=True), None
+                slot.velocity = velocity[0].to(slot.parameter, copy=True) if velocity else None
 
-    def plan_given_up(self, anew: bool) -> None:
-        super().plan_given_up(anew)
-        self._contributors = None
+    def rejoin(self, own: Mapping[str, Any]) -> None:
+        if not self._algorithm.synchronous:  # each rank has an outer state of its own
+            own = {"taken": own["taken"]}
+        super().rejoin(own)
 
 
 class AdasumAtStep(LocalSteps):
@@ -447,7 +499,7 @@ class AdasumAtStep(LocalSteps):
         super()._anchor(anew=True)
 
 
-def _velocity(slot: Slot) -> torch.Tensor:
-    if slot.velocity is None:
-        slot.velocity = torch.zeros_like(slot.parameter)
-    return slot.velocity
+def _outer_state(slot: Slot) -> tuple[torch.Tensor, ...]:
+    assert slot.start is not None
+    start = slot.start.clone() if slot.moved is None else slot.start - slot.moved
+    return (start, *(() if slot.velocity is None else (slot.velocity.clone(),)))

@@ -332,6 +332,16 @@ class Bucket:
         if self._operation is not None and self.selection is None:
             self.await_end(self._operation)
 
+    def has_answer(self) -> bool:
+        """Tells whether nothing of this step has to be waited for any more."""
+        return self._operation is None or self._here.client.poll(self._operation)
+
+    def await_answer(self) -> None:
+        """Waits for the answer of a home that does not expect this worker to wait, and may do without it then."""
+        if not self.has_answer():
+            self._here.client.awaits_answers(self._identity[1])
+            self.abandon()
+
     def hand_over(self) -> Operation:
         """Returns the running exchange, which the caller has to `land` before the bucket is sent again."""
         assert self._operation is not None

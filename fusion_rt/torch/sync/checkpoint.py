@@ -135,7 +135,7 @@ class Checkpoint:
         self._resume(common.rates)
         sizes = self.sizes()
         owed = {name: value for name, value in mine.residuals.items() if sizes.get(name) == value.size}
-        values = {name: _flat(slot.parameter) for name, slot in slots.items()} if loads else {}
+        values = {name: _flat(slot) for name, slot in slots.items()} if loads else {}
         ranks = len(here.client.process_sets[plan.process_set].ranks)
         for bucket, home in zip(plan.buckets, plan.homes, strict=True):
             if home != here.client.welcome.node:
@@ -315,8 +315,9 @@ def _forget(where: Where) -> None:
         where.here.client.load_state(where.process_set, where.group, {})
 
 
-def _flat(parameter: torch.Tensor) -> carried.Array:
-    """Returns the parameter's values as they lie in a bucket (1-D)."""
-    value = parameter.detach()
+def _flat(slot: Slot) -> carried.Array:
+    """Returns what a slot's home begins with, as it lies in a bucket (1-D): where its parameter was at the last
+    exchange, if that counts, or the parameter."""
+    value = slot.first_value()
     flat = value.permute(memory_order(value)).contiguous().view(-1).cpu()
     return (flat if flat.dtype in (torch.float32, torch.float64) else flat.float()).numpy()

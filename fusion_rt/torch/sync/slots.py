@@ -57,6 +57,7 @@ class Slot:
         sparse: how many sparse dimensions its gradient has; 0: it is dense, as far as is known.
         compressed, context: the compressor's output before there was a place for it, and its context for the end.
         start, velocity: where the parameter was after the last exchange, and the outer momentum, where these count.
+        moved: by how much `start` has moved since, while the parameter has not.
         guard: is in `p.grad` while the gradient is under way, where the script may touch it then.
     """
 
@@ -70,6 +71,7 @@ class Slot:
         "direct",
         "guard",
         "kept",
+        "moved",
         "name",
         "nbytes",
         "owner",
@@ -95,6 +97,7 @@ class Slot:
         self.compressed: torch.Tensor | None = None
         self.start: torch.Tensor | None = None
         self.velocity: torch.Tensor | None = None
+        self.moved: torch.Tensor | None = None
         self.context: Any = None
         self.guard: Any = None
         self._hooks: tuple[Any, ...] = ()
@@ -137,6 +140,11 @@ class Slot:
         """Gives the slot its elements of a bucket."""
         self.bucket, self.direct = bucket, direct
         self.view = shaped(flat, self.parameter) if self.compressed is None else flat.view(self.compressed.shape)
+
+    def first_value(self) -> torch.Tensor:
+        """Returns the value with which a home of this parameter begins: where the parameter was after the last
+        exchange, if that counts, or as it is."""
+        return self.parameter.detach() if self.start is None else self.start
 
     def compress(self, compressor: Any, value: torch.Tensor | None) -> torch.Tensor:
         """Compresses a value, or zeros if there is none, by the script's compressor.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from fusion_rt.algorithms import Algorithm, Apply, Signal
+from fusion_rt.algorithms import Algorithm, Apply, NoLoCo, Signal
 from fusion_rt.torch.sync.slots import Slot
 
 
@@ -47,12 +47,28 @@ class Differences(Posted):
     """Differences between the parameters after the last exchange and this rank's present ones."""
 
     def value(self, slot: Slot) -> torch.Tensor | None:
-        return None if slot.start is None else slot.start - slot.parameter.detach()
+        if slot.start is None:
+            return None
+        difference = slot.start - slot.parameter.detach()
+        return difference if slot.moved is None else difference.sub_(slot.moved)
 
     def anchor(self, slots: Iterable[Slot], anew: bool) -> None:
         for slot in slots:
             if slot.start is None or anew:
-                slot.start = slot.parameter.detach().clone()
+                slot.start, slot.moved = slot.parameter.detach().clone(), None
+
+
+class Positions(Differences):
+    """This rank's part of the mean change and of the mean start: rate * (parameter - start) + consensus * start, of
+    which a mean of ranks is all that NoLoCo needs to know of them."""
+
+    def __init__(self, rate: float, consensus: float) -> None:
+        self._rate, self._consensus = rate, consensus
+
+    def value(self, slot: Slot) -> torch.Tensor | None:
+        if slot.start is None:
+            return None
+        return (slot.parameter.detach() * self._rate).add_(slot.start, alpha=self._consensus - self._rate)
 
 
 class Applied(ABC):
@@ -101,39 +117,112 @@ class OuterStep(Applied):
 
     Args:
         rate, momentum: of this step.
+        mixing: the weight of the parameters as they are now, in place of those that the step comes to.
         remembers: where parameters have come to counts in the next exchange, too.
     """
 
-    def __init__(self, rate: float, momentum: float, remembers: bool = True) -> None:
-        self._rate, self._momentum, self.outer = rate, momentum, remembers
+    def __init__(self, rate: float, momentum: float, mixing: float = 0.0, remembers: bool = True) -> None:
+        self._rate, self._momentum, self._mixing, self.outer = rate, momentum, mixing, remembers
 
     def take(self, slots: Sequence[Slot], results: Sequence[torch.Tensor], added: bool) -> None:
         for slot, result in zip(slots, results, strict=True):
             assert slot.start is not None
             if self.outer:
-                if slot.velocity is None:
-                    slot.velocity = torch.zeros_like(slot.parameter)
-                slot.velocity.mul_(self._momentum).add_(result)
-                result = result + self._momentum * slot.velocity
+                velocity = velocity_of(slot).mul_(self._momentum).add_(result)
+                result = result + self._momentum * velocity
             slot.start.sub_(result, alpha=self._rate)
-            slot.parameter.detach().copy_(slot.start)
+            mix(slot, self._mixing)
             if not self.outer:
                 slot.start = None
 
 
+class PairStep(Applied):
+    """Results are changes to what `Positions` posted, towards the pair's mean; parameters go on from an outer step
+    whose momentum has both the mean change and the pull of the ranks towards each other (arXiv 2506.10911).
+
+    Args:
+        rate, momentum: of this step.
+    """
+
+    outer = True
+
+    def __init__(self, rate: float, momentum: float) -> None:
+        self._rate, self._momentum = rate, momentum
+
+    def take(self, slots: Sequence[Slot], results: Sequence[torch.Tensor], added: bool) -> None:
+        for slot, result in zip(slots, results, strict=True):
+            assert slot.start is not None
+            assert added
+            change = slot.parameter.detach() - slot.start
+            velocity = velocity_of(slot).mul_(self._momentum).add_(change, alpha=self._rate).add_(result)
+            slot.start.add_(velocity)
+            mix(slot, 0.0)
+
+
+class Adopted(Applied):
+    """Results are where an outer step elsewhere has come to, or changes of that since the last one.
+
+    Args:
+        mixing: the weight of the parameters as they are now.
+    """
+
+    outer = True
+
+    def __init__(self, mixing: float) -> None:
+        self._mixing = mixing
+
+    def take(self, slots: Sequence[Slot], results: Sequence[torch.Tensor], added: bool) -> None:
+        for slot, result in zip(slots, results, strict=True):
+            assert slot.start is not None
+            if added:
+                slot.start.add_(result)
+            else:
+                slot.start.copy_(result)
+            slot.moved = None
+            mix(slot, self._mixing)
+
+
+def velocity_of(slot: Slot) -> torch.Tensor:
+    """Returns the outer momentum of a slot, of zeros if it has none yet."""
+    if slot.velocity is None:
+        slot.velocity = torch.zeros_like(slot.parameter)
+    return slot.velocity
+
+
+def mix(slot: Slot, mixing: float) -> None:
+    """Sets a parameter to its start, or to a mean of both in which its own value has the weight `mixing`."""
+    assert slot.start is not None
+    if mixing:
+        slot.parameter.detach().lerp_(slot.start, 1.0 - mixing)
+    else:
+        slot.parameter.detach().copy_(slot.start)
+
+
 def posted(algorithm: Algorithm) -> Posted:
     """Returns the signal of an algorithm."""
-    return _POSTED[algorithm.signal]()
+    return _POSTED[algorithm.signal](algorithm)
 
 
 def applied(algorithm: Algorithm) -> Applied:
     """Returns the way in which an algorithm applies answers."""
-    return OuterStep(*algorithm.outer) if algorithm.apply is Apply.OUTER else _APPLIED[algorithm.apply]()
+    return _APPLIED[algorithm.apply](algorithm)
 
 
-_POSTED: dict[Signal, Callable[[], Posted]] = {
-    Signal.GRADIENT: Gradients,
-    Signal.PARAMETER: Parameters,
-    Signal.DELTA: Differences,
+def _positions(algorithm: Algorithm) -> Posted:
+    assert isinstance(algorithm, NoLoCo)
+    return Positions(algorithm.outer_rate, algorithm.consensus)
+
+
+_POSTED: dict[Signal, Callable[[Algorithm], Posted]] = {
+    Signal.GRADIENT: lambda algorithm: Gradients(),
+    Signal.PARAMETER: lambda algorithm: Parameters(),
+    Signal.DELTA: lambda algorithm: Differences(),
+    Signal.CONSENSUS: _positions,
 }
-_APPLIED: dict[Apply, Callable[[], Applied]] = {Apply.OPTIMIZER: ToOptimizer, Apply.PARAMETERS: ToParameters}
+_APPLIED: dict[Apply, Callable[[Algorithm], Applied]] = {
+    Apply.OPTIMIZER: lambda algorithm: ToOptimizer(),
+    Apply.PARAMETERS: lambda algorithm: ToParameters(),
+    Apply.OUTER: lambda algorithm: OuterStep(*algorithm.outer, algorithm.mixing),
+    Apply.PAIR: lambda algorithm: PairStep(*algorithm.outer),
+    Apply.ADOPTED: lambda algorithm: Adopted(algorithm.mixing),
+}

@@ -209,6 +209,10 @@ class When:
     def load_own_state(self, own: Mapping[str, Any]) -> None:
         """Resumes from an `own_state` and the parameters that belong to it."""
 
+    def rejoin(self, own: Mapping[str, Any]) -> None:
+        """Goes on after a join of all ranks, with the `own_state` of the one that joined last."""
+        self.load_own_state(own)
+
     def homes_are_loaded(self) -> None:
         """Called when homes have a checkpoint's parameters, which the model has, too, or is about to."""
 
@@ -371,16 +375,20 @@ class Synchroniser:
             if self.plan.made:  # else this rank has survived a loss meanwhile, and sends all by another plan
                 self.failure = error
 
-    def submit(self, values: bool = True) -> None:
+    def submit(self, values: bool = True, buckets: Sequence[Bucket] | None = None) -> None:
         """Sends what has not been sent of this step, by a new plan if there is none; without `values` only that this
-        rank has none. Raises `HorovodInternalError`; `ValueError` if a gradient cannot be reduced as was asked for."""
+        rank has none. Raises `HorovodInternalError`; `ValueError` if a gradient cannot be reduced as was asked for.
+
+        Args:
+            buckets: those of this step; all by default.
+        """
         try:
             if self.failure is not None:
                 raise self.failure
             self.when.submitting()
             if not self.plan.made:
                 self.make_plan()
-            for bucket in self.plan.buckets:
+            for bucket in self.plan.buckets if buckets is None else buckets:
                 if bucket.sent:
                     continue
                 if values:
@@ -393,11 +401,11 @@ class Synchroniser:
             self.end_step()
             raise
 
-    def receive(self, share: float = 1.0) -> None:
-        """Waits for all that was sent, and puts results, multiplied by `share`, where they belong. Raises
-        `HorovodInternalError` if an exchange failed, on all ranks."""
+    def receive(self, share: float = 1.0, buckets: Sequence[Bucket] | None = None) -> None:
+        """Waits for all that was sent (of these buckets), and puts results, multiplied by `share`, where they belong.
+        Raises `HorovodInternalError` if an exchange failed, on all ranks."""
         try:
-            for bucket in self.plan.buckets:
+            for bucket in self.plan.buckets if buckets is None else buckets:
                 bucket.receive(share)
             self._steps += 1
         except HorovodInternalError:
@@ -421,9 +429,9 @@ class Synchroniser:
                 with contextlib.suppress(HorovodInternalError):
                     bucket.abandon()
 
-    def end_step(self) -> None:
-        """Ends a step, well or not, and resets the state for the next one."""
-        for bucket in self.plan.buckets:
+    def end_step(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Ends a step (of these buckets), well or not, and resets the state for the next one."""
+        for bucket in self.plan.buckets if buckets is None else buckets:
             bucket.rewind()
         self.copying.clear()
         self.arrivals.clear()

@@ -614,6 +614,144 @@ def two_bits(values: Array) -> Array:
     return rounded
 
 
+def streaming_diloco(
+    x0: Array,
+    gradient: Gradient,
+    ranks: int,
+    rate: float,
+    period: int,
+    outer_rate: float,
+    outer_momentum: float,
+    fragments: Sequence[Sequence[int]],
+    offsets: Sequence[int],
+    delay: int,
+    mixing: float,
+    steps: int,
+) -> Run:
+    """Streaming DiLoCo with plain SGD inside: copies after each step, and the outer ones in `homes`.
+
+    Douillard et al. 2501.18512, algorithm 2. Fragment p has the elements `fragments[p]`. At steps t (from 1) with
+    t mod `period` = `offsets[p]`, Delta_m = theta - theta_m of these elements is sent; `delay` steps later, which have
+    been taken by then, theta takes an outer step with its mean (as in `diloco`), and
+    theta_m = mixing theta_m + (1 - mixing) theta.
+    """
+    xs = copies(x0, ranks)
+    home, velocity = x0.copy(), np.zeros_like(x0)
+    sent: dict[int, Array] = {}
+    run = Run()
+
+    def receive(piece: int) -> None:
+        of = list(fragments[piece])
+        delta = sent.pop(piece)
+        velocity[of] = outer_momentum * velocity[of] + delta
+        home[of] -= outer_rate * (delta + outer_momentum * velocity[of])
+        for rank in range(ranks):
+            xs[rank, of] = mixing * xs[rank, of] + (1 - mixing) * home[of]
+
+    for step in range(1, steps + 1):
+        for rank in range(ranks):
+            xs[rank] -= rate * evaluate(gradient, rank, step - 1, xs[rank])
+        for piece in range(len(fragments)):
+            if delay and piece in sent and (step - delay) % period == offsets[piece]:
+                receive(piece)
+        for piece, of in enumerate(fragments):
+            if step % period == offsets[piece]:
+                sent[piece] = summed([home[list(of)] - x[list(of)] for x in xs]) / ranks
+                if not delay:
+                    receive(piece)
+        run.homes.append(home.copy())
+        run.workers.append(xs.copy())
+    return run
+
+
+def noloco(
+    x0: Array,
+    gradient: Gradient,
+    ranks: int,
+    rate: float,
+    period: int,
+    outer_rate: float,
+    outer_momentum: float,
+    consensus: float,
+    partner: Callable[[int, int], int],
+    rounds: int,
+) -> Run:
+    """NoLoCo with plain SGD inside: copies after each round.
+
+    Kolehmainen et al. 2506.10911, section 3, with groups of two: from phi_i, `period` steps to theta_i, and
+    Δ_i = theta_i - phi_i. δ_i = α δ_i + β mean(Δ) - γ (phi_i - mean(phi)), with means over rank i and `partner(i,
+    round)`, which may be i itself; phi_i += δ_i, theta_i = phi_i. α is `outer_momentum`, β `outer_rate`, γ `consensus`.
+    """
+    phis = copies(x0, ranks)
+    deltas = np.zeros_like(phis)
+    run = Run()
+    for turn in range(rounds):
+        xs = phis.copy()
+        for step in range(turn * period, (turn + 1) * period):
+            for rank in range(ranks):
+                xs[rank] -= rate * evaluate(gradient, rank, step, xs[rank])
+        changes = xs - phis
+        pairs = [(rank, partner(rank, turn)) for rank in range(ranks)]
+        mean_change = np.stack([(changes[i] + changes[j]) / 2 for i, j in pairs])
+        mean_phi = np.stack([(phis[i] + phis[j]) / 2 for i, j in pairs])
+        deltas = outer_momentum * deltas + outer_rate * mean_change - consensus * (phis - mean_phi)
+        phis = phis + deltas
+        run.workers.append(phis)
+    return run
+
+
+def decoupled_diloco(
+    x0: Array,
+    gradient: Gradient,
+    samples: Callable[[int, int], int],
+    ranks: int,
+    rate: float,
+    period: int,
+    outer_rate: float,
+    outer_momentum: float,
+    quorum: int,
+    mixing: float,
+    order: Sequence[int],
+) -> Run:
+    """Decoupled DiLoCo with plain SGD inside, one fragment and no grace window; each entry of `order` is a step of that
+    learner. Homes after each outer step, copies after each entry.
+
+    Douillard et al. 2604.21428. A learner whose step `period` divides posts Delta = start - theta with the weight
+    samples * samples / steps of what it has done since it last posted, unless that is not answered yet. When `quorum`
+    of them have posted, the syncer takes an outer step (as in `diloco`) with the weighted mean. Who has contributed
+    goes on meanwhile; after its next step it starts from the outcome: theta = mixing theta + (1 - mixing) outcome.
+    `samples(rank, step)` is how many a step has seen.
+    """
+    xs, starts = copies(x0, ranks), copies(x0, ranks)
+    home, velocity = x0.copy(), np.zeros_like(x0)
+    steps, seen, posted = [0] * ranks, [0] * ranks, [(0, 0)] * ranks
+    slot: dict[int, tuple[Array, float]] = {}
+    answers: dict[int, Array] = {}
+    run = Run()
+    for rank in order:
+        xs[rank] -= rate * evaluate(gradient, rank, steps[rank], xs[rank])
+        seen[rank] += samples(rank, steps[rank])
+        steps[rank] += 1
+        if rank in answers:
+            starts[rank] = answers.pop(rank)
+            xs[rank] = mixing * xs[rank] + (1 - mixing) * starts[rank]
+        if steps[rank] % period == 0 and rank not in slot:
+            count, taken = seen[rank] - posted[rank][0], steps[rank] - posted[rank][1]
+            posted[rank] = seen[rank], steps[rank]
+            slot[rank] = starts[rank] - xs[rank], count * count // taken
+            run.taken.append(rank)
+            if len(slot) == quorum:
+                total = sum(weight for _, weight in slot.values())
+                delta = summed([change * (weight / total) for _, (change, weight) in sorted(slot.items())])
+                velocity = outer_momentum * velocity + delta
+                home = home - outer_rate * (delta + outer_momentum * velocity)
+                answers.update(dict.fromkeys(slot, home))
+                slot = {}
+                run.homes.append(home)
+        run.workers.append(xs.copy())
+    return run
+
+
 # --- something to minimise --------------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,8 @@ class Schedule:
     def _collect(self, rank: int, training: Training) -> Iterator[Waits]:
         if training.posted:
             handles, training.posted = training.posted, []
+            if not training.spec.waits_for_answers:  # as a worker that does tells its daemon
+                self._job.engine(rank).homes.occupied.awaits_answers(rank, training.plan.id)
             yield Waits(f"waits at the homes of {training.plan.group} for its contribution {training.clock}", handles)
 
     def _drain(self, rank: int) -> Iterator[Waits]:

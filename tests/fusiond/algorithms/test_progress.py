@@ -21,6 +21,10 @@ WAITING = (
     "sgp",
     "sgp(topology='one-peer-exponential')",
     "choco",
+    "noloco(steps=1)",
+    "decoupled(steps=1, quorum=1)",
+    "decoupled(steps=1, grace=0.5)",
+    "decoupled(steps=1, quorum=3)",
 )
 """Those in which a worker may have to wait for others."""
 AT_ONCE = (
@@ -70,7 +74,9 @@ def test_the_algorithms_are_all_of_those_that_are_not_synchronous() -> None:
     assert tried == {kind for kind in algorithms.ALGORITHMS.values() if not kind.synchronous}
 
 
-@pytest.mark.parametrize("algorithm", ["dpsgd", "sgp", "choco", "easgd(steps=1, synchronous_home=True)", "ssp"])
+@pytest.mark.parametrize(
+    "algorithm", ["dpsgd", "sgp", "choco", "noloco(steps=1)", "easgd(steps=1, synchronous_home=True)", "ssp"]
+)
 def test_ranks_that_take_equal_steps_between_barriers_are_never_left_out(algorithm: str) -> None:
     """Even if one goes on from a barrier before the daemon of another knows that it is complete."""
     replicas = algorithms.parse(algorithm).place is algorithms.Place.REPLICA
@@ -132,6 +138,7 @@ def leave_one_out(
     [
         ("dpsgd", "dense"),
         ("dpsgd(topology='complete')", "dense"),
+        ("noloco(steps=1)", "dense"),
         ("choco(gamma=0.4)", "topk(density=0.3, minimum=0)"),
     ],
 )

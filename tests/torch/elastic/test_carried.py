@@ -264,6 +264,9 @@ def scaled(values: Tensors, factor: float) -> Tensors:
     [
         "dpsgd",
         pytest.param("diloco(steps=2)", marks=pytest.mark.long),
+        pytest.param("diloco(steps=3, fragments=2, delay=2, mix=0.5)", marks=pytest.mark.long),
+        pytest.param("decoupled(steps=2, quorum=2)", marks=pytest.mark.long),
+        pytest.param("noloco(steps=2)", marks=pytest.mark.long),
         pytest.param("ssp(staleness=1)", marks=pytest.mark.long),
     ],
 )

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import fusion_rt.torch as hvd
+from fusion_rt.core import mixing
 from tests import forks
 from tests.faults.nemesis import wait_for_state
 from tests.fusiond.algorithms import published
@@ -70,6 +71,11 @@ ALGORITHMS: dict[str, tuple[float, str]] = {
     "local_sgd(steps=4)": (1, "dense"),
     "local_sgd(steps=4, after=20)": (1, "dense"),
     "diloco(steps=5, outer_rate=0.5, outer_momentum=0.5)": (1, "dense"),
+    "diloco(steps=4, fragments=3, delay=2, mix=0.5, outer_rate=0.5, outer_momentum=0.5)": (1, "dense"),
+    "diloco(steps=3, fragments=2, delay=1, outer_rate=0.5, outer_momentum=0.5)": (1, "topk(density=0.3, minimum=100)"),
+    "decoupled(steps=3, outer_rate=0.5, outer_momentum=0.3)": (1, "dense"),
+    "decoupled(steps=3, fragments=2, quorum=2, grace=0.2, mix=0.3, outer_rate=0.5, outer_momentum=0.3)": (1, "fp16"),
+    "noloco(steps=3)": (1, "dense"),
     "partial": (1, "dense"),
     "partial(deadline=3.0)": (1, "dense"),
 }
@@ -209,16 +215,27 @@ def test_local_sgd_with_one_step_is_allreduce() -> None:
 
 
 def follow(
-    text: str, start: published.Array, problem: published.Quadratic, rate: float, steps: int, codec: str = "dense"
+    text: str,
+    start: published.Array,
+    problem: published.Quadratic,
+    rate: float,
+    steps: int,
+    codec: str = "dense",
+    parts: int = 1,
+    then: Callable[[int, Any], None] = lambda step, optimizer: None,
 ) -> np.ndarray:
-    """This rank's parameters after each step."""
-    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=rate), algorithm=text, compression=codec)
+    """This rank's parameters after each step. `parts`: so many make up the vector; `then`: done after each step."""
+    parameters = [torch.nn.Parameter(part) for part in torch.from_numpy(start.copy()).chunk(parts)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=rate), algorithm=text, compression=codec)
     after = []
     for step in range(steps):
-        parameter.grad = torch.from_numpy(problem(hvd.rank(), step, parameter.detach().numpy()))
+        x = torch.cat([parameter.detach() for parameter in parameters]).numpy()
+        gradients = torch.from_numpy(problem(hvd.rank(), step, x)).chunk(parts)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         optimizer.step()
-        after.append(parameter.detach().numpy().copy())
+        then(step, optimizer)
+        after.append(torch.cat([parameter.detach() for parameter in parameters]).numpy().copy())
     return np.stack(after)
 
 
@@ -274,12 +291,118 @@ def test_outer_steps_with_a_codec_are_those_of_sparseloco() -> None:
     same(found, expected((0.7, 0.9), 0.95, in_four_bits, owner=1))
 
 
+STREAMING = "diloco(steps=6, fragments=3, delay=4, mix=0.25, outer_rate=0.6)"
+
+
+def streamed(start: published.Array, problem: published.Quadratic, rate: float, steps: int) -> published.Run:
+    """The published rule of `STREAMING`: its fragments are due after 2, 4 and 6 of 6 steps."""
+    fragments = [range(place, place + DIM // 3) for place in range(0, DIM, DIM // 3)]
+    return published.streaming_diloco(start, problem, RANKS, rate, 6, 0.6, 0.9, fragments, [2, 4, 0], 4, 0.25, steps)
+
+
+@on_ranks
+def test_outer_steps_of_fragments_and_of_pairs_are_the_published_rules() -> None:
+    rank, rate, steps = hvd.rank(), 0.05, 26
+    problem = published.quadratic(RANKS, DIM, seed=3)
+    start = np.random.default_rng(11).standard_normal(DIM)
+    same = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
+
+    expected = streamed(start, problem, rate, steps)
+    same(follow(STREAMING, start, problem, rate, steps, parts=3), [xs[rank] for xs in expected.workers])
+
+    pairs = mixing.parse("random-pairs", RANKS)
+    expected = published.noloco(
+        start, problem, RANKS, rate, 4, 0.6, 0.4, 0.9, lambda i, turn: pairs.incoming(i, turn)[0][0], steps // 4
+    )
+    text = "noloco(steps=4, outer_rate=0.6, outer_momentum=0.4, consensus=0.9)"
+    same(follow(text, start, problem, rate, steps, parts=2)[3::4], [xs[rank] for xs in expected.workers])
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@on_ranks
+def test_outer_steps_around_muon_are_those_that_one_process_computes() -> None:
+    """MuLoCo (arXiv 2505.23725): Muon's state is a rank's own, and only matrices are exchanged here."""
+
+    def muon(matrix: torch.Tensor) -> torch.optim.Optimizer:
+        return torch.optim.Muon([matrix], lr=0.05)
+
+    def gradient(rank: int, step: int, matrix: torch.Tensor) -> torch.Tensor:
+        target = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+        return matrix.detach() - target
+
+    start = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    mine = torch.nn.Parameter(start.clone())
+    optimizer = hvd.DistributedOptimizer(muon(mine), [("w", mine)], algorithm="diloco(steps=3, outer_momentum=0.6)")
+    home, velocity = start.clone(), torch.zeros_like(start)
+    alone = [torch.nn.Parameter(start.clone()) for _ in range(RANKS)]
+    inner = [muon(matrix) for matrix in alone]
+    for step in range(12):
+        mine.grad = gradient(hvd.rank(), step, mine)
+        optimizer.step()
+        for rank, matrix in enumerate(alone):
+            matrix.grad = gradient(rank, step, matrix)
+            inner[rank].step()
+        if step % 3 == 2:
+            change = torch.stack([home - matrix.detach() for matrix in alone]).mean(0)
+            velocity = 0.6 * velocity + change
+            home = home - 0.7 * (change + 0.6 * velocity)
+            for matrix in alone:
+                matrix.detach().copy_(home)
+        torch.testing.assert_close(mine.detach(), alone[hvd.rank()].detach(), atol=1e-4, rtol=1e-4)
+
+
+def take_answers(step: int, optimizer: Any) -> None:
+    """Takes the answers to what is under way when they have come; homes do not hear that somebody waits for them."""
+    buckets = [bucket for flight in optimizer._sync.when._flights for bucket in flight.buckets]
+    while not all(bucket.has_answer() for bucket in buckets):
+        os.sched_yield()
+    optimizer.drain()
+
+
+@on_ranks
+def test_decoupled_learners_that_wait_for_all_others_are_those_of_diloco() -> None:
+    """With a quorum of all, and an answer that is taken at once."""
+    rate, steps = 0.05, 24
+    problem = published.quadratic(RANKS, DIM, seed=3)
+    start = np.random.default_rng(11).standard_normal(DIM)
+    expected = published.diloco(start, problem, RANKS, rate, 4, 0.6, 0.8, steps // 4)
+    text = "decoupled(steps=4, quorum=4, outer_rate=0.6, outer_momentum=0.8)"
+    found = follow(text, start, problem, rate, steps, parts=3, then=take_answers)
+    np.testing.assert_allclose(found[3::4], expected.homes, rtol=0, atol=1e-12)
+
+
+@on_ranks
+def test_a_decoupled_learner_never_waits_for_the_others(tmp_path: Path) -> None:
+    """Rank 0 takes all its steps while nobody else takes one, nor waits in an operation, and the quorum is three."""
+    parameter = torch.nn.Parameter(torch.zeros(DIM))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), algorithm="decoupled(steps=2)")
+
+    def step() -> None:
+        parameter.grad = torch.ones(DIM)
+        optimizer.step()
+
+    step()  # in which the plan is made
+    hvd.barrier()
+    if hvd.rank() == 0:
+        for _ in range(20):
+            step()
+        assert float(parameter[0]) == -21
+        (tmp_path / "done").touch()
+    while not (tmp_path / "done").exists():
+        os.sched_yield()
+    step()
+    hvd.consensus(optimizer)
+    assert len(set(hvd.allgather_object(parameter.detach().numpy().tobytes()))) == 1
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 DETERMINISTIC = (
     "bsp",
     "local_sgd(steps=3)",
     "diloco(steps=3)",
+    "diloco(steps=4, fragments=3, delay=3, mix=0.5)",
+    "noloco(steps=3)",
     "dpsgd",
     "sgp",
     "choco",
@@ -339,7 +462,7 @@ def test_a_restored_training_goes_on_bit_by_bit(text: str) -> None:
         assert bytes_of(model) == expected
 
 
-@pytest.mark.parametrize("text", ["easgd(steps=2)", "asp", "adpsgd"])
+@pytest.mark.parametrize("text", ["easgd(steps=2)", "asp", "adpsgd", "decoupled(steps=2)"])
 @on_ranks
 def test_asynchronous_training_is_restored_as_it_was(text: str) -> None:
     model, optimizer = make(text)
@@ -359,7 +482,7 @@ def test_asynchronous_training_is_restored_as_it_was(text: str) -> None:
         assert [key for key, value in found.items() if not torch.equal(value, saved[key])] == []
 
 
-@pytest.mark.parametrize("text", ["diloco(steps=2)", "easgd(steps=2)", "asp"])
+@pytest.mark.parametrize("text", ["diloco(steps=2)", "decoupled(steps=2)", "noloco(steps=2)", "easgd(steps=2)", "asp"])
 @on_ranks
 def test_parameters_may_be_broadcast_after_the_optimizer_was_made(text: str) -> None:
     parameter = torch.nn.Parameter(torch.full((DIM,), float(hvd.rank())))

@@ -19,9 +19,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """An action: hands its part of a bucket to the daemon."""
+    """An action: hands its part of a bucket to the daemon; with `if_answered` not while the last one is under way."""
 
     bucket: int
+    if_answered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,22 @@ def around_steps(steps: Iterable[float], buckets: int, spec: Algorithm) -> list[
         steps: seconds for which it computes in each.
         buckets: how many there are.
     """
-    waits, submits = ([kind(bucket) for bucket in range(buckets)] for kind in (Wait, Submit))
+
+    def of(piece: int) -> range:
+        """Returns the buckets of a fragment."""
+        return range(piece, buckets, spec.pieces)
+
     found: list[list[Action]] = []
     for number, seconds in enumerate(steps, 1):
-        due = number % spec.period == 0
-        found.append(
-            [Compute(seconds), *waits, *(submits if due else ()), *(waits if due and not spec.overlaps else ())]
-        )
+        actions: list[Action] = [Compute(seconds)]
+        back = spec.due(number - spec.lag) if number > spec.lag and spec.waits_for_answers else ()
+        due = [bucket for piece in spec.due(number) for bucket in of(piece)]
+        if spec.lag:
+            actions += [Wait(bucket) for piece in back for bucket in of(piece)]
+        actions += [Submit(bucket, if_answered=not spec.waits_for_answers) for bucket in due]
+        if not spec.lag:
+            actions += [Wait(bucket) for bucket in due]
+        found.append(actions)
     return found
 
 
@@ -108,6 +118,8 @@ class Worker:
                     self._simulator.after(action.seconds, self._go_on)
                     return
                 if isinstance(action, Submit):
+                    if action.if_answered and action.bucket in self._under_way:
+                        continue
                     clock = self._clocks.get(action.bucket, 0)
                     self._clocks[action.bucket] = clock + 1
                     self._under_way.add(action.bucket)
