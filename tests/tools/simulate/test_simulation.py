@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_rt import codecs
+from fusion_rt.algorithms import parse
 from fusion_trace.simulate.daemons import SimulationError
 from fusion_trace.simulate.ghost_codecs import factors, real_layout
 from fusion_trace.simulate.model import HEAD_NBYTES, Bucket, Cluster, CodecCosts, Costs, Link, equal, ethernet
 from fusion_trace.simulate.network import Network
-from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
+from fusion_trace.simulate.programs import Action, Compute, Submit, Wait, around_steps
 from fusion_trace.simulate.simulation import Job, Outcome, place
 from fusion_trace.simulate.simulator import Processor, Simulator, Thread
 
@@ -34,6 +35,7 @@ ALGORITHMS = (
     "bsp", "asp", "ssp(staleness=2)", "softsync(contributions=2)", "dc_asgd", "hogwild", "partial(backup=1)",
     "collaborative(samples=2)", "easgd(steps=1)", "ea_wild(steps=1)", "easgd(steps=1, synchronous_home=True)",
     "dpsgd(topology='ring')", "sgp(topology='one-peer-exponential')", "adpsgd(topology='ring')",
+    "noloco(steps=1)", "decoupled(steps=1, grace=0.5)",
 )  # fmt: skip
 
 
@@ -232,6 +234,36 @@ def test_who_waits_for_a_straggler_depends_on_the_algorithm() -> None:
     assert free < 20 * 0.1
     assert pace("partial(backup=1)") < 20 * 0.15
     assert pace("adpsgd(topology='ring')") < 20 * 0.1
+
+
+def local_job(algorithm: str, slow: int = -1, steps: int = 40) -> Outcome:
+    """Ranks that compute for 50 ms a step, a slow one for 250, and train 2.4 MB in four buckets at 100 Mbit/s."""
+    spec, nodes = parse(algorithm), 4
+    buckets = [Bucket(600_000)] * 4
+    computed = [[0.25 if rank == slow else 0.05] * (steps // 5 if rank == slow else steps) for rank in range(nodes)]
+    programs = [around_steps(each, len(buckets), spec) for each in computed]
+    return Job(equal(nodes, ethernet(100e6), costs=FREE), programs, buckets, algorithm).run()
+
+
+def test_fragments_send_what_the_whole_sends_and_wait_less() -> None:
+    whole, pieces, late = (
+        local_job(f"diloco(steps=8{more})") for more in ("", ", fragments=4", ", fragments=4, delay=2")
+    )
+    assert [t.sent for t in whole.traffic] == [t.sent for t in pieces.traffic]
+    exchange = 2 * 3 / 4 * 2_400_000 * 8 / 100e6  # s, of the whole model by a ring
+    assert whole.waited_seconds(0) == pytest.approx(exchange / 8, rel=0.1)
+    assert pieces.waited_seconds(0) == pytest.approx(exchange / 8, rel=0.1)
+    assert late.waited_seconds(0) < 0.05 * whole.waited_seconds(0)
+    assert max(max(waited) for waited in pieces.waited) == pytest.approx(exchange / 4, rel=0.1)
+
+
+def test_decoupled_learners_wait_for_nobody() -> None:
+    for slow in (-1, 2):
+        outcome = local_job("decoupled(steps=8, fragments=4)", slow)
+        assert outcome.waited_seconds(0) == 0
+        assert max(ends[-1] for ends in outcome.ends) == pytest.approx(40 * 0.05)
+    synchronous = local_job("diloco(steps=8, fragments=4)", slow=-1)
+    assert synchronous.ends[0][-1] > 1.2 * 40 * 0.05
 
 
 def test_a_bucket_home_is_where_a_plan_has_it() -> None:

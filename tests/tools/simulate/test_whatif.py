@@ -117,7 +117,19 @@ def test_less_is_sent_with_a_density_and_more_nodes_send_what_a_ring_does(record
     assert more.step > dense.step
 
 
-@pytest.mark.parametrize("algorithm", ["bsp", "asp", "dpsgd(topology='ring')", "local_sgd(steps=2)", "easgd(steps=2)"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "bsp",
+        "asp",
+        "dpsgd(topology='ring')",
+        "local_sgd(steps=2)",
+        "easgd(steps=2)",
+        "diloco(steps=2, fragments=2, delay=1)",
+        "decoupled(steps=2)",
+        "noloco(steps=2)",
+    ],
+)
 def test_other_algorithms_are_replayed(record: Record, algorithm: str) -> None:
     found = replay(record(BASE), Change(algorithm=algorithm))
     computed = found.step - found.exposed
