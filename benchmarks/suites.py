@@ -125,6 +125,10 @@ SUITES = {
         "a step by the size of buckets, on 4 hosts at 50 Mbit/s to 1 Gbit/s, beside DDP", 60,
         (_lab(""),), (_lab("--quick"),),
     ),
+    "low_bandwidth": Suite(
+        "loss by bytes and by seconds on 4 hosts at 10 and 100 Mbit/s; learners that are slow, or killed", 120,
+        (_lab(""),), (_lab("--quick"),),
+    ),
     "straggler": Suite(
         "every algorithm, with one slow worker", 35,
         (_part(""),), (_part("--seconds 2 --families bsp,asp --seeds 1"),),

