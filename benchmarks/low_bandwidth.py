@@ -92,7 +92,7 @@ METHODS = {
     "streaming DiLoCo, int2": Method(f"diloco({OUTER}, {STREAMS})", "int2", ROUND),
     DECOUPLED: Method(f"decoupled({OUTER}, fragments=4, mix=0.25, grace=0.1)", turn=ROUND),
     "NoLoCo": Method(f"noloco(steps={ROUND}, outer_rate=0.7, outer_momentum=0.5)", turn=ROUND),
-    "SparseLoCo": Method(f"diloco(steps={ROUND}, outer_rate=1.0, outer_momentum=0.0)", "sparseloco", ROUND),
+    "SparseLoCo": Method(f"sparseloco(steps={ROUND})", turn=ROUND),
 }
 QUICK = {
     "seeds": 1, "steps": 2 * EVERY, "rounds": 1, "seconds": 10.0, "networks": "100mbit",

@@ -64,8 +64,8 @@ class AtStep(When):
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
         self._algorithm = sync.options.algorithm
-        # Homes are dealt anew in another membership, empty; and of what is answered later ranks may have taken different
-        # parts when one is lost.
+        # Homes are dealt anew in another membership, empty; and of what is answered later, ranks may have taken
+        # different parts when one is lost.
         self.survives = not (self._algorithm.at_homes or self._algorithm.overlaps)
         self._weights = Weights()  # as the last step left them; noted where something else depends on them
         self._flights: list[Outstanding] = []  # in the order in which they were posted

@@ -58,7 +58,7 @@ def replay(book: Ledger, used: Resources, suspects: Sequence[Suspect], without: 
     ends = np.zeros((len(book.steps), variants))
     mine = own_of.astype(float)
     absent = np.where(np.isfinite(book.spread), 0.0, -np.inf)
-    full = [bool(each) for each in np.isfinite(book.spread).all(1)]
+    full: list[bool] = np.atleast_1d(np.isfinite(book.spread).all(1)).tolist()
     kinds: list[int] = book.kind.tolist()
     abouts: list[int] = book.about.tolist()
     coupled: list[bool] = book.coupled.tolist()
@@ -66,8 +66,8 @@ def replay(book: Ledger, used: Resources, suspects: Sequence[Suspect], without: 
     own, lag, spread = book.own, book.lag, book.spread
     submitted: dict[int, Floats] = {}
     done = 0  # operations whose end is known; they are in order of their last part
-    any_cut = [bool(each) for each in cut.any(1)]
-    any_lag = [bool(each) for each in cut_lag.any(1)]
+    any_cut: list[bool] = np.atleast_1d(cut.any(1)).tolist()
+    any_lag: list[bool] = np.atleast_1d(cut_lag.any(1)).tolist()
     for event in range(len(kinds)):
         kind, about = kinds[event], abouts[event]
         now += own[event]
