@@ -89,7 +89,9 @@ def test_each_fragment_is_due_once_in_a_period_and_the_last_one_at_its_end(text:
 
 
 def test_after_which_exchanges_all_ranks_are_alike() -> None:
-    assert {name for name in ALGORITHMS if parse(name).agrees} == {"allreduce", "bsp", "local_sgd", "diloco"}
+    assert {name for name in ALGORITHMS if parse(name).agrees} == {
+        "allreduce", "bsp", "local_sgd", "diloco", "sparseloco",
+    }  # fmt: skip
     for arguments in ("fragments=2", "delay=1", "mix=0.5"):
         assert not parse(f"diloco({arguments})").agrees
 

@@ -152,6 +152,9 @@ class FactorCodec(FactoringBucketCodec):
     def undo(self, values: Array) -> None:
         pass
 
+    def begin_anew(self) -> None:
+        pass
+
     def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
         pass
 
