@@ -41,6 +41,13 @@ Output = Annotated[
     str, typer.Option("--output", "-o", metavar="FILE", help="File to write; compressed if it ends in .gz.")
 ]
 _SUFFIXES = {"chrome": "json", "perfetto": "pftrace", "csv": "csv"}
+_FORMATS = {
+    "json": "chrome",
+    "csv": "csv",
+    "pftrace": "perfetto",
+    "perfetto-trace": "perfetto",
+    "pb": "perfetto",
+}
 
 
 def main() -> None:
@@ -174,6 +181,10 @@ def merge(
     from fusion_trace.export import chrome, torch_profiles
     from fusion_trace.export.picture import draw
 
+    if output and _format_of(output) != "chrome":
+        raise ChoiceError(
+            f"-o {output!r}: merge writes Chrome's JSON, as .json or .json.gz; convert writes other formats"
+        )
     trace = load(what)
     path = output or f"{trace.job}.json.gz"
     pids = {worker.rank: number for number, worker in enumerate(trace.processes, 1) if worker in trace.workers.values()}
@@ -189,7 +200,12 @@ def convert(
     what: What = None,
     output: Output = "",
     form: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="chrome, perfetto or csv; by default, as FILE's suffix says.")
+        str,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="chrome, perfetto or csv; by default, as FILE's suffix says, which has to be known.",
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -197,10 +213,10 @@ def convert(
     from fusion_trace.export import chrome, perfetto_file, table_file
     from fusion_trace.export.picture import draw
 
-    trace = load(what)
-    form = form or _format_of(output)
+    form = form or (_format_of(output) if output else "chrome")
     if form not in _SUFFIXES:
         raise ChoiceError(f"--to {form!r} is not one of {', '.join(_SUFFIXES)}")
+    trace = load(what)
     path = output or f"{trace.job}.{_SUFFIXES[form]}"
     if form == "csv":
         _export(trace, path, lambda: table_file.write(path, trace), "records", as_json)
@@ -213,10 +229,16 @@ def convert(
 
 
 def _format_of(path: str) -> str:
-    """The format that a suffix stands for; Chrome's, which everything loads, for all others."""
-    stem = path.removesuffix(".gz")
-    suffixes = {".csv": "csv", ".pftrace": "perfetto", ".perfetto-trace": "perfetto", ".pb": "perfetto"}
-    return next((form for suffix, form in suffixes.items() if stem.endswith(suffix)), "chrome")
+    """Returns the format that a file's suffix stands for.
+
+    Raises:
+        ChoiceError: it stands for none.
+    """
+    suffix = os.path.splitext(path.removesuffix(".gz"))[1].removeprefix(".")
+    if suffix not in _FORMATS:
+        known = ", ".join(f".{each}" for each in _FORMATS)
+        raise ChoiceError(f"-o {path!r}: no format has that suffix; use one of {known}, or convert --to FORMAT")
+    return _FORMATS[suffix]
 
 
 def _export(trace: JobTrace, path: str, write: Callable[[], int], of: str, as_json: bool) -> None:

@@ -226,14 +226,24 @@ def test_what_is_no_profile_is_a_sentence(trace: JobTrace, tmp_path: Path, text:
 
 def test_what_cannot_be_done_is_a_sentence(truth: tuple[Path, Truth], tmp_path: Path) -> None:
     for arguments, sentence in (
-        (("merge", str(truth[0]), "-o", "/no/such/file"), "cannot be written: No such file"),
+        (("merge", str(truth[0]), "-o", "/no/such/file.json"), "cannot be written: No such file"),
         (("convert", str(truth[0]), "--to", "elf"), "not one of chrome, perfetto, csv"),
+        (("convert", str(truth[0]), "-o", "trace.dat"), "no format has that suffix; use one of .json, .csv"),
+        (("convert", str(truth[0]), "-o", "trace"), "no format has that suffix"),
+        (("merge", str(truth[0]), "-o", "trace.csv"), "merge writes Chrome's JSON"),
+        (("merge", str(truth[0]), "-o", "trace.elf.gz"), "no format has that suffix"),
         (("merge", "nothing-there"), "neither a file or directory"),
         (("merge", str(truth[0]), "--torch", "/no/such"), "/no/such cannot be read: No such file"),
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code != 0
         assert sentence in str(result.exception) + result.output
+
+
+def test_a_format_that_is_named_needs_no_suffix(truth: tuple[Path, Truth], tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    assert run("convert", str(truth[0]), "--to", "csv", "-o", str(path))["records"] > 0
+    assert "kind" in path.read_text().splitlines()[0].split(",")
 
 
 def test_rings_that_are_empty_or_cut_give_a_picture(tmp_path: Path) -> None:

@@ -76,18 +76,18 @@ class Answer:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Reads bits a second: "100mbit", "2.5gbit", "1e9".
+    """Reads bits a second: "100mbit", "2.5gbit", "1e9bit". A number alone is refused: nobody means 5 bit/s by "5".
 
     Raises:
         WhatIfError: it is something else.
     """
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmg]?)(?:bit(?:/s)?|bps)?", text.strip().lower())
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmg]?)(?:bit(?:/s)?|bps)", text.strip().lower())
     try:
         value = float(match[1]) * _UNITS[match[2]] if match else 0.0
     except ValueError:
         value = 0.0
     if not 0 < value < 1e15:
-        raise WhatIfError(f"--bandwidth {text!r} is not a rate such as 100mbit, 2.5gbit or 1e9 (bits a second)")
+        raise WhatIfError(f"--bandwidth {text!r} is not a rate with its unit, such as 5mbit, 100mbit or 2.5gbit")
     return value
 
 
