@@ -292,12 +292,17 @@ def diff(
     ] = "",
     confidence: Annotated[float, typer.Option(help="Of all intervals at once.", min=0.5, max=0.9999)] = 0.95,
     seed: Annotated[int, typer.Option(help="Of the resampling.", min=0)] = 0,
+    fail_above: Annotated[
+        str,
+        typer.Option("--fail-above", metavar="5%", help="Exit with 3 if steps are slower by more, and not by chance."),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Compares the steps of two jobs: what has changed, by how much, and what is only noise."""
     from fusion_trace.analyse import diff as analysis
     from fusion_trace.report import diff_page
 
+    limit = analysis.parse_share(fail_above) if fail_above else None
     selected = parse_steps(steps)
     selected_after = parse_steps(after_steps) if after_steps else selected
     first, second = load([before]), load([after])
@@ -307,6 +312,11 @@ def diff(
         lambda: analysis.document(first, second, found, confidence),
         lambda: diff_page.show(first, second, found, confidence),
     )
+    if limit is not None:
+        answer = analysis.gate(found, limit)
+        typer.echo(answer.what, err=True)
+        if answer.slower:
+            raise typer.Exit(3)
 
 
 @app.command()

@@ -108,3 +108,45 @@ def test_the_page_and_the_document(tmp_path: Path) -> None:
     assert document["verdict"] in page
     page = CliRunner().invoke(app, ["diff", paths[0], paths[0], "--steps", "1:12", "--after-steps", "12:24"]).stdout
     assert "no change" in page.splitlines()[0]
+
+
+# --- a gate for regressions -------------------------------------------------------------------------------------------
+
+
+def noisy(seed: int, number: int, spike: float = 0.0) -> dict[str, np.ndarray]:
+    """Steps of 100 ms with noise of 3 %; every twelfth has `spike` ns more."""
+    steps = 1e8 * (1 + np.random.default_rng(seed).normal(0, 0.03, number))
+    steps[::12] += spike
+    return {name: steps for name in MEASURES}
+
+
+def test_slow_steps_that_are_rare_are_found_in_the_mean_where_trimming_hides_them() -> None:
+    before, after = noisy(1, 200), noisy(2, 200, 8e8)
+    found = {change.measure: change for change in changes(before, after)}
+    mean = np.mean(after["step"]) - np.mean(before["step"])
+    assert found[diff.MEAN].difference == pytest.approx(mean)
+    assert found[diff.MEAN].low > 0
+    assert not found["step"].changed
+    told = diff.gate(list(found.values()), 0.05)
+    assert told.slower
+    assert told.what == f"slower by more than 5.0%: step, mean {mean / np.mean(before['step']):+.1%}"
+
+
+def test_the_gate_lets_the_same_and_faster_steps_pass_and_says_what_it_cannot_exclude() -> None:
+    assert diff.gate(changes(noisy(3, 200), noisy(4, 200)), 0.05) == diff.Gate(False, "not slower by more than 5.0%")
+    assert not diff.gate(changes(noisy(3, 200, 2e8), noisy(4, 200)), 0.05).slower
+    unsure = diff.gate(changes(noisy(5, 12, 2e8), noisy(6, 12, 2e8)), 0.01)
+    assert not unsure.slower
+    assert "cannot be excluded" in unsure.what
+
+
+def test_the_command_fails_above_the_limit_and_only_then(tmp_path: Path) -> None:
+    traced(tmp_path / "a", Job(steps=HALF))
+    traced(tmp_path / "b", Job(steps=HALF, forward=30 * MS))
+    paths = [str(tmp_path / name) for name in "ab"]
+    assert CliRunner().invoke(app, ["diff", *paths, "--fail-above", "5%"]).exit_code == 3
+    assert CliRunner().invoke(app, ["diff", *paths, "--fail-above", "900%"]).exit_code == 0
+    assert CliRunner().invoke(app, ["diff", *reversed(paths), "--fail-above", "5%"]).exit_code == 0
+    for wrong in ("5", "0.05", "-5%", "%", "five"):
+        with pytest.raises(ChoiceError, match="is not a percentage such as 5%"):
+            diff.parse_share(wrong)

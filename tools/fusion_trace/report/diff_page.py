@@ -29,7 +29,10 @@ def show(first: JobTrace, second: JobTrace, found: Sequence[Comparison], confide
             Text("changed" if change.changed else "no change", style),
         )
     out.print(rows)
-    out.print(f"means over steps and ranks; all intervals hold at once with {confidence:.0%} confidence")
+    out.print(
+        "trimmed means over steps (without the highest and the lowest tenth, but for the row that says mean) of means "
+        f"over ranks; all intervals hold at once with {confidence:.0%} confidence"
+    )
     problems(out, [*first.problems, *second.problems])
 
 
