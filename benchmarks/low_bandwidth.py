@@ -229,18 +229,18 @@ def survive(fault: str, seconds: float, folder: Path) -> Measured:
     began, steps = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - began) < seconds:
         if victim and elapsed > seconds / 3:
-            (folder / str(rank)).write_text(f"{steps} {elapsed / computation}")
+            (folder / str(rank)).write_text(f"{steps} {elapsed / computation}", encoding="utf-8")
             os.kill(os.getpid(), signal.SIGKILL)
         run.step(computation)
         steps += 1
-    (folder / str(rank)).write_text(f"{steps} {elapsed / computation}")
+    (folder / str(rank)).write_text(f"{steps} {elapsed / computation}", encoding="utf-8")
     run.drain()
     return {}
 
 
 def goodput(folder: Path) -> Measured:
     """Returns the steps that learners took and could have taken, as they have written them down."""
-    rows = [[float(word) for word in (folder / str(rank)).read_text().split()] for rank in range(HOSTS)]
+    rows = [[float(word) for word in (folder / str(rank)).read_text(encoding="utf-8").split()] for rank in range(HOSTS)]
     steps, could = ([round(row[place], 1) for row in rows] for place in (0, 1))
     return {"steps": steps, "could": could, "goodput": round(sum(steps) / sum(could), 4)}
 

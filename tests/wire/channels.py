@@ -42,6 +42,8 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
             return st.one_of([values_of(part) for part in info.types])
         case msgspec.inspect.VarTupleType():
             return st.lists(values_of(info.item_type), max_size=4).map(tuple)
+        case msgspec.inspect.TupleType():
+            return st.tuples(*[values_of(part) for part in info.item_types])
         case msgspec.inspect.DictType():
             return st.dictionaries(values_of(info.key_type), values_of(info.value_type), max_size=3)
         case msgspec.inspect.NamedTupleType():

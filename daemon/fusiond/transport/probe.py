@@ -27,9 +27,9 @@ class LinkProbe:
         links: each of them, by node.
     """
 
-    def __init__(self, clock: Callable[[], float], rounds: Sequence[int] = _ROUNDS) -> None:
+    def __init__(self, clock: Callable[[], float], rounds: Sequence[int] = ()) -> None:
         self._clock = clock
-        self._rounds = rounds
+        self._rounds = rounds or _ROUNDS
         self._nodes: Sequence[int] = ()
         self._todo: list[tuple[int, int]] = []
         self._serial = 0

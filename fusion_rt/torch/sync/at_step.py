@@ -145,7 +145,7 @@ class AtStep(When):
         try:
             self._await_answers(flight)
             share = self._share_of_mean(flight)
-            if exchanges.survive is not None:  # then nobody may have taken a part of what is left out
+            if self.survives and exchanges.survive is not None:  # then nobody may have taken a part of what is left out
                 self.sync.await_results()
             self.sync.receive(share, flight.buckets)
         except BaseException as error:

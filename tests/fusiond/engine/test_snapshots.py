@@ -15,6 +15,7 @@ import pytest
 from fusion_rt import wire
 from fusiond.app.daemon_effects import DaemonEffects
 from fusiond.engine.snapshots import SLOW_S, _write_new
+from fusiond.host.file_work import FileWork
 from fusiond.host.loop import EventLoop
 from fusiond.host.thread_pool import KernelPool
 from fusiond.workers.stack_reader import StackReader
@@ -121,7 +122,8 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
     monkeypatch.setattr(os, "fsync", lambda fd: answers.wait())
     loop = EventLoop()
     pool = KernelPool(loop, 1)
-    effects = DaemonEffects(loop, None, cast(StackReader, None), {}, lambda: None)
+    files = FileWork(loop)
+    effects = DaemonEffects(loop, None, cast(StackReader, None), {}, files, lambda: None)
     effects.pool = pool
     ended: list[str] = []
 
@@ -138,6 +140,6 @@ def test_a_disk_that_blocks_holds_neither_the_loop_nor_the_kernel_threads_nor_th
     loop.run()
     assert ended == ["kernel"]
     pool.close()
-    effects.files.close()
+    files.close()
     loop.close()
     answers.set()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import wire
+from fusiond.membership import startup
 from fusiond.transport import probe
 from tests.fusiond.network_simulation import Network, VirtualWorker, job
 
@@ -132,6 +133,7 @@ def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links that carry little are measured with little."""
     monkeypatch.setattr(probe, "LARGE", 4096)
     monkeypatch.setattr(probe, "_ROUNDS", (1, 1, *[4096] * 4))
+    monkeypatch.setattr(startup, "FEW", (1, 1, *[4096] * 4))
 
 
 @pytest.mark.usefixtures("small_probes")
