@@ -122,7 +122,9 @@ def test_a_node_without_workers_comes_and_goes_with_the_job(fusionrun) -> None:
     assert re.search(r"^\[localhost\]<fusiond>:fusiond\[\d+\] INFO: rank 2 .* has joined$", result.stderr, re.MULTILINE)
     assert not re.search("ERROR|is lost", result.stderr)
     assert os.listdir(fusionrun.runtime_dir) == []
-    assert check_phases(result.stderr)[OF_DAEMON["joined"]] > 0.1
+    took = check_phases(result.stderr)
+    # The workers join so late, whether or not daemons that are connected late, on a busy machine, wait for them.
+    assert took[OF_DAEMON["connected"]] + took[OF_DAEMON["joined"]] > 0.1
 
 
 def test_a_killed_daemon_of_a_node_without_workers_is_named_by_all(fusionrun) -> None:

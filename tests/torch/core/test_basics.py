@@ -223,6 +223,7 @@ def test_a_process_of_multiprocessing_says_how_it_ends(runtime_dir: Path, tmp_pa
     )
     status, out, err = finish(start_process(str(script)))
     assert status == 0, err
+    assert len(out.splitlines()) == 2, out + err
     left, failed = out.splitlines()
     for line, text in ((left, "left the job"), (failed, "ZeroDivisionError: division by zero")):
         assert text in line
