@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks import allreduce, autotune, detection, elastic, encryption, startup, step
+from benchmarks import allreduce, autotune, detection, elastic, encryption, recovery, startup, step
 from benchmarks import overlap as overlapping
 from benchmarks.common import tables
 from benchmarks.common.peers import DDP, HOROVOD
@@ -312,6 +312,11 @@ def faults(found: All) -> str:
     return "\n\n".join(detection.table(record).markdown() for record in records(found, "detection"))
 
 
+def losses(found: All) -> str:
+    """Makes the tables of what losses and newcomers cost the others."""
+    return "\n\n".join(recovery.table(record).markdown() for record in records(found, "recovery"))
+
+
 def encrypted(found: All) -> str:
     """Makes the table of all-reduces with and without encryption of payloads."""
     records(found, "encryption")
@@ -362,6 +367,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "slow-network": slow_network,
     "overlap": overlap,
     "detection": faults,
+    "recovery": losses,
     "encryption": encrypted,
     "autotune": tuned,
     "elastic-changes": elastic_changes,
