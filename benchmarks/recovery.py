@@ -1,4 +1,4 @@
-"""What a loss costs those who are left, and what a newcomer costs the others, with a fault every 20 s.
+"""Costs of a loss to the workers that are left, and of a newcomer to the others, with a fault every 20 s.
 
     python -m benchmarks.recovery --beside torchft
     python -m benchmarks.recovery --ranks 8 --seconds 120 --faults "worker killed"

@@ -1,4 +1,4 @@
-"""What packets meet between two hosts of a lab: delay, jitter, loss and a rate, and how they are written."""
+"""Paths between two hosts of a lab: their delay, jitter, loss and rate, and the text that describes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Path:
 
 
 Paths = Mapping[int | tuple[int, int], str]
-"""What is special, such as "delay:40ms,loss:0.1%", by host (all ways from and to it) or by pair (both directions)."""
+"""Texts of special paths, such as "delay:40ms,loss:0.1%", by host (all its paths) or by pair (both directions)."""
 
 
 def seconds(text: str) -> float:

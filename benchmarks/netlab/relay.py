@@ -108,7 +108,7 @@ class Road:
 
 
 class Lateness:
-    """How late packets were written, by when they were due."""
+    """Records how much later than they were due packets were written (seconds)."""
 
     def __init__(self) -> None:
         self._bins = [0] * (_BINS + 1)

@@ -1,4 +1,4 @@
-"""Who stands out among several, by one rule for jobs that run (`fusiond top`) and their traces (`fusion-trace`)."""
+"""The rule by which one of several stands out, for jobs that run (`fusiond top`) and their traces (`fusion-trace`)."""
 
 from __future__ import annotations
 
