@@ -28,7 +28,7 @@ from fusion_rt.runner.agent.oom import OomKills
 from fusion_rt.runner.agent.reach import reach_all
 from fusion_rt.runner.agent.worker_server import WorkerServer
 from fusion_rt.runner.protocol import agent_messages, child_processes
-from fusion_rt.runner.protocol.agent_messages import REMOVED_S, Begin, Job, StartDaemon
+from fusion_rt.runner.protocol.agent_messages import Begin, Job, StartDaemon
 from fusion_rt.runner.protocol.pipes import BEATS, Channel, Pump, Reader, Silence, settle
 from fusion_rt.settings import Settings
 
@@ -147,8 +147,7 @@ class Agent:
                 if self._root:
                     self._workers.remove(slots, reason)
             case agent_messages.Release(reason):
-                exits = self._workers.remove(self._workers.slots(), reason) if self._root else []
-                self._spawn(self._stop_after(exits))
+                self._spawn(self._release(reason))
             case agent_messages.Kill(slots):
                 if self._root:
                     self._workers.kill(slots)
@@ -297,9 +296,10 @@ class Agent:
             await self._daemon.is_told.wait()
         await self._channel.send(message)
 
-    async def _stop_after(self, exits: list[asyncio.Future[int]]) -> None:
-        if exits:
-            await asyncio.wait(exits, timeout=REMOVED_S)
+    async def _release(self, reason: str) -> None:
+        if self._root:
+            self._workers.remove(self._workers.slots(), reason)
+            await self._workers.all_have_left()
         self.stop(TERM_GRACE)
 
     def _pump(self, pump: Pump) -> None:

@@ -72,6 +72,7 @@ class LocalWorkers:
         self._spawn = spawn
         self._pump = pump
         self._workers: dict[int, _Worker] = {}  # by slot
+        self._leaving: set[asyncio.Future[int]] = set()  # the exits of workers that were told to go
         self.server: WorkerServer | None = None
 
     def slots(self) -> list[int]:
@@ -151,10 +152,8 @@ class LocalWorkers:
             if slot in self._workers:
                 signal_tree(self._workers[slot].child.pid, signal.SIGKILL)
 
-    def remove(self, slots: Iterable[int], reason: str) -> list[asyncio.Future[int]]:
-        """Tells workers that there is no place for them, and ends those that do not end by themselves; returns what is
-        done when each has."""
-        exits = []
+    def remove(self, slots: Iterable[int], reason: str) -> None:
+        """Tells workers that there is no place for them, and ends those that do not end by themselves."""
         for slot in slots:
             worker = self._workers.get(slot)
             if worker is not None:
@@ -163,8 +162,13 @@ class LocalWorkers:
                     self.server.tell(slot, elastic.Removed(reason))
                 self._free(slot)
                 self._spawn(_see_off(worker.child))
-                exits.append(worker.child.exit)
-        return exits
+                self._leaving.add(worker.child.exit)
+                worker.child.exit.add_done_callback(self._leaving.discard)
+
+    async def all_have_left(self) -> None:
+        """Waits for REMOVED_S at most until all workers have ended that were removed, by whatever order."""
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=REMOVED_S)
 
     def end_unused(self, number: int) -> None:
         """Ends workers that were started for an epoch which is over, and would look for it when they have come so

@@ -304,3 +304,19 @@ def test_a_released_host_ends_its_workers_and_itself(start: Callable[..., Elasti
     assert isinstance(said[-1], agent_messages.Stopped)
     assert not [message for message in said if isinstance(message, agent_messages.Exited)]
     assert agent.process.wait(60) == 0
+
+
+def test_a_worker_that_was_removed_has_its_time_although_its_host_is_released(
+    start: Callable[..., ElasticAgent],
+) -> None:
+    saves = REJOIN.replace("sys.exit(answer.reason)", "__import__('time').sleep(0.5); sys.exit('saved')")
+    agent = start(sys.executable, "-c", saves)
+    agent.start(1)
+    agent.begin(1)
+    for _ in range(2):
+        agent.until(agent_messages.Asked)
+    agent.send(agent_messages.Remove((0, 1), "no place"))
+    agent.send(agent_messages.Release("no room"))
+    printed = b"".join(message.data for message in agent.rest() if isinstance(message, agent_messages.Output))
+    assert printed.count(b"saved\n") == 2
+    assert agent.process.wait(60) == 0
