@@ -72,6 +72,14 @@ def open_private_directory(path: str) -> int:
     return fd
 
 
+def is_at(fd: int, path: str) -> bool:
+    """Returns whether an open file is still the one at that path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 def read_secret(path: str, variable: str) -> bytes:
     """Reads a secret from a file that only this user can read, without white space around it.
 

@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import stat
+from contextlib import ExitStack, suppress
 
 _JOB = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _RING = re.compile(r"(?:rank|node)-[0-9]{1,9}\.ring(?:\.[0-9]{1,9}\.new)?")
@@ -73,28 +74,24 @@ def _remove_jobs(paths: list[str]) -> list[str]:
 def _remove_rings(path: str) -> bool:
     """Removes the rings of writers that are gone, if all are. Returns whether none is left."""
     rings = [os.path.join(path, name) for name in os.listdir(path) if _RING.fullmatch(name)]
-    if any(_is_in_use(ring) for ring in rings):
-        return False
-    for ring in rings:
+    with ExitStack() as locks:
         try:
-            os.unlink(ring)
-        except FileNotFoundError:
-            continue  # another daemon of this host does the same
+            for ring in rings:
+                _lock(ring, locks)
+        except BlockingIOError:
+            return False
+        for ring in rings:  # while they are locked: a writer that has opened one meanwhile finds that it is gone
+            with suppress(FileNotFoundError):  # another daemon of this host does the same
+                os.unlink(ring)
     return True
 
 
-def _is_in_use(ring: str) -> bool:
-    try:
+def _lock(ring: str, locks: ExitStack) -> None:
+    """Locks a ring until `locks` ends. Raises `BlockingIOError` if it has a writer."""
+    with suppress(FileNotFoundError):
         fd = os.open(ring, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    try:
+        locks.callback(os.close, fd)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _has_rings_only(path: str) -> bool:

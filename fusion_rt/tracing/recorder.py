@@ -24,10 +24,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host import bootstrap
+from fusion_rt.host.private_files import is_at
 from fusion_rt.settings import Settings
 from fusion_rt.tracing import files
 from fusion_rt.tracing.format import (
@@ -158,7 +160,8 @@ class Recorder:
         except BaseException:
             if self._fd >= 0:
                 os.close(self._fd)
-                os.unlink(temporary)
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary)
             raise
         self._written = memoryview(self._map)[WRITTEN_AT : WRITTEN_AT + 8].cast("Q")
         self.record = self._writer(clock)
@@ -179,8 +182,13 @@ class Recorder:
         return self._intern(text) if number is None else number
 
     def _make(self, path: str) -> mmap.mmap:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as long as this process lives: see `trace_files`
+        while True:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_SH)  # as long as this process lives: see `files`
+            if is_at(self._fd, path):
+                break
+            os.close(self._fd)  # another daemon of this host took it for one of a dead writer, and has removed it
+            self._fd = -1
         os.ftruncate(self._fd, HEADER_NBYTES + NAMES_NBYTES + self._capacity * RECORD.size)
         os.posix_fallocate(self._fd, 0, HEADER_NBYTES)
         self._reserve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import stat
@@ -284,5 +285,27 @@ def test_a_job_of_the_same_name_begins_without_what_the_last_one_left(tmp_path: 
     assert os.listdir(directory) == []
     recorder = ring_at(directory)
     files.begin_job(str(tmp_path), "job", keep=5)  # of another daemon of the job on this host
+    assert os.listdir(directory) == ["rank-3.ring"]
+    recorder.close()
+
+
+def test_a_ring_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another daemon of the job on this host takes it for one of a writer that is gone."""
+    directory = tmp_path / "job"
+    directory.mkdir(mode=0o700)
+    real, removals = fcntl.flock, [files.begin_job]
+
+    def flock(fd: int, how: int) -> None:
+        if removals:
+            removals.pop()(str(tmp_path), "job", keep=5)
+            assert os.listdir(directory) == []
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    recorder = ring_at(directory)
+    recorder.record(Kind.GRADIENT, "w", 1)
+    assert ring_reader.read(recorder.path).written == 1
     assert os.listdir(directory) == ["rank-3.ring"]
     recorder.close()

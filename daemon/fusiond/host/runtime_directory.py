@@ -12,12 +12,13 @@ from contextlib import suppress
 
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host import bootstrap
+from fusion_rt.host.private_files import is_at
 from fusion_rt.host.stacks import STACK_SIGNAL
 from fusion_rt.local.daemons import OWN_STACKS
 from fusiond.host import leftovers
 
 _BACKLOG = 256
-_CLEANING = 1.0  # seconds that it may take to remove files of a dead daemon
+_CLEANING = 5.0  # seconds that it may take a daemon to end, or to remove the files of a dead one
 
 
 class Directory:
@@ -58,18 +59,19 @@ class Directory:
                 continue  # another process has just removed the files of a dead daemon
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(fd, self._lock_path):
+                if is_at(fd, self._lock_path):
                     return fd
                 os.close(fd)
             except BlockingIOError:
                 pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 os.close(fd)
-                if os.path.exists(f"/proc/{pid}") or time.monotonic() > deadline:
+                serves = os.path.exists(f"/proc/{pid}") and os.path.exists(self.socket_path)
+                if serves or time.monotonic() > deadline:
                     raise FusionError(
                         f"a daemon of job {config.job!r} runs on this host already (pid {pid}); stop it with "
                         f"`fusiond stop --job {config.job}`, or give the new job another name"
                     ) from None
-                time.sleep(0.01)  # a process that removes files of that daemon has the lock for a moment
+                time.sleep(0.01)  # it is about to end, or a process that removes files of a dead one has the lock
 
     def release(self) -> None:
         """Removes the daemon's files; a log that is not empty stays, for `fusiond logs`."""
@@ -98,11 +100,3 @@ def listen(path: str) -> socket.socket:
     os.chmod(path, 0o600)
     listener.listen(_BACKLOG)
     return listener
-
-
-def _is_at(fd: int, path: str) -> bool:
-    """Returns whether an open file is still the one at that path."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
