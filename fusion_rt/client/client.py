@@ -54,6 +54,7 @@ class Client:
         own_memory: says which tensors the daemon takes where they lie.
 
     Raises:
+        DaemonGone: the daemon ends without an answer.
         FusionError: the daemon cannot be reached, refuses this worker, or the job does not come up in time.
     """
 
@@ -82,7 +83,7 @@ class Client:
         offered = (0, b"") if offer is None else (offer.address, offer.text)
         hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal, *offered, formation)
         try:
-            self.channel.send(packets.Packet(wire.encode(hello), stacks_fd))
+            self._say_hello(packets.Packet(wire.encode(hello), stacks_fd))
             self.welcome = joining.await_welcome(sock, rank, timeout, previous is not None, formation)
         except BaseException:
             sock.close()
@@ -95,6 +96,14 @@ class Client:
         self._answered: Operation | None = None  # the last small message of which the daemon is to say that it has it
         self.topology: Topology = self.welcome.topology
         self.process_sets = {GLOBAL_SET: ProcessSet(GLOBAL_SET, tuple(range(self.topology.size)))}
+
+    def _say_hello(self, hello: packets.Packet) -> None:
+        try:
+            self.channel.send(hello)
+        except HorovodInternalError as error:
+            if self.channel.told:
+                raise
+            raise joining.DaemonGone(str(error)) from None
 
     @property
     def trace(self) -> Instrument:

@@ -12,6 +12,10 @@ from fusion_rt.core.errors import FusionError
 from fusion_rt.local import packets
 
 
+class DaemonGone(FusionError):
+    """The daemon ended before it had answered this worker, and has not said why."""
+
+
 def connect(path: str, timeout: float, listened: bool) -> socket.socket:
     """Connects to the daemon's socket, which may be about to appear unless the daemon has listened already.
 
@@ -54,7 +58,8 @@ def await_welcome(
         formation: in an elastic job, the membership epoch that is joined; earlier ones may have failed.
 
     Raises:
-        FusionError: the daemon refuses this worker, is gone, or the job does not come up in time.
+        DaemonGone: the daemon ends without an answer.
+        FusionError: the daemon refuses this worker, or the job does not come up in time.
     """
     deadline = time.monotonic() + timeout
     with selectors.DefaultSelector() as selector:
@@ -68,7 +73,7 @@ def await_welcome(
             except ConnectionError:  # the daemon ended without having read Hello
                 data, fd = b"", -1
             if not data:
-                raise FusionError(lost(rank))
+                raise DaemonGone(lost(rank))
             message = wire.decode_daemon_message(data)
             if isinstance(message, wire.JobFailed) and message.formation >= formation:
                 raise FusionError(message.message)

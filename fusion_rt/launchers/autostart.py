@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from fusion_rt.client import Client
+from fusion_rt.client.joining import DaemonGone
 from fusion_rt.core.errors import FusionError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import (
@@ -192,14 +193,32 @@ def _meet(
 
 def _connect(where: Environment, settings: Settings) -> Client:
     path = where.socket or path_of_socket(where, settings)
-    client = Client(
-        path, where.job, where.rank, settings.start_timeout, listened=where.listened, formation=where.formation
-    )
+    deadline = time.monotonic() + settings.start_timeout
+    while True:
+        found = _identity(path)
+        timeout = max(0.0, deadline - time.monotonic())
+        try:
+            client = Client(path, where.job, where.rank, timeout, listened=where.listened, formation=where.formation)
+            break
+        except DaemonGone:
+            # A script may start one job after the other under one name. A daemon that has ended in order has removed
+            # its socket: it was the last job's, and this one's is still to come.
+            if where.listened or found is None or _identity(path) == found:
+                raise
     if client.topology.size != where.size:
         client.close()
         raise FusionError(f"this worker was started as one of {where.size}, but the daemon at {path} belongs to a job "
                           f"of {client.topology.size}")  # fmt: skip
     return client
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Returns what tells a file from others that were or will be at the same path; None if there is none."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_ctime_ns
 
 
 def path_of_socket(where: Environment, settings: Settings) -> str:

@@ -7,8 +7,10 @@ import re
 import secrets
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace as with_place
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from fusion_rt.launchers.meeting import Meeting
 from fusion_rt.launchers.rendezvous import Rendezvous, open_store
 from fusion_rt.settings import Settings
 from fusion_rt.wire import Signature
+from fusiond.host.runtime_directory import listen
 from tests.launchers.conftest import logs
 
 ALONE = Topology(("here",), ((0,),))
@@ -88,6 +91,40 @@ def test_a_job_has_one_daemon(runtime_dir: Path) -> None:
         autostart.start(where, ALONE, settings)
     Client(autostart.path_of_socket(where, settings), where.job, 0, settings.start_timeout).close()
     assert daemon.wait(60)
+
+
+@pytest.mark.multiprocess
+def test_a_daemon_that_ends_with_the_last_job_of_the_name_is_not_taken_for_this_jobs(runtime_dir: Path) -> None:
+    where, settings = detect({}), Settings.from_env()
+    path = Path(autostart.path_of_socket(where, settings))
+    path.parent.mkdir(mode=0o700)
+    last = listen(str(path))
+    last.setblocking(True)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(autostart.join, with_place(where, socket=str(path)), settings, open_store)
+        sock, _ = last.accept()
+        path.unlink()  # as a daemon does that ends in order
+        daemon = autostart.start(where, ALONE, settings)
+        sock.close()
+        last.close()
+        client, _ = joining.result()
+    assert add(client) == b"\1\2\3"
+    client.close()
+    assert daemon.wait(60)
+
+
+@pytest.mark.multiprocess
+def test_a_daemon_waits_for_one_of_its_name_that_is_about_to_end(runtime_dir: Path) -> None:
+    where, settings = detect({}), Settings.from_env()
+    path = autostart.path_of_socket(where, settings)
+    first = autostart.start(where, ALONE, settings)
+    os.unlink(path)  # the first thing that it does when it ends
+    end = threading.Timer(0.5, first.end)
+    end.start()
+    second = autostart.start(where, ALONE, settings)
+    end.join()
+    Client(path, where.job, 0, settings.start_timeout).close()
+    assert second.wait(60)
 
 
 def workers(**environ: str) -> list[Environment]:

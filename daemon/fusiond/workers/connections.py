@@ -164,9 +164,9 @@ class Workers:
         """Ends every connection and removes the socket."""
         self._closed = True
         self._loop.remove(self._socket.fileno())
-        self._socket.close()
-        if os.path.exists(self._path):
+        if os.path.exists(self._path):  # removed first: who is cut off may look whether this daemon has ended in order
             os.unlink(self._path)
+        self._socket.close()
         for link in list(self._links.values()):
             self._drop(link)
 
