@@ -26,8 +26,8 @@ ALGORITHMS = {
         "partial(backup=1)", "collaborative(samples=16)", "easgd(steps=2)", "easgd(steps=2, synchronous_home=True)",
         "ea_wild(steps=2)", "dpsgd", "adpsgd(topology='bipartite')", "sgp", "choco", "local_sgd(steps=2)",
         "diloco(steps=2, outer_momentum=0.5)",
-        "diloco(steps=2, outer_momentum=0.5, fragments=2, delay=1, mix=0.25)", "decoupled(steps=2, outer_momentum=0.3)",
-        "noloco(steps=2)",
+        "diloco(steps=2, outer_momentum=0.5, fragments=2, delay=1, mix=0.25)",
+        "decoupled(steps=2, outer_rate=1.0, outer_momentum=0.5)", "noloco(steps=2)",
     )
 }  # fmt: skip
 CODECS = {

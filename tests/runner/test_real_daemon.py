@@ -37,12 +37,6 @@ if sys.argv[1] == "once":
 else:
     add("loss", *range(2 + client.rank))
 """
-SLOW_TO_JOIN = """
-import os, time
-while not os.path.exists(os.environ["FUSION_SOCKET"]):
-    time.sleep(0.01)
-time.sleep(0.2)
-"""  # as if it had torch to import
 TWO_NODES = ("-np", "3", "-H", "127.0.0.1:2,localhost:1")
 SUMS = [f"[{rank}]<stdout>:sum [6.0, 6.0]" for rank in range(3)]
 
@@ -115,16 +109,14 @@ SHARD_NODE = ("-np", "3", "-H", "127.0.0.1:2,localhost:1", "--shard-hosts", "127
 
 def test_a_node_without_workers_comes_and_goes_with_the_job(fusionrun) -> None:
     flags = ("--verbose", "--log-level", "INFO", "--log-without-timestamp")
-    result = fusionrun(*SHARD_NODE, *flags, *python(), "-c", SLOW_TO_JOIN + ADD, "once")
+    result = fusionrun(*SHARD_NODE, *flags, *python(), "-c", ADD, "once")
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == SUMS
     assert re.search(r"^\[127.0.0.2\]<fusiond>:.* INFO: the job has started", result.stderr, re.MULTILINE)
     assert re.search(r"^\[localhost\]<fusiond>:fusiond\[\d+\] INFO: rank 2 .* has joined$", result.stderr, re.MULTILINE)
     assert not re.search("ERROR|is lost", result.stderr)
     assert os.listdir(fusionrun.runtime_dir) == []
-    took = check_phases(result.stderr)
-    # The workers join so late, whether or not daemons that are connected late, on a busy machine, wait for them.
-    assert took[OF_DAEMON["connected"]] + took[OF_DAEMON["joined"]] > 0.1
+    check_phases(result.stderr)
 
 
 def test_a_killed_daemon_of_a_node_without_workers_is_named_by_all(fusionrun) -> None:
