@@ -19,7 +19,7 @@ from fusion_trace.read import job as jobs
 from fusion_trace.read.operations import all_steps, operations
 
 pytestmark = pytest.mark.multiprocess
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 SCRIPT = f"""\
 import subprocess, sys

@@ -43,7 +43,7 @@ class Job:
         return thread
 
     def epoch(self, number: int, size: int) -> list[tuple[int, int]]:
-        """Waits until all ranks are in an epoch; the step at which each began, and its process."""
+        """Waits until all ranks have taken a step of an epoch; the step at which each began, and its process."""
 
         def begun() -> dict[int, tuple[int, int]]:
             found = [STARTED.fullmatch(line) for line in self.out]
