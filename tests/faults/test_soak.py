@@ -19,12 +19,12 @@ from tests.faults.soak_job import RankState, SoakJob
 from tests.faults.soak_worker import MODEL, count_of, reference, updated
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 20
+SECONDS = 10
 TIMEOUT_S = 240.0
 
 
 @pytest.mark.multiprocess
-def test_twenty_seconds_of_random_faults_and_every_sum_is_exact() -> None:
+def test_ten_seconds_of_random_faults_and_every_sum_is_exact() -> None:
     paths = [str(ROOT), str(ROOT / "daemon"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.soak"],
@@ -38,7 +38,7 @@ def test_twenty_seconds_of_random_faults_and_every_sum_is_exact() -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["mismatches"], summary["problems"]) == (0, [])
     assert sum(summary["faults"].values()) >= 1
-    assert summary["operations"] >= 20
+    assert summary["operations"] >= 10
     assert summary["steps"] > 0
 
 
