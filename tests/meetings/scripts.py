@@ -307,9 +307,10 @@ def _load(run: Run, says_so: bool) -> Training:
             run.barrier()
         training.step(run, number)
         if loads:
-            # Others may have taken steps besides. What was undone is as it was before.
+            # Others may have taken one step besides. What was undone is as it was before.
             nearer = _distance(training.model, trained.state_dict()) < _distance(training.model, before)
             training.expect(nearer, "after a step, weights are nearer to what they were than to what was loaded")
+            run.barrier()
     return training
 
 
