@@ -480,12 +480,15 @@ OF_LAUNCHER = (
     Knob("elastic_timeout", ELASTIC, "How long to wait for enough hosts, at the start and after a change.",
          SECONDS, 600.0, flags=("--elastic-timeout",), variable="HOROVOD_ELASTIC_TIMEOUT", least=0.001),
     Knob("reset_limit", ELASTIC, "How many changes of membership a job may see; a job that fails again and again ends "
-         "with the next one.",
+         "with the next one. That a lost worker's slot is filled again counts with its loss, as one.",
          COUNT, 100, flags=("--reset-limit",), least=0),
     Knob("restart_workers", ELASTIC, "What becomes of the slot of a worker that fails: on-failure starts another one "
          "in it while the others train on (at once, then after 1, 2 and 4 s; the slot is given up when five in a row "
          "have not trained for 60 s); never leaves the host out, as Horovod does.",
          default="on-failure", flags=("--restart-workers",), choices=("on-failure", "never")),
+    Knob("newcomer_timeout", ELASTIC, "How long a worker that is started while others train has until its script comes "
+         "to the training function; one that takes longer hangs, is killed, and counts as one that fails.",
+         SECONDS, 600.0, flags=("--newcomer-timeout",), least=0.001),
     Knob("blacklist_cooldown_range", ELASTIC, "How many seconds a host that failed is left out, at first and at most; "
          "twice as long each time.",
          default="10 300", flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2"),

@@ -51,6 +51,8 @@ class Epochs:
         self._hosts = HostStates(limits, control, clock)
         self._newcomers = Newcomers(clock)
         self._crashes: Counter[str] = Counter()
+        self._resets = 0  # changes that count for the limit
+        self._filled: set[Place] = set()  # in any epoch
         self._next = NextPlaces(blacklist, self._hosts, self._newcomers, limits.most)
         self._is_abandoned = False
         self._start = FirstStart()
@@ -196,6 +198,8 @@ class Epochs:
             self._give_up(host, why)
         if now >= self._workers.leave_until and self._is_running and not self._workers.is_finishing:
             self._end_the_late()
+        for host, slot in self._newcomers.give_up(self._limits.begin):
+            self._control.kill(host, [slot])
         self._look()
 
     # Workers that end
@@ -219,6 +223,10 @@ class Epochs:
         if failure is None:
             self._newcomers.close(place)
             return
+        newcomer = self._newcomers.present[place]
+        if newcomer.is_late:
+            late = f"it did not come to its training function within {self._limits.begin:g} s (--newcomer-timeout)"
+            failure = HostFailure(place[0], (f"the worker that was to be rank {newcomer.rank} was killed: {late}",))
         told = self._newcomers.fail(place, failure) or in_short(failure)
         if not self._limits.restarts:
             seconds = self._blacklist.add(place[0])
@@ -290,9 +298,12 @@ class Epochs:
     def _begin(self, places: Places) -> None:
         """Begins an epoch: workers that have asked get their places, and in its free slots others are started."""
         resets = self._limits.resets
-        if resets is not None and self.number > resets:
-            self._fail(f"the job has been reset as often as --reset-limit allows ({resets})")
-            return
+        if self.number > 0 and not self._is_return(places):
+            if resets is not None and self._resets >= resets:
+                self._fail(f"the job has been reset as often as --reset-limit allows ({resets})")
+                return
+            self._resets += 1
+        self._filled.update(places.ranks)
         self.number += 1
         found = self._next.found
         if self.number > 1:
@@ -384,6 +395,13 @@ class Epochs:
         if self._next.staying:
             return True
         return self._workers.has_unused and not self._start.is_over and not self._start.is_hopeless(self._next.found)
+
+    def _is_return(self, places: Places) -> bool:
+        """Tells whether nothing has happened but that lost workers' slots are filled again. The loss was counted as a
+        reset, as Horovod does, where the next epoch waits for those who replace the lost."""
+        before = self._workers
+        is_intact = before.places is not None and not before.failures and not before.errors
+        return is_intact and set(before.alive()) <= set(places.ranks) <= self._filled
 
     def _takes_part(self, host: str) -> bool:
         """Tells whether a host is in the epoch that runs."""

@@ -13,8 +13,9 @@ class Limits:
         wanted: workers that the first epoch needs.
         least, most: workers of any later epoch; `most` is None for as many as there are slots.
         timeout: seconds to wait for enough hosts.
-        resets: epochs after the first; None: any number.
+        resets: changes of membership after the first epoch, as `Epochs` counts them; None: any number.
         leave: seconds that workers have to leave an epoch after the first of them did.
+        begin: seconds that a newcomer has from its start until it asks for its place.
         start: seconds in which an agent has to answer, and a daemon to listen.
         probe: seconds in which an agent has to say that it is there, when others have lost somebody.
         probe_missed: the same when its own host is what they have lost.
@@ -31,3 +32,4 @@ class Limits:
     probe: float = 10.0
     probe_missed: float = 1.0
     restarts: bool = True
+    begin: float = 600.0

@@ -28,13 +28,17 @@ class Newcomer:
 
     Attributes:
         rank: which it is told that it will have.
+        begun: when it was started, by the clock.
         asked: it waits for a place since then, by the clock; inf while it begins.
         has_state: it was in an epoch before.
+        is_late: it has not asked in time, and is killed.
     """
 
     rank: int
+    begun: float
     asked: float = math.inf
     has_state: bool = False
+    is_late: bool = False
 
 
 @dataclass
@@ -90,7 +94,7 @@ class Newcomers:
 
     def begin(self, place: Place, rank: int) -> None:
         """A worker is started, which will have this rank if nothing changes meanwhile."""
-        self.present[place] = Newcomer(rank)
+        self.present[place] = Newcomer(rank, self._clock())
         self._slots.setdefault(place, _Slot()).since = math.inf
 
     def take(self, place: Place) -> None:
@@ -100,7 +104,8 @@ class Newcomers:
 
     def wait(self, place: Place, rank: int) -> None:
         """A worker that had this rank cannot be in the next epoch, since its host's daemon is gone, and waits."""
-        self.present[place] = Newcomer(rank, self._clock(), has_state=True)
+        now = self._clock()
+        self.present[place] = Newcomer(rank, now, now, has_state=True)
 
     def ask(self, place: Place) -> bool:
         """A worker has come to the training function; whether that is news."""
@@ -108,6 +113,18 @@ class Newcomers:
             return False
         self.present[place].asked = self._clock()
         return True
+
+    def give_up(self, seconds: float) -> list[Place]:
+        """Marks those that began so long ago and have not asked yet as late, and returns them, each one once."""
+        now = self._clock()
+        late = [
+            place
+            for place, one in self.present.items()
+            if one.asked == math.inf and not one.is_late and now >= one.begun + seconds
+        ]
+        for place in late:
+            self.present[place].is_late = True
+        return late
 
     def fail(self, place: Place, failure: Failure) -> str:
         """A worker has failed, with or without a place; returns what becomes of the slot if it is not used at once."""

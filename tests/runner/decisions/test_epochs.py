@@ -807,6 +807,65 @@ def test_a_job_is_reset_no_more_often_than_it_may() -> None:
     )
 
 
+def test_a_fault_and_the_return_of_the_lost_are_one_reset() -> None:
+    world = World("a:1,b:1", Limits(2, 1, resets=2))
+    world.up()
+    for fault in range(2):
+        world.wait(61)
+        world.fail("b")
+        world.ask()
+        world.start_up()
+        assert world.come().size == 2
+        assert world.epochs.number == 3 + 2 * fault
+    world.wait(61)
+    world.fail("b")
+    world.ask()
+    assert "as often as --reset-limit allows (2); before that: rank 0 on host b was killed" in world.last_words()
+
+
+def test_a_host_that_is_new_is_a_reset_and_one_that_comes_back_is_none() -> None:
+    world = World("a:1", Limits(1, 1, resets=2))
+    world.up()
+    world.find("a:1,b:1")
+    world.come()
+    world.lose("b")
+    world.ask()
+    world.start_up()
+    world.wait(COOLDOWN_S + 1)
+    assert world.come().size == 2
+    world.find("a:1,b:1,c:1")
+    world.answer()
+    world.listen()
+    world.knock()
+    world.wait(5)
+    world.ask(error="")
+    assert "as often as --reset-limit allows (2)" in world.last_words()
+
+
+def test_a_newcomer_that_hangs_before_it_asks_is_killed_and_counts_as_one_that_fails() -> None:
+    world = World("a:1,b:1", Limits(1, 1, begin=30))
+    world.up()
+    world.fail("b")
+    world.ask()
+    world.start_up()
+    world.listen()
+    world.wait(29)
+    world.calls.clear()
+    world.wait(2)
+    assert world.calls == [("kill", "b", (0,))], "once"
+    world.fail("b")
+    assert world.said[-1] == (
+        "fusionrun: host b: the worker that was to be rank 1 was killed: it did not come to its training function "
+        "within 30 s (--newcomer-timeout); another worker is started there in 1 s"
+    )
+    assert ("b", 0) not in world.beginning
+    world.wait(1)
+    assert ("b", 0) in world.beginning
+    assert world.come().size == 2, "and the next one has its own time"
+    world.wait(100)
+    assert [call for call in world.calls if call[0] == "kill"] == [("kill", "b", (0,))]
+
+
 def test_who_does_not_leave_in_time_is_killed_and_its_host_left_out() -> None:
     world = World("a:1,b:1,c:1", Limits(3, 1, leave=15))
     world.up()
