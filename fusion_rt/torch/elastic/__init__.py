@@ -11,6 +11,8 @@
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
     train(state)
 
+`Manager` does the same for a loop that is not in a function of its own.
+
 Names and meaning are those of `horovod.torch.elastic`. Workers come and go where `fusionrun` has started the job with
 `--min-np` or a host discovery script (docs/elastic.md). Anywhere else the membership of a job is fixed.
 """
@@ -25,6 +27,7 @@ from fusion_rt.core.errors import FusionError, HorovodInternalError, HostsUpdate
 from fusion_rt.local import elastic as membership
 from fusion_rt.torch.core.basics import init, shutdown
 from fusion_rt.torch.elastic.loop import train
+from fusion_rt.torch.elastic.manager import Manager
 from fusion_rt.torch.elastic.sampler import ElasticSampler
 from fusion_rt.torch.elastic.state import HostUpdateResult, ObjectState, State, TorchState
 
@@ -32,6 +35,7 @@ __all__ = [
     "ElasticSampler",
     "HostUpdateResult",
     "HostsUpdatedInterrupt",
+    "Manager",
     "ObjectState",
     "State",
     "TorchState",

@@ -11,6 +11,57 @@ from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.elastic.survival import Survival, move
 
 
+class Passage:
+    """This rank's way from one membership epoch to the next, outside of its training.
+
+    Args:
+        agent: the connection to the launcher's agent.
+        state: of the training.
+
+    Attributes:
+        survival: the context of the training in an epoch.
+    """
+
+    def __init__(self, agent: elastic.AgentConnection, state: State) -> None:
+        self._agent, self._state = agent, state
+        # Why this worker has left an epoch; empty if only hosts have changed, or it is new and the others are in one.
+        self._why: str | None = None if agent.expected is None else ""
+        self._skip_sync = self._has_values = False
+        self.survival = Survival(agent, state)
+
+    def enter(self) -> None:
+        """Enters an epoch, the next one if this rank has left one; the state is the same on all ranks then.
+
+        Raises:
+            HorovodInternalError: a rank is gone; to be told to `leave`, as what interrupts the training is.
+            SystemExit: there is no place for this worker any more.
+            FusionError: the agent is gone.
+        """
+        state = self._state
+        if self._why is not None:
+            if self.survival.agreed is None:
+                move(self._agent, self._why)
+            state.on_reset()
+        all_skip, state._root = self.survival.join(self._skip_sync, self._has_values)
+        if all_skip:
+            state._resume()
+        else:
+            state.sync()
+        self._has_values = True
+
+    def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
+        """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""
+        if isinstance(interruption, HostsUpdatedInterrupt):
+            self._why, self._skip_sync = "", interruption.skip_sync
+            try:
+                self._state._hand_over()
+                return
+            except HorovodInternalError as error:  # somebody was not so orderly
+                interruption = error
+        self._why, self._skip_sync = str(interruption), False
+        self._state.restore()
+
+
 def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection, *args: Any, **kwargs: Any) -> Any:
     """Calls the training function, anew in each membership epoch, until it returns; returns its result.
 
@@ -20,31 +71,11 @@ def train(func: Callable[..., Any], state: State, agent: elastic.AgentConnection
         SystemExit: there is no place for this worker any more.
         FusionError: the agent is gone.
     """
-    # Why this worker has left an epoch; empty if only hosts have changed, or it is new and the others are in one.
-    why: str | None = None if agent.expected is None else ""
-    skip_sync = has_values = False
-    survival = Survival(agent, state)
+    passage = Passage(agent, state)
     while True:
         try:
-            if why is not None:
-                if survival.agreed is None:
-                    move(agent, why)
-                state.on_reset()
-            all_skip, state._root = survival.join(skip_sync, has_values)
-            if all_skip:
-                state._resume()
-            else:
-                state.sync()
-            has_values = True
-            with survival:
+            passage.enter()
+            with passage.survival:
                 return func(state, *args, **kwargs)
-        except HorovodInternalError as error:
-            why, skip_sync = str(error), False
-            state.restore()
-        except HostsUpdatedInterrupt as interrupt:
-            why, skip_sync = "", interrupt.skip_sync
-            try:
-                state._hand_over()
-            except HorovodInternalError as error:  # somebody was not so orderly
-                why, skip_sync = str(error), False
-                state.restore()
+        except (HorovodInternalError, HostsUpdatedInterrupt) as interruption:
+            passage.leave(interruption)

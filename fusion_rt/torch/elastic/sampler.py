@@ -207,6 +207,15 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         underway.indices, underway.fetched, self._pass = self.indices, queued[place], underway
         return True
 
+    def deal_late(self) -> bool:
+        """Deals samples that are late still in this epoch, whose other samples all loaders have had. Returns whether
+        there are any; the same on all ranks."""
+        if not self._late:
+            return False
+        self._dealt, self._late = [*self._order(), *self._late], []
+        self.reset()
+        return True
+
     def __iter__(self) -> Iterator[int]:
         self._pass = _Pass(self.indices)
         return self._pass

@@ -160,6 +160,10 @@ class State:
         """
         return True
 
+    def _samplers(self) -> list[ElasticSampler]:
+        """Returns the samplers that are among the values."""
+        return []
+
     def _resume(self) -> None:
         """Begins a membership epoch without `sync`, where every rank has the values already. An operation on all ranks.
 

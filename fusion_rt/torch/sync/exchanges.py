@@ -50,11 +50,14 @@ class Exchanges:
         last: the parts of the last one that has ended well.
         is_uncertain: numbers may not mean the same on all ranks.
         generation: how many losses were survived.
+        dropped: how many exchanges of gradients were left out; it only grows, as `taken` does.
+        taken: how many have ended well, or are known from other ranks.
     """
 
     def __init__(self) -> None:
         self.survive: Callable[[HorovodInternalError, Exchange], None] | None = None
         self._running = False
+        self.dropped = self.taken = 0
         self.restart()
 
     def restart(self) -> None:
@@ -88,6 +91,10 @@ class Exchanges:
             finally:
                 self._running = False
         self.end(begun)
+        if left_out and any(not part.local and part not in begun.known for part in begun.parts):
+            self.dropped += 1
+        else:
+            self.taken += 1
         if left_out:
             for part in begun.parts:
                 if part in begun.known:
