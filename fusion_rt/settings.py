@@ -175,6 +175,10 @@ class Settings:
         0, FUSION, "After how many steps a DistributedOptimizer compares the ranks' parameters by digests, where they "
         "are to be the same, and warns of ranks that differ (0: never).",
         unit=COUNT, variable="FUSION_CHECK_PARAMETERS", least=0)
+    mirror_shards: bool = _row(
+        True, FUSION, "Whether what parameter shards remember is sent to another host, too, at each commit of an "
+        "elastic state, so that it survives the loss of its own.",
+        unit=SWITCH, variable="FUSION_MIRROR_SHARDS")
     sparse_route: str = _row(
         "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything to "
         "everybody), or auto: the one that is expected to be faster.",

@@ -5,8 +5,9 @@ numbers, and homes other places, so `deal` brings together what those have who a
 
 - each residual is loaded on the node of the worker that kept it, or, where several were kept on what is one node now,
   sent along with the next gradients of the others;
-- what homes remember goes to the nodes that have the homes in the new plan. Of parameters whose home is gone, the
-  optimizer's state begins anew.
+- what homes remember goes to the nodes that have the homes in the new plan. Of parameters whose home is gone, it is
+  that of the home's mirror (`mirrors.py`), which is as old as the commit; if that is gone, too, their optimizer's state
+  begins anew.
 
 Residuals of nodes that died are gone with them. Before nodes leave in good order, `hand_over` adds up all nodes'
 residuals, and the first worker of the next epoch gets the sum.
@@ -21,8 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_rt.settings import Settings
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import runtime
+from fusion_rt.torch.elastic import mirrors
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state
@@ -43,6 +46,8 @@ class DistributedHandler:
     def __init__(self, value: Wrapped) -> None:
         self.value = value
         self._pending: Carried | None = None  # restored or handed over, and not dealt yet
+        self._mirrored: dict[str, Arrays] = {}  # of another node's homes, as of the last commit
+        self._mirrors = Settings.from_env().mirror_shards
         self.save()
 
     def save(self) -> None:
@@ -51,6 +56,16 @@ class DistributedHandler:
         self._saved: dict[str, Any] = {"plain": copy.deepcopy(self.value.plain_state_dict())}
         self._saved[_OWN] = copy.deepcopy(self.value.own_state())
         self._kept = self._checkpoint.carry() if self._pending is None else self._pending
+
+    def mirror(self) -> None:
+        """Has another node keep what this node's homes had when they were saved. An operation on all ranks.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
+        if self._mirrors and self._checkpoint.has_shards and mirrors.are_possible():
+            kept = None if self._checkpoint.is_arriving else self._kept
+            self._mirrored = mirrors.exchange({} if kept is None else kept.homes)
 
     def restore(self) -> None:
         """Restores what was saved; codecs and homes go back in `deal`."""
@@ -105,7 +120,10 @@ class DistributedHandler:
         common: Carried = broadcast_object(None if mine is None else _common(mine), root)
         if not handed:
             homes = carried.united(allgather_object({} if mine is None else mine.homes))
+            if self._mirrors and checkpoint.has_shards:
+                homes = mirrors.fill(homes, self._mirrored)
             common = replace(common, homes=homes)
+        self._mirrored = {}
         own = Carried() if mine is None else mine
         if handed:
             residuals, velocities = own.total if own.total is not None and runtime().rank == root else ({}, {})

@@ -96,6 +96,7 @@ class State:
         """
         self.save()
         self.commits += 1
+        self._mirror()
         self.check_host_updates()
         exchanges.restart()
 
@@ -140,6 +141,13 @@ class State:
 
     def _hand_over(self) -> None:
         """Hands state over before all ranks leave a membership epoch in good order. An operation on all ranks.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
+
+    def _mirror(self) -> None:
+        """Has other nodes keep what only this one has of what was saved. An operation on all ranks.
 
         Raises:
             HorovodInternalError: a rank is gone.
@@ -256,6 +264,10 @@ class TorchState(ObjectState):
     def reset(self) -> None:
         for sampler in self._samplers():
             sampler.reset()  # a sync that would do it may be skipped
+
+    def _mirror(self) -> None:
+        for distributed in self._distributed():
+            distributed.mirror()
 
     def _hand_over(self) -> None:
         for distributed in self._distributed():

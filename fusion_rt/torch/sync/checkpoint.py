@@ -244,6 +244,16 @@ class Checkpoint:
         """True if the daemon has some of the state, which is gone if it ends."""
         return self.carries and (self._at_homes or codecs.parse(self._codec).stateful)
 
+    @property
+    def has_shards(self) -> bool:
+        """True if there is state to carry that shards have; the same on all ranks."""
+        return self.carries and self._at_shards
+
+    @property
+    def is_arriving(self) -> bool:
+        """True while all that shards are to have is kept by workers of all nodes, until there is a plan."""
+        return self._arriving is not None
+
     def sizes(self) -> dict[str, int]:
         """Elements of each tensor, by name."""
         return self._trained.sizes()

@@ -184,6 +184,11 @@ class ElasticJob:
         hand.process.send_signal(signal.SIGKILL)
         hand.process.wait(TIMEOUT_S)
 
+    def kill_daemon(self, host: str) -> None:
+        """SIGKILL."""
+        self._daemons[host].kill()
+        self._daemons[host].wait(TIMEOUT_S)
+
     # --- its workers --------------------------------------------------------------------------------------------------
 
     def living(self) -> list[Hand]:

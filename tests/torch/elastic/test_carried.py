@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 
@@ -208,9 +209,51 @@ def test_momentum_of_shards_moves_with_their_homes() -> None:
         assert_equal(result["parameters"], alone(trace, {}))
 
 
+def by_numpy(trace: tuple[int, ...]) -> Tensors:
+    """The parameters after the same steps of SGD with momentum, all of which count."""
+    found: Tensors = {}
+    for name, shape in SHAPES.items():
+        value, velocity = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        for step, size in enumerate(trace):
+            velocity = np.float32(0.5) * velocity + sum(gradient(step, r)[name].numpy() for r in range(size)) / size
+            value = value - np.float32(RATE) * velocity
+        found[name] = torch.from_numpy(value)
+    return found
+
+
+def test_shards_whose_host_dies_go_on_from_their_mirrors() -> None:
+    """First a host is lost with its daemon between two updates, and its worker lives; then one with everything."""
+    with ElasticJob(train, 9, (3, 6), {"algorithm": "bsp"}, 0.5, hosts={"a": 2, "b": 1, "c": 1}) as job:
+        job.reports()
+        job.tell("begin")
+        on_b = set(job.reports()[2][1][1])
+        assert on_b, "nothing would be lost"
+        assert on_b < set(SHAPES)
+        job.kill_daemon("b")
+        job.tell("go on")
+        job.change({"a": 2, "c": 1})
+        job.reports()
+        job.tell("go on")
+        homes = [set(values) for _, (_, values), _ in job.reports()]
+        assert homes[0] | homes[2] == set(SHAPES)
+        assert homes[2]
+        job.kill_daemon("c")
+        job.kill(job.hands[2])
+        job.tell("go on")
+        job.change({"a": 2})
+        job.reports()
+        job.tell("go on")
+        results = job.finish()
+    trace = same([result["trace"] for result in results])
+    assert trace == (4, 4, 4, 3, 3, 3, 2, 2, 2)
+    for result in results:
+        assert_equal(result["parameters"], by_numpy(trace))
+
+
 @pytest.mark.long
-def test_momentum_of_a_shard_begins_anew_when_its_home_dies() -> None:
-    with ElasticJob(train, 6, (3,), {"algorithm": "bsp"}, 0.5, hosts={"a": 1, "b": 1}) as job:
+def test_momentum_of_a_shard_without_a_mirror_begins_anew_when_its_home_dies() -> None:
+    off = {"FUSION_MIRROR_SHARDS": "0"}
+    with ElasticJob(train, 6, (3,), {"algorithm": "bsp"}, 0.5, hosts={"a": 1, "b": 1}, environment=off) as job:
         job.reports()
         job.tell("begin")
         mine, lost = [set(values) for _, (_, values), _ in job.reports()]
