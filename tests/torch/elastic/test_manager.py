@@ -7,8 +7,10 @@ of its samples.
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import fusion_rt.torch as hvd
 from fusion_rt.core.errors import FusionError
 from tests.harness import on_ranks
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
-from tests.torch.elastic.test_survival import pretend
+from tests.torch.elastic.test_survival import POINTS, SMALL, Fault, lose_at, pretend
 
 SAMPLES, EPOCHS = 72, 2
 BOTH, ALONE = {"a": 2, "b": 1}, {"a": 2}
@@ -102,6 +104,56 @@ def test_each_sample_counts_once_whatever_happens_to_the_job() -> None:
 @pytest.mark.multiprocess
 def test_each_sample_counts_once_where_loaders_have_workers() -> None:
     assert same([counts for counts, _ in run(2)]) == [-EPOCHS] * SAMPLES
+
+
+def train_on(worker: Worker, faults: Sequence[Fault]) -> Any:
+    """Trains four epochs with faults, each in the first step that is tried as so many have counted."""
+    hvd.init()
+    who = hvd.rank()
+    model = Counting()
+    second = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))  # in a bucket of its own
+    model.register_parameter("second", second)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), op=hvd.Sum)
+    samples: Any = torch.arange(SAMPLES)
+    sampler = hvd.elastic.ElasticSampler(samples)
+    loader = torch.utils.data.DataLoader(samples, batch_size=2, sampler=sampler)
+    state: Any = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0)
+    due, dropped = list(faults), 0
+    with hvd.elastic.Manager(state, commit_every=5) as manager:
+        while state.epoch < 4:
+            for batch in manager.batches(loader):
+                with manager.step() as step:
+                    optimizer.zero_grad()
+                    for fault in [fault for fault in due if fault[0] == state.step]:
+                        due.remove(fault)
+                        if fault[1] == who:
+                            lose_at(fault[2], optimizer, model)
+                    (model(batch) + second.sum()).backward()
+                    optimizer.step()
+                    state.step += step.counts
+                dropped += not step.counts
+            state.epoch += 1
+            sampler.set_epoch(state.epoch)
+    return model.counts.tolist(), second.tolist(), state.step, dropped
+
+
+@pytest.mark.long
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("seed", [1, 2])
+def test_each_sample_counts_once_wherever_ranks_are_lost(seed: int) -> None:
+    choice = random.Random(seed)
+    faults = [(step, choice.randrange(3), choice.choice(POINTS)) for step in range(1, 47, 3)]
+    with ElasticJob(train_on, faults, hosts={"a": 3}, environment=SMALL) as job:
+        while True:
+            job.await_word()
+            if any(hand.reports for hand in job.hands):
+                break
+            job.change({"a": 3})
+        counts, second, steps, dropped = same(job.finish())
+    assert counts == [-4.0] * SAMPLES
+    assert (second, steps) == ([-3.0 * 48] * 3, 48)
+    assert dropped >= len(faults)
 
 
 def example(worker: Worker) -> Any:
