@@ -1,0 +1,113 @@
+"""Training algorithms, as a person chooses them: by class, or as text in a setting: `ssp(staleness=4)`.
+
+What each does is in `fusiond.algorithms`, on the side of the daemon. Here is what both sides have to know: what a
+worker posts, where a bucket's authoritative copy (its home) is, and the arguments. A choice is frozen, compares equal
+to its like, and has a canonical text, so that it can be part of a plan, about which all ranks agree.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Apply, Place, Signal
+from fusion_rt.algorithms.asynchronous import ASP, DCASGD, SSP, Collaborative, Hogwild, Partial, Softsync
+from fusion_rt.algorithms.averaging import EASGD, EAWild
+from fusion_rt.algorithms.neighbours import ADPSGD, DPSGD, SGP, Choco, NoLoCo
+from fusion_rt.algorithms.outer_steps import Decoupled, DiLoCo, SparseLoCo
+from fusion_rt.algorithms.synchronous import BSP, AllReduce, LocalSGD
+from fusion_rt.codecs import CODECS, Codec
+from fusion_rt.core import spec_parser
+from fusion_rt.core.plugins import Registry
+
+__all__ = [
+    "ADPSGD",
+    "ALGORITHMS",
+    "ASP",
+    "BSP",
+    "DCASGD",
+    "DPSGD",
+    "EASGD",
+    "SGP",
+    "SSP",
+    "Algorithm",
+    "AlgorithmError",
+    "AllReduce",
+    "Apply",
+    "AsynchronousDecentralized",
+    "Choco",
+    "Collaborative",
+    "Decoupled",
+    "DiLoCo",
+    "EAWild",
+    "Hogwild",
+    "LocalSGD",
+    "NoLoCo",
+    "Partial",
+    "Place",
+    "Signal",
+    "Softsync",
+    "SparseLoCo",
+    "check_use",
+    "packages",
+    "parse",
+]
+
+AsynchronousDecentralized = ADPSGD
+
+_ALL: tuple[type[Algorithm], ...] = (
+    AllReduce, BSP, LocalSGD, DiLoCo, SparseLoCo, ASP, SSP, Softsync, DCASGD, Hogwild, Partial, Collaborative, EASGD,
+    EAWild, DPSGD, ADPSGD, SGP, Choco, NoLoCo, Decoupled,
+)  # fmt: skip
+ALGORITHMS: Registry[Algorithm] = Registry("algorithm", "fusion_rt.algorithms", Algorithm, _ALL)
+
+
+@lru_cache(maxsize=256)
+def parse(text: str) -> Algorithm:
+    """The algorithm that is written as `text`.
+
+    Raises:
+        AlgorithmError: there is none; the sentence has the nearest one, or says which argument is wrong.
+    """
+    try:
+        return spec_parser.parse(text, ALGORITHMS)
+    except spec_parser.SpecError as error:
+        raise AlgorithmError(str(error)) from error
+
+
+def packages(algorithm: Algorithm, codec: Codec) -> tuple[str, ...]:
+    """The packages that bring them, with versions; without what is built in."""
+    return tuple(sorted({ALGORITHMS.package(algorithm.name), CODECS.package(codec.name)} - {""}))
+
+
+def check_use(algorithm: Algorithm, codec: Codec, op: str, ranks: int) -> None:
+    """Raises `AlgorithmError`, or `MixingError`, where a combination makes no sense, with the reason.
+
+    Args:
+        codec: of the buckets.
+        op: how gradients are combined.
+        ranks: how many there are.
+    """
+    algorithm.check(ranks)
+    if algorithm.sums_gradients:
+        return
+    if op != "average":
+        raise AlgorithmError(f"{algorithm} takes means, and cannot combine by {op}; use op=Average, or allreduce")
+    if codec.signs:
+        raise AlgorithmError(
+            f"the codec {codec} makes signs of a sum of gradients, and {algorithm} adds up {algorithm.signal.value} "
+            "otherwise; use allreduce, or leave out signed"
+        )
+    if codec.only_all_reduced and algorithm.at_homes:
+        raise AlgorithmError(f"the codec {codec} {codec.only_all_reduced}, which {algorithm} does not; use topk, say")
+    if algorithm.encodes:
+        if not codec.stateful:
+            raise AlgorithmError(
+                f"{algorithm.name} sends what a codec selects of a difference, and {codec} leaves nothing out; use "
+                "topk, or dpsgd"
+            )
+    elif codec.stateful and algorithm.signal in (Signal.PARAMETER, Signal.CONSENSUS):
+        raise AlgorithmError(
+            f"{algorithm} posts parameters, of which the codec {codec} would leave out most; use fp16 or bf16, or "
+            "choco, which is made for it, or diloco, whose ranks post changes (with outer_rate=1 and outer_momentum=0 "
+            "it is local SGD)"
+        )

@@ -1,0 +1,104 @@
+"""Algorithms of gossip: ranks mix what they have with their neighbours in a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_rt.algorithms.algorithm import Algorithm, AlgorithmError, Apply, Place, Signal, positive
+from fusion_rt.algorithms.outer_steps import OuterSteps
+from fusion_rt.core import mixing
+
+
+@dataclass(frozen=True)
+class _Gossip(Algorithm):
+    """Ranks mix their parameters with their neighbours' in a graph (`fusion_rt.core.mixing`)."""
+
+    signal = Signal.PARAMETER
+    place = Place.REPLICA
+    topology: str = "ring"
+
+    @property
+    def lag(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class DPSGD(_Gossip):
+    """D-PSGD (Lian et al., arXiv 1705.09056): x_i = sum_j W_ij x_j - rate * g(x_i); the mixing overlaps the
+    gradient."""
+
+    name = "dpsgd"
+
+    def check(self, ranks: int) -> None:
+        mixing.check_dpsgd(mixing.parse(self.topology, ranks))
+
+
+@dataclass(frozen=True)
+class ADPSGD(_Gossip):
+    """AD-PSGD (Lian et al., arXiv 1710.06952): odd ranks average with an even neighbour, atomically, while both
+    compute."""
+
+    name = "adpsgd"
+
+    def check(self, ranks: int) -> None:
+        mixing.check_pairwise(mixing.parse(self.topology, ranks))
+
+
+@dataclass(frozen=True)
+class SGP(_Gossip):
+    """Stochastic gradient push (Assran et al., arXiv 1811.10792): mixing by any column-stochastic matrix, with push-sum
+    weights that undo its bias."""
+
+    name = "sgp"
+    topology: str = "exponential"
+
+    def check(self, ranks: int) -> None:
+        mixing.check_push_sum(mixing.parse(self.topology, ranks))
+
+
+@dataclass(frozen=True)
+class Choco(_Gossip):
+    """CHOCO-SGD (Koloskova et al., arXiv 1902.00340, algorithm 2): neighbours get what a codec makes of the difference
+    to what they know; `gamma` is the step towards their mean."""
+
+    name = "choco"
+    encodes = True
+    gamma: float = 0.5
+
+    def __post_init__(self) -> None:
+        positive(self, "gamma")
+
+    def check(self, ranks: int) -> None:
+        graph = mixing.parse(self.topology, ranks)
+        mixing.check_dpsgd(graph)
+        if graph.period != 1:
+            raise AlgorithmError(f"{self} needs a graph that stays as it is, which {self.topology} does not")
+
+
+@dataclass(frozen=True)
+class NoLoCo(OuterSteps, _Gossip):
+    """NoLoCo (Kolehmainen et al., arXiv 2506.10911): every `steps` local steps, an outer step with the mean change of a
+    pair of ranks, another pair each time, whose momentum also draws them to each other by `consensus`."""
+
+    name = "noloco"
+    signal = Signal.CONSENSUS
+    apply = Apply.PAIR
+    topology: str = "random-pairs"
+    steps: int = 100
+    outer_momentum: float = 0.5
+    consensus: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.outer_momentum < self.consensus < 2 + self.outer_momentum:
+            raise AlgorithmError(
+                f"consensus of noloco has to be between outer_momentum and outer_momentum + 2 for ranks to stay "
+                f"together (arXiv 2506.10911), and {self.consensus!r} is not"
+            )
+
+    def check(self, ranks: int) -> None:
+        mixing.check_dpsgd(mixing.parse(self.topology, ranks))
+
+    @property
+    def lag(self) -> int:
+        return 0
