@@ -64,7 +64,9 @@ CLASSES = {
     AUTOS["lossy"]: (DEFAULT, *SWEEP, *LOSSY),
     AUTOS["async"]: (DEFAULT, *SWEEP, *LATE),
 }
-"""By search, the fixed settings that its result is compared with: those with the same mathematics."""
+"""By search, the fixed settings that its result is compared with: those with the same mathematics. (`async` may choose
+a codec or local steps besides.)"""
+LOCAL_STEPS = 1200  # that trying algorithms with local steps takes at most
 BEHIND = 1.02
 
 
@@ -161,6 +163,8 @@ class Contender:
 
         import fusion_rt.torch as hvd
 
+        period = self.optimizer._sync.options.algorithm.period
+        steps = -(-steps // period) * period
         hvd.barrier()
         began = time.perf_counter()
         self.train(steps)
@@ -217,7 +221,7 @@ def worker(arguments: argparse.Namespace) -> None:
             variables = {"FUSION_AUTO": level, "FUSION_AUTO_EVERY": "0", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": steps}
             searches[name] = Contender(compute, variables)
         for name, search in searches.items():
-            found["steps"][name] = search.settle((arguments.samples + 10) * (arguments.sample_steps + 2) + 20)
+            found["steps"][name] = search.settle((arguments.samples + 10) * (arguments.sample_steps + 2) + LOCAL_STEPS)
             found["chosen"][name] = search.tuning.why
             contenders[name] = search
         found["log"] = next((path.read_text(encoding="utf-8") for path in Path(folder).glob("log*")), "")

@@ -381,7 +381,7 @@ class Settings:
         yaml="autotune.keep_order")
     auto: str = _row(
         "off", AUTOTUNE, "Choose by measured links and computing times, and say why: lossless (how gradients travel), "
-        "lossy (a codec, too), or async (updates one step late).",
+        "lossy (a codec, too), or async (besides these, updates one step late, or an algorithm with local steps).",
         flags=("--auto",), variable="FUSION_AUTO", yaml="params.auto", choices=("off", "lossless", "lossy", "async"))
     auto_every: int = _row(
         500, AUTOTUNE, "Steps after which --auto looks again (0: never).",

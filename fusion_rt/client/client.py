@@ -121,6 +121,11 @@ class Client:
         return os.path.dirname(path)
 
     @property
+    def is_elastic(self) -> bool:
+        """Tells whether ranks may come and go while the job runs."""
+        return self._formation > 0
+
+    @property
     def joins(self) -> int:
         """Number of times that all ranks have joined."""
         return self._clocks.joins

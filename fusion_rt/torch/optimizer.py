@@ -21,13 +21,14 @@ from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, ta
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.ops.signatures import id_of
 from fusion_rt.torch.sync.at_step import AdasumAtStep, AtHomes, LocalSteps
+from fusion_rt.torch.sync.broadcasting import broadcast_step
 from fusion_rt.torch.sync.in_backward import InBackward
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.overlap.later import Later, chosen_overlap
 from fusion_rt.torch.sync.parameters import Groups, are_shards, groups_of, names_of, optimizer_spec
 from fusion_rt.torch.sync.strategies import Differences, OuterStep, applied, posted
 from fusion_rt.torch.sync.synchroniser import Synchroniser, When
-from fusion_rt.torch.sync.wrapped import Wrapped, checked_passes, wrap
+from fusion_rt.torch.sync.wrapped import Wrapped, checked_passes, rewrap, wrap
 
 _DistributedOptimizer = Wrapped  # under this name of Horovod's, other libraries import it
 
@@ -141,6 +142,8 @@ def DistributedOptimizer(
             overlap = "none" if isinstance(optimizer, torch.optim.LBFGS) else "forward"
         if overlap != "none" and takes_part(process_set):
             make = _chosen(Later, backward_passes_per_step, overlap == "stale")
+        if tuned and overlap != "stale" and _may_step_locally(optimizer, options, settings):
+            options = _with_local_steps(options, make)
     wrapped = wrap(optimizer, names, together, options, make)
     wrapped.op, wrapped.gradient_predivide_factor = op, gradient_predivide_factor
     wrapped.sparse_as_dense, wrapped.process_set = sparse_as_dense, process_set
@@ -151,6 +154,43 @@ def _chosen(kind: Callable[..., When], passes: int, *arguments: Any) -> Callable
     """Makes the strategy that decides when a synchroniser exchanges."""
     checked_passes(passes)
     return lambda sync: kind(sync, passes, *arguments)
+
+
+def _may_step_locally(optimizer: torch.optim.Optimizer, options: Options, settings: Settings) -> bool:
+    """Tells whether `--auto` may have ranks take local steps instead, which has to be possible on all of them, and to
+    end at any exchange: so not where ranks come and go, or may rely on parameters that are alike after each step."""
+    return (
+        settings.auto == "async"
+        and options.process_set is global_process_set
+        and options.compressor is None
+        and not options.sparse_as_dense
+        and (options.reduction.op, options.reduction.postscale) == ("average", 1.0)
+        and not settings.check_parameters
+        and not runtime().client.is_elastic
+        and not isinstance(optimizer, torch.optim.LBFGS)
+        and not are_shards(optimizer)
+    )
+
+
+def _with_local_steps(options: Options, make: Callable[[Synchroniser], When]) -> Options:
+    """Returns the options of all-reduces with a way to algorithms with local steps, and back."""
+
+    def go_on(wrapped: Wrapped, text: str) -> None:
+        spec, tuner = algorithms.parse(text), wrapped._sync.replanning
+        assert tuner is not None
+        again = replace(known, replanning=lambda: tuner)
+        if spec.sums_gradients:
+            broadcast_step(wrapped, 0)  # local steps have left momenta that differ
+            rewrap(wrapped, again, make)
+            return
+        codec = spec.codec or "dense"
+        packages = algorithms.packages(spec, codecs.parse(codec))
+        reduction = wire.Reduction("average", codec=codec, algorithm=text, packages=packages)
+        local = replace(again, reduction=reduction, posted=posted(spec), applied=applied(spec), sparse_as_dense=True)
+        rewrap(wrapped, local, _chosen(LocalSteps, wrapped.backward_passes_per_step))
+
+    known = replace(options, go_on=go_on)
+    return known
 
 
 def _check_algorithm(

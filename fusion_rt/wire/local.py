@@ -314,6 +314,8 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     Attributes:
         epoch: of the membership: see `first_epoch`.
         latency (s), seconds_per_byte: of the worst link between nodes; 0 where there is none.
+        ring: mean latency (s) and seconds a byte of the slowest link of a ring of all nodes, where these are visited in
+            a measured order; None: the worst link is in it.
         patience: seconds without an answer after which a worker that waits takes the daemon for stuck; 0: never.
         by_address: the daemon has found the worker's offer, so that tensors may lie at an `Address`.
     """
@@ -328,6 +330,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     seconds_per_byte: float = 0.0
     patience: float = 0.0
     by_address: bool = False
+    ring: tuple[float, float] | None = None
 
 
 class Pong(msgspec.Struct, tag="pong", array_like=True):

@@ -84,7 +84,8 @@ class Reduction(msgspec.Struct, frozen=True):
 
 
 class Tuning(msgspec.Struct, frozen=True):
-    """Overrides of the daemons' settings for the buckets of one plan, which has to be an all-reduce.
+    """Overrides of the daemons' settings for the buckets of one plan, whose ranks combine what they post and all get
+    the same.
 
     A field that is None leaves the setting as it is.
 
@@ -98,6 +99,7 @@ class Tuning(msgspec.Struct, frozen=True):
         late: workers apply updates one step late, if they can do so at all; None: as they were asked.
         steps: number of steps after which all ranks propose again; 0: never.
         why: the reason for the choice, for people.
+        then: the algorithm by which all ranks go on after these steps; empty: the same.
     """
 
     threshold: Count | None = None
@@ -109,6 +111,7 @@ class Tuning(msgspec.Struct, frozen=True):
     late: bool | None = None
     steps: Count = 0
     why: Reason = ""
+    then: Name = ""
 
 
 class Plan(msgspec.Struct, frozen=True):

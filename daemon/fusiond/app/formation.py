@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +40,7 @@ from fusiond.workers.stack_reader import StackReader
 
 if TYPE_CHECKING:
     from fusiond.buckets.plans import Memory
+    from fusiond.collectives.cost import CostModel
     from fusiond.engine.engine import Engine
     from fusiond.host.thread_pool import KernelPool
     from fusiond.workers.connections import WorkerLink, Workers
@@ -255,9 +257,22 @@ class Formation:
             self.membership.epoch,
             *((start.latency, start.seconds_per_byte) if len(self.membership.nodes) > 1 else (0.0, 0.0)),
             patience=_PATIENCE * settings.heartbeat_timeout,
+            ring=self._ring(links),
         )
         for link in self._links.values():
             self.effects.workers.send(link, msgspec.structs.replace(welcome, by_address=link.process is not None))
+
+    def _ring(self, links: Mapping[tuple[int, int], CostModel]) -> tuple[float, float] | None:
+        """Returns the mean latency, and the seconds a byte of the slowest link, of a ring in the measured order; None
+        if the order is not measured."""
+        from fusiond.transport.distance import ring_order, time_of
+
+        nodes = sorted(self.membership.nodes)
+        measured = all(pair in links for pair in combinations(nodes, 2))
+        if len(nodes) < 2 or not measured or self._shell.settings.ring_order != "measured":
+            return None
+        slowest, around = time_of(ring_order(nodes, links), links)
+        return around / len(nodes), slowest
 
     def _start_failed(self, error: str) -> None:
         self.ending.fail(error)

@@ -275,10 +275,14 @@ def check_proposal(proposal: wire.Proposal, ranks: int) -> None:
         raise RequestError(f"{reduction.op} combines no gradients; use Average or Sum")
     codecs.parse(proposal.reduction.codec).check_use(proposal.reduction.op)
     if proposal.tuning is not None:
-        if not algorithm.sums_gradients or reduction.op == "adasum":
+        if algorithm.at_homes or reduction.op == "adasum":
             raise RequestError(f"{algorithm} with {reduction.op} cannot be tuned; only all-reduces can, without Adasum")
+        if proposal.tuning.then and algorithms.parse(proposal.tuning.then).at_homes:
+            raise RequestError(f"{proposal.tuning.then} has homes, which a job cannot come to while it runs")
         if proposal.tuning.codec:
-            codecs.parse(proposal.tuning.codec).check_use(reduction.op)
+            codec = codecs.parse(proposal.tuning.codec)
+            codec.check_use(reduction.op)
+            algorithms.check_use(algorithm, codec, reduction.op, ranks)
 
 
 def check_scales(how: wire.Reduction | wire.Signature) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from fusion_rt import wire
-from fusion_rt.torch.autotune.codec_costs import CODECS
+from fusion_rt import algorithms, wire
+from fusion_rt.torch.autotune.codec_costs import ALLREDUCE, CODECS, LOCAL
 from fusion_rt.units import KIB, MIB
 
 _CHUNKS = [64 * KIB << n for n in range(6)]
@@ -16,6 +16,19 @@ _WINDOWS = [MIB << n for n in range(7)]
 _LEAST_BUCKET = 64 * KIB
 _BUCKETS = 64  # buckets into which gradients are cut at most
 _TO_BUCKETS = (4, 16)  # into how many buckets gradients are cut, where that is tried
+
+
+class Mathematics(NamedTuple):
+    """The mathematics of a setting: a codec, whether updates are one step late, and an algorithm."""
+
+    codec: str
+    late: bool = False
+    algorithm: str = ALLREDUCE
+
+    def __str__(self) -> str:
+        if self.algorithm == ALLREDUCE:
+            return self.codec + " one step late" * self.late
+        return self.algorithm + f" by {self.codec}" * (self.codec != LOCAL.get(self.algorithm))
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,7 @@ class Setting:
         exchange: which all-reduce it is between nodes, of what is not compressed by selecting.
         codec: its text.
         late: updates are applied one step late.
+        algorithm: its text; how the ranks' work becomes one model.
     """
 
     threshold: int
@@ -39,18 +53,26 @@ class Setting:
     exchange: wire.Route = "auto"
     codec: str = ""
     late: bool | None = None
+    algorithm: str = ALLREDUCE
 
     @property
-    def kind(self) -> tuple[str, bool]:
+    def kind(self) -> Mathematics:
         """Settings that have this in common have the same mathematics."""
-        return self.codec, bool(self.late)
+        return Mathematics(self.codec, bool(self.late), self.algorithm)
+
+    @property
+    def period(self) -> int:
+        """Steps from one exchange to the next."""
+        return algorithms.parse(self.algorithm).period
 
     def tuning(self, steps: int, why: str = "") -> wire.Tuning:
         """The tuning of a plan that lasts so many steps; 0: to the end."""
-        return wire.Tuning(**asdict(self), steps=steps, why=why)
+        own = asdict(self)
+        del own["algorithm"]
+        return wire.Tuning(**own, steps=steps, why=why)
 
     def __str__(self) -> str:
-        parts = [f"{self.codec} in " * bool(self.codec) + f"buckets of {self.threshold / MIB:.4g} MiB"]
+        parts = [f"{self.kind} in " * bool(self.codec) + f"buckets of {self.threshold / MIB:.4g} MiB"]
         if self.chunk_bytes is not None:
             parts.append(f"chunks of {self.chunk_bytes / KIB:g} KiB")
         if self.window_bytes is not None:
@@ -58,7 +80,7 @@ class Setting:
         if self.threads is not None:
             parts.append(f"{self.threads} kernel thread{'s' * (self.threads > 1)}")
         parts.append(f"all-reduce {self.exchange}")
-        return ", ".join(parts) + ", updates one step late" * bool(self.late)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -112,7 +134,15 @@ class Space:
 
 
 def candidates(
-    level: str, default: Setting, *, nbytes: int, nodes: int, largest_chunk: int, codecs: bool, late: bool
+    level: str,
+    default: Setting,
+    *,
+    nbytes: int,
+    nodes: int,
+    largest_chunk: int,
+    codecs: bool,
+    late: bool,
+    local: bool = False,
 ) -> list[Setting]:
     """The settings that `--auto` chooses from, the default first, and what changes more behind what changes less.
 
@@ -125,6 +155,7 @@ def candidates(
         codecs: gradients may be compressed by those of `CODECS`: nobody has asked for another one, and they are sums of
             floating-point numbers.
         late: updates can be applied one step late.
+        local: ranks can take local steps instead, by the algorithms of `LOCAL`.
     """
     sizes = [default.threshold, (nbytes // MIB + 2) * MIB]  # what is padded fits in, too
     sizes += [-(-nbytes // parts) for parts in _TO_BUCKETS]
@@ -135,13 +166,14 @@ def candidates(
         for exchange in dict.fromkeys(routes)
         if exchange == default.exchange or threshold <= largest_chunk
     ]
-    if level == "lossy" and codecs and nodes > 1:
-        return plain + [
-            replace(one, codec=codec)
-            for codec, cost in CODECS.items()
-            for one in plain
-            if codec != default.codec and (one.exchange == default.exchange or not cost.sums)
-        ]
-    if level == "async" and late and nodes > 1:
-        return plain + [replace(one, late=True) for one in plain]
-    return plain
+    if level == "lossless" or nodes == 1:
+        return plain
+    found = []
+    for codec, cost in CODECS.items() if codecs else [(default.codec, CODECS["dense"])]:
+        coded = [replace(one, codec=codec) for one in plain if one.exchange == default.exchange or not cost.sums]
+        found += coded
+        if level == "async" and late:
+            found += [replace(one, late=True) for one in coded]
+    if level == "async" and local:
+        found += [replace(default, algorithm=algorithm, codec=codec) for algorithm, codec in LOCAL.items()]
+    return found

@@ -1,8 +1,10 @@
-"""The codecs that `--auto` may choose, and their costs."""
+"""The codecs and algorithms that `--auto` may choose, and their costs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from fusion_rt import algorithms
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,21 @@ CODECS = {
     "topk(density=0.01)": CodecCost(0.01, 2.0e-9, 5e-3, True, 16384 * 4),
 }
 """Those that `lossy` chooses from, each changing more than the one before. (Work: measured on two cores.)"""
+
+ALLREDUCE = str(algorithms.AllReduce())
+
+_SPARSELOCO = algorithms.SparseLoCo()
+LOCAL = {
+    str(algorithms.LocalSGD()): "dense",
+    str(algorithms.DiLoCo(steps=100)): "dense",
+    str(_SPARSELOCO): _SPARSELOCO.codec,
+}
+"""Algorithms with local steps that `async` chooses from, each sending less than the one before, with their codecs.
+After each exchange all ranks have the same parameters, so that a running job may take another algorithm then."""
+
+_COSTS = {**CODECS, _SPARSELOCO.codec: CodecCost(0.008, 2.0e-9, 5e-3, True)}
+
+
+def cost_of(codec: str) -> CodecCost:
+    """Returns the costs of a codec; those of none for one that is not known here."""
+    return _COSTS.get(codec, CODECS["dense"])

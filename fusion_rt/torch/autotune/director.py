@@ -10,9 +10,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from msgspec import structs
+
 from fusion_rt import wire
+from fusion_rt.core.cost import CostModel
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.torch.autotune.candidates import Setting
+from fusion_rt.torch.autotune.codec_costs import ALLREDUCE
 
 UNMEASURED = 2  # steps of a plan that say nothing: in the first nothing overlaps, in the second memory is new
 _MOST_WORDS = 4096  # characters of a reason in a plan
@@ -39,6 +43,8 @@ class Circumstances:
         reduction: how gradients are combined.
         tensors: in the order in which they arrived; with their element types.
         may_be_late: updates can be applied one step late.
+        may_step_locally: the job can go on by another algorithm, by which ranks take local steps.
+        ring: see `prediction.Conditions`.
     """
 
     slots: tuple[int, ...]
@@ -49,6 +55,8 @@ class Circumstances:
     reduction: wire.Reduction
     tensors: tuple[wire.TensorSpec, ...]
     may_be_late: bool = False
+    may_step_locally: bool = False
+    ring: CostModel | None = None
 
 
 class Step(NamedTuple):
@@ -135,21 +143,28 @@ class Director:
         self._judge = judge
         self._count = count
         self._trial: Trial | None = None
+        self._before: Setting | None = None  # that was measured last
+        self._passes_on = False  # to another algorithm, after the present plan
         self._sample = Sample(count)
 
-    def next(self) -> wire.Tuning:
-        """The tuning of the plan that is about to be made."""
+    def next(self, algorithm: str = ALLREDUCE) -> wire.Tuning:
+        """The tuning of the plan that is about to be made, of this algorithm. Where the setting to be measured has
+        another one, this plan is as the one before, lasts for one exchange, and says by which ranks go on then."""
         if self._trial is None:
             self._trial = self._judge.first()
-        elif self._trial.is_last:
+        elif self._trial.is_last or self._passes_on:
             pass
         elif self._sample.is_complete:
-            self._trial = self._judge.measured(self._sample)
+            self._before, self._trial = self._trial.setting, self._judge.measured(self._sample)
         else:  # cut short: ranks have joined meanwhile
             self._trial = self._trial._replace(unmeasured=UNMEASURED)
-        trial = self._trial
-        self._sample = Sample(self._count, trial.unmeasured)
-        return trial.setting.tuning(0 if trial.is_last else self._sample.steps, trial.why[:_MOST_WORDS])
+        trial, period, why = self._trial, self._trial.setting.period, self._trial.why[:_MOST_WORDS]
+        self._sample = Sample(-(-self._count // period), -(-trial.unmeasured // period))
+        self._passes_on = trial.setting.algorithm != algorithm
+        if self._passes_on:
+            assert self._before is not None
+            return structs.replace(self._before.tuning(1, why), then=trial.setting.algorithm)
+        return trial.setting.tuning(0 if trial.is_last else self._sample.steps, why)
 
     def stepped(self, step: Step) -> None:
         """A step has been taken by that plan; the first one is the one in which it was made."""

@@ -3,8 +3,9 @@
 A step is predicted for each candidate by a small model. Gradients arrive evenly over the backward pass, two thirds of
 the time that a step computes; a bucket leaves when it is full and the one before has left; what is left when the
 backward pass ends is waited for. With updates one step late, buckets leave at the end of a step and have the next one
-to travel in. A bucket costs a fixed overhead, its codec's work, and the bytes of `core.cost`; latencies, and the
-way of the last chunk through all nodes, count once.
+to travel in. With local steps they leave once in so many steps, while nothing is computed. A bucket costs a fixed
+overhead, its codec's work, and the bytes of `core.cost`; latencies, and the way of the last chunk through all nodes,
+count once.
 
 Where a candidate has been tried, what it took counts. Candidates with the same mathematics make up a class. Of the
 classes whose best one takes about as long as the fastest of all, the one is chosen that changes least; and in it the
@@ -17,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fusion_rt.core.cost import CostModel
-from fusion_rt.torch.autotune.candidates import Setting
-from fusion_rt.torch.autotune.codec_costs import CODECS, CodecCost
+from fusion_rt.torch.autotune.candidates import Mathematics, Setting
+from fusion_rt.torch.autotune.codec_costs import ALLREDUCE, CodecCost, cost_of
 
 ALIKE = 1.05
 """By how much the prediction of a class may be worse than that of another, which changes more, and still be as good."""
@@ -41,6 +42,8 @@ class Conditions:
         tensors: bytes of each gradient, in the order in which they arrive.
         largest_chunk: bytes of the largest message.
         overheads: seconds that a bucket costs, beyond what is thought, by the `kind` of a setting.
+        ring: the slowest link of a ring, and its mean latency, where nodes are visited in a measured order, which
+            avoids the worst link; None: that is in every ring.
     """
 
     nodes: int
@@ -50,7 +53,8 @@ class Conditions:
     computing: float
     tensors: tuple[int, ...]
     largest_chunk: int
-    overheads: Mapping[tuple[str, bool], float] = field(default_factory=dict)
+    overheads: Mapping[Mathematics, float] = field(default_factory=dict)
+    ring: CostModel | None = None
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +96,7 @@ class Decision:
 def predict(conditions: Conditions, setting: Setting) -> Prediction:
     """Predicts the cost of a setting."""
     computing = conditions.computing
-    codec = CODECS.get(setting.codec, CODECS["dense"])
+    codec = cost_of(setting.codec)
     buckets = _buckets(conditions.tensors, setting.threshold)
     travels = [sum(codec.travels(nbytes) for nbytes in bucket) for bucket in buckets]
     busy, after = [], 0.0
@@ -100,7 +104,10 @@ def predict(conditions: Conditions, setting: Setting) -> Prediction:
         seconds, after = _bucket_seconds(conditions, setting, codec, sum(bucket), nbytes)
         busy.append(seconds)
     sent = 2 * (conditions.nodes - 1) / conditions.nodes * sum(travels)
-    if setting.late:
+    if setting.algorithm != ALLREDUCE:
+        exposed = (sum(busy) + after) / setting.period
+        step, sent = computing + exposed, sent / setting.period
+    elif setting.late:
         step = max(computing, sum(busy) + after)
     else:
         arrived, filled = 0.0, 0
@@ -146,9 +153,9 @@ def _expected(conditions: Conditions, setting: Setting, tried: Mapping[Setting, 
     return replace(found, step=tried[setting], exposed=tried[setting] - conditions.computing, tried=True)
 
 
-def _best_of_classes(predictions: Sequence[Prediction]) -> dict[tuple[str, bool], Prediction]:
+def _best_of_classes(predictions: Sequence[Prediction]) -> dict[Mathematics, Prediction]:
     """The fastest of each class, in the order of the classes."""
-    best: dict[tuple[str, bool], Prediction] = {}
+    best: dict[Mathematics, Prediction] = {}
     for one in predictions:
         if one.setting.kind not in best or one.step < best[one.setting.kind].step:
             best[one.setting.kind] = one
@@ -190,6 +197,7 @@ def _bucket_seconds(
     if doubles or (setting.exchange == "auto" and cost.prefers_doubling(nbytes, nodes, chunk)):
         latencies = cost.doubling(0, nodes)
         return local + cost.doubling(int(travels), nodes) - latencies, latencies
+    cost = conditions.ring or cost
     latencies = cost.ring(0, nodes)
     # The last chunk passes through all nodes alone, twice; in half of the hops others are still under way.
     last = (nodes - 1) * min(chunk, travels / nodes) * cost.seconds_per_byte
@@ -200,24 +208,30 @@ def _why(conditions: Conditions, predictions: Sequence[Prediction], chosen: Pred
     links = ""
     if conditions.nodes > 1:
         links = (
-            f", whose worst link carries {8e-6 / conditions.seconds_per_byte:.4g} Mbit/s with a latency of "
+            f", whose worst link carries {_rate(conditions.seconds_per_byte)} with a latency of "
             f"{conditions.latency * 1e3:.3g} ms"
         )
+        if conditions.ring is not None and conditions.ring.seconds_per_byte < conditions.seconds_per_byte:
+            links += f" and is left out of a ring, whose links carry {_rate(conditions.ring.seconds_per_byte)}"
     told = "; ".join(
-        f"{codec}{' one step late' if late else ''} {one.step * 1e3:.4g} ms ({'measured, ' if one.tried else ''}"
-        f"{one.sent / 1e6:.3g} MB sent)"
-        for (codec, late), one in _best_of_classes(predictions).items()
+        f"{kind} {one.step * 1e3:.4g} ms ({'measured, ' if one.tried else ''}{one.sent / 1e6:.3g} MB sent)"
+        for kind, one in _best_of_classes(predictions).items()
     )
     default = predictions[0]
     if chosen.setting == default.setting:
-        reason = "which is what holds without it: nothing else seems worth a change"
+        reason = "which is what holds without it, since nothing else seems worth a change"
     else:
         how = "measured" if chosen.tried else "predicted"
         reason = f"{how} to take {chosen.step / default.step:.0%} of the default's {default.step * 1e3:.4g} ms"
         if min(one.step for one in predictions) < chosen.step:
-            reason += "; what is faster by less than 5 % changes more"
+            reason += " (what is faster by less than 5 % changes more)"
+    nodes = "is 1 node" if conditions.nodes == 1 else f"are {conditions.nodes} nodes"
     return (
-        f"--auto={level}: {conditions.nodes} node{'s' * (conditions.nodes > 1)}{links}; a step computes for "
-        f"{conditions.computing * 1e3:.4g} ms and has {conditions.nbytes / 1e6:.4g} MB of gradients. Expected of a "
-        f"step, with the best buckets for each: {told}. Chosen: {chosen.setting}, {reason}."
+        f"--auto={level} chose {chosen.setting}, {reason}: there {nodes}{links}, a step computes for "
+        f"{conditions.computing * 1e3:.4g} ms and has {conditions.nbytes / 1e6:.4g} MB of gradients, and expected of a "
+        f"step, with the best buckets for each, are {told}."
     )
+
+
+def _rate(seconds_per_byte: float) -> str:
+    return f"{8e-6 / seconds_per_byte:.4g} Mbit/s"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from fusion_rt import wire
+from fusion_rt.core.cost import CostModel
 from fusion_rt.settings import Settings
 from fusion_rt.torch.autotune.director import Circumstances, Director, Judge, Step, tell
 from fusion_rt.torch.autotune.measured import Measured
@@ -38,16 +39,28 @@ class Replanning:
         self._director: Director | None = None
         self._here: Runtime | None = None
         self._joins = 0
-        self._left: int | None = None  # steps that the plan has left; None: for ever
+        self._left: int | None = None  # exchanges that the plan has left; None: for ever
+        self._then = ""  # the algorithm that follows on it; empty: the same
         self._ended = self._waited = 0.0
         self._began = 0.0  # when the first bucket of a step was sent; 0: none was
 
     def due(self, here: Runtime) -> bool:
         """Tells whether the active plan, if there is one, has had its time."""
-        return self._left == 0 or (here is self._here and here.client.joins != self._joins)
+        return (self._left == 0 and not self._then) or (here is self._here and here.client.joins != self._joins)
 
-    def proposal(self, here: Runtime, proposal: wire.Proposal, may_be_late: bool = False) -> wire.Proposal:
-        """The proposal to make in its place."""
+    @property
+    def successor(self) -> str:
+        """The algorithm by which all ranks go on after this step; empty: the same."""
+        return self._then if self._left == 0 else ""
+
+    def stay(self) -> None:
+        """Forgets the successor: not all ranks are here."""
+        self._then = ""
+
+    def proposal(
+        self, here: Runtime, proposal: wire.Proposal, may_be_late: bool = False, may_step_locally: bool = False
+    ) -> wire.Proposal:
+        """The proposal to make in its place. See `Circumstances` for what may be."""
         if here is not self._here:  # a new membership: other hosts, other links
             self._here, self._director, self._joins = here, None, 0
         anew = here.client.joins != self._joins
@@ -66,10 +79,11 @@ class Replanning:
                 self._director = self._make(
                     Circumstances(
                         slots, *between, welcome.fusion_threshold, proposal.group, proposal.reduction,
-                        proposal.tensors, may_be_late,
+                        proposal.tensors, may_be_late, may_step_locally,
+                        None if welcome.ring is None or len(slots) < len(topology.hosts) else CostModel(*welcome.ring),
                     )
                 )  # fmt: skip
-            tuning = self._director.next()
+            tuning = self._director.next(proposal.reduction.algorithm)
         return wire.Proposal(
             proposal.group, proposal.process_set, clock, proposal.reduction, proposal.tensors, tuning, anew
         )
@@ -77,14 +91,15 @@ class Replanning:
     def planned(self, plan: wire.Plan) -> None:
         """A plan has been made."""
         self._left = None if plan.tuning is None else plan.tuning.steps or None
+        self._then = "" if plan.tuning is None else plan.tuning.then
 
     def sent(self) -> None:
         """A bucket has been sent."""
         if not self._began:
             self._began = self._clock()
 
-    def stepped(self, waited: float, all_here: bool) -> None:
-        """A step has been taken.
+    def stepped(self, waited: float, all_here: bool, steps: int = 1) -> None:
+        """A step has been taken, or so many local ones and an exchange.
 
         Args:
             waited: seconds for which the script has been kept waiting, in all steps together.
@@ -93,7 +108,7 @@ class Replanning:
         now = self._clock()
         if self._director is not None:
             reducing = now - self._began if self._began and all_here else 0.0
-            self._director.stepped(Step(now - self._ended, waited - self._waited, reducing))
+            self._director.stepped(Step((now - self._ended) / steps, (waited - self._waited) / steps, reducing))
         self._ended, self._waited, self._began = now, waited, 0.0
         if self._left:
             self._left -= 1

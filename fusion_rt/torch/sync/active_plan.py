@@ -86,7 +86,7 @@ class ActivePlan:
         specs = tuple(map(self._spec, order.values()))
         proposal = wire.Proposal(self.group, process_set, self._id, reduction, specs)
         if replanning is not None:
-            proposal = replanning.proposal(self.here, proposal, may_be_late)
+            proposal = replanning.proposal(self.here, proposal, may_be_late, self._options.go_on is not None)
         self._proposed = self.here.client.propose(proposal)
 
     def is_proposed_in_vain(self) -> bool:

@@ -345,6 +345,7 @@ class LocalSteps(AtStep):
         self._agreed = bool(due) and algorithm.agrees
         if due and not algorithm.overlaps:
             exchanges.run([self], partial(self._exchange_now, True, due))
+            sync.note_step(all_here=False, steps=algorithm.period)
         else:
             for piece in due:
                 self._post(values=True, piece=piece)

@@ -25,6 +25,8 @@ class Options:
         compressor: a script's own, applied to each gradient before and after; None if there is none.
         sparse_as_dense: sparse gradients are reduced as dense ones.
         replanning: makes the object that replaces plans by others; None: plans are never replaced.
+        go_on: has the optimizer, which it is called with, go on by another algorithm, its text, at the end of a step;
+            to be called on all ranks. None: that is not possible.
     """
 
     reduction: wire.Reduction
@@ -34,6 +36,7 @@ class Options:
     compressor: Any = None
     sparse_as_dense: bool = False
     replanning: Callable[[], Replanning] | None = None
+    go_on: Callable[[Any, str], None] | None = None
 
     @property
     def algorithm(self) -> algorithms.Algorithm:

@@ -24,6 +24,7 @@ from fusion_rt import wire
 from fusion_rt.client import Terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.settings import Settings
+from fusion_rt.torch import ops
 from fusion_rt.torch.core.recording import Steps
 from fusion_rt.torch.core.runtime import Runtime, is_initialized, runtime
 from fusion_rt.torch.ops.digests import Digests
@@ -289,7 +290,8 @@ class Synchroniser:
         checkpoint: the optimizer's state in the daemons.
         selections: the part of that which this worker keeps itself.
         steps: the steps that it is part of, as they are recorded.
-        digests: compares the ranks' parameters, if that was asked for.
+        after_step: called after each step, where there is something to do: ranks' parameters are compared, or the job
+            goes on by another algorithm.
         replanning: replaces the plan by others, if anything does.
         released: the optimizer is gone.
         serial: in the order in which synchronisers were made.
@@ -317,7 +319,8 @@ class Synchroniser:
         self._steps = self._steps_before = 0  # all, and those in other memberships
         self._waited = self._last_waited = 0.0
         self.when = when(self)
-        self.digests = self._digests(settings.check_parameters)
+        self._digests = self._made_digests(settings.check_parameters)
+        self.after_step = None if self._digests is None else self._compare
         self._carriage = Carriage(options.posted, options.applied, options.compressor, self.when.terms)
         _all.add(self)
         self.watch()
@@ -454,19 +457,34 @@ class Synchroniser:
         self._last_waited = elapsed + (self._last_waited if again else 0.0)
         self._waited += elapsed
 
-    def note_step(self, all_here: bool) -> None:
-        """Reports a step to the tuner of plans, if there is one. `all_here`: its gradients have come."""
+    def note_step(self, all_here: bool, steps: int = 1) -> None:
+        """Reports a step, or so many local ones and their exchange, to the tuner of plans, if there is one. `all_here`:
+        its gradients have come."""
         if self.replanning is not None:
-            self.replanning.stepped(self._waited, all_here)
+            self.replanning.stepped(self._waited, all_here, steps)
 
-    def compare(self) -> None:
+    def _go_on(self) -> None:
+        """Goes on by the algorithm that the plan names for after its last step, if this was that."""
+        assert self.replanning is not None
+        if not (text := self.replanning.successor):
+            return
+        self.when.finish()
+        ranks = self.options.process_set
+        present = ops.allreduce(torch.ones(1), name=f"{self.name}.successor", op=ops.Sum, process_set=ranks)
+        if int(present) < (ranks.size() or 1):  # the others have joined, and would not know of it
+            self.replanning.stay()
+        else:
+            assert self.options.go_on is not None
+            self.options.go_on(self.trained.optimizer(), text)
+
+    def _compare(self) -> None:
         """Compares the parameters of all ranks after a step, if that is due."""
-        assert self.digests is not None
+        assert self._digests is not None
         if self.idle and self.plan.made and self._slots:
             parameters = {slot.name: slot.parameter for slot in self.slots}
-            self.digests.note(self._steps - self._steps_before, self.name, parameters)
+            self._digests.note(self._steps - self._steps_before, self.name, parameters)
 
-    def _digests(self, every: int) -> Digests | None:
+    def _made_digests(self, every: int) -> Digests | None:
         """Returns the comparison of parameters that ranks have alike after each step; None where they have not."""
         alike = self.options.algorithm.sums_gradients and not (self.when.local or self.when.delays)
         return Digests(every, self.options.process_set) if every and alike else None
@@ -533,6 +551,8 @@ class Synchroniser:
             self.replanning.planned(plan)
             self.checkpoint.use(plan.reduction.codec)
             self.when.tuned(plan.tuning)
+            if plan.tuning is not None and plan.tuning.then:
+                self.after_step = self._go_on
         order = self._in_order()
         for tensor in plan.sparse:
             self.when.check_sparse(order[tensor.name])

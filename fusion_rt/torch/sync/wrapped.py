@@ -23,6 +23,7 @@ from fusion_rt.tracing.format import Kind
 
 _OWN = "fusion_rt_local"
 """Key in a `state_dict`: the steps taken, and an outer optimizer, where ranks take local steps."""
+_SCALED = "_step_supports_amp_scaling"
 _APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
 
 
@@ -42,6 +43,7 @@ class Wrapped(torch.optim.Optimizer):
     _script_class: type[torch.optim.Optimizer]
     _script_optimizer: torch.optim.Optimizer
     _sync: Synchroniser
+    _released: Any  # the finalizer
     _parameter_names: dict[torch.Tensor, str]
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -55,8 +57,8 @@ class Wrapped(torch.optim.Optimizer):
         """
         sync = self._sync
         result = sync.when.step(self, closure)
-        if sync.digests is not None:
-            sync.compare()
+        if sync.after_step is not None:
+            sync.after_step()
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps the script's class's step with its hooks already
@@ -228,13 +230,37 @@ def wrap(
     wrapped.__dict__.pop("step", None)  # an LR scheduler puts a wrapper there, bound to the original
     wrapped._script_optimizer, wrapped._parameter_names = optimizer, names
     trained = (TrainedShards if are_shards(optimizer) else Trained)(weakref.ref(wrapped), together, options.process_set)
-    sync = wrapped._sync = Synchroniser(options, trained, when)
-    if sync.when.own_gradients:
-        wrapped._step_supports_amp_scaling = True
-    if sync.when.delays:
-        wrapped.synchronize_parameters = sync.when.finish
-    weakref.finalize(wrapped, sync.release).atexit = False
+    _synchronise(wrapped, Synchroniser(options, trained, when))
     return wrapped
+
+
+def rewrap(wrapped: Any, options: Options, when: Callable[[Synchroniser], When]) -> None:
+    """Has a distributed optimizer exchange otherwise from the next step on. To be called on all ranks, between steps,
+    when nothing is under way.
+
+    Args:
+        options, when: as those of `wrap`.
+    """
+    before: Synchroniser = wrapped._sync
+    wrapped._released.detach()
+    for slot in before.slots:
+        gradient = slot.parameter.grad
+        if gradient is not None and not gradient.is_sparse:
+            slot.parameter.grad = gradient.clone()  # the arena's memory is another optimizer's soon
+    before.release()
+    _synchronise(wrapped, Synchroniser(options, before.trained, when))
+    wrapped._sync.when.samples = before.when.samples
+    wrapped._sync.when.set_passes(before.when.passes)
+
+
+def _synchronise(wrapped: Any, sync: Synchroniser) -> None:
+    wrapped._sync = sync
+    scaled = vars(wrapped._script_optimizer).get(_SCALED, False)  # torch's fused optimizers have it
+    setattr(wrapped, _SCALED, scaled or sync.when.own_gradients)
+    if sync.when.delays or hasattr(wrapped, "synchronize_parameters"):
+        wrapped.synchronize_parameters = sync.when.finish
+    wrapped._released = weakref.finalize(wrapped, sync.release)
+    wrapped._released.atexit = False
 
 
 def checked_passes(passes: int) -> int:

@@ -9,8 +9,8 @@ import pytest
 from fusion_rt import codecs
 from fusion_rt.torch.autotune import candidates as all_candidates
 from fusion_rt.torch.autotune import prediction
-from fusion_rt.torch.autotune.candidates import Setting
-from fusion_rt.torch.autotune.codec_costs import CODECS
+from fusion_rt.torch.autotune.candidates import Mathematics, Setting
+from fusion_rt.torch.autotune.codec_costs import ALLREDUCE, CODECS, LOCAL
 from fusion_rt.torch.autotune.prediction import Conditions, Decision, decide, predict
 from fusion_rt.units import MIB
 
@@ -20,9 +20,11 @@ SLOW = Conditions(4, 1, 1e-4, 10 * GIGABIT, 0.1, (MIB,) * 24, 2 * MIB)
 TOPK = "topk(density=0.01)"
 
 
-def candidates(level: str, default: Setting, conditions: Conditions, *, codecs: bool, late: bool) -> list[Setting]:
+def candidates(
+    level: str, default: Setting, conditions: Conditions, *, codecs: bool, late: bool, local: bool = False
+) -> list[Setting]:
     sizes = {name: getattr(conditions, name) for name in ("nbytes", "nodes", "largest_chunk")}
-    return all_candidates.candidates(level, default, **sizes, codecs=codecs, late=late)
+    return all_candidates.candidates(level, default, **sizes, codecs=codecs, late=late, local=local)
 
 
 def chosen(conditions: Conditions, level: str, default: Setting = DEFAULT, *, compresses: bool = True) -> Decision:
@@ -70,15 +72,21 @@ def test_lossless_never_changes_the_mathematics(speed: float, nodes: int) -> Non
     conditions = replace(SLOW, seconds_per_byte=speed, nodes=nodes)
     choices = candidates("lossless", DEFAULT, conditions, codecs=True, late=True)
     assert choices[0] == DEFAULT
-    assert {choice.kind for choice in choices} == {("dense", False)}
+    assert {choice.kind for choice in choices} == {Mathematics("dense")}
 
 
-def test_lossy_chooses_codecs_and_async_lateness_and_neither_both() -> None:
+def test_each_level_allows_what_those_before_it_do() -> None:
     lossy = candidates("lossy", DEFAULT, SLOW, codecs=True, late=True)
     assert {choice.codec for choice in lossy} == set(CODECS)
-    assert not any(choice.late for choice in lossy)
-    late = candidates("async", DEFAULT, SLOW, codecs=True, late=True)
-    assert {choice.kind for choice in late} == {("dense", False), ("dense", True)}
+    assert {(choice.late, choice.algorithm) for choice in lossy} == {(False, ALLREDUCE)}
+    free = candidates("async", DEFAULT, SLOW, codecs=True, late=True, local=True)
+    assert set(lossy) < set(free)
+    assert {choice.kind for choice in free} - {choice.kind for choice in lossy} == (
+        {Mathematics(codec, True) for codec in CODECS}
+        | {Mathematics(codec, False, name) for name, codec in LOCAL.items()}
+    )
+    without = candidates("async", DEFAULT, SLOW, codecs=True, late=True)
+    assert {choice.algorithm for choice in without} == {ALLREDUCE}
 
 
 def test_what_goes_through_owners_of_ranges_has_no_choice_of_another_way() -> None:
@@ -100,7 +108,7 @@ def test_what_cannot_be_late_is_not() -> None:
 def test_a_node_alone_compresses_nothing() -> None:
     alone = replace(SLOW, nodes=1)
     for level in ("lossless", "lossy", "async"):
-        assert {c.kind for c in candidates(level, DEFAULT, alone, codecs=True, late=True)} == {("dense", False)}
+        assert {c.kind for c in candidates(level, DEFAULT, alone, codecs=True, late=True)} == {Mathematics("dense")}
 
 
 def test_the_slower_the_links_the_more_is_changed() -> None:
@@ -134,10 +142,10 @@ def test_the_paragraph_has_the_numbers_it_was_decided_by() -> None:
     found = chosen(SLOW, "lossy")
     assert "\n" not in found.why
     for part in (
-        "--auto=lossy: 4 nodes, whose worst link carries 100 Mbit/s with a latency of 0.1 ms",
+        "there are 4 nodes, whose worst link carries 100 Mbit/s with a latency of 0.1 ms",
         "a step computes for 100 ms and has 25.17 MB of gradients",
         f"{predict(SLOW, found.setting).step * 1e3:.4g} ms",
-        f"Chosen: {found.setting}, predicted to take",
+        f"--auto=lossy chose {found.setting}, predicted to take",
         *CODECS,
     ):
         assert part in found.why
@@ -146,7 +154,7 @@ def test_the_paragraph_has_the_numbers_it_was_decided_by() -> None:
 
 def test_the_paragraph_says_when_nothing_changes() -> None:
     why = chosen(replace(SLOW, nodes=1, tensors=(MIB,), computing=10.0), "lossless").why
-    assert "1 node; a step" in why
+    assert "there is 1 node, a step" in why
     assert "which is what holds without it" in why
 
 

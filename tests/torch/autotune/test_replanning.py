@@ -9,6 +9,7 @@ import pytest
 
 from fusion_rt import wire
 from fusion_rt.core.topology import ProcessSet, Topology
+from fusion_rt.torch.autotune.codec_costs import ALLREDUCE
 from fusion_rt.torch.autotune.director import Circumstances, Director, Sample, Step
 from fusion_rt.torch.autotune.replanning import Replanning
 from tests.torch.autotune.fakes import TENSORS
@@ -25,7 +26,8 @@ class Script(Director):
         self.asked = 0
         self.steps: list[Step] = []
 
-    def next(self) -> wire.Tuning:
+    def next(self, algorithm: str = ALLREDUCE) -> wire.Tuning:
+        del algorithm
         self.asked += 1
         return wire.Tuning(steps=self.lasts.pop(0) if self.lasts else 0, why=str(self.asked))
 
@@ -49,7 +51,7 @@ class Rank:
             joins=0,
             topology=TOPOLOGY,
             process_sets={0: ProcessSet(0, tuple(range(TOPOLOGY.size)))},
-            welcome=SimpleNamespace(latency=1e-3, seconds_per_byte=1e-8, fusion_threshold=64),
+            welcome=SimpleNamespace(ring=None, latency=1e-3, seconds_per_byte=1e-8, fusion_threshold=64),
         )
         self.here, self.plan = SimpleNamespace(rank=self.rank, client=client), None
 

@@ -6,7 +6,7 @@ import contextlib
 import csv
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,20 @@ from msgspec import structs
 
 import fusion_rt.torch as hvd
 from fusion_rt import wire
+from fusion_rt.torch.autotune.codec_costs import ALLREDUCE
 from fusion_rt.torch.autotune.director import Director, Step
 from fusion_rt.torch.autotune.replanning import Replanning
+from fusion_rt.torch.sync.overlap.later import Later
 from tests.harness import Job, on_ranks
-from tests.torch.training import assert_equal_on_all_ranks, assert_same, make_model, train, train_reference
+from tests.torch.training import (
+    assert_equal_on_all_ranks,
+    assert_same,
+    batch_of,
+    loss_of,
+    make_model,
+    train,
+    train_reference,
+)
 
 SAMPLES, STEPS = 5, 2
 TUNED = {
@@ -143,9 +153,11 @@ class Script(Director):
     """Plans of two steps each, and the last one for ever."""
 
     def __init__(self, tunings: Sequence[wire.Tuning]) -> None:
+        self.asked_by: list[str] = []
         self._tunings = [structs.replace(tuning, steps=2) for tuning in tunings[:-1]] + [*tunings[-1:]]
 
-    def next(self) -> wire.Tuning:
+    def next(self, algorithm: str = ALLREDUCE) -> wire.Tuning:
+        self.asked_by.append(algorithm)
         return self._tunings.pop(0)
 
     def stepped(self, step: Step) -> None:
@@ -200,13 +212,90 @@ def test_updates_become_late_and_punctual_again_as_plans_say() -> None:
 @on_ranks
 def test_auto_changes_when_updates_are_applied_only_where_that_was_asked() -> None:
     few = {"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2", "FUSION_AUTO_EVERY": "6"}
-    for level, overlap in (("lossless", "none"), ("lossless", "stale"), ("async", "stale")):
-        model, optimizer = trained(range(30), {"FUSION_AUTO": level, **few}, overlap=overlap)
+    for overlap in ("none", "stale"):
+        model, optimizer = trained(range(30), {"FUSION_AUTO": "lossless", **few}, overlap=overlap)
         plain, _ = trained(range(30), {}, overlap=overlap)
         assert bits(model) == bits(plain)
         assert optimizer.statistics().plans > 1
     _, optimizer = trained(range(2), {"FUSION_AUTO": "lossy", **few})
     assert not hasattr(optimizer, "synchronize_parameters")
-    model, optimizer = trained(range(30), {"FUSION_AUTO": "async", **few})
+    _, optimizer = trained(range(2), {"FUSION_AUTO": "async", **few})
     assert hasattr(optimizer, "synchronize_parameters")
+    model, optimizer = trained(range(30), {"FUSION_AUTO": "async", **few}, compression="fp16", overlap="stale")
+    assert {type(optimizer._sync.when), optimizer._sync.plan.agreed.reduction.codec} == {Later, "fp16"}, "as asked"
+    assert_equal_on_all_ranks(model)
+
+
+class Replicas:
+    """All ranks' models, in this process: the reference. All-reduces up to step 2, local steps with a mean of
+    parameters after each third up to step 8, where all take the momenta of rank 0, and all-reduces again."""
+
+    def __init__(self) -> None:
+        self.models = [make_model() for _ in range(hvd.size())]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in self.models]
+        self.schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9) for optimizer in self.optimizers]
+
+    def step(self, number: int) -> None:
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(rank, number)).backward()
+        if not 2 <= number < 8:
+            self.average(lambda parameter: parameter.grad)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        if number in (4, 7):
+            self.average(lambda parameter: parameter.detach())
+        if number == 7:
+            for model, optimizer in zip(self.models[1:], self.optimizers[1:], strict=True):
+                for own, first in zip(model.parameters(), self.models[0].parameters(), strict=True):
+                    momentum = self.optimizers[0].state[first]["momentum_buffer"]
+                    optimizer.state[own]["momentum_buffer"].copy_(momentum)
+
+    def average(self, value_of: Callable[[torch.Tensor], Any]) -> None:
+        for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+            mean = torch.stack([value_of(parameter) for parameter in parameters]).mean(0)
+            for parameter in parameters:
+                value_of(parameter).copy_(mean)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@on_ranks
+def test_a_running_job_goes_on_by_local_steps_and_comes_back(overlap: str) -> None:
+    tunings = [wire.Tuning(then="local_sgd(steps=3)"), wire.Tuning(then="allreduce"), wire.Tuning()]
+    with variables({"FUSION_AUTO": "async", "FUSION_OVERLAP": overlap}):
+        model = make_model()
+        optimizer = distributed(model)
+    script = Script(tunings)
+    optimizer._sync.replanning = Replanning(lambda where: script)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+    replicas, algorithms = Replicas(), []
+    for number in range(12):
+        algorithms.append(optimizer._sync.options.reduction.algorithm)
+        train(model, optimizer, [number])
+        schedule.step()
+        replicas.step(number)
+    optimizer.synchronize_parameters()
+    assert algorithms == ["allreduce"] * 2 + ["local_sgd(steps=3)"] * 6 + ["allreduce"] * 4
+    if hvd.rank() == 0:  # which decides
+        assert script.asked_by == ["allreduce", "local_sgd(steps=3)", "allreduce"]
+    assert_same(model, replicas.models[hvd.rank()])
+
+
+@on_ranks
+def test_nobody_goes_on_otherwise_while_a_rank_has_joined() -> None:
+    """Rank 1 has two batches, and the plan lasts for two steps, after which rank 0 would take local ones."""
+    with variables({"FUSION_AUTO": "async"}):
+        model = make_model()
+        optimizer = distributed(model)
+    script = Script([wire.Tuning(then="local_sgd(steps=3)"), *[wire.Tuning()] * 5])
+    optimizer._sync.replanning = Replanning(lambda where: script)
+    train(model, optimizer, range(6 if hvd.rank() == 0 else 1))
+    hvd.join()
+    optimizer.synchronize_parameters()
+    assert optimizer._sync.options.reduction.algorithm == "allreduce"
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, range(6, 8))
+    optimizer.synchronize_parameters()
     assert_equal_on_all_ranks(model)
