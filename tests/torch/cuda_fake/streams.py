@@ -1,0 +1,227 @@
+"""A made-up GPU's queues: streams, events and registered memory, run late and in an order that a seed chooses.
+
+What is queued on a stream runs in its order, and after the events that the stream waits for. That is all that CUDA
+promises, so that is all that holds here: between any two calls each stream may have come as far as it likes, and in
+half of the schedules nothing runs before somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Marker:
+    """A place in a stream's queue, which the stream has come to or not."""
+
+    stream: FakeStream
+    reached: bool = False
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A copy that is queued, between the device and registered memory of the host: `nbytes` from `address`."""
+
+    address: int
+    nbytes: int
+
+
+class FakeStream:
+    """Stands for `torch.cuda.Stream`."""
+
+    gpus: Gpus  # of this process, while they are installed
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.index = self.gpus.index_of(device)
+        self.queue: deque[Callable[[], object] | Marker] = deque()  # a marker of another stream: waits for it
+        self.gpus.streams.append(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.gpus.tick()
+        if event.marker is not None and event.marker.stream is not self:
+            self.queue.append(event.marker)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        return self.record_event().query()
+
+    def mark(self) -> Marker:
+        """Queues a marker of this stream's own."""
+        marker = Marker(self)
+        self.queue.append(marker)
+        return marker
+
+    @property
+    def is_blocked(self) -> bool:
+        """True if there is nothing that it could do now."""
+        head = self.queue[0] if self.queue else None
+        return head is None or (isinstance(head, Marker) and head.stream is not self and not head.reached)
+
+    def step(self) -> None:
+        """Does the next thing in the queue."""
+        head = self.queue.popleft()
+        if not isinstance(head, Marker):
+            head()
+        elif head.stream is self:
+            head.reached = True
+
+
+class FakeEvent:
+    """Stands for `torch.cuda.Event`."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.marker: Marker | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        gpus = FakeStream.gpus
+        gpus.tick()
+        self.marker = (stream or gpus.current_stream()).mark()
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        (stream or FakeStream.gpus.current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        FakeStream.gpus.tick(asked=True)
+        return self.marker is None or self.marker.reached
+
+    def synchronize(self) -> None:
+        if self.marker is not None:
+            FakeStream.gpus.run_until(self.marker)
+
+
+class Gpus:
+    """The devices of a process.
+
+    Args:
+        seed: of the schedule.
+        count: of devices.
+
+    Attributes:
+        streams: all of them.
+        registered: lengths in bytes of what has been registered, by address.
+        registrations: addresses ever registered, with the device that was current then.
+        transfers: copies that are queued.
+        allocated: bytes of the devices' memory that tensors have.
+        faults: sentences about what CUDA forbids, and was done.
+    """
+
+    def __init__(self, seed: int, count: int = 1) -> None:
+        self.count = count
+        self.streams: list[FakeStream] = []
+        self.registered: dict[int, int] = {}
+        self.registrations: list[tuple[int, int]] = []
+        self.transfers: list[Transfer] = []
+        self.allocated = 0
+        self.faults: list[str] = []
+        self._choose = random.Random(seed)
+        self._haste = self._choose.choice((0.0, 0.0, 0.2, 0.8))  # how often something runs that nobody waits for
+        FakeStream.gpus = self
+        self._device = 0
+        self._current = [FakeStream(index) for index in range(count)]
+
+    # --- what is current ----------------------------------------------------------------------------------------------
+
+    def index_of(self, device: Any) -> int:
+        """Returns the number of a device, given in any way that torch takes."""
+        if device is None or isinstance(device, int):
+            return self._device if device is None else device
+        index = torch.device(device).index
+        return self._device if index is None else index
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        return self._current[self.index_of(device)]
+
+    def current_device(self) -> int:
+        return self._device
+
+    def set_stream(self, stream: FakeStream) -> None:
+        """Makes a stream the current one of its device, for good: as autograd does from node to node."""
+        self._device, self._current[stream.index] = stream.index, stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before = self._device, list(self._current)
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self._device, self._current = before
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before, self._device = self._device, self.index_of(device)
+        try:
+            yield
+        finally:
+            self._device = before
+
+    # --- what runs, and when ------------------------------------------------------------------------------------------
+
+    def queue(self, work: Callable[[], object]) -> None:
+        """Queues work on the current stream."""
+        self.tick()
+        self.current_stream().queue.append(work)
+
+    def tick(self, asked: bool = False) -> None:
+        """Lets time go by. `asked`: somebody asks again and again, so something has to happen."""
+        while self._choose.random() < self._haste or asked:
+            asked = False
+            if not self._step(self.streams):
+                return
+
+    def run_until(self, marker: Marker) -> None:
+        """Runs what it takes to reach a marker, and little else."""
+        self.tick()
+        while not marker.reached:
+            needed = marker.stream
+            while needed.is_blocked:
+                assert needed.queue, "a stream waits for what has never been queued"
+                needed = needed.queue[0].stream  # type: ignore[union-attr]
+            needed.step()
+
+    def finish(self) -> None:
+        """Runs all that is queued."""
+        while self._step(self.streams):
+            pass
+
+    def _step(self, streams: list[FakeStream]) -> bool:
+        able = [stream for stream in streams if not stream.is_blocked]
+        if able:
+            self._choose.choice(able).step()
+        return bool(able)
+
+    # --- memory of the host -------------------------------------------------------------------------------------------
+
+    def is_registered(self, address: int, nbytes: int) -> bool:
+        """Tells whether the devices can copy from and to a part of the host's memory by themselves."""
+        return any(begin <= address and address + nbytes <= begin + length for begin, length in self.registered.items())
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registrations.append((address, self._device))
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        nbytes = self.registered.pop(address)
+        under_way = [copy for copy in self.transfers if address <= copy.address < address + nbytes]
+        if under_way:
+            self.faults.append(f"memory of the host was unregistered under {len(under_way)} copies")
+            self.transfers = [copy for copy in self.transfers if copy not in under_way]
+        return 0

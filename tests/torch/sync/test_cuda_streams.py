@@ -1,0 +1,96 @@
+"""Gradients on a GPU that is made up, whose streams run as late, and in any order, as CUDA allows: `cuda_fake`.
+
+The worker's own code runs, with a real daemon. Gradients are small whole numbers, so that results are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+import fusion_rt.torch as hvd
+from tests.harness import Job, on_ranks
+from tests.torch.cuda_fake.streams import FakeStream
+from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
+
+SCHEDULES = range(6)
+LENGTHS = (300, 40)
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    """Two ranks; buckets of 1 KiB, so that the longer parameter has one of its own."""
+    with Job((2,), {"HOROVOD_FUSION_THRESHOLD": "1KiB", "HOROVOD_START_TIMEOUT": "120"}) as running:
+        yield running
+
+
+def gradient(number: int, step: int, rank: int, length: int) -> torch.Tensor:
+    chosen = torch.Generator().manual_seed(1000 * step + 10 * number + rank)
+    return torch.randint(-9, 10, (length,), generator=chosen).float()
+
+
+def mean(number: int, step: int, length: int, ranks: Sequence[int] | None = None) -> torch.Tensor:
+    given = [gradient(number, step, rank, length) for rank in (range(hvd.size()) if ranks is None else ranks)]
+    return torch.stack(given).sum(0) / hvd.size()
+
+
+class Computed(torch.autograd.Function):
+    """Something whose gradient is computed on a stream, which is the current one then, as autograd has it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, values: torch.Tensor, stream: FakeStream) -> torch.Tensor:
+        ctx.given = values, stream
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        (values, stream), gpus = ctx.given, FakeStream.gpus
+        began = gpus.current_stream()
+        if began is not stream:
+            stream.wait_stream(began)
+            gpus.set_stream(stream)
+
+            def ends() -> None:
+                began.wait_stream(stream)
+                gpus.set_stream(began)
+
+            torch.autograd.Variable._execution_engine.queue_callback(ends)
+        return values * 1.0, None, None
+
+
+def backward(
+    parameters: Sequence[torch.Tensor], step: int, streams: Sequence[FakeStream] = (), leaves_out: int = -1
+) -> None:
+    """Computes gradients, each on its stream, from the last parameter's to the first's."""
+    current, computed = FakeStream.gpus.current_stream(), cast(Any, Computed).apply
+    outputs = [
+        computed(p, on_gpu(gradient(n, step, hvd.rank(), len(p))), streams[n] if streams else current)
+        for n, p in enumerate(parameters)
+        if n != leaves_out
+    ]
+    torch.autograd.backward(outputs)
+
+
+def make(lengths: Sequence[int] = LENGTHS, **options: Any) -> tuple[list[torch.nn.Parameter], Any]:
+    parameters = [torch.nn.Parameter(on_gpu(torch.zeros(n))) for n in lengths]
+    return parameters, hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
+
+
+def trained(number: int, steps: range, length: int) -> torch.Tensor:
+    return -sum((mean(number, step, length) for step in steps), torch.zeros(length))
+
+
+@on_ranks
+def test_steps_on_one_stream() -> None:
+    for seed in SCHEDULES:
+        with fake_cuda(seed):
+            parameters, optimizer = make()
+            for step in range(4):
+                optimizer.zero_grad(set_to_none=bool(seed % 2))
+                backward(parameters, step)
+                optimizer.step()
+            for number, parameter in enumerate(parameters):
+                assert torch.equal(value_of(parameter), trained(number, range(4), len(parameter))), seed
