@@ -11,7 +11,7 @@ All of it is in one object, `layer`, which a test replaces on machines without a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,17 @@ class Layer:
             events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
             events[-1].record(stream)
         return Copying(events, [*to, *source])
+
+    def stream_of(self, tensor: torch.Tensor) -> torch.cuda.Stream | None:
+        """Returns the stream on which work on a tensor's device is queued now; None for one of the host."""
+        return torch.cuda.current_stream(tensor.device) if tensor.device.type == "cuda" else None
+
+    def follow(self, streams: Iterable[torch.cuda.Stream]) -> None:
+        """Has what is queued on the current stream of each device from now on come after what these streams have."""
+        for stream in set(streams):
+            current = torch.cuda.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
 
     def side(self, tensor: torch.Tensor) -> Side | None:
         """Returns the side that selects on a tensor's device; None, with a warning, where there is none."""

@@ -130,6 +130,7 @@ class Bucket:
         self._here = here
         self._identity = identity
         self._label = f"bucket {identity[2]}"
+        self._on_device = not all(device.layer.is_host(slot.parameter) for slot in slots)
         self._share = wire.OWN
         self._operation: Operation | None = None
         self._combining: Combining | None = None  # this step's, in the node
@@ -152,6 +153,8 @@ class Bucket:
     def send(self) -> None:
         """Starts to submit this step's part; a parameter without value contributes zeros."""
         _ = self._here.client.ready  # asked for first, because a forked child has none
+        if self._on_device:
+            self._follow_gradients()
         if self.rows is not None:
             self._rows_of_all = self.rows.start(self.slots[0])
         elif self.node is not None and self.node.reduces:
@@ -161,6 +164,12 @@ class Bucket:
         else:
             self._fill_arena()
         self.sent = True
+
+    def _follow_gradients(self) -> None:
+        """Has what is queued from now on come after the gradients, which may be computed on several streams."""
+        device.layer.follow([slot.stream for slot in self.slots if slot.stream is not None])
+        for slot in self.slots:
+            slot.stream = None
 
     def _fill_arena(self) -> None:
         self._share = wire.OWN

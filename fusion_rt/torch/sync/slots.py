@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fusion_rt.torch.core import device
 from fusion_rt.torch.sync.parameters import Named
 
 
@@ -49,6 +50,7 @@ class Slot:
         together: see `Named`.
         direct: `p.grad` may be the place in the arena itself.
         closed: `p.grad` is being reduced, or has been: autograd must not add to it.
+        stream: on which its gradient was completed, if that is on a device and has not been sent yet; else None.
         kept: reduced gradients of earlier backward passes of this step, which the next result is added to.
         seen: number of the last backward pass that has completed its gradient.
         bucket: its bucket, or None while there is no plan.
@@ -79,6 +81,7 @@ class Slot:
         "seen",
         "sparse",
         "start",
+        "stream",
         "together",
         "velocity",
         "view",
@@ -93,6 +96,7 @@ class Slot:
         self.sparse = 0
         self.bucket: Any = None
         self.view: torch.Tensor | None = None
+        self.stream: torch.cuda.Stream | None = None
         self.kept: torch.Tensor | None = None
         self.compressed: torch.Tensor | None = None
         self.start: torch.Tensor | None = None
@@ -105,9 +109,10 @@ class Slot:
             return
         self._take_over()
         self._adds = torch.autograd.graph.get_gradient_edge(self.parameter).node  # nobody else keeps it alive
+        arrived = owner.arrived if device.layer.is_host(self.parameter) else _arrived_on_device
         self._hooks = (
             self._adds.register_prehook(partial(owner.arriving, self)),
-            self.parameter.register_post_accumulate_grad_hook(partial(owner.arrived, self)),  # type: ignore[no-untyped-call]
+            self.parameter.register_post_accumulate_grad_hook(partial(arrived, self)),  # type: ignore[no-untyped-call]
         )
 
     def forget(self) -> None:
@@ -167,6 +172,12 @@ class Slot:
                 before = hook.args[0]
                 before.forget()
                 before.owner.lose(before)
+
+
+def _arrived_on_device(slot: Slot, parameter: torch.Tensor) -> None:
+    """Notes the stream of a gradient, which need not be that of the hook that sends its bucket, and that it arrived."""
+    slot.stream = device.layer.stream_of(parameter)
+    slot.owner.arrived(slot, parameter)
 
 
 def memory_order(parameter: torch.Tensor) -> list[int]:

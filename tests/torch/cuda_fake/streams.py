@@ -40,6 +40,7 @@ class FakeStream:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.index = self.gpus.index_of(device)
+        self.device = torch.device("cuda", self.index)
         self.queue: deque[Callable[[], object] | Marker] = deque()  # a marker of another stream: waits for it
         self.gpus.streams.append(self)
 

@@ -38,39 +38,42 @@ def mean(number: int, step: int, length: int, ranks: Sequence[int] | None = None
 
 
 class Computed(torch.autograd.Function):
-    """Something whose gradient is computed on a stream, which is the current one then, as autograd has it."""
+    """Something whose gradient is computed on a stream, which is the current one then. When the backward pass has
+    ended, and before others are told of that, the caller's stream waits for all: so does autograd."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, values: torch.Tensor, stream: FakeStream) -> torch.Tensor:
-        ctx.given = values, stream
+    def forward(ctx: Any, parameter: torch.Tensor, values: torch.Tensor, *streams: FakeStream) -> torch.Tensor:
+        ctx.given = values, *streams
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        (values, stream), gpus = ctx.given, FakeStream.gpus
-        began = gpus.current_stream()
-        if began is not stream:
-            stream.wait_stream(began)
-            gpus.set_stream(stream)
+        values, stream, caller, *others = ctx.given
+        gpus = FakeStream.gpus
+        if gpus.current_stream() is caller:
 
             def ends() -> None:
-                began.wait_stream(stream)
-                gpus.set_stream(began)
+                for other in others:
+                    caller.wait_stream(other)
+                gpus.set_stream(caller)
 
             torch.autograd.Variable._execution_engine.queue_callback(ends)
-        return values * 1.0, None, None
+        stream.wait_stream(caller)
+        values.record_stream(stream)
+        gpus.set_stream(stream)
+        return values * 1.0, *(None for _ in range(3 + len(others)))
 
 
 def backward(
     parameters: Sequence[torch.Tensor], step: int, streams: Sequence[FakeStream] = (), leaves_out: int = -1
 ) -> None:
     """Computes gradients, each on its stream, from the last parameter's to the first's."""
-    current, computed = FakeStream.gpus.current_stream(), cast(Any, Computed).apply
-    outputs = [
-        computed(p, on_gpu(gradient(n, step, hvd.rank(), len(p))), streams[n] if streams else current)
-        for n, p in enumerate(parameters)
-        if n != leaves_out
-    ]
+    caller, computed = FakeStream.gpus.current_stream(), cast(Any, Computed).apply
+    outputs = []
+    for n, parameter in enumerate(parameters):
+        if n != leaves_out:
+            values = on_gpu(gradient(n, step, hvd.rank(), len(parameter)))
+            outputs.append(computed(parameter, values, streams[n] if streams else caller, caller, *streams))
     torch.autograd.backward(outputs)
 
 
@@ -94,3 +97,19 @@ def test_steps_on_one_stream() -> None:
                 optimizer.step()
             for number, parameter in enumerate(parameters):
                 assert torch.equal(value_of(parameter), trained(number, range(4), len(parameter))), seed
+
+
+@on_ranks
+def test_gradients_that_are_computed_on_several_streams() -> None:
+    """The hook of a bucket's last gradient runs on the stream of that one; the others may be far behind. The last
+    bucket is sent when the backward pass has ended, the one before it in a hook."""
+    for seed in SCHEDULES:
+        with fake_cuda(seed):
+            parameters, optimizer = make((60, 40, 190, 50))
+            streams = [FakeStream() for _ in parameters]
+            for step in range(4):
+                optimizer.zero_grad()
+                backward(parameters, step, streams)
+                optimizer.step()
+            for number, parameter in enumerate(parameters):
+                assert torch.equal(value_of(parameter), trained(number, range(4), len(parameter))), (seed, number)
