@@ -10,7 +10,9 @@ All of it is in one object, `layer`, which a test replaces on machines without a
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,11 +43,25 @@ class Copying:
         for event in self._events:
             event.synchronize()
 
+    def precede(self) -> None:
+        """Has what is queued on the current streams from now on come after them."""
+        for event in self._events:
+            torch.cuda.current_stream(event.device).wait_event(event)
+
+    def touches(self, memory: range) -> bool:
+        """Tells whether they read or write addresses of this process's memory."""
+        return any(tensor.is_cpu and tensor.data_ptr() in memory for tensor in self._tensors)
+
 
 class Layer:
-    """Operations on tensors that may lie on a device instead of in this process's memory."""
+    """Operations on tensors that may lie on a device instead of in this process's memory.
+
+    It keeps what is copied alive until that has been done, whoever has started it, and pinned memory pinned.
+    """
 
     def __init__(self) -> None:
+        self._under_way: deque[Copying] = deque()
+        self._keeping = threading.RLock()  # what is let go may have finalizers that come back
         self._warned = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which is copied to the host
         self._sides: dict[torch.device, Side | None] = {}
@@ -70,7 +86,12 @@ class Layer:
         address = segment.address
         code = int(runtime.cudaHostRegister(address, segment.nbytes, 0))
         if code == 0:
-            segment.on_close = lambda: runtime.cudaHostUnregister(address)
+
+            def unpin() -> None:
+                self.wait(range(address, address + segment.nbytes))
+                runtime.cudaHostUnregister(address)
+
+            segment.on_close = unpin
         elif not self._warned:
             self._warned = True
             warnings.warn(
@@ -82,6 +103,33 @@ class Layer:
     def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Copying:
         """Starts copying tensors, between host and devices either way, as they are when the current stream has come as
         far as now. What is copied to the host must not be written to before that has been done."""
+        copying = self.start(to, source)
+        self.keep(copying)
+        return copying
+
+    def keep(self, copying: Copying) -> None:
+        """Keeps the tensors of copies until they have been made."""
+        self.sweep()
+        if not copying.done():
+            with self._keeping:
+                self._under_way.append(copying)
+
+    def sweep(self) -> None:
+        """Lets go of what has been copied."""
+        if self._under_way:
+            with self._keeping:
+                while self._under_way and self._under_way[0].done():
+                    self._under_way.popleft()
+
+    def wait(self, memory: range | None = None) -> None:
+        """Returns when all copies have been made, or those from and to addresses of this process's memory."""
+        with self._keeping:
+            concerned = [c for c in self._under_way if memory is None or c.touches(memory)]
+        for copying in concerned:
+            copying.wait()
+
+    def start(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> Copying:
+        """Does what `copy` does, but leaves it to the caller to keep the tensors."""
         streams: dict[torch.device, torch.cuda.Stream] = {}
         for destination, tensor in zip(to, source, strict=True):
             device = destination.device if tensor.is_cpu else tensor.device
@@ -96,7 +144,6 @@ class Layer:
                     stream = streams[device] = self._beside(device)
                 with torch.cuda.stream(stream):
                     destination.copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)  # its memory is not given to others before
         events = []
         for stream in streams.values():
             events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]

@@ -24,8 +24,7 @@ from typing import Any, NoReturn
 from fusion_rt.client import Client
 from fusion_rt.core.errors import FusionError
 from fusion_rt.launchers import autostart, environment
-from fusion_rt.torch.core import recording
-from fusion_rt.torch.core.device import Copying
+from fusion_rt.torch.core import device, recording
 from fusion_rt.tracing.recorder import NULL, Instrument
 
 _LAST_TO_LEAVE = 10.0  # seconds that a worker which is alone waits for its daemon to end
@@ -41,7 +40,6 @@ class Runtime:
         retired: arena segments of plans that nobody uses any more; noted by finalizers, released by `collect`.
         where: this worker's place, from its environment.
         daemon: the one that this worker started, if it did.
-        copying: copies of results from the arena to a device that may be under way.
         in_node: reductions with other ranks of this node, which have to tell them when this one leaves.
         trace: records this worker's work.
     """
@@ -64,7 +62,6 @@ class Runtime:
         self.cross_size = topology.cross_size(where.rank)
         self.pending: dict[int, Any] = {}
         self.retired: deque[int] = deque()
-        self.copying: deque[Copying] = deque()
         self.in_node: weakref.WeakSet[Any] = weakref.WeakSet()
         self.allocating = threading.Lock()
         self._groups: Counter[int | None] = Counter()  # by process set
@@ -80,10 +77,9 @@ class Runtime:
 
     def collect(self) -> None:
         """Releases memory that nobody uses any more: segments of plans, and memory that results were copied from."""
+        device.layer.sweep()
         while self.retired:
             self.client.arena.drop_segment(self.retired.popleft())
-        while self.copying and self.copying[0].done():
-            self.copying.popleft()
 
     def leave(self, error: str) -> bool:
         """Leaves the job; `error` is this worker's unhandled exception, if that is why.
@@ -91,8 +87,7 @@ class Runtime:
         Returns: whether a client that has this one's as `previous` may come back.
         """
         _unhook()
-        for copying in self.copying:
-            copying.wait()
+        device.layer.wait()
         returnable = self.client.leave(error)
         for reduction in list(self.in_node):
             reduction.leave()

@@ -180,22 +180,19 @@ def copy_in(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
             device.layer.copy(places, [tensor.detach() for tensor in tensors]).wait()
 
 
-def copy_out(here: Runtime, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+def copy_out(tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
     """Copies results from memory of this process; to a device, that may go on when this returns."""
     with torch.no_grad():
         if all(map(device.layer.is_host, tensors)):
             torch._foreach_copy_(list(tensors), list(places))
         else:
-            copying = device.layer.copy([tensor.detach() for tensor in tensors], places)
-            with here.allocating:
-                here.collect()
-                here.copying.append(copying)
+            device.layer.copy([tensor.detach() for tensor in tensors], places)
 
 
-def on_device_of(here: Runtime, like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def on_device_of(like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Returns a result on the device of the operation's input: itself, or a copy."""
     if device.layer.is_host(like):
         return result
     moved = device.layer.empty(result.shape, like)
-    copy_out(here, [moved], [result])
+    copy_out([moved], [result])
     return moved

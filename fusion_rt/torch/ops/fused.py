@@ -103,9 +103,9 @@ class FusedReduction:
         operation = here.client.wait(self.operation)
         reduced = self._over(self._memory.view if self._memory.place is not None else received(operation))
         if self._in_place:
-            copy_out(here, self._tensors, reduced)
+            copy_out(self._tensors, reduced)
             return self._tensors
-        return [on_device_of(here, tensor, result) for tensor, result in zip(self._tensors, reduced, strict=True)]
+        return [on_device_of(tensor, result) for tensor, result in zip(self._tensors, reduced, strict=True)]
 
     def _over(self, buffer: memoryview) -> list[torch.Tensor]:
         return [over(buffer, t.dtype, t.shape, start) for t, start in zip(self._tensors, self._starts, strict=True)]
@@ -154,7 +154,7 @@ class FusedGather:
                 rows.append(count)
                 at += own_pieces[-1].nbytes
             start += size * tensors[0].dtype.itemsize
-        return [on_device_of(here, tensor, torch.cat(piece)) for tensor, piece in zip(tensors, pieces, strict=True)]
+        return [on_device_of(tensor, torch.cat(piece)) for tensor, piece in zip(tensors, pieces, strict=True)]
 
 
 def shares(rows: int, members: int) -> list[tuple[int, int]]:
@@ -217,5 +217,5 @@ class FusedScatter:
         for tensor, share in zip(self._tensors, self._shares, strict=True):
             result = over(buffer, tensor.dtype, (share[self._position][1], *tensor.shape[1:]), at)
             at += result.nbytes
-            results.append(on_device_of(here, tensor, result))
+            results.append(on_device_of(tensor, result))
         return results

@@ -80,9 +80,9 @@ class Transfer:
         if staging is None:
             return tensor
         if self._in_place:
-            copy_out(here, [tensor], [staging])
+            copy_out([tensor], [staging])
             return tensor
-        return on_device_of(here, tensor, staging)
+        return on_device_of(tensor, staging)
 
 
 class Complex:
@@ -167,4 +167,4 @@ class Rows:
         tensor = self._tensor
         rows = sum(operation.sizes) if self._rows is None else self._rows
         result = over(received(operation), tensor.dtype, (rows, *tensor.shape[1:]))
-        return on_device_of(here, tensor, result)
+        return on_device_of(tensor, result)

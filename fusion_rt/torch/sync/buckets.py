@@ -371,7 +371,7 @@ class Bucket:
         elsewhere = [(to, slot.view) for slot, to in zip(slots, landings, strict=True) if to is not slot.view]
         with torch.no_grad():
             if elsewhere:
-                self._here.copying.append(device.layer.copy(*zip(*elsewhere, strict=True)))
+                device.layer.copy(*zip(*elsewhere, strict=True))
             if self.carriage.compressor is not None:
                 undo = self.carriage.compressor.decompress
                 landings = [torch.as_tensor(undo(to, s.context)) for s, to in zip(slots, landings, strict=True)]

@@ -76,7 +76,7 @@ class FakeLayer(device.Layer):
     def pin(self, segment: Segment) -> None:
         self.pinned[segment.address] = segment.nbytes
 
-    def copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakeCopying:
+    def start(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakeCopying:
         sources = [tensor.as_subclass(torch.Tensor).contiguous() for tensor in source]
         for a, b in zip(to, sources, strict=True):
             self._stream.append(functools.partial(copy_from, b.data_ptr(), b.nbytes, a.as_subclass(torch.Tensor)))

@@ -93,7 +93,8 @@ class FakeEvent:
     def record(self, stream: FakeStream | None = None) -> None:
         gpus = FakeStream.gpus
         gpus.tick()
-        self.marker = (stream or gpus.current_stream()).mark()
+        stream = stream or gpus.current_stream()
+        self.marker, self.device = stream.mark(), stream.device
 
     def wait(self, stream: FakeStream | None = None) -> None:
         (stream or FakeStream.gpus.current_stream()).wait_event(self)
@@ -181,8 +182,9 @@ class Gpus:
         self.current_stream().queue.append(work)
 
     def tick(self, asked: bool = False) -> None:
-        """Lets time go by. `asked`: somebody asks again and again, so something has to happen."""
-        while self._choose.random() < self._haste or asked:
+        """Lets time go by. `asked`: somebody may ask again and again, so something has to happen then and now."""
+        asked = asked and self._choose.random() < 0.5
+        while asked or self._choose.random() < self._haste:
             asked = False
             if not self._step(self.streams):
                 return

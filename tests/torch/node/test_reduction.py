@@ -176,9 +176,9 @@ class CountingLayer(LateLayer):
 
     to_host = 0
 
-    def copy(self, to: Any, source: Any) -> Any:
+    def start(self, to: Any, source: Any) -> Any:
         self.to_host += sum(in_arena(tensor) for tensor in to)
-        return super().copy(to, source)
+        return super().start(to, source)
 
 
 @on_ranks

@@ -5,6 +5,7 @@ The worker's own code runs, with a real daemon. Gradients are small whole number
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -75,6 +76,8 @@ def backward(
             values = on_gpu(gradient(n, step, hvd.rank(), len(parameter)))
             outputs.append(computed(parameter, values, streams[n] if streams else caller, caller, *streams))
     torch.autograd.backward(outputs)
+    for parameter in parameters if streams else ():
+        cast(torch.Tensor, parameter.grad).record_stream(cast(Any, caller))  # on which the optimizer reads it
 
 
 def make(lengths: Sequence[int] = LENGTHS, **options: Any) -> tuple[list[torch.nn.Parameter], Any]:
@@ -113,3 +116,45 @@ def test_gradients_that_are_computed_on_several_streams() -> None:
                 optimizer.step()
             for number, parameter in enumerate(parameters):
                 assert torch.equal(value_of(parameter), trained(number, range(4), len(parameter))), (seed, number)
+
+
+@on_ranks
+def test_memory_is_flat_where_each_step_has_new_gradients() -> None:
+    for seed in SCHEDULES[:4]:
+        with fake_cuda(seed) as gpus:
+            parameters, optimizer = make()
+            held = []
+            for step in range(12):
+                optimizer.zero_grad(set_to_none=True)
+                backward(parameters, step)
+                optimizer.step()
+                gpus.finish()
+                gc.collect()
+                held.append(gpus.allocated)
+            assert max(held[6:]) <= max(held[2:6]), held
+
+
+@pytest.mark.parametrize("way", ["another plan", "no optimizer"])
+@on_ranks
+def test_memory_stays_registered_until_the_gpu_has_copied(way: str) -> None:
+    pending = 0
+    for seed in SCHEDULES:
+        with fake_cuda(seed) as gpus:
+            parameters, optimizer = make()
+            for step in range(3):
+                optimizer.zero_grad()
+                backward(parameters, step)
+                optimizer.step()
+            pending += len(gpus.transfers)
+            if way == "another plan":
+                parameters[1].requires_grad_(False)
+            else:
+                del optimizer
+                gc.collect()
+                optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+            optimizer.zero_grad()
+            backward(parameters[:1], 3)
+            optimizer.step()
+            assert not gpus.faults, seed
+            assert torch.equal(value_of(parameters[0]), trained(0, range(4), LENGTHS[0])), seed
+    assert pending, "no schedule had copies under way"

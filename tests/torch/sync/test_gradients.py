@@ -339,10 +339,11 @@ def test_what_scripts_read_of_the_optimizer() -> None:
 # --- gradients on a device --------------------------------------------------------------------------------------------
 
 
-class _Later:
+class _Later(device.Copying):
     """A copy that is made when somebody has asked a few times, or waits."""
 
     def __init__(self, to: Iterable[torch.Tensor], source: Iterable[torch.Tensor]) -> None:
+        super().__init__()
         self._pairs = list(zip(to, source, strict=True))
         self._asked = 0
 
@@ -369,7 +370,7 @@ class FakeLayer(device.Layer):
     def pin(self, segment: Any) -> None:
         self.pinned += 1
 
-    def copy(self, to: Any, source: Any) -> Any:
+    def start(self, to: Any, source: Any) -> Any:
         assert all(in_arena(one) != in_arena(other) for one, other in zip(to, source, strict=True))
         copying = _Later(to, source)
         if not in_arena(to[0]):  # on the device's stream, before whatever the script does there
