@@ -133,6 +133,7 @@ class Bucket:
         self._on_device = not all(device.layer.is_host(slot.parameter) for slot in slots)
         self._share = wire.OWN
         self._operation: Operation | None = None
+        self._landed: device.Copying | None = None  # the last results, on their way to a device
         self._combining: Combining | None = None  # this step's, in the node
         self._rows_of_all: Callable[[], torch.Tensor] | None = None
 
@@ -166,7 +167,10 @@ class Bucket:
         self.sent = True
 
     def _follow_gradients(self) -> None:
-        """Has what is queued from now on come after the gradients, which may be computed on several streams."""
+        """Has what is queued from now on come after the gradients, which may be computed on several streams, and after
+        the last results have been copied from the arena, where what is sent goes."""
+        if self._landed is not None:
+            self._landed.precede()
         device.layer.follow([slot.stream for slot in self.slots if slot.stream is not None])
         for slot in self.slots:
             slot.stream = None
@@ -188,6 +192,7 @@ class Bucket:
             value = self.outgoing(slot)
             assert view is not None
             if value is None:
+                self._await_landed()
                 view.zero_()
             elif value is view:
                 continue
@@ -224,6 +229,11 @@ class Bucket:
             place, value = self.owed.pop()
             place.add_(value)
         self.announce()
+
+    def _await_landed(self) -> None:
+        """Waits until the last results have been copied from the arena, which this process or the daemon writes to."""
+        if self._landed is not None:
+            self._landed.wait()
 
     def announce(self) -> None:
         """Sends the message that says what this worker contributes."""
@@ -371,7 +381,7 @@ class Bucket:
         elsewhere = [(to, slot.view) for slot, to in zip(slots, landings, strict=True) if to is not slot.view]
         with torch.no_grad():
             if elsewhere:
-                device.layer.copy(*zip(*elsewhere, strict=True))
+                self._landed = device.layer.copy(*zip(*elsewhere, strict=True))
             if self.carriage.compressor is not None:
                 undo = self.carriage.compressor.decompress
                 landings = [torch.as_tensor(undo(to, s.context)) for s, to in zip(slots, landings, strict=True)]

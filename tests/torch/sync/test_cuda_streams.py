@@ -158,3 +158,18 @@ def test_memory_stays_registered_until_the_gpu_has_copied(way: str) -> None:
             assert not gpus.faults, seed
             assert torch.equal(value_of(parameters[0]), trained(0, range(4), LENGTHS[0])), seed
     assert pending, "no schedule had copies under way"
+
+
+@pytest.mark.parametrize("lengths", [(60, 40), LENGTHS])
+@on_ranks
+def test_a_step_without_gradient_leaves_the_results_of_the_last_one(lengths: Sequence[int]) -> None:
+    """Zeros, and what the daemon makes of them, go where the GPU may not have copied the last results from yet."""
+    for seed in SCHEDULES:
+        with fake_cuda(seed):
+            parameters, optimizer = make(lengths)
+            for step in range(4):
+                optimizer.zero_grad()
+                backward(parameters, step, leaves_out=0 if step % 2 else -1)
+                optimizer.step()
+            expected = -(mean(0, 0, lengths[0]) + mean(0, 2, lengths[0]))
+            assert torch.equal(value_of(parameters[0]), expected), seed
