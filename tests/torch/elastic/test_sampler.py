@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
@@ -187,6 +188,9 @@ def test_whoever_stays_in_its_loop_when_ranks_are_lost_gets_what_they_had_not_do
         assert {*done, *dropped, *late} == set(range(samples))
         assert not late.intersection(done)
         if late:
+            still = copy.deepcopy(alive[-1].sampler)
+            assert still.deal_late()
+            assert set(still.remaining_indices) == late
             alive[0].sampler.set_epoch(1)
             assert late < set(alive[0].sampler.state_dict()["order"])
 
