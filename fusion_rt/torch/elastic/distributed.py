@@ -56,6 +56,8 @@ class DistributedHandler:
         self._saved: dict[str, Any] = {"plain": copy.deepcopy(self.value.plain_state_dict())}
         self._saved[_OWN] = copy.deepcopy(self.value.own_state())
         self._kept = self._checkpoint.carry() if self._pending is None else self._pending
+        if self._checkpoint.is_arriving:  # a worker of each node has kept all that there is just now
+            self._mirrored = {}
 
     def mirror(self) -> None:
         """Has another node keep what this node's homes had when they were saved. An operation on all ranks.
@@ -123,7 +125,6 @@ class DistributedHandler:
             if self._mirrors and checkpoint.has_shards:
                 homes = mirrors.fill(homes, self._mirrored)
             common = replace(common, homes=homes)
-        self._mirrored = {}
         own = Carried() if mine is None else mine
         if handed:
             residuals, velocities = own.total if own.total is not None and runtime().rank == root else ({}, {})
