@@ -25,8 +25,10 @@ from tests.torch.training import (
     assert_equal_on_all_ranks,
     assert_same,
     batch_of,
+    everybodys_batch,
     loss_of,
     make_model,
+    my_batch,
     train,
     train_reference,
 )
@@ -280,6 +282,34 @@ def test_a_running_job_goes_on_by_local_steps_and_comes_back(overlap: str) -> No
     if hvd.rank() == 0:  # which decides
         assert script.asked_by == ["allreduce", "local_sgd(steps=3)", "allreduce"]
     assert_same(model, replicas.models[hvd.rank()])
+
+
+@on_ranks
+def test_a_running_job_goes_from_one_algorithm_with_local_steps_to_another() -> None:
+    """Two exchanges of each, one of them with a residual and one with an outer momentum, and back."""
+    ways = ["sparseloco(steps=2)", "diloco(steps=3)", "allreduce"]
+    with variables({"FUSION_AUTO": "async"}):
+        model = make_model()
+        optimizer = distributed(model)
+    tunings = [*(wire.Tuning(then=way) for way in ways), wire.Tuning()]
+    optimizer._sync.replanning = Replanning(lambda where: Script(tunings))
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=16.0), []
+    for number in range(2 + 4 + 6 + 3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, my_batch(number))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(optimizer._sync.options.reduction.algorithm)
+        if number in (1, 5, 11, 14):
+            optimizer.synchronize_parameters()
+            assert_equal_on_all_ranks(model)
+    assert found == ["allreduce"] + [ways[0]] * 4 + [ways[1]] * 6 + ["allreduce"] * 4
+    reference = make_model()
+    train_reference(reference, torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9), range(15))
+    inputs = torch.cat([everybodys_batch(number)[0] for number in range(15)])
+    assert (model(inputs) - reference(inputs)).abs().mean() < 0.5 * (
+        make_model()(inputs) - reference(inputs)
+    ).abs().mean()
 
 
 @on_ranks
