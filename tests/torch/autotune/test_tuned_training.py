@@ -6,6 +6,7 @@ import contextlib
 import csv
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -329,3 +330,18 @@ def test_nobody_goes_on_otherwise_while_a_rank_has_joined() -> None:
     train(model, optimizer, range(6, 8))
     optimizer.synchronize_parameters()
     assert_equal_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward", "stale"])
+@on_ranks
+def test_what_is_waited_for_is_known_however_updates_are_applied(overlap: str) -> None:
+    """Rank 1 computes for longer, so that the other waits, and does not take that for its own computing."""
+    model = make_model()
+    optimizer = distributed(model, overlap=overlap)
+    seconds = 0.05 * hvd.rank()
+    model[0].register_forward_hook(lambda *_: time.sleep(seconds))  # in place of a computation
+    train(model, optimizer, range(2))
+    before = optimizer.statistics().waited_seconds
+    train(model, optimizer, range(2, 8))
+    waited = optimizer.statistics().waited_seconds - before
+    assert (waited > 4 * 0.05) == (hvd.rank() == 0)

@@ -209,11 +209,11 @@ class Later(InBackward):
     def _land(self, flight: Flight) -> None:
         update = self._update
         assert update is not None
+        began = time.perf_counter()
         if self._is_given_up():
             return
         flights = list(dict.fromkeys(self._flights.values())) if update.whole else [flight]
         try:
-            began = time.perf_counter()
             for one in flights:
                 one.receive()
             self.sync.note_waited(began, again=True)
