@@ -14,6 +14,7 @@ from fusion_rt.torch.autotune.prediction import Conditions, Decision
 
 _WARM_UP = 5  # steps of a job that are slower than others
 _TRIES = 5  # settings that are tried in one look
+_OF_A_KIND = 2  # of these, where there are several kinds, any of which may be other than predicted
 _WAITS = 0.05  # share of a step that is waited, above which the links are what is waited for
 _SEVERAL = 4  # buckets from which on what was not predicted is held to be theirs
 _CHANGED = 1.25  # what links carry, or computing takes, is another than before, so that others may be best
@@ -112,6 +113,10 @@ class Predicted:
             late=self._where.may_be_late,
             local=self._where.may_step_locally and self._may_compress() and self._where.reduction.op == "average",
         )
+        if len({setting.kind for setting in settings}) > 1:
+            often = Counter(setting.kind for setting in self._tried if setting != self._default)
+            known = (self._default, *self._tried)
+            settings = [one for one in settings if one in known or often[one.kind] < _OF_A_KIND]
         return prediction.decide(conditions, settings, level, self._tried, only_tried)
 
     def _conditions(self) -> Conditions:
