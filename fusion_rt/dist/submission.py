@@ -16,7 +16,6 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
-from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import DTYPE_NAMES, Memory, contents, copy_in, fill, over, place_of, received
 
@@ -73,8 +72,7 @@ class Submission:
 
     def _staged(self, here: Runtime, nbytes: int, inputs: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         """Returns the place in the arena of the operation's data, into which the inputs have been copied."""
-        host = all(map(device.layer.is_host, (*inputs, *self._outputs)))
-        self._memory = memory = Memory(here, nbytes, on_device=not host)
+        self._memory = memory = Memory(here, nbytes, tensors=(*inputs, *self._outputs))
         if inputs:
             copy_in(_over(memory.view, inputs), inputs)
         return memory.place

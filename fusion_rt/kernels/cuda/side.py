@@ -111,11 +111,13 @@ class TorchLayer:
             return self._torch.zeros(n, dtype=getattr(self._torch, dtype), device=self._device)
 
     def pin(self, array: npt.NDArray[Any]) -> Tensor:
-        self._check(self._torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0), "pin")
+        with self._torch.cuda.device(self._device):  # or CUDA would make a context on another one
+            self._check(self._torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0), "pin")
         return self._torch.from_numpy(array)
 
     def unpin(self, pinned: Tensor) -> None:
-        self._check(self._torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()), "unpin")
+        with self._torch.cuda.device(self._device):
+            self._check(self._torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()), "unpin")
 
     def follow(self, tensor: Tensor) -> None:
         self._side.wait_stream(self._torch.cuda.current_stream(self._device))

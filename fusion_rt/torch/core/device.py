@@ -78,18 +78,23 @@ class Layer:
         """Makes a tensor like another one, with its order of dimensions in memory."""
         return torch.empty_like(tensor, requires_grad=False)
 
-    def pin(self, segment: Segment) -> None:
-        """Makes a segment's pages known to the GPU, until it is closed. Where that fails, copies are only slower."""
-        if segment.on_close is not None or not torch.cuda.is_available():
+    def pin(self, segment: Segment, tensors: Iterable[torch.Tensor]) -> None:
+        """Makes a segment's pages known to the GPU of these tensors, until it is closed. Where that fails, copies are
+        only slower."""
+        # As that device: on another one, CUDA would make a context there, of some hundred MiB, for each rank.
+        where = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        if where is None or segment.on_close is not None:
             return
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = segment.address
-        code = int(runtime.cudaHostRegister(address, segment.nbytes, 0))
+        with torch.cuda.device(where):
+            code = int(runtime.cudaHostRegister(address, segment.nbytes, 0))
         if code == 0:
 
             def unpin() -> None:
                 self.wait(range(address, address + segment.nbytes))
-                runtime.cudaHostUnregister(address)
+                with torch.cuda.device(where):
+                    runtime.cudaHostUnregister(address)
 
             segment.on_close = unpin
         elif not self._warned:

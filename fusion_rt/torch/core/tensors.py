@@ -78,7 +78,7 @@ class Memory:
 
     Args:
         nbytes: how much.
-        on_device: tensors of another device are copied to it or from it.
+        tensors: that are copied to it or from it, on the host or a device.
         small: it may be ordinary memory.
 
     Attributes:
@@ -88,7 +88,7 @@ class Memory:
 
     __slots__ = ("place", "view")
 
-    def __init__(self, here: Runtime, nbytes: int, *, on_device: bool = False, small: bool = True) -> None:
+    def __init__(self, here: Runtime, nbytes: int, *, tensors: Sequence[torch.Tensor] = (), small: bool = True) -> None:
         self.place: tuple[int, int] | None = None
         if nbytes == 0 or (small and nbytes <= wire.MAX_INLINE):
             self.view = memoryview(bytearray(nbytes))
@@ -99,8 +99,8 @@ class Memory:
         self.place = region.segment, region.offset
         self.view = region.view[:nbytes]  # what tensors over it keep alive
         weakref.finalize(self.view, here.client.arena.free, region).atexit = False
-        if on_device:
-            device.layer.pin(here.client.arena.segment(region.segment))
+        if not all(map(device.layer.is_host, tensors)):
+            device.layer.pin(here.client.arena.segment(region.segment), tensors)
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
         """Returns a tensor over a part of it that begins after `offset` bytes."""

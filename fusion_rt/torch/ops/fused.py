@@ -15,7 +15,6 @@ import torch
 
 from fusion_rt import wire
 from fusion_rt.client import Operation
-from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import Runtime
 from fusion_rt.torch.core.tensors import Memory, copy_in, copy_out, nbytes_of, on_device_of, over, received
 from fusion_rt.torch.ops.handles import Group, Part
@@ -60,7 +59,7 @@ def fuse(
 
 
 def _memory(here: Runtime, tensors: Sequence[torch.Tensor], nbytes: int) -> Memory:
-    return Memory(here, nbytes, on_device=not all(map(device.layer.is_host, tensors)))
+    return Memory(here, nbytes, tensors=tensors)
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Size, ...]:

@@ -54,7 +54,7 @@ class Transfer:
             return
         place = place_of(here, tensor) if in_place else None
         if place is None:
-            memory = Memory(here, nbytes, on_device=not device.layer.is_host(tensor))
+            memory = Memory(here, nbytes, tensors=[tensor])
             self._staging = memory.tensor(tensor.dtype, tensor.shape)
             if send:
                 copy_in([self._staging], [tensor])
@@ -152,7 +152,7 @@ class Rows:
         if nbytes <= wire.MAX_INLINE:
             self.operation = here.client.submit(name, signature, inline=contents(tensor), splits=splits)
             return
-        self._staging = Memory(here, nbytes, on_device=not device.layer.is_host(tensor))
+        self._staging = Memory(here, nbytes, tensors=[tensor])
         copy_in([self._staging.tensor(tensor.dtype, tensor.shape)], [tensor])
         self.operation = self._staging.submit(here, name, signature, splits)
 

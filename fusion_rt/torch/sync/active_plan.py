@@ -131,7 +131,7 @@ class ActivePlan:
             self.buckets.append(bucket)
             self.nbytes += bucket.nbytes
         if not all(carriage.is_direct(slot) for slot in order.values()):
-            device.layer.pin(segment)
+            device.layer.pin(segment, parameters)
 
     def give_up(self, here: Runtime) -> None:
         """Drops the plan. `here`: the membership that the next one will belong to."""

@@ -157,6 +157,7 @@ class Recorder:
                 Stream=lambda device: self.stream_of("side"),
                 current_stream=lambda device: self.stream_of("current"),
                 stream=self.inside,
+                device=lambda device: self.log(f"as {device}") or contextlib.nullcontext(),
                 Event=self.event,
                 cudart=lambda: SimpleNamespace(
                     cudaHostRegister=lambda address, size, flags: self.log(f"register {size}") or self.pinning,
@@ -221,7 +222,7 @@ def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
     out = np.zeros(words(2), np.int32)
     selector = SideSelector(layer, 8, [(0, 8)], out, found=object())  # type: ignore[arg-type]
     filled = ["enter side", "zeros float32", "leave side", "enter side", "zeros int32", "leave side"]
-    assert recorder.calls == [*filled, "wrap, sync=False", "wrap, sync=False", f"register {out.nbytes}"]
+    assert recorder.calls == [*filled, "wrap, sync=False", "wrap, sync=False", "as cuda:0", f"register {out.nbytes}"]
     recorder.calls.clear()
     selector.start(recorder.tensor(8), 2, threshold)
     selector.after()
@@ -239,6 +240,7 @@ def test_the_side_stream_comes_after_the_gradient_and_before_what_overwrites_it(
         "event after side",
         "current waits for the event",
         "host waits for the event",
+        "as cuda:0",
         "unregister",
     ]
 

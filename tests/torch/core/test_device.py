@@ -8,7 +8,7 @@ import ctypes
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from fusion_rt.host.arena import Arena, Segment
 from fusion_rt.torch.core import device
 from fusion_rt.torch.core.runtime import runtime
 from tests.harness import on_ranks
+from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
 from tests.torch.ops.reference import combined, everybodys, mine, rows_of
 
 
@@ -73,7 +74,7 @@ class FakeLayer(device.Layer):
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.empty(tensor.shape, tensor) if not self.is_host(tensor) else super().empty_like(tensor)
 
-    def pin(self, segment: Segment) -> None:
+    def pin(self, segment: Segment, tensors: Iterable[torch.Tensor]) -> None:
         self.pinned[segment.address] = segment.nbytes
 
     def start(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> FakeCopying:
@@ -177,22 +178,6 @@ def test_memory_is_not_used_again_before_the_gpu_has_copied_from_it() -> None:
         assert arena.statistics()["nbytes"] == held, "what was copied has not come back"
 
 
-class FakeCudart:
-    """The two functions of CUDA that pin memory."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
-        self.calls: list[tuple[object, ...]] = []
-
-    def cudaHostRegister(self, *args: int) -> int:
-        self.calls.append(("register", *args))
-        return self.code
-
-    def cudaHostUnregister(self, *args: int) -> int:
-        self.calls.append(("unregister", *args))
-        return 0
-
-
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     arena = Arena(lambda segment_id, segment, plan: segment.close_fd(), lambda segment_id: None)
@@ -200,35 +185,43 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def test_a_segment_is_pinned_once_and_until_it_is_closed(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    cudart = FakeCudart()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    segment_id, segment = arena.new_segment(8192)
-    layer = device.Layer()
-    layer.pin(segment)
-    layer.pin(arena.segment(segment_id))
-    address = segment.address
-    assert cudart.calls == [("register", address, 8192, 0)]
-    arena.drop_segment(segment_id)
-    assert cudart.calls[1:] == [("unregister", address)]
+def test_a_segment_is_pinned_once_and_until_it_is_closed_by_the_device_that_copies(arena: Arena) -> None:
+    with fake_cuda(0, count=2) as gpus:
+        segment_id, segment = arena.new_segment(8192)
+        there, address = on_gpu(torch.zeros(3), 1), segment.address
+        device.layer.pin(segment, [torch.zeros(3), there])
+        device.layer.pin(arena.segment(segment_id), [there])
+        assert gpus.registered == {address: 8192}
+        arena.drop_segment(segment_id)
+        assert not gpus.registered
+        assert gpus.calls == [("cudaHostRegister", address, 1), ("cudaHostUnregister", address, 1)]
 
 
-def test_memory_that_cannot_be_pinned_is_warned_about_once(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(2))
-    layer = device.Layer()
-    with warnings.catch_warnings(record=True) as caught:
+@on_ranks
+def test_operations_and_gradients_leave_the_current_device_alone_where_it_is_not_theirs() -> None:
+    with fake_cuda(0, count=2) as gpus:
+        assert value_of(hvd.allreduce(on_gpu(mine(NUMEL), 1), op=hvd.Sum)).equal(combined(hvd.Sum, everybodys(NUMEL)))
+        parameter = torch.nn.Parameter(on_gpu(torch.zeros(NUMEL), 1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+        parameter.sum().backward()
+        optimizer.step()
+        assert value_of(parameter).eq(-1).all()
+        assert {name for name, _, _ in gpus.calls} == {"cudaHostRegister"}
+        assert {index for _, _, index in gpus.calls} == {1}
+
+
+def test_memory_that_cannot_be_pinned_is_warned_about_once(arena: Arena) -> None:
+    with fake_cuda(0) as gpus, warnings.catch_warnings(record=True) as caught:
+        gpus.code = 2
         warnings.simplefilter("always")
         for _ in range(2):
-            layer.pin(arena.new_segment(4096)[1])
+            device.layer.pin(arena.new_segment(4096)[1], [on_gpu(torch.zeros(3))])
     assert [str(warning.message)[:42] for warning in caught] == ["CUDA could not pin 4096 bytes of shared me"]
 
 
-def test_memory_is_not_pinned_without_cuda(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_memory_is_not_pinned_for_tensors_of_the_host(arena: Arena) -> None:
     segment = arena.new_segment(4096)[1]
-    device.Layer().pin(segment)
+    device.Layer().pin(segment, [torch.zeros(3)])
     assert segment.on_close is None
 
 

@@ -118,7 +118,8 @@ class Gpus:
     Attributes:
         streams: all of them.
         registered: lengths in bytes of what has been registered, by address.
-        registrations: addresses ever registered, with the device that was current then.
+        calls: calls that registered or unregistered memory: name, address, the device that was current.
+        code: the answer to those that register; 0: it was done.
         transfers: copies that are queued.
         allocated: bytes of the devices' memory that tensors have.
         faults: sentences about what CUDA forbids, and was done.
@@ -128,7 +129,8 @@ class Gpus:
         self.count = count
         self.streams: list[FakeStream] = []
         self.registered: dict[int, int] = {}
-        self.registrations: list[tuple[int, int]] = []
+        self.calls: list[tuple[str, int, int]] = []
+        self.code = 0
         self.transfers: list[Transfer] = []
         self.allocated = 0
         self.faults: list[str] = []
@@ -217,11 +219,13 @@ class Gpus:
         return any(begin <= address and address + nbytes <= begin + length for begin, length in self.registered.items())
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.registrations.append((address, self._device))
-        self.registered[address] = nbytes
-        return 0
+        self.calls.append(("cudaHostRegister", address, self._device))
+        if self.code == 0:
+            self.registered[address] = nbytes
+        return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("cudaHostUnregister", address, self._device))
         nbytes = self.registered.pop(address)
         under_way = [copy for copy in self.transfers if address <= copy.address < address + nbytes]
         if under_way:

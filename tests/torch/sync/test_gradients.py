@@ -367,7 +367,7 @@ class FakeLayer(device.Layer):
     def is_host(self, tensor: torch.Tensor) -> bool:
         return in_arena(tensor)
 
-    def pin(self, segment: Any) -> None:
+    def pin(self, segment: Any, tensors: Any) -> None:
         self.pinned += 1
 
     def start(self, to: Any, source: Any) -> Any:
