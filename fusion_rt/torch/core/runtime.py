@@ -85,23 +85,35 @@ class Runtime:
         """Leaves the job; `error` is this worker's unhandled exception, if that is why.
 
         Returns: whether a client that has this one's as `previous` may come back.
+
+        Raises:
+            RuntimeError: a device has failed, and nothing else is why; the others are told.
         """
         _unhook()
-        device.layer.wait()
+        failed: RuntimeError | None = None
+        try:
+            device.layer.wait()
+        except RuntimeError as raised:  # after its first error, a device fails at every call: that is no cause then
+            if not error:
+                failed, error = raised, f"{type(raised).__name__}: {raised}"
         returnable = self.client.leave(error)
         for reduction in list(self.in_node):
             reduction.leave()
+        if failed is not None:
+            raise failed
         return returnable
 
     def close(self, error: str = "") -> None:
-        """Leaves the job, if it has not yet, for good."""
-        self.leave(error)
-        self.forget()
-        self.client.close()
-        recording.forget(self.trace)
-        self.trace.close()
-        if self.daemon is not None and self.size == 1:
-            self.daemon.wait(_LAST_TO_LEAVE)
+        """Leaves the job, if it has not yet, for good. Raises as `leave`."""
+        try:
+            self.leave(error)
+        finally:
+            self.forget()
+            self.client.close()
+            recording.forget(self.trace)
+            self.trace.close()
+            if self.daemon is not None and self.size == 1:
+                self.daemon.wait(_LAST_TO_LEAVE)
 
     def forget(self) -> None:
         """Cancels the work at exit: another has taken over the connection, or it is closed."""
