@@ -119,6 +119,14 @@ class Layer:
             with self._keeping:
                 self._under_way.append(copying)
 
+    def mark(self, tensor: torch.Tensor) -> Copying:
+        """Returns what has been done when the current stream of a tensor's device has come as far as now."""
+        if tensor.device.type != "cuda":
+            return Copying()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(tensor.device))
+        return Copying([event])
+
     def sweep(self) -> None:
         """Lets go of what has been copied."""
         if self._under_way:

@@ -1,7 +1,7 @@
 """Groups that combine tensors of a node's ranks: NCCL on their GPUs; gloo in the host's memory, for tests without GPUs.
 
 A group is a process group of torch that is made directly: torch.distributed's default group, and the groups that a
-script has, are not touched. Its ranks find each other by a file, and listen on the loopback interface only.
+script has, are not touched. Its ranks find each other by a file; gloo's listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fusion_rt.torch.core import device as devices
 from fusion_rt.torch.core.device import Copying
 
 _FOREVER = 365 * 24 * 3600.0  # seconds; gloo and NCCL want a number
 _LOOPBACK = "127.0.0.1"
 _POLL = 1e-3  # seconds
 _TRIED = 1024  # elements
+_WATCHED_HERE = {  # NCCL's own watchdogs end the process; read when a group is made
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 class UnderWay(Protocol):
@@ -54,19 +61,15 @@ class Group(ABC):
     def abort(self) -> None:
         """Ends the group and its reductions, without waiting."""
 
-    def try_out(self, rank: int, size: int, device: torch.device, limit: float) -> None:
+    def try_out(self, rank: int, size: int, where: torch.device, limit: float) -> None:
         """Tries a small reduction, so that failures show before gradients depend on it.
 
         Raises:
             RuntimeError: it did not work, or has taken more than `limit` seconds.
         """
-        values, found = torch.full((_TRIED,), rank + 1.0, device=device), torch.zeros(_TRIED)
-
-        def then() -> Copying:
-            found.copy_(values)
-            return Copying()
-
-        under_way = self.reduce(values, "sum", then if rank == 0 else None)
+        values = torch.full((_TRIED,), rank + 1.0, device=where)
+        # Nothing here waits for the device, which would go on waiting where the reduction never ends.
+        under_way = self.reduce(values, "sum", partial(devices.layer.mark, values) if rank == 0 else None)
         deadline = time.monotonic() + limit
         while not under_way.done():
             if time.monotonic() > deadline:
@@ -74,8 +77,8 @@ class Group(ABC):
             time.sleep(_POLL)
         self.settle(values)
         expected = size * (size + 1) / 2
-        if rank == 0 and not bool(found.eq(expected).all()):
-            raise RuntimeError(f"it added up the numbers 1 to {size} to {found[0].item():g}")
+        if rank == 0 and not bool(values.eq(expected).all()):
+            raise RuntimeError(f"it added up the numbers 1 to {size} to {values[0].item():g}")
 
 
 def _store(path: str, size: int) -> Any:
@@ -152,18 +155,23 @@ class NcclGroup(Group):
     A reduction runs on a stream of NCCL's, which waits for the current one, and the copies that follow it on one of
     this group's, which waits for NCCL's; the current stream waits for neither, so that the backward pass goes on.
 
-    NCCL would end the process when a reduction fails; that is left to whoever waits for it.
+    NCCL would end the process when a reduction fails, or when its monitor believes that it hangs; that is left to
+    whoever waits for it. Its sockets are as the script has them: NCCL reads NCCL_SOCKET_IFNAME once, for all groups.
     """
 
     def __init__(self, store: str, rank: int, size: int, device: torch.device, start: float, limit: float) -> None:
-        with torch.cuda.device(device), _environment(NCCL_SOCKET_IFNAME="lo", TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+        with torch.cuda.device(device), _environment(_WATCHED_HERE):
             options: Any = dist.ProcessGroupNCCL.Options()
             options._timeout = _delta(limit)
             group: Any = dist.ProcessGroupNCCL(_store(store, size), rank, size, options)
             self._group = group
             self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._works: dict[int, Any] = {}  # the latest, by address of the tensor
-            self.try_out(rank, size, device, start)  # connects them
+            try:
+                self.try_out(rank, size, device, start)  # connects them
+            except BaseException:
+                self.abort()  # or the device would wait for a reduction for ever, and what is queued after it too
+                raise
 
     def reduce(self, tensor: torch.Tensor, op: str, then: Callable[[], Copying] | None) -> UnderWay:
         work = self._works[tensor.data_ptr()] = self._group.reduce([tensor], _options(op))
@@ -187,7 +195,7 @@ def _delta(seconds: float) -> timedelta:
 
 
 @contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """A context in which environment variables have these values, unless they have others already."""
     unset = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in unset})

@@ -203,7 +203,7 @@ def test_operations_and_gradients_leave_the_current_device_alone_where_it_is_not
         assert value_of(hvd.allreduce(on_gpu(mine(NUMEL), 1), op=hvd.Sum)).equal(combined(hvd.Sum, everybodys(NUMEL)))
         parameter = torch.nn.Parameter(on_gpu(torch.zeros(NUMEL), 1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
-        parameter.sum().backward()
+        parameter.sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert value_of(parameter).eq(-1).all()
         assert {name for name, _, _ in gpus.calls} == {"cudaHostRegister"}

@@ -34,8 +34,13 @@ def here(told: list[str], monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """A membership with copies that fail."""
     monkeypatch.setattr(device, "layer", device.Layer())
     device.layer.keep(Failed())
+
+    def leave(error: str = "") -> bool:
+        told.append(error)
+        return False
+
     made = provisional(WHERE, Topology(("a",), ((0, 1),)), Settings())
-    monkeypatch.setattr(made.client, "leave", lambda error="": bool(told.append(error)))
+    monkeypatch.setattr(made.client, "leave", leave)
     return made
 
 

@@ -1,0 +1,99 @@
+"""Groups on a node's GPUs, by an NCCL that is made up, on a made-up GPU."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusion_rt.torch.node.groups import NcclGroup
+from tests.torch.cuda_fake.streams import FakeStream, Gpus, Marker
+from tests.torch.cuda_fake.tensors import fake_cuda, on_gpu, value_of
+
+SCHEDULES = range(8)
+GPU = torch.device("cuda", 0)
+
+
+class FakeNccl:
+    """Reduces on a stream of its own, which waits for the current one; or never ends.
+
+    Attributes:
+        seen: the environment in which groups were made.
+    """
+
+    hangs = False
+    seen: dict[str, str] = {}  # noqa: RUF012
+    aborted = 0
+
+    class Options:
+        _timeout: timedelta
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        FakeNccl.seen = dict(os.environ)
+        self._stream = FakeStream()
+
+    def reduce(self, tensors: list[torch.Tensor], options: Any) -> FakeWork:
+        gpus = FakeStream.gpus
+        self._stream.wait_stream(gpus.current_stream())
+        if self.hangs:
+            return FakeWork(gpus, Marker(self._stream))
+        with gpus.stream(self._stream):
+            tensors[0].mul_(1.0)  # of one rank
+        return FakeWork(gpus, self._stream.mark())
+
+    def abort(self) -> None:
+        FakeNccl.aborted += 1
+
+
+class FakeWork:
+    def __init__(self, gpus: Gpus, end: Marker) -> None:
+        self._gpus, self._end = gpus, end
+
+    def wait(self) -> None:
+        """Has the current stream wait."""
+        self._gpus.current_stream().queue.append(self._end)
+
+    def is_completed(self) -> bool:
+        self._gpus.tick(asked=True)
+        return self._end.reached
+
+
+@pytest.fixture(autouse=True)
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(FakeNccl, "aborted", 0)
+
+
+def test_the_trial_adds_up_what_the_ranks_have(tmp_path: Path) -> None:
+    for seed in SCHEDULES:
+        with fake_cuda(seed):
+            group = NcclGroup(str(tmp_path / str(seed)), 0, 1, GPU, 30.0, 30.0)
+            values = on_gpu(torch.ones(5)) + 1
+            group.reduce(values, "sum", None)
+            group.settle(values)
+            values.add_(1)
+            assert value_of(values).eq(3).all(), seed
+    assert not FakeNccl.aborted
+
+
+def test_a_trial_that_never_ends_is_given_up_and_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeNccl, "hangs", True)
+    for rank in (0, 1):
+        with fake_cuda(0), pytest.raises(RuntimeError, match=r"a reduction has taken more than 0\.05 s"):
+            NcclGroup(str(tmp_path / "store"), rank, 2, GPU, 0.05, 30.0)
+    assert FakeNccl.aborted == 2
+
+
+def test_nccl_does_not_end_the_process_and_the_script_keeps_its_network(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    with fake_cuda(0):
+        NcclGroup(str(tmp_path / "store"), 0, 1, GPU, 30.0, 30.0)
+    for watchdog in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"):
+        assert FakeNccl.seen[f"TORCH_NCCL_{watchdog}"] == "0"
+    assert FakeNccl.seen.get("NCCL_SOCKET_IFNAME") == before.get("NCCL_SOCKET_IFNAME")
+    assert dict(os.environ) == before
