@@ -205,8 +205,16 @@ class SideSelector:
                 selection.take_largest(memory, self._found, k, self._device_out, self._floor, layer.stream)
             else:
                 selection.take_above(memory, self._found, threshold, k, self._device_out, layer.stream)
-            layer.copy(self._out, self._pinned)
+            self._copy(k)
             self._event = layer.mark()
+
+    def _copy(self, k: int) -> None:
+        """Queues the copy of `k` elements to the host: indices, and values where there is room for them."""
+        if k == self._k:
+            self._layer.copy(self._out, self._pinned)
+            return
+        for part in (slice(selection.HEADER + k), slice(selection.HEADER + self._k, selection.HEADER + self._k + k)):
+            self._layer.copy(self._out[part], self._pinned[part])
 
     def after(self) -> None:
         """Lets what is queued on the current stream from now on change the gradient."""

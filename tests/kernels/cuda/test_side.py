@@ -50,6 +50,7 @@ class SimulatedLayer:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.copied = 0  # elements
 
     def active(self) -> Any:
         return contextlib.nullcontext()
@@ -79,6 +80,7 @@ class SimulatedLayer:
 
     def copy(self, source: torch.Tensor, pinned: torch.Tensor) -> None:
         self.calls.append("copy")
+        self.copied += len(source)
         pinned.copy_(source)
 
     def mark(self) -> Event:
@@ -90,6 +92,22 @@ def make(n: int, k: int, layer: Any, **options: Any) -> tuple[SideSelector, Any]
     out = np.zeros(words(k), np.int32)
     found = Found([(0, n)], selection.kernels(threads=4, warps=False), parts=2)
     return SideSelector(layer, n, [(0, n)], out, found=found, **options), out
+
+
+def test_only_what_a_step_selects_is_copied_and_not_all_that_there_is_room_for() -> None:
+    """While a codec warms up it takes more, so there is room for that in all steps."""
+    layer, generator = SimulatedLayer(), torch.Generator().manual_seed(1)
+    selector, _ = make(40, 20, layer)
+    for k in (20, 3, 1):
+        layer.copied = 0
+        residual, bucket = selector.residual.numpy().copy(), torch.randn(40, generator=generator)
+        selector.start(bucket, k)
+        taken = selector.finish()
+        expected = residual + bucket.numpy()
+        chosen = np.sort(np.argsort(-np.abs(expected), kind="stable")[:k])
+        assert taken.indices.tolist() == chosen.tolist()
+        assert taken.values.tolist() == expected[chosen].tolist()
+        assert layer.copied == words(k)
 
 
 def test_steps_select_what_the_reference_does_and_keep_the_rest() -> None:
