@@ -175,6 +175,10 @@ SUITES = {
         "what recording costs: a step with it and without", 5,
         (_part(""),), (_part("--steps 2 --rounds 3"),),
     ),
+    "trace_tools": Suite(
+        "time and memory of each tool of fusion-trace on a large job", 5,
+        (_part(""),), (_part("--steps 50"),),
+    ),
     "whatif": Suite(
         "what fusion-trace predicts, beside jobs that were run", 10,
         (_lab(""),), (_lab("--quick"),), common=False,

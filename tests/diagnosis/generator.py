@@ -12,10 +12,22 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from fusion_rt.tracing.format import NOBODY, Flush, Kind, Role
+from fusion_rt.tracing.format import (
+    HEADER,
+    HEADER_NBYTES,
+    MAGIC,
+    NAMES_NBYTES,
+    NOBODY,
+    RECORD,
+    VERSION,
+    Flush,
+    Kind,
+    Role,
+)
 from fusion_trace.read.job import JobTrace, join
 from fusion_trace.read.ring_reader import RECORD_DTYPE, Ring
 
@@ -109,7 +121,29 @@ def make(shape: Shape, fault: Fault | None = None, hidden: frozenset[int] = froz
     run = _Run(shape, fault, recorded=True)
     took = run.run()
     without = _Run(shape, None, recorded=False).run() if fault is not None else took
-    return Made(run.trace(hidden), took, without)
+    return Made(join(run.rings(hidden)), took, without)
+
+
+def write(shape: Shape, directory: Path, fault: Fault | None = None) -> int:
+    """Runs a job and writes its rings into a directory, as its processes would have. Returns the number of records."""
+    run = _Run(shape, fault, recorded=True)
+    run.run()
+    rings = run.rings(frozenset())
+    for ring in rings:
+        (directory / f"{'rank' if ring.role == Role.WORKER else 'node'}-{ring.rank}.ring").write_bytes(_file_of(ring))
+    return sum(len(ring.records) for ring in rings)
+
+
+def _file_of(ring: Ring) -> bytes:
+    """Returns the bytes of a ring's file, by the words of `fusion_rt.tracing.format`."""
+    host, job = ring.host.encode(), ring.job.encode()
+    names = b"".join(len(name.encode()).to_bytes(2, "little") + name.encode() for name in ring.names[1:])
+    header = HEADER.pack(
+        MAGIC, VERSION, RECORD.size, ring.capacity, ring.created, ring.created_wall, ring.pid, ring.rank, ring.node,
+        ring.nodes, len(host), len(job), ring.role, ring.written, len(names), 0,
+    )  # fmt: skip
+    head = (header + host + job).ljust(HEADER_NBYTES, b"\0") + names.ljust(NAMES_NBYTES, b"\0")
+    return head + ring.records.tobytes()
 
 
 class _Tape:
@@ -178,7 +212,7 @@ class _Run:
                         self._add(tape, Kind.CLOCK, at + trip, 0, 0, offset, round(trip / US), peer)
             at += S / 4
 
-    def trace(self, hidden: frozenset[int]) -> JobTrace:
+    def rings(self, hidden: frozenset[int]) -> list[Ring]:
         rings = []
         for tape in (*self.workers, *self.daemons):
             if tape.node in hidden:
@@ -196,7 +230,7 @@ class _Run:
                     problems=(),
                 )
             )  # fmt: skip
-        return join(rings)
+        return rings
 
     # --- what dies ----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fusion_rt.tracing.format import Flush, Kind
-from fusion_trace.analyse.overlap import median, operations_of_steps, partitions
+from fusion_trace.analyse.overlap import median, partitions, steps_of_operations
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import Operation, operations
@@ -116,10 +116,10 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, 
 
     Without a choice of steps, operations outside of whole steps count too.
     """
-    its: Iterable[Operation] = operations(trace).values()
+    every = operations(trace)
+    its: Iterable[Operation] = every.values()
     if chosen != EVERY_STEP:
-        of_step = operations_of_steps(its, partitions(trace, chosen))
-        its = [operation for number in sorted(of_step) for operation in of_step[number]]
+        its = (each for _, each in every.some(steps_of_operations(every, partitions(trace, chosen)) >= 0))
     groups: dict[tuple[int, str], list[Operation]] = defaultdict(list)
     for operation in its:
         groups[operation.key.plan, operation.key.name].append(operation)

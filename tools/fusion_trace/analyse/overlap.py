@@ -20,13 +20,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from itertools import chain
+
+import numpy as np
 
 from fusion_rt.tracing.format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import Operation, Step, all_steps, operations, pairs, script, within
-from fusion_trace.read.spans import Span, difference, intersection, union
+from fusion_trace.read.operation_index import NEVER, Ints, OperationIndex
+from fusion_trace.read.operations import SCRIPT, Operations, Step, all_steps, operations
+from fusion_trace.read.span_columns import (
+    SpanSet,
+    common,
+    joined,
+    pair_columns,
+    phase_columns,
+    union_of,
+    without,
+)
 
 PARTS = ("compute", "overlapped", "exposed", "waiting", "idle")
 
@@ -77,85 +87,64 @@ class Overview:
 def partitions(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Partition, ...]:
     """Returns all whole steps of all ranks, by rank and number."""
     every = operations(trace)
+    handed = every.index.submitted()
+    last = np.max([*handed.values()], 0) if handed else np.zeros(0, np.int64)
+    homes = np.zeros(len(every), bool)
+    for rows in every.index.daemons.values():
+        homes |= rows.first(Kind.APPLIED) != NEVER
     result: list[Partition] = []
     for rank, steps in all_steps(trace).items():
         kept = [step for step in steps if step.number in chosen]
-        result += _of_rank(trace.workers[rank], kept, under_way(rank, trace.node_of[rank], every.values()))
+        begin = np.where(homes, handed[rank], last)
+        result += _of_rank(trace.workers[rank], kept, _under_way(every.index, rank, trace.node_of[rank], begin))
     return tuple(result)
 
 
-def under_way(rank: int, node: int, found: Iterable[Operation]) -> tuple[Span, ...]:
-    """Returns when communication is under way for a rank; see above."""
-    return union(span for operation in found if (span := _flight(operation, rank, node)) is not None)
+def _under_way(index: OperationIndex, rank: int, node: int, begin: Ints) -> SpanSet:
+    """Returns when communication is under way for a rank; see above. `begin`: of each operation."""
+    end = np.full(len(begin), NEVER)
+    daemon = index.daemons.get(node)
+    ends = [daemon.last_of_peer(Kind.ANSWERED, rank), daemon.first(Kind.RUN_END)] if daemon is not None else []
+    for each in (*ends, index.workers[rank].first(Kind.DONE)):
+        end = np.where(end == NEVER, each, end)
+    flown = (index.workers[rank].first(Kind.SUBMITTED) != NEVER) & (end != NEVER)
+    return union_of(begin[flown], end[flown])
 
 
-def _flight(operation: Operation, rank: int, node: int) -> Span | None:
-    mine = operation.workers.get(rank)
-    if mine is None or mine.submitted is None:
-        return None
-    begin = mine.submitted
-    if not operation.asynchronous:
-        begin = max(part.submitted for part in operation.workers.values() if part.submitted is not None)
-    daemon = operation.daemons.get(node)
-    ends = [daemon.answered.get(rank), daemon.run_end] if daemon is not None else []
-    end = next((time for time in [*ends, mine.done] if time is not None), None)
-    return Span(begin, end) if end is not None and end > begin else None
-
-
-def _of_rank(worker: Process, steps: Sequence[Step], flights: Sequence[Span]) -> list[Partition]:
-    waits = union(pairs(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
-    working = union(
-        [
-            *chain(*script(worker).values()),
-            *pairs(worker, Kind.COPY_BEGIN, Kind.COPY_END),
-            *pairs(worker, Kind.APPLY_BEGIN, Kind.APPLY_END),
-        ]
-    )
-    exposed = within(steps, intersection(waits, flights))
-    waiting = within(steps, difference(waits, flights))
-    overlapped = within(steps, difference(flights, waits))
-    compute = within(steps, difference(difference(working, waits), flights))
+def _of_rank(worker: Process, steps: Sequence[Step], flights: SpanSet) -> list[Partition]:
+    waits = joined([pair_columns(worker, Kind.WAIT_BEGIN, Kind.WAIT_END)])
+    phases = [phase_columns(worker, *kinds) for kinds in SCRIPT.values()]
+    copies = pair_columns(worker, Kind.COPY_BEGIN, Kind.COPY_END)
+    working = joined([*phases, copies, pair_columns(worker, Kind.APPLY_BEGIN, Kind.APPLY_END)])
+    sets = {
+        "compute": without(without(working, waits), flights),
+        "overlapped": without(flights, waits),
+        "exposed": common(waits, flights),
+        "waiting": without(waits, flights),
+    }
+    begin, end = (np.array([getattr(step, side) for step in steps], np.int64) for side in ("begin", "end"))
+    columns = {name: its.within(begin, end) for name, its in sets.items()}
+    columns["idle"] = end - begin - sum(columns.values())
+    parts = zip(*(columns[name].tolist() for name in PARTS), strict=True)
     return [
-        Partition(
-            rank=step.rank,
-            number=step.number,
-            begin=step.begin,
-            end=step.end,
-            compute=compute[place],
-            overlapped=overlapped[place],
-            exposed=exposed[place],
-            waiting=waiting[place],
-            idle=step.ns - compute[place] - overlapped[place] - exposed[place] - waiting[place],
-        )
-        for place, step in enumerate(steps)
+        Partition(step.rank, step.number, step.begin, step.end, *its) for step, its in zip(steps, parts, strict=True)
     ]
 
 
-def operations_of_steps(found: Iterable[Operation], parts: Sequence[Partition]) -> dict[int, list[Operation]]:
-    """Returns, by number of the step, the operations that were handed over in it; by the lowest rank that has whole
-    steps."""
-    steps_of_rank = by_rank(parts)
-    result: dict[int, list[Operation]] = defaultdict(list)
-    for operation in found:
-        for rank, steps in steps_of_rank.items():
-            mine = operation.workers.get(rank)
-            if mine is not None and mine.submitted is not None:
-                number = _containing(steps, mine.submitted)
-                if number is not None:
-                    result[number].append(operation)
-                    break
-    return result
+def steps_of_operations(every: Operations, parts: Sequence[Partition]) -> Ints:
+    """Returns the number of the step in which each operation was handed over, by its number in the index; -1: in none.
 
-
-def _containing(steps: Sequence[Partition], time: int) -> int | None:
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        if steps[middle].end < time:  # what was handed over at its very end belongs to it
-            low = middle + 1
-        else:
-            high = middle
-    return steps[low].number if low < len(steps) and steps[low].begin < time else None
+    The lowest rank that has whole steps says it.
+    """
+    found = np.full(len(every), -1)
+    for rank, steps in by_rank(parts).items():
+        begin, end, number = (np.array([getattr(step, of) for step in steps]) for of in ("begin", "end", "number"))
+        time = every.index.workers[rank].first(Kind.SUBMITTED)
+        place = np.searchsorted(end, time)  # what was handed over at its very end belongs to it
+        inside = np.minimum(place, len(steps) - 1)
+        its = (found < 0) & (time != NEVER) & (place < len(steps)) & (begin[inside] < time)
+        found[its] = number[inside][its]
+    return found
 
 
 def by_rank(parts: Iterable[Partition]) -> dict[int, list[Partition]]:

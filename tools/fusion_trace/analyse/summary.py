@@ -12,7 +12,9 @@ from fusion_trace.analyse import endings, gaps, stragglers
 from fusion_trace.analyse.overlap import Overview, Partition, by_rank, overview, partitions
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import operations, pairs
+from fusion_trace.read.operation_index import Ints
+from fusion_trace.read.operations import Operations, operations, pairs
+from fusion_trace.read.ring_reader import RECORD_DTYPE, Records
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,13 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
     steps_of_rank = by_rank(parts)
     begin, end = trace.span
     spans = {rank: (steps[0].begin, steps[-1].end) for rank, steps in steps_of_rank.items()}
-    handed, links = [], dict[tuple[int, int], list[int]]()
     first = min((span[0] for span in spans.values()), default=begin)
     last = max((span[1] for span in spans.values()), default=end)
-    for operation in every.values():
-        for rank, mine in operation.workers.items():
-            if rank in spans and mine.submitted is not None and spans[rank][0] < mine.submitted <= spans[rank][1]:
-                handed.append(mine.nbytes)
-        for chunk in operation.chunks:
-            at = chunk.sent if chunk.sent is not None else chunk.received
-            if at is not None and first <= at <= last:
-                links.setdefault((chunk.source, chunk.target), []).append(chunk.nbytes)
+    handed = 0
+    for rank, span in spans.items():
+        submitted, nbytes = (every.index.workers[rank].first(Kind.SUBMITTED, field) for field in ("time", "value"))
+        handed += int(nbytes[(submitted > span[0]) & (submitted <= span[1])].sum())
+    links = traffic(every, first, last)
     most = max(steps_of_rank.values(), key=len, default=[])
     seconds = (most[-1].end - most[0].begin) / 1e9 if most else 0.0
     return Summary(
@@ -100,9 +98,9 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
         seconds=(end - begin) / 1e9,
         ranks=tuple(_rank(trace.workers[rank], steps) for rank, steps in sorted(steps_of_rank.items())),
         steps_per_second=len(most) / seconds if seconds else 0.0,
-        handed_over=sum(handed) // max(1, len(parts)),
-        links=tuple(LinkTraffic(*link, sum(sizes), len(sizes)) for link, sizes in sorted(links.items())),
-        link_rate=sum(sum(sizes) for sizes in links.values()) / max(1e-9, (last - first) / 1e9),
+        handed_over=handed // max(1, len(parts)),
+        links=links,
+        link_rate=sum(link.nbytes for link in links) / max(1e-9, (last - first) / 1e9),
         overlap=overview(parts) if parts else None,
         stragglers=stragglers.find(trace, chosen),
         records=sum(process.written for process in trace.processes),
@@ -110,6 +108,47 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
         odd=tuple(_odd(trace, bool(parts))),
         ended=tuple(endings.sentences(trace, endings.find(trace))),
     )
+
+
+def traffic(every: Operations, first: int, last: int) -> tuple[LinkTraffic, ...]:
+    """Returns what was sent on each link from one time to another, or came if nobody has seen it sent."""
+    sent = {node: rows.select(Kind.SENT) for node, rows in every.index.daemons.items()}
+    came = {node: rows.select(Kind.RECEIVED) for node, rows in every.index.daemons.items()}
+    pairs_of = {(node, peer) for node, (_, rows) in sent.items() for peer in np.unique(rows["peer"]).tolist()}
+    pairs_of |= {(peer, node) for node, (_, rows) in came.items() for peer in np.unique(rows["peer"]).tolist()}
+    found = []
+    for source, target in sorted(pairs_of):
+        left, right = _of_peer(sent, source, target), _of_peer(came, target, source)
+        numbers = left[1]["extra"], right[1]["extra"]
+        if not all(each.all() and len(np.unique(each)) == len(each) for each in numbers):
+            found.append(_counted(every, source, target, first, last))
+            continue
+        # The same number is the same chunk, if it is of the same operation.
+        _, a, b = np.intersect1d(*numbers, assume_unique=True, return_indices=True)
+        alone = np.ones(len(right[0]), bool)
+        alone[b[left[0][a] == right[0][b]]] = False
+        rows = np.concatenate([left[1], right[1][alone]])
+        rows = rows[(rows["time"] >= first) & (rows["time"] <= last)]
+        found.append(LinkTraffic(source, target, int(rows["value"].sum()), len(rows)))
+    return tuple(each for each in found if each.chunks)
+
+
+def _of_peer(side: dict[int, tuple[Ints, Records]], node: int, peer: int) -> tuple[Ints, Records]:
+    of, rows = side.get(node, (np.zeros(0, np.int64), np.zeros(0, RECORD_DTYPE)))
+    return of[rows["peer"] == peer], rows[rows["peer"] == peer]
+
+
+def _counted(every: Operations, source: int, target: int, first: int, last: int) -> LinkTraffic:
+    """Counts the chunks of a link one by one: without numbers only their order says which ones are the same."""
+    sizes = [
+        chunk.nbytes
+        for operation in every.values()
+        for chunk in operation.chunks
+        if (chunk.source, chunk.target) == (source, target)
+        and (at := chunk.sent if chunk.sent is not None else chunk.received) is not None
+        and first <= at <= last
+    ]
+    return LinkTraffic(source, target, sum(sizes), len(sizes))
 
 
 def _rank(worker: Process, steps: Sequence[Partition]) -> Rank:

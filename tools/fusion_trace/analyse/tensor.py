@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from fusion_rt.tracing.format import Kind
 from fusion_trace.analyse.bucket_times import Plan, gradients, plans
-from fusion_trace.analyse.overlap import Partition, median, operations_of_steps, partitions
+from fusion_trace.analyse.overlap import Partition, median, partitions, steps_of_operations
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace
@@ -79,27 +79,31 @@ def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> TensorLi
     every = operations(trace)
     made = plans(trace)
     name = _meant(name, sorted({key.name for key in every} | _tensors(trace, made)))
-    its = {key: operation for key, operation in every.items() if key.name == name}
+    index = every.index
+    numbers = {each: number for number, each in enumerate(trace.names)}
+    named = index.name == numbers.get(name, 0)
+    wanted = named.copy()
     nbytes = 0
     for plan in made:
         bucket = plan.bucket_of(name)
         if bucket is not None:
             nbytes = dict(plan.tensors[bucket])[name]
-            its |= {key: each for key, each in every.items() if (key.name, key.plan) == (bucket, plan.number)}
+            wanted |= (index.name == numbers.get(bucket, 0)) & (index.plan == plan.number)
     parts = partitions(trace, chosen)
-    step_of = {
-        operation.key: number
-        for number, found in operations_of_steps(its.values(), parts).items()
-        for operation in found
-    }
-    kept = [operation for operation in its.values() if chosen == EVERY_STEP or operation.key in step_of]
-    kept.sort(key=lambda operation: operation.submitted or 0)
+    step_of = steps_of_operations(every, parts)
+    if chosen != EVERY_STEP:
+        wanted &= step_of >= 0
     completed = {rank: times for (rank, of), times in gradients(trace).items() if of == name}
     steps = {(part.rank, part.number): part for part in parts}
-    lives = [_life(trace, operation, step_of.get(operation.key), completed, steps) for operation in kept]
+    lives: list[tuple[int, Life]] = []
+    for number, operation in every.some(wanted):
+        step = int(step_of[number])
+        life = _life(trace, operation, step if step >= 0 else None, completed, steps)
+        lives.append((operation.submitted or 0, life))
+    lives.sort(key=lambda each: each[0])
     if not nbytes:
-        nbytes = max((operation.nbytes for key, operation in its.items() if key.name == name), default=0)
-    return TensorLives(name, nbytes, tuple(life for life in lives if life.events))
+        nbytes = max((operation.nbytes for _, operation in every.some(named)), default=0)
+    return TensorLives(name, nbytes, tuple(life for _, life in lives if life.events))
 
 
 def _tensors(trace: JobTrace, made: Sequence[Plan]) -> set[str]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion_rt.tracing.format import Kind
-from fusion_trace.read.job import Process
 
-_OF_LINKS = (Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)
-
-Id = tuple[int, int, int]
-"""Of an operation: name (its number in the job's table), plan, clock."""
+OF_LINKS = (Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)
 
 Row = tuple[int, int, int, int, int]
 """Of a record: kind, time, value, extra, peer."""
@@ -41,38 +37,24 @@ class Chunk:
     taken: int | None
 
 
-def by_operation(process: Process, kinds: Sequence[Kind]) -> Iterable[tuple[Id, list[Row]]]:
-    """Returns the records of each operation, by time. Those without a name are of none."""
-    rows: dict[Id, list[Row]] = defaultdict(list)
-    records = process.of(*kinds)
-    columns = (records[field].tolist() for field in ("name", "plan", "clock", "kind", "time", "value", "extra", "peer"))
-    for name, plan, clock, *row in zip(*columns, strict=True):
-        if name:
-            rows[name, plan, clock].append(tuple(row))
-    return rows.items()
-
-
-def chunks_of(daemons: Mapping[int, Process]) -> dict[Id, list[Chunk]]:
-    """Returns the chunks of every operation, from what both ends of each link have recorded."""
-    out: dict[tuple[Id, int, int], list[Row]] = {}  # by operation, source and target
-    into: dict[tuple[Id, int, int], list[Row]] = {}
-    for node, daemon in daemons.items():
-        for key, rows in by_operation(daemon, _OF_LINKS):
-            for row in rows:
-                if row[0] in (Kind.QUEUED, Kind.SENT):
-                    out.setdefault((key, node, row[4]), []).append(row)
-                else:
-                    into.setdefault((key, row[4], node), []).append(row)
-    chunks: dict[Id, list[Chunk]] = defaultdict(list)
-    for key, source, target in dict.fromkeys([*out, *into]):
-        link = key, source, target
-        chunks[key] += _of_link(source, target, out.get(link, ()), into.get(link, ()))
-    for found in chunks.values():
-        found.sort(
-            key=lambda chunk: min(
-                time for time in (chunk.queued, chunk.sent, chunk.received, chunk.taken) if time is not None
-            )
+def chunks_of(rows: Mapping[int, Sequence[Row]]) -> list[Chunk]:
+    """Returns the chunks of an operation, from what both ends of each link have recorded of it, by node and time."""
+    out: dict[tuple[int, int], list[Row]] = {}  # by source and target
+    into: dict[tuple[int, int], list[Row]] = {}
+    for node, its in rows.items():
+        for row in its:
+            if row[0] in (Kind.QUEUED, Kind.SENT):
+                out.setdefault((node, row[4]), []).append(row)
+            elif row[0] in (Kind.RECEIVED, Kind.TAKEN):
+                into.setdefault((row[4], node), []).append(row)
+    chunks: list[Chunk] = []
+    for link in dict.fromkeys([*out, *into]):
+        chunks += _of_link(*link, out.get(link, ()), into.get(link, ()))
+    chunks.sort(
+        key=lambda chunk: min(
+            time for time in (chunk.queued, chunk.sent, chunk.received, chunk.taken) if time is not None
         )
+    )
     return chunks
 
 

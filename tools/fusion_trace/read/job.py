@@ -15,7 +15,7 @@ import numpy as np
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.read import alignment
 from fusion_trace.read.alignment import Offset
-from fusion_trace.read.ring_reader import RECORD_DTYPE, Records, Ring, TraceError, is_ring, read, read_header
+from fusion_trace.read.ring_reader import Records, Ring, TraceError, is_ring, read, read_header
 
 _MOST_FILES = 16384  # below a directory
 _DEPTH = 3  # folders of folders that are looked through
@@ -203,7 +203,10 @@ def _newest(paths: Sequence[str]) -> list[str]:
 
 
 def join(rings: Sequence[Ring], problems: Sequence[str] = ()) -> JobTrace:
-    """Puts rings of one job, at least one, on one axis of time and gives them one table of names."""
+    """Puts rings of one job, at least one, on one axis of time and gives them one table of names.
+
+    Their records become those of the trace, without a copy, and are changed.
+    """
     rings = _without_copies(rings)
     problems = [*problems, *(problem for ring in rings for problem in ring.problems)]
     names: dict[str, int] = {"": 0}
@@ -211,7 +214,7 @@ def join(rings: Sequence[Ring], problems: Sequence[str] = ()) -> JobTrace:
     parts: dict[tuple[Role, int], list[tuple[Ring, Records]]] = {}
     for ring in sorted(rings, key=lambda ring: (ring.role, ring.rank, ring.created_wall)):
         numbers = np.array([names.setdefault(name, len(names)) for name in ring.names], "<u4")
-        records = ring.records.copy()
+        records = ring.records
         records["name"] = numbers[records["name"]]
         records["time"] = offsets[ring.node].apply(records["time"])
         parts.setdefault((ring.role, ring.rank), []).append((ring, records))
@@ -234,14 +237,16 @@ def _without_copies(rings: Sequence[Ring]) -> list[Ring]:
 
 def _process(role: Role, rank: int, part: Sequence[tuple[Ring, Records]]) -> Process:
     last = part[-1][0]
-    records = np.concatenate([records for _, records in part]) if part else np.zeros(0, RECORD_DTYPE)
+    records = part[0][1] if len(part) == 1 else np.concatenate([records for _, records in part])
+    if (records["time"][1:] < records["time"][:-1]).any():
+        records = records[np.argsort(records["time"], kind="stable")]
     return Process(
         role=role,
         rank=rank,
         node=last.node,
         host=last.host,
         pid=last.pid,
-        records=records[np.argsort(records["time"], kind="stable")],
+        records=records,
         written=sum(ring.written for ring, _ in part),
         overwritten=sum(ring.overwritten for ring, _ in part),
         paths=tuple(ring.path for ring, _ in part),

@@ -8,20 +8,24 @@ tuples), because rings are finite and processes die; nothing is invented for it.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fusion_rt.tracing.format import Flush, Kind
-from fusion_trace.read.chunks import Chunk, Id, Row, by_operation, chunks_of
+from fusion_trace.read.chunks import OF_LINKS, Chunk, Row, chunks_of
 from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.operation_index import NEVER, Ints, index_of
 from fusion_trace.read.ring_reader import Records
 from fusion_trace.read.spans import Span
 
-_SCRIPT = {
+SCRIPT = {
     "forward": (Kind.FORWARD_BEGIN, Kind.FORWARD_END),
     "backward": (Kind.BACKWARD_BEGIN, Kind.BACKWARD_END),
     "step()": (Kind.STEP_BEGIN, Kind.STEP_END),
@@ -183,7 +187,7 @@ def pairs(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
 
 def script(worker: Process) -> dict[str, tuple[Span, ...]]:
     """Returns when a worker's script was in each of its phases: `forward`, `backward` and `step()`."""
-    return {name: phases(worker, *kinds) for name, kinds in _SCRIPT.items()}
+    return {name: phases(worker, *kinds) for name, kinds in SCRIPT.items()}
 
 
 def phases(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
@@ -199,9 +203,9 @@ def phases(process: Process, begin: Kind, end: Kind) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _pair(records: Records, begin: Kind) -> tuple[list[tuple[Id, Span]], int]:
+def _pair(records: Records, begin: Kind) -> tuple[list[tuple[tuple[int, int, int], Span]], int]:
     """Returns spans with what they are about, and how many begins or ends have no partner."""
-    opened: dict[Id, deque[int]] = defaultdict(deque)
+    opened: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
     spans, alone = [], 0
     for name, plan, clock, kind, time in zip(
         *(records[field].tolist() for field in ("name", "plan", "clock", "kind", "time")), strict=True
@@ -214,31 +218,6 @@ def _pair(records: Records, begin: Kind) -> tuple[list[tuple[Id, Span]], int]:
         else:
             alone += 1
     return spans, alone + sum(map(len, opened.values()))
-
-
-@lru_cache(maxsize=2)  # a command asks several questions about a job, or compares two
-def operations(trace: JobTrace) -> Mapping[Key, Operation]:
-    """Returns all operations, in order of their first hand-over."""
-    workers: dict[Id, dict[int, WorkerPart]] = defaultdict(dict)
-    daemons: dict[Id, dict[int, DaemonPart]] = defaultdict(dict)
-    for rank, worker in trace.workers.items():
-        for key, records in by_operation(worker, _OF_WORKERS):
-            workers[key][rank] = _worker_part(rank, records)
-    for node, daemon in trace.daemons.items():
-        for key, records in by_operation(daemon, _OF_DAEMONS):
-            daemons[key][node] = _daemon_part(node, records)
-    chunks = chunks_of(trace.daemons)
-    found = [
-        Operation(
-            Key(trace.names[key[0]], key[1], key[2]),
-            workers.get(key, {}),
-            daemons.get(key, {}),
-            tuple(chunks.get(key, ())),
-        )
-        for key in dict.fromkeys([*workers, *daemons, *chunks])
-    ]
-    found.sort(key=_first)
-    return {operation.key: operation for operation in found}
 
 
 _KERNELS = {
@@ -254,6 +233,105 @@ _OF_DAEMONS = (
     Kind.READY, Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END, Kind.RUN_BEGIN, Kind.RUN_END, Kind.FAILED, Kind.ANSWERED,
     Kind.APPLIED, *chain(*_KERNELS.values()),
 )  # fmt: skip
+
+
+class Operations(Mapping[Key, Operation]):
+    """All operations of a job, in order of their first hand-over.
+
+    An operation is put together when it is asked for, with its neighbours: a job may have so many that all of them do
+    not fit into memory. What is to be known of all of them is in the columns of `index`.
+
+    Attributes:
+        order: the operations' numbers in `index`, by first hand-over; shape (n,).
+    """
+
+    def __init__(self, trace: JobTrace) -> None:
+        self._names = trace.names
+        self._blocks: OrderedDict[int, list[Operation]] = OrderedDict()
+        self._places: dict[tuple[int, int, int], int] | None = None
+        self._numbers = {name: number for number, name in enumerate(trace.names)}
+        self.index = index_of(trace, _OF_WORKERS, _OF_DAEMONS)
+        self.order = self.index.came
+        self.order = self.order[np.lexsort((self.index.clock[self.order], self._first()[self.order]))]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Key]:
+        return (self._key(number) for number in self.order.tolist())
+
+    def __getitem__(self, key: Key) -> Operation:
+        if self._places is None:
+            columns = (column[self.order].tolist() for column in (self.index.name, self.index.plan, self.index.clock))
+            self._places = {its: place for place, its in enumerate(zip(*columns, strict=True))}
+        return self.at(self._places[self._numbers.get(key.name, 0), key.plan, key.clock])
+
+    def values(self) -> Iterator[Operation]:  # type: ignore[override]  # made one after the other
+        return (operation for first in range(0, len(self), _BLOCK) for operation in self._block(first // _BLOCK))
+
+    def items(self) -> Iterator[tuple[Key, Operation]]:  # type: ignore[override]
+        return ((operation.key, operation) for operation in self.values())
+
+    def at(self, place: int) -> Operation:
+        """Returns an operation by its place in the order."""
+        return self._block(place // _BLOCK)[place % _BLOCK]
+
+    def some(self, kept: NDArray[np.bool_]) -> Iterator[tuple[int, Operation]]:
+        """Yields operations that are kept, in order, with their numbers in `index`. `kept`: by these numbers."""
+        chosen = self.order[kept[self.order]].tolist()
+        for first in range(0, len(chosen), _BLOCK):
+            yield from zip(chosen[first : first + _BLOCK], self._made(chosen[first : first + _BLOCK]), strict=True)
+
+    def _key(self, number: int) -> Key:
+        index = self.index
+        return Key(self._names[index.name[number]], int(index.plan[number]), int(index.clock[number]))
+
+    def _first(self) -> Ints:
+        """Returns when each operation was handed over first, or else what there is first."""
+        first = np.full(len(self), np.iinfo(np.int64).max)
+        for its in self.index.submitted().values():
+            np.minimum(first, its, out=first, where=its != NEVER)
+        for number in np.flatnonzero(first == np.iinfo(np.int64).max).tolist():
+            first[number] = _first_sign(self._made([number])[0])
+        return first
+
+    def _block(self, number: int) -> list[Operation]:
+        if number not in self._blocks:
+            if len(self._blocks) == _BLOCKS:
+                self._blocks.popitem(last=False)
+            self._blocks[number] = self._made(self.order[number * _BLOCK : (number + 1) * _BLOCK].tolist())
+        self._blocks.move_to_end(number)
+        return self._blocks[number]
+
+    def _made(self, numbers: Sequence[int]) -> list[Operation]:
+        workers = {rank: rows.of(numbers) for rank, rows in self.index.workers.items()}
+        daemons = {node: rows.of(numbers) for node, rows in self.index.daemons.items()}
+        found = []
+        for place, number in enumerate(numbers):
+            of_nodes = {node: its[place] for node, its in daemons.items()}
+            found.append(
+                Operation(
+                    self._key(number),
+                    {rank: _worker_part(rank, its[place]) for rank, its in workers.items() if its[place]},
+                    {
+                        node: _daemon_part(node, its)
+                        for node, its in of_nodes.items()
+                        if any(row[0] not in OF_LINKS for row in its)
+                    },
+                    tuple(chunks_of(of_nodes)),
+                )
+            )
+        return found
+
+
+_BLOCK = 64  # operations that are put together at once
+_BLOCKS = 8  # that are kept
+
+
+@lru_cache(maxsize=2)  # a command asks several questions about a job, or compares two
+def operations(trace: JobTrace) -> Operations:
+    """Returns all operations, in order of their first hand-over."""
+    return Operations(trace)
 
 
 def _spans(rows: Iterable[Row], begin: Kind, end: Kind) -> tuple[Span, ...]:
@@ -312,17 +390,14 @@ def _daemon_part(node: int, rows: Sequence[Row]) -> DaemonPart:
     )
 
 
-def _first(operation: Operation) -> tuple[int, int]:
-    """Returns the key for the order: when an operation was handed over, or what there is first."""
-    submitted = operation.submitted
-    if submitted is None:
-        times = [
-            time
-            for part in operation.daemons.values()
-            for time in (*part.ready.values(), part.run_begin)
-            if time is not None
-        ]
-        times += [time for chunk in operation.chunks for time in (chunk.sent, chunk.received) if time is not None]
-        times += [time for part in operation.workers.values() for time in (part.full, part.done) if time is not None]
-        submitted = min(times, default=0)
-    return submitted, operation.key.clock
+def _first_sign(operation: Operation) -> int:
+    """Returns what there is first of an operation that nobody has handed over."""
+    times = [
+        time
+        for part in operation.daemons.values()
+        for time in (*part.ready.values(), part.run_begin)
+        if time is not None
+    ]
+    times += [time for chunk in operation.chunks for time in (chunk.sent, chunk.received) if time is not None]
+    times += [time for part in operation.workers.values() for time in (part.full, part.done) if time is not None]
+    return min(times, default=0)

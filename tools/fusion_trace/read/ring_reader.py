@@ -216,10 +216,9 @@ def _records(file: BinaryIO, header: Header, nbytes: int, path: str, problems: l
         stop = min(wanted.stop, start + header.capacity - place)
         count = max(0, min(place + stop - start, room) - place)
         file.seek(RECORDS_AT + place * RECORD.size)
-        data = file.read(count * RECORD.size)
-        pieces.append(np.frombuffer(data[: len(data) // RECORD.size * RECORD.size], RECORD_DTYPE))
+        pieces.append(np.fromfile(file, RECORD_DTYPE, count))
         start = stop
-    records = np.concatenate(pieces) if pieces else np.zeros(0, RECORD_DTYPE)
+    records = pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.zeros(0, RECORD_DTYPE)
     if missing := len(wanted) - len(records):
         problems.append(f"{path} is cut off: {missing} of {len(wanted)} records are not there")
     overwritten = first
@@ -233,5 +232,7 @@ def _records(file: BinaryIO, header: Header, nbytes: int, path: str, problems: l
     sound = np.isin(records["kind"], _KINDS) & (records["time"] >= header.created - _SLACK)
     if damaged := len(records) - int(sound.sum()):
         problems.append(f"{path}: {damaged} records are damaged, and were left out")
-    records = records[sound]
-    return records[np.argsort(records["time"], kind="stable")], overwritten
+        records = records[sound]
+    if (records["time"][1:] < records["time"][:-1]).any():
+        records = records[np.argsort(records["time"], kind="stable")]
+    return records, overwritten

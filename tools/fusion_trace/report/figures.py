@@ -11,7 +11,7 @@ from fusion_trace.analyse import bucket_times, critical_path, summary
 from fusion_trace.analyse.bucket_times import BucketTimes
 from fusion_trace.analyse.critical_path import Path
 from fusion_trace.analyse.link_figures import LinkFigures, link_figures
-from fusion_trace.analyse.overlap import PARTS, Partition, by_rank, by_step, median, operations_of_steps, partitions
+from fusion_trace.analyse.overlap import PARTS, Partition, by_rank, by_step, median, partitions, steps_of_operations
 from fusion_trace.analyse.summary import Summary
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
@@ -98,7 +98,8 @@ def analyse(
         measure: what a codec costs, as in `curves.sweep`.
     """
     parts = partitions(trace, chosen)
-    of_step = operations_of_steps(operations(trace).values(), parts)
+    every = operations(trace)
+    inside = steps_of_operations(every, parts) >= 0
     span = Span(min((part.begin for part in parts), default=0), max((part.end for part in parts), default=0))
     middle = _middle_step(parts)
     paths = () if middle is None else critical_path.find(trace, StepRange(middle, middle + 1))
@@ -110,7 +111,7 @@ def analyse(
         columns=_columns(parts),
         slowest=tuple(sorted(parts, key=lambda part: -part.ns)[:10]),
         buckets=bucket_times.find(trace, chosen),
-        links=link_figures(trace, (chunk for its in of_step.values() for each in its for chunk in each.chunks), span),
+        links=link_figures(trace, (chunk for _, each in every.some(inside) for chunk in each.chunks), span),
         path=paths[0] if paths else None,
         curves=sweep(trace, _around(parts, middle), measure),
     )

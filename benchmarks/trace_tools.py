@@ -1,0 +1,117 @@
+"""Time and memory of every tool of fusion-trace, on rings of a large job that never ran.
+
+    python -m benchmarks.trace_tools
+    python -m benchmarks.trace_tools --steps 500 --tools summary,report
+
+The job is made by `tests.diagnosis.generator`: hosts around a ring, one rank each, and one that is slow in every
+step, and in one of a hundred much slower. Each tool is a process of its own, as a person starts it; its memory is the
+largest resident set that the kernel has seen of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import arguments as shared
+from benchmarks.common import results
+from benchmarks.common.results import Measure, Record
+from benchmarks.common.tables import Table
+from tests.diagnosis.generator import MS, Fault, Shape, write
+
+NAME = "trace_tools"
+RESULTS = results.RESULTS / "trace_tools.json"
+GOAL_SECONDS, GOAL_NBYTES = 5.0, 300e6
+TOOLS: Mapping[str, tuple[str, ...]] = {
+    "summary": ("summary", "{rings}"),
+    "overlap": ("overlap", "{rings}"),
+    "stragglers": ("stragglers", "{rings}"),
+    "buckets": ("buckets", "{rings}"),
+    "tensor": ("tensor", "bucket 0", "{rings}"),
+    "critical-path": ("critical-path", "{rings}"),
+    "diff": ("diff", "{rings}", "{rings}", "--steps", ":{half}", "--after-steps", "{half}:"),
+    "whatif": ("whatif", "{rings}", "--bandwidth", "1gbit"),
+    "report": ("report", "{rings}", "-o", "{out}/report.html"),
+    "merge": ("merge", "{rings}", "-o", "{out}/merged.json.gz"),
+    "convert (CSV)": ("convert", "{rings}", "-o", "{out}/records.csv"),
+    "hang": ("hang", "--trace", "{rings}"),
+}
+
+
+def job(directory: Path, steps: int, ranks: int) -> int:
+    """Writes the rings of the job; returns the number of records."""
+    when = np.where(np.random.default_rng(1).random(steps) < 0.01, 7.0, 1.0)
+    shape = Shape(nodes=ranks, steps=steps, buckets=2, seed=1)
+    return write(shape, directory, Fault("forward", tuple(when.tolist()), frozenset({min(2, ranks - 1)}), more=5 * MS))
+
+
+def measure(directory: Path, tool: str, steps: int) -> tuple[float, float]:
+    """Runs a tool. Returns its seconds and bytes. Raises `subprocess.CalledProcessError`."""
+    names = {"rings": directory / "rings", "out": directory, "half": steps // 2}
+    command = [sys.executable, "-m", "fusion_trace", *(word.format(**names) for word in TOOLS[tool])]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    took = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return took, usage.ru_maxrss * 1024.0
+
+
+def run(steps: int, ranks: int, rounds: int, tools: Sequence[str]) -> Record:
+    """Measures tools, `rounds` times each."""
+    machine, date = results.begin()
+    with tempfile.TemporaryDirectory(prefix=NAME) as name:
+        directory = Path(name)
+        (directory / "rings").mkdir()
+        records = job(directory / "rings", steps, ranks)
+        found = {tool: [measure(directory, tool, steps) for _ in range(rounds)] for tool in tools}
+    measures = [
+        Measure(what, unit, {tool: results.rounded(row[place] for row in rows) for tool, rows in found.items()})
+        for place, (what, unit) in enumerate((("time", "s"), ("memory", "B")))
+    ]
+    setting: results.Setting = {"steps": steps, "ranks": ranks, "records": records}
+    return Record(setting, measures, machine, date, results.command_line())
+
+
+def show(record: Record) -> None:
+    """Prints the results as a table."""
+    setting = record.setting
+    table = Table([f"{setting['steps']} steps, {setting['ranks']} ranks, {setting['records']} records", "s", "MB"])
+    memory = record.measure("memory").samples
+    for tool, seconds in record.measure("time").samples.items():
+        table.add(tool, f"{np.median(seconds):.1f}", f"{np.median(memory[tool]) / 1e6:.0f}")
+    table.add("goal", f"{GOAL_SECONDS:.1f}", f"{GOAL_NBYTES / 1e6:.0f}")
+    table.show()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what the command line asks for."""
+    parser = shared.parser(NAME, __doc__)
+    parser.add_argument("--steps", type=int, default=5000, help="of the job (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="each on a host of its own (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each tool (%(default)s)")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="which (all)")
+    shared.add_out(parser, RESULTS)
+    shared.add_table(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.table:
+        for record in results.load(arguments.out, NAME).records:
+            show(record)
+        return
+    tools = shared.chosen(parser, "tool", arguments.tools.split(","), TOOLS)
+    record = run(arguments.steps, arguments.ranks, arguments.rounds, tools)
+    results.keep(arguments.out, NAME, record)
+    show(record)
+
+
+if __name__ == "__main__":
+    main()
