@@ -12,22 +12,26 @@ its way), negotiation, queue and wire; `unrecorded` is what rings do not tell.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from fusion_rt.tracing.format import Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import DaemonPart, Key, Operation, Step, all_steps, operations, pairs, script
-from fusion_trace.read.spans import Span, difference, union
+from fusion_trace.read.operation_index import Ints
+from fusion_trace.read.operations import SCRIPT, DaemonPart, Key, Operation, Operations, Step, all_steps, operations
+from fusion_trace.read.span_columns import joined, matched, pair_columns, phase_columns, union_of, without
+from fusion_trace.read.spans import Span
 
 ACTIVITIES = (
     "forward", "backward", "step", "copy", "apply", "wake-up", "other", "hand-over", "daemon", "reduce", "encode",
     "decode", "negotiation", "queue", "wire", "unrecorded",
 )  # fmt: skip
+_OF_WORKERS = ("apply", "copy", "step", "backward", "forward", "other")  # the earlier one counts, of two at a time
 _LAST, _DATA, _RUN, _NEGOTIATED, _READY = 4, 3, 2, 1, 0  # what comes after what at the same moment
 
 
@@ -94,14 +98,19 @@ def totals(paths: Iterable[Path]) -> dict[tuple[str, Place], int]:
 # --- the graph --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A stretch of a worker's time. `key`: the operation that it waits for, if it does."""
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """A worker's time in stretches that follow each other, in columns of shape (n,).
 
-    begin: int
-    end: int
-    activity: str
-    key: Key | None = None
+    Attributes:
+        begin, end: ns. activity: a place in `_OF_WORKERS`.
+        operation: the number of the operation that it waits for, if it does; else -1.
+    """
+
+    begin: Ints
+    end: Ints
+    activity: Ints
+    operation: Ints
 
 
 @dataclass
@@ -137,8 +146,7 @@ class _Graph:
     def __init__(self, trace: JobTrace) -> None:
         self._operations = operations(trace)
         self._node_of = trace.node_of
-        self._pieces = {rank: _pieces(worker, self._operations.values()) for rank, worker in trace.workers.items()}
-        self._ends = {rank: [piece.end for piece in pieces] for rank, pieces in self._pieces.items()}
+        self._pieces = {rank: _pieces(worker, self._operations) for rank, worker in trace.workers.items()}
 
     def back_from(self, step: Step) -> tuple[Segment, ...]:
         """Walks from the end of a step back to its begin."""
@@ -168,24 +176,25 @@ class _Graph:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _in_worker(self, rank: int, walk: _Walk) -> tuple[int, Key] | int:
-        place = bisect_left(self._ends[rank], walk.time)
         pieces = self._pieces[rank]
-        if place == len(pieces) or pieces[place].begin >= walk.time:  # before its first record, or after its last
-            before = pieces[place - 1].end if place else walk.limit
+        place = int(np.searchsorted(pieces.end, walk.time))
+        if place == len(pieces.end) or pieces.begin[place] >= walk.time:  # before its first record, or after its last
+            before = int(pieces.end[place - 1]) if place else walk.limit
             walk.back_to(before, "unrecorded" if not place else "other", Place(rank=rank))
             return rank
-        piece = pieces[place]
-        if piece.key is None:
-            walk.back_to(piece.begin, piece.activity, Place(rank=rank))
+        began, number = int(pieces.begin[place]), int(pieces.operation[place])
+        if number < 0:
+            walk.back_to(began, _OF_WORKERS[pieces.activity[place]], Place(rank=rank))
             return rank
-        walk.waiting = rank, piece.begin, piece.key.name
-        node, operation = self._node_of[rank], self._operations[piece.key]
+        key = self._operations.key_of(number)
+        walk.waiting = rank, began, key.name
+        node, operation = self._node_of[rank], self._operations[key]
         daemon = operation.daemons.get(node)
         answered = None if daemon is None else daemon.answered.get(rank, daemon.run_end)
         if answered is None:
             return self._not_known(walk)
-        walk.back_to(max(answered, piece.begin), "wake-up", Place(rank=rank), piece.key.name)
-        return rank if answered <= piece.begin else (node, piece.key)
+        walk.back_to(max(answered, began), "wake-up", Place(rank=rank), key.name)
+        return rank if answered <= began else (node, key)
 
     # --- daemons ------------------------------------------------------------------------------------------------------
 
@@ -256,38 +265,37 @@ class _Kernel:
     name: str
 
 
-def _pieces(worker: Process, found: Iterable[Operation]) -> list[_Piece]:
-    """Returns all of a worker's time, from its first record to its last, in pieces that follow each other."""
-    if not len(worker.records):
-        return []
-    parts = [(operation.key, operation.workers[worker.rank]) for operation in found if worker.rank in operation.workers]
-    pieces: list[_Piece] = []
-    taken: tuple[Span, ...] = ()
-    for key, (begin, end) in sorted(
-        ((key, span) for key, part in parts for span in part.waits), key=lambda each: each[1]
-    ):
-        begin = max(begin, taken[-1].end if taken else begin)  # waits of a script follow each other
-        if begin < end:
-            pieces.append(_Piece(begin, end, "wait", key))
-            taken = (
-                (*taken[:-1], Span(taken[-1].begin, end))
-                if taken and taken[-1].end == begin
-                else (*taken, Span(begin, end))
-            )
-    phases = script(worker)
-    work: Mapping[str, Sequence[Span]] = {
-        "apply": pairs(worker, Kind.APPLY_BEGIN, Kind.APPLY_END),
-        "copy": pairs(worker, Kind.COPY_BEGIN, Kind.COPY_END),
+def _pieces(worker: Process, every: Operations) -> _Pieces:
+    """Returns all of a worker's time, from its first record to its last."""
+    of, records = every.index.workers[worker.rank].select(Kind.WAIT_BEGIN, Kind.WAIT_END)
+    opened, closed = matched(of, records["kind"] == Kind.WAIT_BEGIN)
+    begin, end, of = records["time"][opened], records["time"][closed], of[opened]
+    place = np.empty(len(every), np.int64)
+    place[every.order] = np.arange(len(every))
+    order = np.lexsort((place[of], end, begin))
+    begin, end, of = begin[order], end[order], of[order]
+    reached = np.maximum.accumulate(end)
+    begin[1:] = np.maximum(begin[1:], reached[:-1])  # waits of a script follow each other
+    kept = begin < end
+    columns = [(begin[kept], end[kept], np.full(int(kept.sum()), -1), of[kept])]
+    taken = union_of(begin, end)
+    times = worker.records["time"]
+    phases = {name: phase_columns(worker, *kinds) for name, kinds in SCRIPT.items()}
+    work: Mapping[str, tuple[Ints, Ints]] = {
+        "apply": pair_columns(worker, Kind.APPLY_BEGIN, Kind.APPLY_END),
+        "copy": pair_columns(worker, Kind.COPY_BEGIN, Kind.COPY_END),
         "step": phases["step()"],
         "backward": phases["backward"],
         "forward": phases["forward"],
-        "other": [Span(int(worker.records["time"][0]), int(worker.records["time"][-1]))],
+        "other": (times[:1], times[-1:]),
     }
-    for activity, spans in work.items():
-        free = difference(union(spans), taken)
-        pieces += [_Piece(*span, activity) for span in free]
-        taken = union([*taken, *free])
-    return sorted(pieces, key=lambda piece: piece.begin)
+    for number, activity in enumerate(_OF_WORKERS):
+        free = without(union_of(*work[activity]), taken)
+        columns.append((free.begin, free.end, np.full(len(free.begin), number), np.full(len(free.begin), -1)))
+        taken = joined([(taken.begin, taken.end), (free.begin, free.end)])
+    begin, end, activities, of = (np.concatenate([each[column] for each in columns]) for column in range(4))
+    order = np.argsort(begin, kind="stable")
+    return _Pieces(begin[order], end[order], activities[order], of[order])
 
 
 def document(trace: JobTrace, paths: Sequence[Path]) -> dict[str, object]:

@@ -258,7 +258,7 @@ class Operations(Mapping[Key, Operation]):
         return len(self.order)
 
     def __iter__(self) -> Iterator[Key]:
-        return (self._key(number) for number in self.order.tolist())
+        return (self.key_of(number) for number in self.order.tolist())
 
     def __getitem__(self, key: Key) -> Operation:
         if self._places is None:
@@ -282,7 +282,8 @@ class Operations(Mapping[Key, Operation]):
         for first in range(0, len(chosen), _BLOCK):
             yield from zip(chosen[first : first + _BLOCK], self._made(chosen[first : first + _BLOCK]), strict=True)
 
-    def _key(self, number: int) -> Key:
+    def key_of(self, number: int) -> Key:
+        """Returns the identity of an operation by its number in `index`."""
         index = self.index
         return Key(self._names[index.name[number]], int(index.plan[number]), int(index.clock[number]))
 
@@ -311,7 +312,7 @@ class Operations(Mapping[Key, Operation]):
             of_nodes = {node: its[place] for node, its in daemons.items()}
             found.append(
                 Operation(
-                    self._key(number),
+                    self.key_of(number),
                     {rank: _worker_part(rank, its[place]) for rank, its in workers.items() if its[place]},
                     {
                         node: _daemon_part(node, its)

@@ -24,12 +24,13 @@ from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import Operation, Step, operations, pairs, steps_of, within
+from fusion_trace.read.operations import Operation, Operations, Step, operations, pairs, steps_of, within
 from fusion_trace.read.spans import union
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
 from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
 
 S = 1e9  # ns
+MOST_STEPS = 200  # that are replayed if nobody has chosen any: the simulator handles every message of each
 _ROUNDS = 8
 _LEAST_CHUNK = 16 * 1024  # bytes; of smaller ones the time says nothing about the bandwidth
 
@@ -115,13 +116,22 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         whose = f"rank {missing[0]} has" if missing else "there are"
         raise NotRecorded(f"{whose} no whole training steps in this trace, so that there is nothing to replay")
     numbers = tuple(sorted(set.intersection(*(set(found) for found in steps.values()))))
+    problems: list[str] = []
+    if chosen == EVERY_STEP and len(numbers) > MOST_STEPS:
+        first = (len(numbers) - MOST_STEPS) // 2
+        kept = numbers[first : first + MOST_STEPS]
+        problems.append(
+            f"of {len(numbers)} steps those in the middle, {kept[0]} to {kept[-1]}, are replayed; --steps chooses"
+        )
+        numbers = kept
     if not numbers:
         raise NotRecorded("the ranks have no training step in common in this trace")
     nodes = sorted(set(trace.node_of.values()))
     sizes = Counter(trace.node_of.values())
     if len(set(sizes.values())) > 1:
         raise NotRecorded(f"nodes have different numbers of workers ({dict(sizes)}), which the simulation has not")
-    found = [op for op in operations(trace).values() if _is_of(op, steps, numbers)]
+    every = operations(trace)
+    found = [op for _, op in every.some(_handed_over_in(every, steps, numbers))]
     names = tuple(dict.fromkeys(op.key.name for op in found))
     index = {name: number for number, name in enumerate(names)}
     nbytes = {name: max(op.nbytes for op in found if op.key.name == name) for name in names}
@@ -133,7 +143,6 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     if not any(isinstance(event, Submit) for program in programs for step in program for event in step):
         raise NotRecorded("no worker has handed anything to its daemon in these steps")
     chunks = [chunk for op in found for chunk in op.chunks]
-    problems: list[str] = []
     links = _links(chunks, nodes, problems)
     costs = _costs(found, trace, defaults, problems)
     sent = float(sum(chunk.nbytes for chunk in chunks if chunk.sent is not None)) / len(numbers)
@@ -158,13 +167,17 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     )
 
 
-def _is_of(op: Operation, steps: Mapping[int, Mapping[int, Step]], numbers: Sequence[int]) -> bool:
-    """Says whether some rank submitted it in one of the steps."""
-    return any(
-        part.submitted is not None and steps[rank][n].begin <= part.submitted < steps[rank][n].end
-        for rank, part in op.workers.items()
-        for n in numbers
-    )
+def _handed_over_in(
+    every: Operations, steps: Mapping[int, Mapping[int, Step]], numbers: Sequence[int]
+) -> NDArray[np.bool_]:
+    """Says of each operation, by its number in the index, whether some rank submitted it in one of the steps."""
+    found = np.zeros(len(every), bool)
+    for rank, time in every.index.submitted().items():
+        begin = np.array([steps[rank][number].begin for number in numbers])
+        end = np.array([steps[rank][number].end for number in numbers])
+        place = np.searchsorted(begin, time, "right") - 1
+        found |= (place >= 0) & (time < end[np.maximum(place, 0)])
+    return found
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -204,10 +217,11 @@ def _program(trace: JobTrace, worker: Process, step: Step, index: Mapping[str, i
 
 
 def _rows(trace: JobTrace, worker: Process, step: Step) -> Iterable[tuple[int, int, str]]:
-    records = worker.of(*_KINDS)
-    times = records["time"]
-    low, high = np.searchsorted(times, step.begin, "right"), np.searchsorted(times, step.end, "right")
-    for kind, time, name in zip(*(records[f][low:high].tolist() for f in ("kind", "time", "name")), strict=True):
+    times = worker.records["time"]
+    low, high = np.searchsorted(times, [step.begin, step.end], "right")
+    records = worker.records[low:high]
+    records = records[np.isin(records["kind"], _KINDS)]
+    for kind, time, name in zip(*(records[f].tolist() for f in ("kind", "time", "name")), strict=True):
         yield kind, time, trace.names[name]
 
 
