@@ -223,7 +223,7 @@ class _Run:
             records = records[np.argsort(records["time"], kind="stable")]
             rings.append(
                 Ring(
-                    capacity=len(records) + 1, created=self._local(tape.node, START), created_wall=WALL,
+                    capacity=len(records) + 64, created=self._local(tape.node, START), created_wall=WALL,
                     pid=100 + tape.number, rank=tape.number, node=tape.node, nodes=self.shape.nodes, role=tape.role,
                     host=f"host{tape.node}", job="diagnosis", written=len(records), names_nbytes=0, lost_names=0,
                     path=f"/{tape.role.name}-{tape.number}", names=tuple(self.names), records=records, overwritten=0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from fusion_trace.analyse.critical_path import Segment
@@ -96,7 +97,10 @@ def step_bars(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
             }
             for part in PARTS
         ]
-        visible = [index // len(PARTS) == place for index in range(len(shown) * len(PARTS))]
+        if any(column.last > column.first for column in its):
+            data += [_extremes(its, rank, turn, not place) for turn in ("longest", "shortest")]
+        each = len(data) // (place + 1)
+        visible = [index // each == place for index in range(len(shown) * each)]
         buttons.append({"label": f"rank {rank}", "method": "update", "args": [{"visible": visible}]})
     layout = _layout(
         380,
@@ -107,6 +111,41 @@ def step_bars(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
         updatemenus=[{"buttons": buttons, "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}],
     )
     return {"data": data, "layout": layout}
+
+
+def _extremes(columns: Sequence[Column], rank: int, which: str, visible: bool) -> Chart:
+    """Draws the longest or shortest of the steps of each column as marks over its bar."""
+    place = 1 if which == "longest" else 2
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": f"{which} of these",
+        "visible": visible,
+        "x": [column.first for column in columns],
+        "y": [ms(column.longest[rank][place]) for column in columns],
+        "text": [f"step {column.longest[rank][0]}" if place == 1 else "" for column in columns],
+        "marker": {"color": "#1f2430" if place == 1 else "#8a93a3", "size": 4},
+        "hovertemplate": f"{which}: %{{y:.3f}} ms %{{text}}<extra>rank {rank}</extra>",
+    }
+
+
+def length_bars(lengths: tuple[Sequence[float], Sequence[int]]) -> Chart:
+    """Draws how many steps of all ranks are how long; few are seen beside many, since the axis is logarithmic."""
+    edges, counts = lengths
+    data = [
+        {
+            "type": "bar",
+            "x": [ms((a + b) / 2) for a, b in pairwise(edges)],
+            "y": [count or None for count in counts],
+            "width": [ms(b - a) for a, b in pairwise(edges)],
+            "text": [f"{ms(a):.2f} to {ms(b):.2f} ms" for a, b in pairwise(edges)],
+            "textposition": "none",
+            "marker": {"color": COLOURS["overlapped"], "line": {"width": 0}},
+            "hovertemplate": "%{text}: %{y} steps<extra></extra>",
+        }
+    ]
+    axes = {"xaxis": _axis("a step, ms"), "yaxis": _axis("steps of all ranks", type="log", dtick=1)}
+    return {"data": data, "layout": _layout(300, showlegend=False, bargap=0, **axes)}
 
 
 def hidden_line(columns: Sequence[Column]) -> Chart:

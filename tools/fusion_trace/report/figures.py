@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
+
 from fusion_trace.analyse import bucket_times, critical_path, summary
 from fusion_trace.analyse.bucket_times import BucketTimes
 from fusion_trace.analyse.critical_path import Path
@@ -20,7 +22,8 @@ from fusion_trace.read.spans import Span
 from fusion_trace.report.curves import STEPS, Curves, sweep
 from fusion_trace.simulate.model import CodecCosts
 
-MOST_COLUMNS = 240  # of charts over steps; with more steps, a column is the mean of several
+MOST_COLUMNS = 240  # of charts over steps; with more steps, a column stands for several
+MOST_BINS = 60  # of the histogram
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,16 @@ class Column:
     Attributes:
         first, last: their numbers.
         parts: by rank, the mean of each of `PARTS`.
-        slower: by rank, by how much its own work took longer than the median rank's, the mean.
+        slower: by rank, by how much its own work took longer than the median rank's, where that is furthest from 0: a
+            mean would hide what is rare.
+        longest: by rank, the number of its longest step, and how long that and the shortest one are, ns.
     """
 
     first: int
     last: int
     parts: Mapping[int, Mapping[str, float]]
     slower: Mapping[int, float]
+    longest: Mapping[int, tuple[int, int, int]]
 
     @property
     def hidden(self) -> float | None:
@@ -71,6 +77,7 @@ class Report:
         summary: what `fusion-trace summary` says.
         ranks: by rank, those with whole steps.
         columns: by step.
+        lengths: bins of the lengths of all ranks' steps: edges, one more than bins (ns), and how many are in each.
         slowest: single steps of all ranks, the longest first.
         buckets, links: as `bucket_times.find` and `link_figures.link_figures` have them.
         path: the critical path of the step of median length; None without steps.
@@ -82,6 +89,7 @@ class Report:
     summary: Summary
     ranks: tuple[RankTimes, ...]
     columns: tuple[Column, ...]
+    lengths: tuple[tuple[float, ...], tuple[int, ...]]
     slowest: tuple[Partition, ...]
     buckets: tuple[BucketTimes, ...]
     links: tuple[LinkFigures, ...]
@@ -109,6 +117,7 @@ def analyse(
         summary=summary.find(trace, chosen),
         ranks=_ranks(parts),
         columns=_columns(parts),
+        lengths=_lengths(parts),
         slowest=tuple(sorted(parts, key=lambda part: -part.ns)[:10]),
         buckets=bucket_times.find(trace, chosen),
         links=link_figures(trace, (chunk for _, each in every.some(inside) for chunk in each.chunks), span),
@@ -139,17 +148,28 @@ def _columns(parts: Sequence[Partition]) -> tuple[Column, ...]:
     return tuple(_column(steps[at : at + size]) for at in range(0, len(steps), size))
 
 
+def _lengths(parts: Sequence[Partition]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    if not parts:
+        return (), ()
+    counts, edges = np.histogram([part.ns for part in parts], MOST_BINS)
+    return tuple(edges.tolist()), tuple(counts.tolist())
+
+
 def _column(steps: Sequence[tuple[int, Sequence[Partition]]]) -> Column:
     slower: dict[int, list[int]] = defaultdict(list)
     for _, its in steps:
         usual = median(part.ns - part.blocked for part in its)
         for part in its:
             slower[part.rank].append(part.ns - part.blocked - usual)
+    of_rank = dict(sorted(by_rank(part for _, its in steps for part in its).items()))
+    longest = {rank: max(its, key=lambda part: part.ns) for rank, its in of_rank.items()}
+    shortest = {rank: min(part.ns for part in its) for rank, its in of_rank.items()}
     return Column(
         first=steps[0][0],
         last=steps[-1][0],
-        parts={rank: _means(its) for rank, its in sorted(by_rank(part for _, its in steps for part in its).items())},
-        slower={rank: fmean(values) for rank, values in sorted(slower.items())},
+        parts={rank: _means(its) for rank, its in of_rank.items()},
+        slower={rank: max(values, key=abs) for rank, values in sorted(slower.items())},
+        longest={rank: (each.number, each.ns, shortest[rank]) for rank, each in longest.items()},
     )
 
 

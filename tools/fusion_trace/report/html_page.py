@@ -63,7 +63,7 @@ def _section(section: Section) -> str:
         lines.append(f'<p class="{"bad" if told.bad else "good"}">{html.escape(told.what)}{advice}</p>')
     lines += [f'<p class="about">{html.escape(text)}</p>' for text in section.about]
     if section.charts:
-        beside = ' class="beside"' if len(section.charts) > 2 else ""
+        beside = ' class="beside"' if section.beside else ""
         lines.append(f"<div{beside}>")
         for place, chart in enumerate(section.charts):
             height = int(chart["layout"]["height"])

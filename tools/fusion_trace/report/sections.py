@@ -25,7 +25,7 @@ class Section:
         title: above it.
         told: what was found.
         about: how to read it; a paragraph each.
-        charts: beside each other, if there is room.
+        charts: below each other, or, if there is room, `beside` each other.
         tables: below them.
     """
 
@@ -34,6 +34,7 @@ class Section:
     told: tuple[Told, ...] = ()
     about: tuple[str, ...] = ()
     charts: tuple[Chart, ...] = ()
+    beside: bool = False
     tables: tuple[Table, ...] = ()
 
 
@@ -92,14 +93,22 @@ def _ranks(report: Report) -> Section:
     ]
     per = max((column.last - column.first + 1 for column in report.columns), default=1)
     if per > 1:
-        about.append(f"Of single steps, each column is the mean of up to {per} that follow each other.")
+        about.append(
+            f"Of single steps, each column is the mean of up to {per} that follow each other, and marks are the "
+            "longest and the shortest of these."
+        )
+    about.append("A click on a step makes the page's address one of that step, for others to open.")
     if len(report.ranks) > charts.MOST_TO_CHOOSE:
         about.append(f"Single steps are drawn of the first {charts.MOST_TO_CHOOSE} ranks.")
     return Section(
         "ranks",
         "Where the time of a step goes",
         about=tuple(about),
-        charts=(charts.rank_bars(report.ranks), charts.step_bars(report.columns, [rank.rank for rank in report.ranks])),
+        charts=(
+            charts.rank_bars(report.ranks),
+            charts.step_bars(report.columns, [rank.rank for rank in report.ranks]),
+            charts.length_bars(report.lengths),
+        ),
         tables=(
             shortened(Table("Means over steps", ("", "steps", "step", *PARTS, "hidden"), rows), len(report.ranks)),
             replace(overlap_page.single_steps(report.slowest), title="The slowest steps"),
@@ -184,6 +193,7 @@ def _links(report: Report) -> Section:
             "takes; neither is known of links that carried small chunks only. Links that share a network card share "
             "its bandwidth. Latencies are not known better than the clocks.",
         ),
+        beside=True,
         charts=(
             charts.link_matrix(links, [link.nbytes / 2**20 for link in links], "payload, MiB"),
             charts.link_matrix(
