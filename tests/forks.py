@@ -45,7 +45,15 @@ DAEMON = (
     "fusiond.host.thread_pool",
     "fusion_rt.client",
 )
-WORKER = (*DAEMON, "fusion_rt.torch", "fusion_rt.torch.elastic", "torch._dynamo", "sklearn.datasets", "tests.harness")
+WORKER = (
+    *DAEMON,
+    "fusion_rt.torch",
+    "fusion_rt.torch.elastic",
+    "fusion_rt.dist",  # which torch 2.4 does not find by its entry point
+    "torch._dynamo",
+    "sklearn.datasets",
+    "tests.harness",
+)
 _LARGEST = 128 * 1024  # bytes of a request
 _IN_NETWORK = ("ip", "netns", "exec")
 _CLONE_NEWNET = 0x40000000

@@ -108,7 +108,8 @@ class Slot:
         if not owner.hears or not self.parameter.requires_grad:
             return
         self._take_over()
-        self._adds = torch.autograd.graph.get_gradient_edge(self.parameter).node  # nobody else keeps it alive
+        with torch.enable_grad():  # a backward pass that finds a new parameter is without; torch 2.4 needs it
+            self._adds = torch.autograd.graph.get_gradient_edge(self.parameter).node  # nobody else keeps it alive
         arrived = owner.arrived if device.layer.is_host(self.parameter) else _arrived_on_device
         self._hooks = (
             self._adds.register_prehook(partial(owner.arriving, self)),

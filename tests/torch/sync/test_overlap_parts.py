@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd, foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
     "adam, fused": functools.partial(torch.optim.Adam, lr=0.01, fused=True),
     "adamw, amsgrad": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
-    "adafactor": torch.optim.Adafactor,
+    **({"adafactor": torch.optim.Adafactor} if hasattr(torch.optim, "Adafactor") else {}),  # since torch 2.5
     "adagrad": torch.optim.Adagrad,
     "adadelta": torch.optim.Adadelta,
     "adamax": torch.optim.Adamax,
