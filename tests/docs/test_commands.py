@@ -6,6 +6,7 @@ front of it says why `-m long` does not run them; readers of the site do not see
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -78,6 +79,13 @@ def name_of(block: Block) -> str:
     return f"{block.page.relative_to(ROOT)}:{block.line}"
 
 
+@functools.cache
+def group_of(program: str) -> typer.core.TyperGroup:
+    group = typer.main.get_command(fusion_trace.cli.app if program == "fusion-trace" else fusiond.app.cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    return group
+
+
 def understood(words: list[str]) -> None:
     """Has the program's own parser read a command. Raises what that raises."""
     program, *arguments = words
@@ -86,9 +94,7 @@ def understood(words: list[str]) -> None:
         if not parsed.check_build:
             make_plan(parsed)
     elif program in ("fusion-trace", "fusiond"):
-        app = fusion_trace.cli.app if program == "fusion-trace" else fusiond.app.cli.app
-        group = typer.main.get_command(app)
-        assert isinstance(group, typer.core.TyperGroup)
+        group = group_of(program)
         context = group.make_context(program, arguments[:1])
         name, command, rest = group.resolve_command(context, arguments)
         assert command is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 EXCEPTIONS: dict[str, str] = {
-    "test_ddp_comparison": "a defect that is not mended yet: the first backward pass of DDP under RPC's distributed "
+    "test_ddp_comparison": "a defect that is not fixed yet: the first backward pass of DDP under RPC's distributed "
     "autograd does not end; with uneven inputs, and with a model that RPC spreads, it does",
 }
 """By the name of the test."""

@@ -43,7 +43,7 @@ def page(results: Results) -> str:
             for test in those_behind:
                 missed.setdefault(test, []).append(_words(place))
     if missed:
-        lines += ["", "What gloo passes and fusion does not:", ""]
+        lines += ["", "Tests that gloo passes and fusion does not:", ""]
         lines += [
             f"- `{test}` (ranks: {', '.join(places)}): {EXCEPTIONS.get(test, '')}"
             for test, places in sorted(missed.items())
