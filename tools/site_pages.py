@@ -1,4 +1,4 @@
-"""What MkDocs needs beside docs/: pages made from other files of the repository, and links that lead to them.
+"""Additions of MkDocs to docs/: pages made from other files of the repository, and links that lead to them.
 
 Pages link as files do, so that they can be read where they lie: `../SECURITY.md`, `../examples/digits.py`. On the site
 the README is the first page, examples are pages that show them, and each command has its help.
