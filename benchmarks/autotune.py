@@ -131,7 +131,7 @@ class Contender:
 
     @property
     def tuning(self) -> Any:
-        """Of the plan in force; None if it is not tuned."""
+        """Settings of the active plan; None if it is not tuned."""
         plan = self.optimizer._sync.plan.agreed
         return None if plan is None else plan.tuning
 

@@ -128,7 +128,7 @@ class Codec(ABC):
     """Sends some of the elements only; other nodes may send others, so that the sum of payloads is denser."""
 
     only_all_reduced: ClassVar[str] = ""
-    """What all nodes have to do together to get at a sum (a verb in the third person), so that a payload cannot be
+    """Work that all nodes have to do together to get at a sum (a verb in the third person), so that a payload cannot be
     decoded by a single receiver, such as the shard of a parameter server. Empty where one can."""
 
     @abstractmethod

@@ -40,7 +40,7 @@ from fusion_rt.kernels.team import ALONE, Team
 _ALIGNMENT = 4096  # elements; the largest block
 _TEAM_ELEMENTS = 1 << 20  # from here on more than one thread is worth it
 CONTRIBUTION, SUM = range(2)
-"""What is rounded."""
+"""Values that are rounded: a rank's contribution, or the sum of all."""
 
 
 @dataclass(frozen=True)

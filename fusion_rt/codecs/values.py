@@ -36,7 +36,7 @@ class ValueFormat(ABC):
     """On the wire."""
 
     half: ClassVar[DType | None] = None
-    """What values are converted to, if anything."""
+    """Type that values are converted to, if any."""
 
     @abstractmethod
     def rounded(self, values: Array) -> Array:

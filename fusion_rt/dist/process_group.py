@@ -134,7 +134,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     @property
     def group_desc(self) -> str:
-        """What the script calls the group."""
+        """Name that the script gave the group."""
         return self._description
 
     def getGroupDesc(self) -> str:

@@ -162,7 +162,7 @@ class EpochOver(msgspec.Struct, frozen=True, tag="epoch_over"):
 Order: TypeAlias = PeerTable | Reform | Abandon
 """Messages of a starter to a daemon after its configuration: `PeerTable`, or, in an elastic job, the others."""
 Report: TypeAlias = Phase | Reformed | EpochOver
-"""What a daemon says after its endpoint."""
+"""Messages of a daemon to its starter, after its endpoint."""
 _T = TypeVar("_T")
 
 

@@ -35,7 +35,7 @@ from fusion_rt.kernels import cpu
 from fusion_rt.kernels.cpu import Array, Routine, float_bits
 
 LEAST_STEP = np.float32(2.0**-126)
-"""Of a step."""
+"""The least step of a block."""
 
 _SCALE_BYTES = 4
 

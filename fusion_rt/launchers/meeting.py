@@ -40,7 +40,7 @@ class Meeting:
 
     @property
     def tells_hosts(self) -> bool:
-        """Whether only the meeting tells if the job runs on several hosts, and so needs a secret."""
+        """True if only the meeting tells whether the job runs on several hosts, and so needs a secret."""
         return self.kind == "script"
 
 

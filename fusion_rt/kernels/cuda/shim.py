@@ -14,7 +14,7 @@ import numba.cuda
 cuda: Any = numba.cuda
 
 SIMULATED = ".simulator." in cuda.jit.__module__
-"""Whether kernels run in the simulator."""
+"""True if kernels run in the simulator."""
 
 multiply: Any
 """The product of two float32, rounded: without this, the compiler joins a product and a sum, and rounds once."""

@@ -11,7 +11,7 @@ _FAILURES = 3  # epochs that one host's workers may end before the job has come 
 
 
 class FirstStart:
-    """What has gone wrong so far.
+    """Failures of hosts before the job has come up.
 
     Attributes:
         is_over: the job has come up. From now on somebody has to bring the state to each epoch.

@@ -27,7 +27,7 @@ class Recruits(NamedTuple):
 
 
 class NextPlaces:
-    """What is known of hosts, of workers in the epoch, and of those beside it, taken together.
+    """Places of the next epoch, from all that is known of hosts, of workers in the epoch, and of those beside it.
 
     Args:
         blacklist: hosts that are left out.

@@ -43,7 +43,7 @@ _MAX_WEIGHT = (1 << 48) - 1  # that a message holds: of 16 million samples at on
 
 @dataclass(frozen=True)
 class Outstanding:
-    """What was posted at one `step()`, and is not answered yet.
+    """Operations posted at one `step()` and not answered yet.
 
     Attributes:
         buckets: those that were posted.

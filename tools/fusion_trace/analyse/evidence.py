@@ -1,4 +1,4 @@
-"""What of a series of excesses is more than chance: levels, spikes, and how sure it is that it is somebody's own.
+"""Excesses that are more than chance: levels and spikes of a series, and how sure it is that they are somebody's own.
 
 Noise of machines is neither normal nor even, so that all of this goes by medians and ranks: a level is a running
 median that is far from zero for what the series scatters; a spike is far from the level; and who has levels and spikes

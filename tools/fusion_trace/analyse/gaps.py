@@ -1,4 +1,4 @@
-"""Which processes of a job have no ring in a trace, and what cannot be known without them."""
+"""Processes of a job without a ring in its trace, and the questions that stay open without them."""
 
 from __future__ import annotations
 

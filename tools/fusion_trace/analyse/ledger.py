@@ -1,4 +1,4 @@
-"""What every rank, daemon and link did in each step, in columns: what `stragglers` reckons with.
+"""A table of the work of every rank, daemon and link in each step, from which `stragglers` reckons.
 
 A synchronous job is a chain of operations. Rank r gives its part of operation o after some work of its own; when the
 last rank has given its part, and what was given before is through, communication takes a while; then each rank that

@@ -11,7 +11,7 @@ from fusion_rt.tracing.format import Kind
 OF_LINKS = (Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)
 
 Row = tuple[int, int, int, int, int]
-"""Of a record: kind, time, value, extra, peer."""
+"""Fields of a record: kind, time, value, extra, peer."""
 
 
 @dataclass(frozen=True)
