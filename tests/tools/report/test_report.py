@@ -24,7 +24,7 @@ from fusion_trace.analyse.overlap import PARTS, partitions
 from fusion_trace.cli import app
 from fusion_trace.read import job
 from fusion_trace.read.choice import StepRange
-from fusion_trace.report import html_page
+from fusion_trace.report import charts, figures, html_page
 from fusion_trace.report.charts import plain
 from fusion_trace.report.curves import BANDWIDTHS, CHANGES
 from fusion_trace.report.figures import MOST_COLUMNS, Report, analyse
@@ -34,6 +34,7 @@ from fusion_trace.report.wording import duration
 from fusion_trace.simulate.changes import Change, replay
 from fusion_trace.simulate.model import FRAMED, CodecCosts
 from fusion_trace.simulate.recorded import understand
+from tests.diagnosis import generator
 from tests.tools.synthetic import MS, Job, Straggler, simulate
 
 plotly = pytest.importorskip("plotly", reason="reports need plotly, which is in the extra `trace`")
@@ -252,6 +253,25 @@ def test_many_steps_are_drawn_as_means(tmp_path: Path) -> None:
     assert sum(column.last - column.first + 1 for column in report.columns) == many.steps - 1
     found = [part.ns for part in partitions(report.trace)]
     assert sum(report.columns[0].parts[0].values()) == pytest.approx(fmean(found[:3]))
+
+
+def test_a_rare_spike_stays_visible_among_many_steps() -> None:
+    steps, slow = 2 * MOST_COLUMNS, 301
+    when = tuple(float(step == slow) for step in range(steps))
+    shape = generator.Shape(nodes=3, steps=steps, buckets=1)
+    trace = generator.make(shape, generator.Fault("forward", when, frozenset({1}), more=200 * MS)).trace
+    parts = partitions(trace)
+    columns, (edges, counts) = figures.columns_of(parts), figures.lengths_of(parts)
+    (column,) = (each for each in columns if each.first <= slow <= each.last)
+    longest = max((part for part in parts if part.rank == 1), key=lambda part: part.ns)
+    assert column.longest[1][:2] == (slow, longest.ns) == (longest.number, longest.ns)
+    assert column.longest[1][2] < 0.3 * longest.ns
+    assert column.slower[1] > 180 * MS
+    drawn = [chart for chart in charts.step_bars(columns, [1])["data"] if chart["name"] == "longest of these"]
+    assert max(drawn[0]["y"]) == charts.ms(longest.ns)
+    assert sum(counts) == len(parts)
+    assert counts[-1] >= 1
+    assert edges[-1] == max(part.ns for part in parts)
 
 
 def test_what_is_missing_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,8 @@ def analyse(
         chosen=chosen,
         summary=summary.find(trace, chosen),
         ranks=_ranks(parts),
-        columns=_columns(parts),
-        lengths=_lengths(parts),
+        columns=columns_of(parts),
+        lengths=lengths_of(parts),
         slowest=tuple(sorted(parts, key=lambda part: -part.ns)[:10]),
         buckets=bucket_times.find(trace, chosen),
         links=link_figures(trace, (chunk for _, each in every.some(inside) for chunk in each.chunks), span),
@@ -142,13 +142,15 @@ def _means(parts: Sequence[Partition]) -> dict[str, float]:
     return {name: fmean(getattr(part, name) for part in parts) for name in PARTS}
 
 
-def _columns(parts: Sequence[Partition]) -> tuple[Column, ...]:
+def columns_of(parts: Sequence[Partition]) -> tuple[Column, ...]:
+    """Returns the columns of charts over steps, at most `MOST_COLUMNS`."""
     steps = list(by_step(parts).items())
     size = -(-len(steps) // MOST_COLUMNS) or 1
     return tuple(_column(steps[at : at + size]) for at in range(0, len(steps), size))
 
 
-def _lengths(parts: Sequence[Partition]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+def lengths_of(parts: Sequence[Partition]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Returns bins of the lengths of steps: edges, ns, one more than bins; and how many steps are in each."""
     if not parts:
         return (), ()
     counts, edges = np.histogram([part.ns for part in parts], MOST_BINS)
