@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable
@@ -213,8 +214,8 @@ def _subgroups(rank: int, size: int) -> None:
     tensor = torch.full(LARGE, float(rank))
     dist.all_reduce(tensor, group=mine)
     assert torch.equal(tensor, torch.full(LARGE, float(2 + 2 * (rank % 2))))
-    turned = dist.new_group([2, 0, 3], sort_ranks=False)
-    order = [2, 0, 3]
+    order = [2, 0, 3] if "sort_ranks" in inspect.signature(dist.new_group).parameters else [0, 2, 3]  # not in torch 2.5
+    turned = dist.new_group(order, **({"sort_ranks": False} if order[0] else {}))
     if rank in order:
         for shape in (SMALL, LARGE):
             given = _given(rank, shape, torch.float32)
