@@ -428,6 +428,8 @@ class Messaging:
             whose = call.rank
             if whose not in gone:
                 whose = call.other if call.message is None else self._source_or_target(call, call.message)
+                if call.message is not None and call.rank == call.message.target and self._presence.has_left(whose):
+                    continue  # its daemon sends what it has taken from it, or says that it does not
             why = self._presence.why_gone(whose) if whose in gone else ""
             if not why and call.message is None and isinstance(call, ReceiveCall):
                 why = self._presence.why_nothing_comes(call)

@@ -48,6 +48,10 @@ class Presence:
         who = self._topology.describe([rank])
         return f"{who} is lost ({participants.lost[rank]})" if rank in participants.lost else f"{who} has left the job"
 
+    def has_left(self, rank: int) -> bool:
+        """Returns whether a rank has left in good order."""
+        return rank in self._participants.departed and rank not in self._participants.lost
+
     def why_nothing_comes(self, call: ReceiveCall) -> str:
         """Returns why nothing will be sent that a receive takes; empty if it may."""
         if call.group not in self._participants:

@@ -265,6 +265,20 @@ def test_a_rank_that_leaves_fails_who_waits_for_it_and_what_it_has_sent_still_co
     mail.nothing_is_left()
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_a_message_arrives_whose_sender_leaves_as_soon_as_its_send_is_over(seed: int) -> None:
+    """Word of that may be faster than the message's last chunks."""
+    mail = Mail([1, 1], seed)
+    data = data_of(50_000)
+    got, sent = mail.receive(1, 0, len(data)), mail.send(0, 1, data)
+    while not mail.sent(0, sent):
+        mail.job.step()
+    mail.job.leave(0)
+    mail.job.settle()
+    assert mail.received(1, got) == (0, data)
+    mail.nothing_is_left()
+
+
 @layouts
 def test_an_epoch_that_ends_fails_all_that_waits(sizes: list[int]) -> None:
     mail = Mail(sizes)
