@@ -1,4 +1,4 @@
-"""Which records of a job are about which operation, in columns: nothing here makes a Python object of a record.
+"""The records of each operation of a job, in columns: nothing here makes a Python object of a record.
 
 Operations are numbered. A column has a value for each of them, in the order of these numbers.
 """
