@@ -1,8 +1,8 @@
 """This worker's membership of a job, for `torch.distributed`: joined with its first process group, left with its last.
 
-The process group of all workers joins the job. Under `fusionrun` that is its job; otherwise the workers meet in the store
-that torch has opened, however the script was started, and each node's first one starts the daemon. Where `hvd.init()` has
-joined already, or does afterwards, there is one job for both.
+The process group of all workers joins the job. Under `fusionrun` that is its job; otherwise the workers meet in the
+store that torch has opened, however the script was started, and each node's first one starts the daemon. Where
+`hvd.init()` has joined already, or does afterwards, there is one job for both.
 
 Every process group is a group of the daemon's, which only its members know. All of them have opened it before any of
 them uses it: they count in the store.
@@ -18,7 +18,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -215,8 +214,8 @@ def _started() -> tuple[Environment | None, bytes]:
 
 
 def _this_host() -> str:
-    """Returns what is the same for workers that can share a daemon, and for no others: the running kernel, the user, the
-    namespaces of network and processes, and the directory in which daemons listen."""
+    """Returns what is the same for workers that can share a daemon, and for no others: the running kernel, the user,
+    the namespaces of network and processes, and the directory in which daemons listen."""
     root = os.path.abspath(Settings.from_env().runtime_root())
     make_private_directory(root)
     about = os.stat(root)

@@ -1,7 +1,7 @@
 """The process group that c10d calls: every operation checked, and turned into submissions.
 
-Ranks in the arguments are positions in the group. Members are in the daemon's order (ascending ranks of the job) in what
-is submitted, which may be another order than the group's.
+Ranks in the arguments are positions in the group. Members are in the daemon's order (ascending ranks of the job) in
+what is submitted, which may be another order than the group's.
 
 c10d calls some operations by names that changed with its versions: both of each pair are there.
 """
@@ -100,6 +100,9 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     # --- about it -----------------------------------------------------------------------------------------------------
 
+    supports_splitting = False
+    supports_coalescing = False
+
     def rank(self) -> int:
         """Returns this worker's position in the group."""
         return self._position
@@ -148,8 +151,15 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
+        # While torch 2.15 makes a group it attaches a recorder in C++ if there are any, and none fits one in Python.
+        if self not in dist.distributed_c10d._world.pg_names:
+            return []
         kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> FusionProcessGroup:
+        """Returns this group, which is its own backend on every device."""
+        return self
 
     def get_group_store(self) -> Any:
         """Returns the store in which the members met."""
@@ -177,9 +187,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     # --- reductions ---------------------------------------------------------------------------------------------------
 
-    def allreduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
-    ) -> FusionWork:
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> FusionWork:
         """Replaces the tensor on every member by the elementwise combination of all members' tensors."""
         tensor = _only(tensors, "allreduce", "tensor")
         reduction, seconds = self._combination(opts, op, timeout)
@@ -241,18 +249,14 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     # --- moves from one member to all, or all to one ------------------------------------------------------------------
 
-    def broadcast(
-        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0
-    ) -> FusionWork:
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0) -> FusionWork:
         """Replaces the tensor on every member by the root's."""
         tensor = _only(tensors, "broadcast", "tensor")
         if isinstance(opts, int):
             opts, root = None, opts
         root = self._root(root if opts is None else opts.rootRank, "broadcast")
         dtype, itemsize = moved_as([tensor])
-        signature = signature_for(
-            "broadcast", self._id, dtype, tensor.nbytes // itemsize, root=self._ranks[root]
-        )
+        signature = signature_for("broadcast", self._id, dtype, tensor.nbytes // itemsize, root=self._ranks[root])
         given, taken = ([tensor], []) if root == self._position else (None, [tensor])
         part = Collective(self._opened.here, signature, given, taken, seconds=self._limit(opts, timeout))
         return self._work("broadcast", [part], [tensor])
@@ -470,9 +474,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         given = timeout if opts is None else opts.timeout
         return given.total_seconds() if given is not None and given > _NO_TIMEOUT else self._seconds
 
-    def _combination(
-        self, opts: Any, op: Any, timeout: timedelta | None
-    ) -> tuple[tuple[wire.Op, float], float]:
+    def _combination(self, opts: Any, op: Any, timeout: timedelta | None) -> tuple[tuple[wire.Op, float], float]:
         """Returns how elements are combined, with the factor before, and the seconds that the operation has."""
         if opts is not None and not hasattr(opts, "reduceOp"):  # the overload with an op in its place
             opts, op = None, opts
@@ -546,9 +548,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         signature = signature_for("allgather", self._id, dtype, count)
         return Collective(self._opened.here, signature, inputs, outputs, receives=uneven, seconds=seconds)
 
-    def _exchanged(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seconds: float
-    ) -> Submission:
+    def _exchanged(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seconds: float) -> Submission:
         """Submits an alltoall of a tensor for each member, by position, and one from each."""
         dtype, itemsize = moved_as([*inputs, *outputs])
         inputs, outputs = self._in_order(inputs), self._in_order(outputs)
@@ -600,8 +600,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             )
         if sum(sizes) != rows:
             raise ValueError(
-                f"all_to_all_single: Split sizes doesn't match total dim 0 size: {sum(sizes)} for the {what}, which has "
-                f"{rows} rows"
+                f"all_to_all_single: Split sizes doesn't match total dim 0 size: {sum(sizes)} for the {what}, which "
+                f"has {rows} rows"
             )
         return sizes
 
@@ -638,7 +638,9 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
                 f"{part.numel()} x {self._members} elements, not {whole.numel()}"
             )
         if whole.dtype != part.dtype:
-            raise ValueError(f"{operation}: the {of} tensor is of type {whole.dtype}, the {each} tensor of {part.dtype}")
+            raise ValueError(
+                f"{operation}: the {of} tensor is of type {whole.dtype}, the {each} tensor of {part.dtype}"
+            )
 
 
 def _only(tensors: Any, operation: str, what: str) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Tensors turned into an operation of the daemon: the one place that decides how their elements get there and back.
 
-Small data travels inside messages. Other data is read and written where it lies, if that is one tensor that the daemon gets at
-(`tensors.place_of`), and goes through the arena if not. What comes back is in its tensors when the operation has ended,
-whoever waits for it or nobody: the thread that reads the daemon's answer puts it there.
+Small data travels inside messages. Other data is read and written where it lies, if that is one tensor that the daemon
+gets at (`tensors.place_of`), and goes through the arena if not. The result is in its tensors when the operation has
+ended, whoever waits for it or nobody: the thread that reads the daemon's answer puts it there.
 """
 
 from __future__ import annotations
@@ -178,9 +178,7 @@ class SentMessage(Submission):
 
     __slots__ = ()
 
-    def __init__(
-        self, here: Runtime, group: int, rank: int, tag: int, tensor: torch.Tensor, seconds: float
-    ) -> None:
+    def __init__(self, here: Runtime, group: int, rank: int, tag: int, tensor: torch.Tensor, seconds: float) -> None:
         super().__init__()
         nbytes = tensor.nbytes
         inline = place = None
