@@ -318,5 +318,5 @@ def test_a_worker_that_was_removed_has_its_time_although_its_host_is_released(
     agent.send(agent_messages.Remove((0, 1), "no place"))
     agent.send(agent_messages.Release("no room"))
     printed = b"".join(message.data for message in agent.rest() if isinstance(message, agent_messages.Output))
-    assert printed.count(b"saved\n") == 2
+    assert printed.count(b"saved") == 2  # their lines may be mixed
     assert agent.process.wait(60) == 0
