@@ -18,7 +18,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_rt.core.errors import SettingError
-from fusion_rt.units import ALGORITHM, BYTES, CODEC, COUNT, GIB, KIB, LIMIT, MIB, NUMBER, SECONDS, SWITCH, TEXT, Unit
+from fusion_rt.units import (
+    ALGORITHM,
+    BYTES,
+    CODEC,
+    COUNT,
+    GIB,
+    KIB,
+    LIMIT,
+    MIB,
+    NUMBER,
+    SECONDS,
+    SWITCH,
+    TEXT,
+    Unit,
+    parse_range,
+)
 
 START, HOSTS, REACH, OUTPUT, ELASTIC, FUSION, STALLS, DAEMON, LOGGING, TIMELINE, AUTOTUNE, COMPATIBLE = GROUPS = (
     "start of a job",
@@ -262,9 +277,9 @@ class Settings:
         False, TIMELINE, "A timeline of each rank, in a file of its own: FILE with the rank before its suffix.",
         unit=SWITCH, flags=("--timeline-all-ranks",), variable="FUSION_TIMELINE_ALL_RANKS", yaml="timeline.all_ranks")
     timeline_steps: str = _row(
-        "", TIMELINE, "Steps that are in the timeline, counted from its start, from 0: FIRST-LAST, or FIRST- for all "
-        "from there on.",
-        flags=("--timeline-steps",), variable="FUSION_TIMELINE_STEPS", yaml="timeline.steps", placeholder="STEPS",
+        "", TIMELINE, "Steps that are in the timeline, counted from its start, from 0: A:B is from A up to, but "
+        "without, B; either may be left out.",
+        flags=("--timeline-steps",), variable="FUSION_TIMELINE_STEPS", yaml="timeline.steps", placeholder="A:B",
         absent="all")
     timeline_max_bytes: int = _row(
         GIB, TIMELINE, "Size at which a timeline's file is renamed, with .1 behind it, and begun anew; what had that "
@@ -416,12 +431,11 @@ class Settings:
         Raises:
             SettingError: `timeline_steps` cannot be used.
         """
-        first, dash, last = self.timeline_steps.partition("-")
-        if not self.timeline_steps:
-            return 0, -1
-        if first.isdecimal() and dash and (not last or (last.isdecimal() and int(last) >= int(first))):
-            return int(first), int(last or -1)
-        raise SettingError(f"--timeline-steps: {self.timeline_steps!r} is not FIRST-LAST, such as 10-20, or FIRST-")
+        try:
+            first, stop = parse_range(self.timeline_steps)
+        except SettingError as error:
+            raise SettingError(f"--timeline-steps: {error}") from None
+        return first or 0, -1 if stop is None else stop - 1
 
     def runtime_root(self) -> str:
         """The directory in which each job's daemons keep their sockets, logs and locks (not created here)."""

@@ -40,8 +40,9 @@ class Unit:
     show: Callable[[Any], str]
 
 
-def parse_size(text: str, bare: float = 1) -> int:
-    """Parses a size such as `67108864`, `64MiB` or `0.5 GB`, in bytes; the unit of a bare number is `bare` bytes.
+def parse_size(text: str, bare: float | None = 1) -> int:
+    """Parses a size such as `67108864`, `64MiB` or `0.5 GB`, in bytes; the unit of a bare number is `bare` bytes, and
+    None refuses it.
 
     Raises:
         SettingError: the text is not a size.
@@ -49,8 +50,9 @@ def parse_size(text: str, bare: float = 1) -> int:
     return round(_scaled(text, _SIZE_SUFFIXES, bare, "a size such as 64MiB"))
 
 
-def parse_seconds(text: str, bare: float = 1.0) -> float:
-    """Parses a duration such as `30`, `1ms` or `2min`, in seconds; the unit of a bare number is `bare` seconds.
+def parse_seconds(text: str, bare: float | None = 1.0) -> float:
+    """Parses a duration such as `30`, `1ms` or `2min`, in seconds; the unit of a bare number is `bare` seconds, and
+    None refuses it.
 
     Raises:
         SettingError: the text is not a duration.
@@ -58,12 +60,42 @@ def parse_seconds(text: str, bare: float = 1.0) -> float:
     return _scaled(text, _TIME_SUFFIXES, bare, "a duration such as 30s or 1ms")
 
 
-def _scaled(text: str, suffixes: Mapping[str, float], bare: float, what: str) -> float:
+def parse_range(text: str) -> tuple[int | None, int | None]:
+    """Parses a range of steps or ranks as Python writes it: `10:20` is from 10 up to, but without, 20. `10:`, `:20` and
+    `10`, one number alone, are ranges too; an empty text is all of them.
+
+    Returns: the first number, and the one that ends it; None: no limit on that side.
+
+    Raises:
+        SettingError: the text is no range, or an empty one; the sentence has the right spelling.
+    """
+    match = re.fullmatch(r"([0-9]{0,18})(?:\s*(:)\s*([0-9]{0,18}))?", text.strip(), re.ASCII)
+    if match is None:
+        raise SettingError(f"{text!r} is not a range such as 10:20 (from 10 up to, but without, 20){_meant(text)}")
+    first = int(match[1]) if match[1] else None
+    stop = int(match[3]) if match[3] else None
+    if first is not None and not match[2]:
+        stop = first + 1
+    if stop is not None and stop <= (first or 0):
+        raise SettingError(f"{text!r} is an empty range: 10:20 is from 10 up to, but without, 20")
+    return first, stop
+
+
+def _meant(text: str) -> str:
+    """Says how a range is written here whose last number is in it, as in 10-19 and 10..19."""
+    match = re.fullmatch(r"([0-9]{1,18})\s*(?:-|\.\.)\s*([0-9]{0,18})", text.strip(), re.ASCII)
+    return f"; write {match[1]}:{int(match[2]) + 1 if match[2] else ''}" if match else ""
+
+
+def _scaled(text: str, suffixes: Mapping[str, float], bare: float | None, what: str) -> float:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
     suffix = match[2].lower() if match else ""
     if match is None or (suffix and suffix not in suffixes):
         raise SettingError(f"{text!r} is not {what}")
-    value = float(match[1]) * (suffixes[suffix] if suffix else bare)
+    unit = suffixes[suffix] if suffix else bare
+    if unit is None:
+        raise SettingError(f"{text!r} has no unit: write {what}")
+    value = float(match[1]) * unit
     if not math.isfinite(value):
         raise SettingError(f"{text!r} is not {what}: there is no number that large")
     return value

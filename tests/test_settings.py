@@ -143,3 +143,10 @@ def test_the_page_says_what_a_bare_number_counts_and_what_has_no_effect() -> Non
     assert "A bare number is in milliseconds. No effect: " in rows["| `--cycle-time-ms SECONDS`"]
     assert rows["| `--encryption auto\\|all\\|control`"].count(" | ") == 4
     assert "The variable means the opposite." in rows["| `--stall-check`<br>`--no-stall-check`"]
+
+
+def test_steps_of_a_timeline_are_a_range_as_everywhere() -> None:
+    ranges = {"": (0, -1), "10:20": (10, 19), "10:": (10, -1), ":3": (0, 2)}
+    assert {text: Settings(timeline_steps=text).timeline_range() for text in ranges} == ranges
+    with pytest.raises(SettingError, match=r"--timeline-steps: '10-20' is not a range .*; write 10:21"):
+        Settings(timeline_steps="10-20").timeline_range()

@@ -21,6 +21,7 @@ from fusion_rt.units import (
     SWITCH,
     TEXT,
     Unit,
+    parse_range,
     parse_seconds,
     parse_size,
 )
@@ -51,7 +52,31 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
+RANGES = {"": (None, None), ":": (None, None), "10:20": (10, 20), "10:": (10, None), " :20": (None, 20), "4": (4, 5)}
+OTHERS = {
+    "10-20": "write 10:21",
+    "10 - 20": "write 10:21",
+    "10-": "write 10:",
+    "7..9": "write 7:10",
+    "1,2": "such as 10:20",
+}
+
+
+@pytest.mark.parametrize(("text", "limits"), RANGES.items())
+def test_ranges(text: str, limits: tuple[int | None, int | None]) -> None:
+    assert parse_range(text) == limits
+
+
+@pytest.mark.parametrize(("text", "told"), [*OTHERS.items(), ("5:5", "an empty range"), (":0", "an empty range")])
+def test_a_range_that_is_spelled_otherwise_is_refused_with_the_right_spelling(text: str, told: str) -> None:
+    with pytest.raises(SettingError, match=told):
+        parse_range(text)
+
+
 def test_a_bare_number_counts_what_its_place_says() -> None:
+    for parse in (parse_size, parse_seconds):
+        with pytest.raises(SettingError, match="'5' has no unit: write a "):
+            parse("5", None)
     assert parse_size("32", bare=MIB) == 32 * MIB
     assert parse_size("32KiB", bare=MIB) == 32 * KIB
     assert parse_seconds("5", bare=1e-3) == pytest.approx(0.005)

@@ -107,13 +107,15 @@ NULL = NullRecorder()
 
 
 class Owner(NamedTuple):
-    """The owner of a ring. `number`: a worker's rank, or a daemon's node."""
+    """The owner of a ring. `number`: a worker's rank, or a daemon's node; `host`: as the job calls it, "": as it calls
+    itself."""
 
     job: str
     role: Role
     number: int
     node: int
     nodes: int
+    host: str = ""
 
     @property
     def file_name(self) -> str:
@@ -308,7 +310,7 @@ class Recorder:
             struct.pack_into("<Q", self._map, 16, self._capacity)
             return
         owner = self._owner
-        host, job = socket.gethostname().encode()[:255], owner.job.encode()[:255]
+        host, job = (owner.host or socket.gethostname()).encode()[:255], owner.job.encode()[:255]
         now, wall = time.monotonic_ns(), time.time_ns()
         HEADER.pack_into(
             self._map, 0, MAGIC, VERSION, RECORD.size, self._capacity, now, wall, os.getpid(), owner.number, owner.node,

@@ -70,6 +70,8 @@ def test_every_command_takes_the_newest_job_by_default_and_a_job_by_its_id(
     (tmp_path / "synthetic").mkdir()
     simulate(JOB).write(tmp_path / "synthetic")
     assert run(*command) == run(*command, "synthetic")
+    if command == ["summary"]:
+        assert run() == run(*command)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -86,8 +88,10 @@ def test_a_range_of_steps_is_one_of_python() -> None:
     assert [number for number in range(6) if number in parse_steps(":2")] == [0, 1]
     assert [number for number in range(6) if number in parse_steps("4")] == [4]
     for wrong in ("a", "1:2:3", "-1:", "5:5", "7:3", "1-2", "1 2"):
-        with pytest.raises(ChoiceError, match=r"--steps"):
+        with pytest.raises(ChoiceError, match=r"--steps: "):
             parse_steps(wrong)
+    with pytest.raises(ChoiceError, match=r"--after-steps: '10-20' is not a range .*; write 10:21"):
+        parse_steps("10-20", "--after-steps")
 
 
 def test_the_page_of_overlap_has_bars_as_long_as_the_parts(directory: str) -> None:
@@ -158,7 +162,7 @@ def test_a_summary_tells_what_is_odd(tmp_path: Path) -> None:
     worker.capacity = len(worker.rows) // 2
     told = "\n".join(summarized(truth, tmp_path).odd)
     for sentence in (
-        "node 0 (host host0): connections to node 1 broke 2 times, and were made again once",
+        "host host0: connections to host1 broke 2 times, and were made again once",
         "it could not send once, for 0.002 s together",
         "loss made no progress for 61 s",
         "2 plans came",
@@ -232,11 +236,11 @@ def test_a_parameter_is_followed_from_its_gradient_to_its_update(tmp_path: Path)
         "the answer is read",
         "it is applied",
     ]
-    assert [event.what for event in life.events if event.who == "node 0"][:2] == [
+    assert [event.what for event in life.events if event.who == "the daemon of host0"][:2] == [
         "the part of rank 0 came",
         "it runs: all local parts are there",
     ]
-    on_wire = [e for e in life.events if e.who == "node 0 -> node 1" and e.what.endswith("is on the wire")]
+    on_wire = [e for e in life.events if e.who == "host0 to host1" and e.what.endswith("is on the wire")]
     assert len(on_wire) == len([f for f in truth.flights if f[0] == 0 and f[2:4] == ("bucket 1", 1)])
     assert [event.at for event in life.events] == sorted(event.at for event in life.events)
     assert all(event.since == event.at - life.events[0].at for event in life.events)

@@ -12,20 +12,21 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from fusion_rt.core.errors import FusionError
+from fusion_rt.core.errors import FusionError, SettingError
 from fusion_rt.settings import Settings
 from fusion_trace.read.choice import ChoiceError, parse_steps
 
 if TYPE_CHECKING:
     from fusion_trace.read.job import JobTrace
 
+_Value = TypeVar("_Value")
+
 app = typer.Typer(
-    help="Shows what a fusion_rt job does, or would do.",
-    no_args_is_help=True,
+    help="Shows what a fusion_rt job does, or would do; without a command, the summary of the newest job.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -66,6 +67,21 @@ def load(what: list[str] | None) -> JobTrace:
     return job.load(what or [], Settings.from_env().trace_root())
 
 
+def _load_two(before: str, after: str) -> tuple[JobTrace, JobTrace]:
+    """Reads two traces: those that are named, the newest for the second one, and for the first the one before it.
+
+    Raises:
+        ChoiceError: there are no two jobs.
+    """
+    from fusion_trace.read import job
+
+    root = Settings.from_env().trace_root()
+    newest = [] if after else job.by_age(root)
+    if not after and len(newest) < (1 if before else 2):
+        raise ChoiceError(f"a comparison needs two jobs, and in {root} there are traces of {len(newest)}: name two")
+    return job.load([before or newest[1]], root), job.load([after or newest[0]], root)
+
+
 def _print(as_json: bool, document: Callable[[], object], page: Callable[[], None]) -> None:
     """Prints a document or a page."""
     if as_json:
@@ -75,6 +91,13 @@ def _print(as_json: bool, document: Callable[[], object], page: Callable[[], Non
 
 
 # --- what a job has recorded, explained -------------------------------------------------------------------------------
+
+
+@app.callback(invoke_without_command=True)
+def without_command(context: typer.Context) -> None:
+    """Shows the newest job at a glance, where no command is given."""
+    if context.invoked_subcommand is None:
+        summary()
 
 
 @app.command()
@@ -284,8 +307,12 @@ def critical_path(
 
 @app.command()
 def diff(
-    before: Annotated[str, typer.Argument(help="A job's id, or a directory or file with its rings.")],
-    after: Annotated[str, typer.Argument(help="Another, or the same with other --after-steps.")],
+    before: Annotated[
+        str, typer.Argument(help="A job's id, or a directory or file with its rings; by default the newest but one.")
+    ] = "",
+    after: Annotated[
+        str, typer.Argument(help="Another, or the same with other --after-steps; by default the newest job.")
+    ] = "",
     steps: StepsOption = "",
     after_steps: Annotated[
         str, typer.Option("--after-steps", metavar="A:B", help="The steps of the second one, if not --steps.")
@@ -304,8 +331,8 @@ def diff(
 
     limit = analysis.parse_share(fail_above) if fail_above else None
     selected = parse_steps(steps)
-    selected_after = parse_steps(after_steps) if after_steps else selected
-    first, second = load([before]), load([after])
+    selected_after = parse_steps(after_steps, "--after-steps") if after_steps else selected
+    first, second = _load_two(before, after)
     found = analysis.compare(first, second, selected, selected_after, confidence, seed)
     _print(
         as_json,
@@ -374,16 +401,17 @@ def collect(
     Run it on any host of the job, as the user whose job it is. The job goes on meanwhile.
     """
     from fusion_trace.read import collect as collecting
+    from fusion_trace.read.job import COLLECTED
     from fusion_trace.read.ring_reader import TraceError
 
     daemon = collecting.daemon_of(Settings.from_env().runtime_root(), job)
-    directory = out or f"{daemon.job}.rings"
+    directory = out or f"{daemon.job}{COLLECTED}"
     fetched = []
     for each in collecting.collect(daemon, directory, timeout):
         fetched.append(each)
         if not as_json:
             what = f"{each.records} records ({each.nbytes} bytes)" if not each.why_not else each.why_not
-            typer.echo(f"node {each.node} (host {each.host}){f', {each.name}' if each.name else ''}: {what}")
+            typer.echo(f"host {each.host}{f', {each.name}' if each.name else ''}: {what}")
     if as_json:
         document = {"job": daemon.job, "directory": directory, "rings": [asdict(each) for each in fetched]}
         typer.echo(json.dumps(document, indent=2))
@@ -464,7 +492,7 @@ def hang(
 
 @app.command()
 def whatif(
-    what: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help=_WHAT, show_default=False)] = None,
+    what: What = None,
     bandwidth: Annotated[str, typer.Option(help="Of every link: 100mbit, 2.5gbit.", show_default=False)] = "",
     latency: Annotated[str, typer.Option(help="Of every link, one way: 200us, 5ms.", show_default=False)] = "",
     density: Annotated[float | None, typer.Option(help="Of topk; 1 is no compression.", show_default=False)] = None,
@@ -475,7 +503,7 @@ def whatif(
     no_straggler: Annotated[
         bool, typer.Option("--no-straggler", help="Every rank computes as long as the median rank.")
     ] = False,
-    steps: Annotated[str, typer.Option(metavar="A:B", help="Replay only the steps from A up to, but without, B.")] = "",
+    steps: StepsOption = "",
     as_json: AsJson = False,
 ) -> None:
     """Predicts what a step would take with another link, codec, number of nodes or algorithm, by a simulation.
@@ -489,10 +517,10 @@ def whatif(
 
     change = Change(
         bandwidth=parse_bandwidth(bandwidth) if bandwidth else None,
-        latency=parse_seconds(latency) if latency else None,
+        latency=_with_unit("--latency", parse_seconds, latency) if latency else None,
         density=density,
         codec=codec,
-        fusion_threshold=parse_size(fusion_threshold) if fusion_threshold else None,
+        fusion_threshold=_with_unit("--fusion-threshold", parse_size, fusion_threshold) if fusion_threshold else None,
         nodes=nodes,
         algorithm=algorithm,
         no_straggler=no_straggler,
@@ -505,3 +533,15 @@ def whatif(
         lambda: whatif_page.as_document(trace.job, recorded, change, found),
         lambda: whatif_page.show(trace.job, recorded, change, found),
     )
+
+
+def _with_unit(flag: str, parse: Callable[[str, None], _Value], text: str) -> _Value:
+    """Reads a value that has to have its unit: nobody means 5 s by `--latency 5`.
+
+    Raises:
+        ChoiceError: it has none, or is something else.
+    """
+    try:
+        return parse(text, None)
+    except SettingError as error:
+        raise ChoiceError(f"{flag}: {error}") from None

@@ -38,7 +38,8 @@ class Trace:
             files.begin_job(settings.trace_root(), config.job, settings.trace_jobs)
         except OSError as error:
             _log.warning("records of earlier jobs in %s cannot be removed: %s", settings.trace_root(), error.strerror)
-        self._owner = Owner(config.job, Role.DAEMON, config.node, config.node, len(config.topology.hosts))
+        node, hosts = config.node, config.topology.hosts
+        self._owner = Owner(config.job, Role.DAEMON, node, node, len(hosts), hosts[node])
         self._nbytes = settings.trace_buffer
         self._directory = bootstrap.job_directory(settings.runtime_root(), config.job, config.node, config.serial)
         self._use(open_recorder(settings, self._owner, _log.warning))

@@ -142,7 +142,8 @@ def join(
 
 
 def _open_recorder(client: Client, settings: Settings) -> Instrument:
-    owner = Owner(client.job, Role.WORKER, client.rank, client.welcome.node, len(client.topology.hosts))
+    node, hosts = client.welcome.node, client.topology.hosts
+    owner = Owner(client.job, Role.WORKER, client.rank, node, len(hosts), hosts[node])
     return open_recorder(settings, owner, lambda why: warnings.warn(why, stacklevel=4))
 
 

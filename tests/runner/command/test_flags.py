@@ -95,7 +95,7 @@ VARIABLES = [
     ("--timeline-filename t.json", "HOROVOD_TIMELINE", "t.json"),
     ("--timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "1"),
     ("--timeline-all-ranks", "FUSION_TIMELINE_ALL_RANKS", "1"),
-    ("--timeline-steps 10-20", "FUSION_TIMELINE_STEPS", "10-20"),
+    ("--timeline-steps 10:21", "FUSION_TIMELINE_STEPS", "10:21"),
     ("--timeline-max-bytes 64MiB", "FUSION_TIMELINE_MAX_BYTES", "67108864"),
     ("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "0"),
     ("--stall-check", "HOROVOD_STALL_CHECK_DISABLE", "0"),

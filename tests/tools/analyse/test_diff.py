@@ -15,7 +15,7 @@ from fusion_trace.cli import app
 from fusion_trace.read import job as jobs
 from fusion_trace.read.choice import ChoiceError, StepRange
 from fusion_trace.read.job import JobTrace
-from tests.tools.synthetic import MS, Job, simulate
+from tests.tools.synthetic import MS, Job, S, simulate
 
 HALF = 24
 
@@ -108,6 +108,24 @@ def test_the_page_and_the_document(tmp_path: Path) -> None:
     assert document["verdict"] in page
     page = CliRunner().invoke(app, ["diff", paths[0], paths[0], "--steps", "1:12", "--after-steps", "12:24"]).stdout
     assert "no change" in page.splitlines()[0]
+
+
+def test_without_a_word_the_newest_job_is_compared_with_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSION_TRACE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    traced(tmp_path / "b", Job(steps=HALF, name="older"))
+    with pytest.raises(ChoiceError, match="a comparison needs two jobs"):
+        CliRunner().invoke(app, ["diff"], catch_exceptions=False)
+    traced(tmp_path / "a", Job(steps=HALF, name="newer"))
+    for path in (tmp_path / "a").iterdir():
+        data = bytearray(path.read_bytes())
+        data[32:40] = (int.from_bytes(data[32:40], "little") + S).to_bytes(8, "little")  # made a second later
+        path.write_bytes(data)
+    for named in ([], ["older"]):
+        found = json.loads(CliRunner().invoke(app, ["diff", *named, "--json"]).stdout)
+        assert found["jobs"] == ["older", "newer"]
 
 
 # --- a gate for regressions -------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_a_dead_daemon_is_named_by_the_others_and_not_those_that_had_submitted()
     trace = killed(nodes=(2,))
     (dead,) = endings.find(trace).dead
     assert (dead.what, dead.number) == ("node", 2)
-    assert "the daemon of node 2 (host host2) died" in page(trace).splitlines()[1]
+    assert "the daemon of host2 died" in page(trace).splitlines()[1]
 
 
 def test_those_who_are_ended_because_the_job_has_failed_are_not_told_to_have_died() -> None:
@@ -63,8 +63,8 @@ def test_what_cannot_be_known_without_the_rings_of_a_host_is_said() -> None:
     trace = make(SHAPE, hidden=frozenset({0, 2})).trace
     missing = gaps.unseen(trace)
     assert (missing.hosts, missing.daemons, missing.ranks) == ((0, 2), (), ())
-    (sentence,) = gaps.sentences(missing)
-    assert sentence.startswith("nothing is there of nodes 0, 2: who kept whom waiting cannot be told")
+    (sentence,) = gaps.sentences(trace, missing)
+    assert sentence.startswith("nothing is there of node 0, node 2: who kept whom waiting cannot be told")
     assert sentence in summary.find(trace).odd
 
 

@@ -49,7 +49,7 @@ def test_an_operation_its_missing_rank_and_where_that_is() -> None:
         "      /train.py:12 in slow: time.sleep(300)\n"
         "\n"
         "daemons\n"
-        "  node 0 (host a, pid 7, sleeping (S)) answers"
+        "  host a (pid 7, sleeping (S)) answers"
     )
 
 
@@ -68,7 +68,7 @@ def test_a_link_and_a_node_are_named() -> None:
     straggler = {"text": "4 chunks from host a (node 0) to host b (node 1) are under way"}
     told = {**STALL, "submitted": [0, 1, 2], "missing": []}
     assert "\n  4 chunks from host a (node 0)" in page(waiting=[{**told, "stragglers": [straggler]}])
-    assert "node 1 (host b) has not begun to exchange data" in page(waiting=[{**told, "idle": [1]}])
+    assert "host b has not begun to exchange data" in page(waiting=[{**told, "idle": [1]}])
     assert "every rank has submitted it: data is on its way" in page(waiting=[told])
     assert "\n  it is over on host b" in page(waiting=[{**told, "notes": ["it is over on host b (node 1)"]}])
 
@@ -76,12 +76,12 @@ def test_a_link_and_a_node_are_named() -> None:
 def test_a_daemon_that_does_not_answer_is_shown_from_outside() -> None:
     silent = {"node": 1, "host": "b", "pid": 8, "answered": False, "why_not": "it does not answer within 10 s"}
     stuck = page(daemons=[{**silent, "state": "running (R)", "stack": RANK["stack"]}])
-    assert "node 1 (host b, pid 8, running (R)): it does not answer within 10 s" in stuck
+    assert "host b (pid 8, running (R)): it does not answer within 10 s" in stuck
     assert "its main thread, most recent call first:\n        /train.py:12 in slow" in stuck
     stopped = page(daemons=[{**silent, "state": "stopped (T)"}])
     assert "it is stopped; `kill -CONT 8` lets it go on" in stopped
     elsewhere = page(daemons=[{"node": 1, "host": "b", "pid": None, "answered": False}])
-    assert "node 1 (host b): it did not answer the others in time" in elsewhere
+    assert "host b: it did not answer the others in time" in elsewhere
 
 
 def test_a_daemon_that_answers_says_where_its_main_thread_is() -> None:

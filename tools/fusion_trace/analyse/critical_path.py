@@ -43,10 +43,13 @@ class Place:
     node: int | None = None
     link: tuple[int, int] | None = None
 
-    def __str__(self) -> str:
+    def named(self, trace: JobTrace) -> str:
+        """Returns its name."""
         if self.link is not None:
-            return f"node {self.link[0]} to node {self.link[1]}"
-        return f"rank {self.rank}" if self.rank is not None else f"daemon of node {self.node}"
+            return trace.link_of(*self.link)
+        if self.node is not None:
+            return f"daemon of {trace.host_of(self.node)}"
+        return f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -303,7 +306,8 @@ def document(trace: JobTrace, paths: Sequence[Path]) -> dict[str, object]:
     return {
         "job": trace.job,
         "totals": [
-            {"activity": activity, "place": str(place), "ns": ns} for (activity, place), ns in totals(paths).items()
+            {"activity": activity, "place": place.named(trace), "ns": ns}
+            for (activity, place), ns in totals(paths).items()
         ],
         "steps": [
             {
@@ -312,7 +316,13 @@ def document(trace: JobTrace, paths: Sequence[Path]) -> dict[str, object]:
                 "begin": path.step.begin,
                 "ns": path.step.ns,
                 "path": [
-                    {"begin": s.begin, "ns": s.ns, "activity": s.activity, "place": str(s.place), "what": s.what}
+                    {
+                        "begin": s.begin,
+                        "ns": s.ns,
+                        "activity": s.activity,
+                        "place": s.place.named(trace),
+                        "what": s.what,
+                    }
                     for s in path.segments
                 ],
             }

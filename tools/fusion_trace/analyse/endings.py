@@ -106,8 +106,10 @@ def sentences(trace: JobTrace, found: Endings) -> Iterator[str]:
     """Yields what happened, a sentence each."""
     begin, _ = trace.span
     for place, each in enumerate(found.dead):
-        who = f"{'the daemon of node' if each.what == 'node' else 'rank'} {each.number} (host {each.host})"
-        told = f" (says the daemon of node {each.by})" if each.by is not None else ""
+        who = f"rank {each.number} (host {each.host})"
+        if each.what == "node":
+            who = f"the daemon of {trace.host_of(each.number)}"
+        told = f" (says the daemon of {trace.host_of(each.by)})" if each.by is not None else ""
         after = f"died {(each.time - begin) / 1e9:.1f} s after the first record"
         if place:
             after = f"died {(each.time - found.dead[0].time) / 1e9:.2f} s later, perhaps because of that"

@@ -46,20 +46,19 @@ def unseen(trace: JobTrace) -> Unseen:
     )
 
 
-def sentences(found: Unseen) -> Iterator[str]:
+def sentences(trace: JobTrace, found: Unseen) -> Iterator[str]:
     """Yields what cannot be known, a sentence each."""
     if found.hosts:
         yield (
-            f"nothing is there of {_nodes(found.hosts)}: who kept whom waiting cannot be told, because their ranks may "
-            "have been the slow ones, nor how their links and daemons are"
+            f"nothing is there of {_hosts(trace, found.hosts)}: who kept whom waiting cannot be told, because their "
+            "ranks may have been the slow ones, nor how their links and daemons are"
         )
     if found.daemons:
-        yield f"without the daemons of {_nodes(found.daemons)} their links, and who died there, cannot be known"
+        yield f"without the daemons of {_hosts(trace, found.daemons)} their links, and who died there, cannot be known"
     if found.ranks:
         shown = ", ".join(map(str, found.ranks[:8])) + (", ..." if found.ranks[8:] else "")
         yield f"ranks {shown} have no ring here: any of them may have kept the others waiting, so no rank is blamed"
 
 
-def _nodes(which: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, which[:8])) + (", ..." if which[8:] else "")
-    return f"{'node' if len(which) == 1 else 'nodes'} {shown}"
+def _hosts(trace: JobTrace, which: tuple[int, ...]) -> str:
+    return ", ".join(map(trace.host_of, which[:8])) + (", ..." if which[8:] else "")

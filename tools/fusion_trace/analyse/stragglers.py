@@ -362,7 +362,7 @@ class _Inquiry:
             if unit.node is None:
                 return "in both directions"
             links = (self.used.links[member.column] for member in unit.members)
-            return "its links: " + ", ".join(f"{source} to {target}" for source, target in links)
+            return "its links: " + ", ".join(self.trace.link_of(*link) for link in links)
         else:
             return ""
         positive = sum(value for value in known.values() if value > 0)

@@ -178,15 +178,15 @@ def _odd(trace: JobTrace, any_step: bool) -> Iterator[str]:
         yield "no rank has a whole step: a step lasts from one end of `optimizer.step()` to the next"
     for node, daemon in sorted(trace.daemons.items()):
         yield from _of_daemon(trace, node, daemon)
-    yield from gaps.sentences(gaps.unseen(trace))
+    yield from gaps.sentences(trace, gaps.unseen(trace))
     yield from trace.problems
 
 
 def _of_daemon(trace: JobTrace, node: int, daemon: Process) -> Iterator[str]:
-    who = f"node {node} (host {daemon.host})"
+    who = f"host {trace.host_of(node)}"
     for peer, count in _by_peer(daemon, Kind.LOST):
         again = dict(_by_peer(daemon, Kind.FOUND)).get(peer, 0)
-        to = f"to node {peer}" if peer != NOBODY else "to a peer"
+        to = f"to {trace.host_of(peer)}" if peer != NOBODY else "to a peer"
         yield f"{who}: connections {to} broke {_times(count)}, and were made again {_times(again)}"
     blocked = pairs(daemon, Kind.BLOCKED_BEGIN, Kind.BLOCKED_END)
     if blocked:

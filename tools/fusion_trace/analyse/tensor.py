@@ -25,7 +25,7 @@ class Event:
     Attributes:
         at: ns on the job's axis.
         since: ns since its first event of this life.
-        who: `rank 2`, `node 0` or `node 0 -> node 1`.
+        who: `rank 2`, `the daemon of a` or, of the link between two hosts, `a to b`.
         what: in words.
         lasted: ns, of what began then; None: it is a moment.
     """
@@ -147,9 +147,9 @@ def _life(
             seen += [(last[-1], f"rank {rank}", "its gradient is complete", None)] if last else []
         seen += _of_worker(rank, mine)
     for node, there in sorted(operation.daemons.items()):
-        seen += _of_daemon(node, there)
+        seen += _of_daemon(f"the daemon of {trace.host_of(node)}", there)
     for chunk in operation.chunks:
-        seen += _of_chunk(chunk)
+        seen += _of_chunk(trace.link_of(chunk.source, chunk.target), chunk)
     seen.sort(key=lambda each: each[0])
     first = seen[0][0] if seen else 0
     events = tuple(Event(at, at - first, who, what, lasted) for at, who, what, lasted in seen)
@@ -179,8 +179,7 @@ def _of_worker(rank: int, mine: WorkerPart) -> _Seen:
         yield at, who, "it is applied", end - at
 
 
-def _of_daemon(node: int, there: DaemonPart) -> _Seen:
-    who = f"node {node}"
+def _of_daemon(who: str, there: DaemonPart) -> _Seen:
     for rank, at in there.ready.items():
         yield at, who, f"the part of rank {rank} came", None
     for at, end in there.negotiations:
@@ -199,8 +198,7 @@ def _of_daemon(node: int, there: DaemonPart) -> _Seen:
         yield there.failed, who, "it fails", None
 
 
-def _of_chunk(chunk: Chunk) -> _Seen:
-    who = f"node {chunk.source} -> node {chunk.target}"
+def _of_chunk(who: str, chunk: Chunk) -> _Seen:
     if chunk.queued is not None and chunk.sent is not None:
         yield chunk.queued, who, f"a chunk of {chunk.nbytes} bytes waits to be sent", chunk.sent - chunk.queued
     if chunk.sent is not None:

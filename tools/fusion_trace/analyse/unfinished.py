@@ -84,7 +84,7 @@ def ending(trace: JobTrace) -> Ending:
     waiting = sorted((each for each in found if each is not None), key=lambda each: -each.seconds)
     ranks = tuple(_last(trace, worker, end) for _, worker in sorted(trace.workers.items()))
     died = tuple(endings.sentences(trace, endings.find(trace)))
-    missing = tuple(gaps.sentences(gaps.unseen(trace)))
+    missing = tuple(gaps.sentences(trace, gaps.unseen(trace)))
     return Ending(trace.job, died, tuple(waiting), ranks, (*missing, *trace.problems))
 
 

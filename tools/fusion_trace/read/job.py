@@ -6,6 +6,7 @@ Times of a `JobTrace` are int64 nanoseconds of node 0's CLOCK_MONOTONIC, whichev
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,12 @@ from fusion_trace.read.ring_reader import Records, Ring, TraceError, is_ring, re
 
 _MOST_FILES = 16384  # below a directory
 _DEPTH = 3  # folders of folders that are looked through
+COLLECTED = ".rings"  # behind a job's id: the directory that its rings are collected in
+_ONE_HOST = 10**7  # ns between the starts of two machines, below which they are one that has two names
+_NOWHERE = (
+    ", nor has `fusion-trace collect` put any into this directory; a job with --trace-dir has left them there: name "
+    "that directory, or set FUSION_TRACE_DIR"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +99,20 @@ class JobTrace:
         """Nodes, by rank."""
         return {rank: worker.node for rank, worker in self.workers.items()}
 
+    @cached_property
+    def _names_of_nodes(self) -> dict[int, str]:
+        shared = Counter(self.hosts.values())
+        return {node: f"{host} (node {node})" if shared[host] > 1 else host for node, host in self.hosts.items()}
+
+    def host_of(self, node: int) -> str:
+        """Returns the name of a node: its host's, with its number where that name is another node's too; `node 3`
+        where no ring says what its host is called."""
+        return self._names_of_nodes.get(node) or f"node {node}"
+
+    def link_of(self, source: int, target: int) -> str:
+        """Returns the name of the link from one node to another."""
+        return f"{self.host_of(source)} to {self.host_of(target)}"
+
     @property
     def span(self) -> tuple[int, int]:
         """The first and last time of all records, ns; (0, 0) if there are none."""
@@ -107,7 +128,8 @@ def load(what: Sequence[str], root: str) -> JobTrace:
     """Reads the trace that a person means.
 
     Args:
-        what: nothing (the newest job), one job's id, or directories and files, which must be of one job.
+        what: nothing (the newest job, also of those that were collected into this directory), one job's id, or
+            directories and files, which must be of one job.
         root: directory in which traces are written (`trace_dir`).
 
     Raises:
@@ -136,14 +158,14 @@ def find(what: Sequence[str], root: str) -> list[str]:
         TraceError: there are none.
     """
     if len(what) == 1 and not os.path.exists(what[0]):
-        paths = _of_job(list(_below(root)), what[0])
+        paths = _of_job(_left(root), what[0])
         if not paths:
             raise TraceError(f"{what[0]} is neither a file or directory, nor a job with traces in {root}")
         return paths
     if not what:
-        paths = list(_below(root))
+        paths = _left(root)
         if not paths:
-            raise TraceError(f"there are no traces in {root}")
+            raise TraceError(f"there are no traces in {root}{_NOWHERE}")
         return _newest(paths)
     paths = []
     for path in what:
@@ -158,6 +180,18 @@ def find(what: Sequence[str], root: str) -> list[str]:
             raise TraceError(f"{path} does not exist")
     paths = list(dict.fromkeys(os.path.realpath(path) for path in paths))
     return _newest(paths) if all(os.path.isdir(path) for path in what) else paths
+
+
+def by_age(root: str) -> list[str]:
+    """Returns the ids of the jobs whose traces jobs and `fusion-trace collect` have left, the newest first."""
+    jobs, _ = _jobs(_left(root))
+    return sorted(jobs, key=lambda job: max(jobs[job]), reverse=True)
+
+
+def _left(root: str) -> list[str]:
+    """Returns the rings that jobs have left, and those that `fusion-trace collect` has put here."""
+    collected = (entry.path for entry in os.scandir() if entry.name.endswith(COLLECTED) and entry.is_dir())
+    return [*_below(root), *(path for each in sorted(collected) for path in _below(each))]
 
 
 def _below(directory: str, depth: int = _DEPTH) -> Iterator[str]:
@@ -267,13 +301,13 @@ def _offsets(rings: Sequence[Ring], problems: list[str]) -> dict[int, Offset]:
     for node, ring in sorted(by_node.items()):
         if node in offsets:
             continue
-        if ring.host == reference.host and abs(_boot(ring) - _boot(reference)) < 10**9:
+        apart = _boot(ring) - _boot(reference)
+        if abs(apart) < (10**9 if ring.host == reference.host else _ONE_HOST):
             offsets[node] = alignment.same("the same host as node 0")
             continue
-        apart = _boot(ring) - _boot(reference)
         offsets[node] = alignment.fixed(apart, -1, "the hosts' wall clocks")
         problems.append(
-            f"the clock of node {node} (host {ring.host}) was not measured against the others: the hosts' wall clocks "
+            f"the clock of host {ring.host} was not measured against the others: the hosts' wall clocks "
             "are believed, and times between hosts may be wrong by more than they last"
         )
     return {node: offsets[node] for node in by_node}
@@ -287,9 +321,10 @@ def _boot(ring: Ring) -> int:
 def _missing(rings: Sequence[Ring], processes: Sequence[Process]) -> Iterator[str]:
     nodes = max(ring.nodes for ring in rings)
     there = {process.node for process in processes if process.role == Role.DAEMON}
-    if absent := [node for node in range(nodes) if node not in there]:
-        shown = ", ".join(map(str, absent[:8])) + (", ..." if absent[8:] else "")
-        yield f"there is no ring of the daemons of nodes {shown}: `fusion-trace collect` fetches them from other hosts"
+    hosts = {process.node: process.host for process in processes}
+    if absent := [hosts.get(node, f"node {node}") for node in range(nodes) if node not in there]:
+        shown = ", ".join(absent[:8]) + (", ..." if absent[8:] else "")
+        yield f"there is no ring of the daemons of {shown}: `fusion-trace collect` fetches them from other hosts"
     for process in processes:
         if not len(process.records):
             yield (

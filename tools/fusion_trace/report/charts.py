@@ -13,6 +13,7 @@ from typing import Any
 from fusion_trace.analyse.critical_path import Segment
 from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
+from fusion_trace.read.job import JobTrace
 from fusion_trace.report.curves import BANDWIDTHS, Curves
 from fusion_trace.report.figures import Column, RankTimes, Report
 
@@ -209,13 +210,13 @@ def slower_map(columns: Sequence[Column], ranks: Sequence[int]) -> Chart:
     return {"data": data, "layout": _layout(150 + 30 * len(shown), **axes)}
 
 
-def link_matrix(links: Sequence[LinkFigures], values: Sequence[float | None], title: str) -> Chart:
+def link_matrix(trace: JobTrace, links: Sequence[LinkFigures], values: Sequence[float | None], title: str) -> Chart:
     """Draws one figure of each link: rows send, columns receive."""
     nodes = sorted({node for link in links for node in (link.source, link.target)})
     of_link = {(link.source, link.target): value for link, value in zip(links, values, strict=True)}
-    names = [str(node) for node in nodes]
+    names = [trace.host_of(node) for node in nodes]
     most = max((value for value in values if value is not None), default=1.0)
-    trace: Chart = {
+    drawn: Chart = {
         "type": "heatmap",
         "x": names,
         "y": names,
@@ -226,21 +227,21 @@ def link_matrix(links: Sequence[LinkFigures], values: Sequence[float | None], ti
         "colorbar": {"thickness": 12},
         "xgap": 1,
         "ygap": 1,
-        "hovertemplate": "from node %{y} to node %{x}: %{z:,.4~r}<extra></extra>",
+        "hovertemplate": "from %{y} to %{x}: %{z:,.4~r}<extra></extra>",
     }
     if len(nodes) <= MOST_WITH_TEXT:
-        trace["texttemplate"] = "%{z:,.3~r}"
+        drawn["texttemplate"] = "%{z:,.3~r}"
     axes = {
-        "xaxis": _axis("to node", type="category"),
-        "yaxis": _axis("from node", autorange="reversed", type="category"),
+        "xaxis": _axis("to", type="category"),
+        "yaxis": _axis("from", autorange="reversed", type="category"),
         "title": {"text": title, "font": {"size": 14}},
     }
-    return {"data": [trace], "layout": _layout(340, **{**axes, "margin": {"l": 70, "r": 10, "t": 50, "b": 50}})}
+    return {"data": [drawn], "layout": _layout(340, **{**axes, "margin": {"l": 70, "r": 10, "t": 50, "b": 50}})}
 
 
-def path_chart(segments: Sequence[Segment], begin: int) -> Chart:
+def path_chart(trace: JobTrace, segments: Sequence[Segment], begin: int) -> Chart:
     """Draws the path through one step: a row for each rank, daemon and link, in the order in which it comes to them."""
-    rows = list(dict.fromkeys(str(segment.place) for segment in segments))
+    rows = list(dict.fromkeys(segment.place.named(trace) for segment in segments))
     data = []
     for activity in dict.fromkeys(segment.activity for segment in segments):
         its = [segment for segment in segments if segment.activity == activity]
@@ -249,7 +250,7 @@ def path_chart(segments: Sequence[Segment], begin: int) -> Chart:
                 "type": "bar",
                 "orientation": "h",
                 "name": activity,
-                "y": [str(segment.place) for segment in its],
+                "y": [segment.place.named(trace) for segment in its],
                 "base": [ms(segment.begin - begin) for segment in its],
                 "x": [ms(segment.ns) for segment in its],
                 "width": 0.7,

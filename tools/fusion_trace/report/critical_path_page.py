@@ -27,7 +27,7 @@ def show(trace: JobTrace, paths: Sequence[Path], each: bool) -> None:
     rows = table("activity", "where", "of a step", "share", left=2)
     sums = totals(paths)
     for (activity, place), ns in list(sums.items())[:MOST_ROWS]:
-        rows.add_row(activity, str(place), duration(ns / len(paths)), share(ns / whole))
+        rows.add_row(activity, place.named(trace), duration(ns / len(paths)), share(ns / whole))
     if len(sums) > MOST_ROWS:
         rest = sum(list(sums.values())[MOST_ROWS:])
         rows.add_row(f"{len(sums) - MOST_ROWS} more", "", duration(rest / len(paths)), share(rest / whole))
@@ -42,6 +42,6 @@ def show(trace: JobTrace, paths: Sequence[Path], each: bool) -> None:
             shown = table("at", "lasts", "activity", "where", "what", left=0)
             for segment in path.segments[:MOST_SEGMENTS]:
                 at = duration(segment.begin - path.step.begin)
-                shown.add_row(at, duration(segment.ns), segment.activity, str(segment.place), segment.what)
+                shown.add_row(at, duration(segment.ns), segment.activity, segment.place.named(trace), segment.what)
             out.print(shown)
     problems(out, trace.problems)

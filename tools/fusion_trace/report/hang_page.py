@@ -76,7 +76,7 @@ def _stall(stall: _Document, topology: Topology) -> Iterator[_Line]:
     for straggler in stall["stragglers"]:
         yield f"  {straggler['text']}", "red"
     for node in stall["idle"]:
-        yield f"  node {node} (host {topology.hosts[node]}) has not begun to exchange data", "red"
+        yield f"  host {topology.hosts[node]} has not begun to exchange data", "red"
     for note in stall["notes"]:
         yield f"  {note}", ""
     if not (stall["missing"] or stall["stragglers"] or stall["idle"]):
@@ -88,7 +88,7 @@ def _daemons(daemons: Iterable[_Document]) -> Iterator[_Line]:
     yield "daemons", "bold"
     for daemon in daemons:
         process = ", ".join(str(what) for what in (f"pid {daemon['pid']}", daemon.get("state", "")) if what)
-        who = f"node {daemon['node']} (host {daemon['host']}{', ' + process if daemon['pid'] else ''})"
+        who = f"host {daemon['host']}{f' ({process})' if daemon['pid'] else ''}"
         stack = stack_of(daemon)
         if daemon["answered"]:
             frame = stack.frames[0] if stack.frames else None

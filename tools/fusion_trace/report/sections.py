@@ -67,12 +67,12 @@ def _overview(report: Report) -> Section:
             ("a step, median", duration(found.overlap.ns)),
             ("steps a second", f"{found.steps_per_second:.2f}"),
             ("handed over by a rank in a step", size(found.handed_over)),
-            ("between nodes", f"{size(found.link_rate)} a second"),
+            ("between hosts", f"{size(found.link_rate)} a second"),
             ("of communication hidden", share(found.overlap.hidden) or "there was none"),
         ]
     tables = [Table("", ("", ""), tuple(facts), left=2)]
     if found.ranks:
-        tables.append(shortened(summary_page.step_times(found.ranks[:MOST_ROWS]), len(found.ranks)))
+        tables.append(shortened(summary_page.step_times(trace, found.ranks[:MOST_ROWS]), len(found.ranks)))
     if found.odd:
         tables.append(
             shortened(Table("What is odd", ("",), tuple((each,) for each in found.odd[:MOST_ROWS])), len(found.odd))
@@ -162,21 +162,22 @@ def _stragglers(report: Report) -> Section:
 
 
 def _links(report: Report) -> Section:
-    links = report.links
-    title = "Links between nodes"
+    links, trace = report.links, report.trace
+    title = "Links between hosts"
     if not links:
-        what = "no chunk was recorded" if len(report.trace.hosts) > 1 else "all ranks are on one node"
+        what = "no chunk was recorded" if len(trace.hosts) > 1 else "all ranks are on one node"
         return Section("links", title, told=(Told(f"There is nothing to show: {what}.", "", False),))
     busiest = max(links, key=lambda link: link.busy)
     told = Told(
-        f"The link from node {busiest.source} to node {busiest.target} is the busiest: something is on it in "
+        f"The link from {trace.link_of(busiest.source, busiest.target)} is the busiest: something is on it in "
         f"{share(busiest.busy)} of the time.",
         "",
         False,
     )
     rows = tuple(
         (
-            f"node {link.source}", f"node {link.target}", size(link.nbytes), str(link.chunks), share(link.busy),
+            trace.host_of(link.source), trace.host_of(link.target), size(link.nbytes), str(link.chunks),
+            share(link.busy),
             "" if link.bandwidth is None else f"{link.bandwidth * 8e-6:,.0f} Mbit/s",
             "" if link.latency is None else duration(link.latency * 1e9),
             "not known" if link.clock_error < 0 else duration(link.clock_error),
@@ -195,14 +196,18 @@ def _links(report: Report) -> Section:
         ),
         beside=True,
         charts=(
-            charts.link_matrix(links, [link.nbytes / 2**20 for link in links], "payload, MiB"),
+            charts.link_matrix(trace, links, [link.nbytes / 2**20 for link in links], "payload, MiB"),
             charts.link_matrix(
+                trace,
                 links,
                 [None if b is None else b * 8e-6 for b in (link.bandwidth for link in links)],
                 "bandwidth, Mbit/s",
             ),
             charts.link_matrix(
-                links, [None if s is None else s * 1e6 for s in (link.latency for link in links)], "latency, us"
+                trace,
+                links,
+                [None if s is None else s * 1e6 for s in (link.latency for link in links)],
+                "latency, us",
             ),
         ),
         tables=(shortened(Table("Links", head, rows, 2), len(links)),),
@@ -212,7 +217,7 @@ def _links(report: Report) -> Section:
 def _path(report: Report) -> Section:
     path = report.path
     assert path is not None  # there are whole steps
-    sums = [(activity, str(place), ns) for (activity, place), ns in critical_path.totals([path]).items()]
+    sums = [(activity, place.named(report.trace), ns) for (activity, place), ns in critical_path.totals([path]).items()]
     activity, place, most = sums[0]
     told = Told(
         f"Step {path.step.number} takes {duration(path.step.ns)}, of which {activity} at {place} is {duration(most)} "
@@ -231,7 +236,7 @@ def _path(report: Report) -> Section:
             "Back from the moment when the last rank ends the step: whoever was busy then, what it had waited for, who "
             "was busy with that, and so on. What is on the path is what would have to be faster.",
         ),
-        charts=(charts.path_chart(path.segments, path.step.begin),),
+        charts=(charts.path_chart(report.trace, path.segments, path.step.begin),),
         tables=(Table(table.title, table.columns, (*table.rows, whole), table.left),),
     )
 

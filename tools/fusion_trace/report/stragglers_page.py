@@ -18,13 +18,11 @@ def place(trace: JobTrace, finding: Finding) -> str:
     if finding.rank is not None:
         return f"rank {finding.rank} (host {trace.workers[finding.rank].host})"
     if finding.node is not None:
-        host = trace.hosts.get(finding.node, "?")
-        if finding.cause in ("compute", "wire"):  # all of its ranks, or links
-            return f"host {host} (node {finding.node})"
-        return f"the daemon of node {finding.node} (host {host})"
+        host = trace.host_of(finding.node)
+        # A cause in computing or on the wire is one of all ranks of a host, or of all its links.
+        return f"host {host}" if finding.cause in ("compute", "wire") else f"the daemon of {host}"
     assert finding.link is not None
-    source, target = finding.link
-    return f"the link from node {source} to node {target}"
+    return f"the link from {trace.link_of(*finding.link)}"
 
 
 def cause(finding: Finding) -> str:
@@ -73,7 +71,7 @@ def nobody(trace: JobTrace, steps: int) -> tuple[str, bool]:
     """Says that nobody is slower than the others, or that it cannot be known; and whether all is well."""
     missing = unseen(trace)
     if missing.ranks_may_be_missing:
-        return "nobody can be named: " + "; ".join(gaps_in_words(missing)), False
+        return "nobody can be named: " + "; ".join(gaps_in_words(trace, missing)), False
     if steps < 4:
         return f"nobody: there are {steps} whole steps of all ranks, too few to compare", False
     return f"nobody: in {steps} steps no rank, host or link stands out", True

@@ -16,11 +16,11 @@ MOST = 64  # ranks or links that are shown
 _MOST_SLOW = 3
 
 
-def step_times(ranks: Iterable[Rank]) -> Table:
+def step_times(trace: JobTrace, ranks: Iterable[Rank]) -> Table:
     """Returns a table of how long steps of each rank take."""
     rows = (
         (
-            f"rank {rank.rank}", f"{rank.host} (node {rank.node})", str(rank.pid), f"{rank.first}-{rank.last}",
+            f"rank {rank.rank}", trace.host_of(rank.node), str(rank.pid), f"{rank.first}-{rank.last}",
             duration(rank.median), duration(rank.p5), duration(rank.p95),
         )
         for rank in ranks
@@ -41,7 +41,7 @@ def show(trace: JobTrace, found: Summary) -> None:
         out.print(
             f"{found.steps_per_second:.2f} steps a second; {size(found.handed_over)} handed over in each by a rank"
         )
-        print_table(out, step_times(found.ranks[:MOST]))
+        print_table(out, step_times(trace, found.ranks[:MOST]))
         if found.ranks[MOST:]:
             out.print(f"and {len(found.ranks) - MOST} more (--json has them all)")
     if found.overlap is not None:
@@ -51,10 +51,10 @@ def show(trace: JobTrace, found: Summary) -> None:
         out.print(f"a step: {parts}{hidden}", soft_wrap=True)
     if found.links:
         out.print()
-        out.print(f"between nodes: {size(found.link_rate)} a second")
+        out.print(f"between hosts: {size(found.link_rate)} a second")
         rows = table("from", "to", "bytes", "chunks", left=2)
         for link in found.links[:MOST]:
-            rows.add_row(f"node {link.source}", f"node {link.target}", size(link.nbytes), str(link.chunks))
+            rows.add_row(trace.host_of(link.source), trace.host_of(link.target), size(link.nbytes), str(link.chunks))
         out.print(rows)
     if found.ranks:
         out.print()
