@@ -5,7 +5,8 @@ has to cost nothing, and all else is imported by the first process group. (torch
 script imports `fusion_rt.dist`, which registers too.)
 
 `process_group.py` is what c10d sees; `membership.py` joins and leaves the job; `submission.py` turns tensors into
-operations of the daemon; `work.py` has operations under way, and `completion.py` their futures.
+operations of the daemon; `work.py` has operations under way, and `completion.py` their futures; `flight_record.py`
+has the last ones for torch's analyser, and `flight_dumps.py` writes them to files.
 
 `ddp.py` and `fsdp.py` have hooks for gradients of DDP and FSDP2, which share `exchanged.py`; `outer.py` has local steps
 over both; `sets.py` has the process sets of groups.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_rt.dist.ddp import DDPGradients, compress, ddp_hook
     from fusion_rt.dist.fsdp import ReplicatedShards, fully_shard_in_arena
+    from fusion_rt.dist.membership import dump_flight_record
     from fusion_rt.dist.outer import local_steps
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "ReplicatedShards",
     "compress",
     "ddp_hook",
+    "dump_flight_record",
     "fully_shard_in_arena",
     "local_steps",
     "register",
@@ -38,6 +41,7 @@ _MODULES = {
     "ReplicatedShards": "fsdp",
     "compress": "ddp",
     "ddp_hook": "ddp",
+    "dump_flight_record": "membership",
     "fully_shard_in_arena": "fsdp",
     "local_steps": "outer",
 }

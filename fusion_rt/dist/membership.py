@@ -18,11 +18,13 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.dist.completion import Completer
+from fusion_rt.dist.flight_dumps import FlightDumps
 from fusion_rt.host.bootstrap import make_private_directory
 from fusion_rt.launchers import environment
 from fusion_rt.launchers.entries import name_ranks
@@ -42,17 +44,20 @@ class Member:
     Attributes:
         here: the membership.
         completer: completes futures.
+        dumps: has the last operations, and writes them to a file.
         groups: those that are open.
     """
 
-    def __init__(self, here: Runtime, joined: bool) -> None:
+    def __init__(self, here: Runtime, joined: bool, store: Store) -> None:
         self.here = here
         self.completer = Completer(here.client.channel)
+        self.dumps = FlightDumps(store, here.client.job, here.rank, here.size)
         self.groups: set[JoinedGroup] = set()
         self._joined = joined  # by this module, and not by hvd.init
 
     def leave(self) -> None:
         """Leaves the job, if this module has joined it."""
+        self.dumps.close()
         if self._joined and is_initialized() and runtime() is self.here:
             basics.shutdown() if self.here.where.socket else leave()
         self.completer.close()
@@ -64,6 +69,7 @@ class JoinedGroup:
     Attributes:
         here: this worker's membership.
         completer: completes futures.
+        recorder: has the last operations of all groups.
         id: of the group, in messages.
         rank: this worker's position in it.
         size: number of members.
@@ -74,6 +80,7 @@ class JoinedGroup:
     def __init__(self, member: Member, id: int, rank: int, ranks: Sequence[int], store: Store) -> None:
         self.here = member.here
         self.completer = member.completer
+        self.recorder = member.dumps.recorder
         self.id = id
         self.rank = rank
         self.size = len(ranks)
@@ -81,6 +88,12 @@ class JoinedGroup:
         self.store = store
         self._member: Member | None = member
         member.groups.add(self)
+
+    def abort(self) -> None:
+        """Ends the group as `close` does; where dumps are wanted, this rank and all others write theirs before."""
+        if self._member is not None:
+            self._member.dumps.write_everywhere()
+        self.close()
 
     def close(self) -> None:
         """Ends the group; with the last one this worker leaves the job."""
@@ -103,6 +116,21 @@ def _forget(member: Member) -> None:
     global _member
     if _member is member:
         _member = None
+
+
+def dump_flight_record(path: str | os.PathLike[str] | None = None) -> Path:
+    """Writes the last operations of this process's groups to a file that torch's analyser reads, and returns its path.
+
+    Args:
+        path: of the file; None: where `TORCH_FR_DUMP_TEMP_FILE` says, else `~/.cache/torch/comm_lib_trace_rank_`, with
+            the rank behind it.
+
+    Raises:
+        FusionError: this worker is in no process group of the backend fusion, or nothing is recorded: neither
+            `TORCH_FR_BUFFER_SIZE` nor `TORCH_FR_DUMP_TEMP_FILE` was set when the group of all was made.
+        OSError: the file cannot be written.
+    """
+    return _member_of_job().dumps.write(path)
 
 
 def open_group(
@@ -189,7 +217,7 @@ def _joined(store: Store, rank: int, size: int, timeout: timedelta) -> Member:
             f"this worker is rank {here.rank} of {here.size} in the job that hvd.init() has joined, and rank {rank} of "
             f"{size} for init_process_group; give both the same places, or call only one of them"
         )
-    _member = Member(here, not before)
+    _member = Member(here, not before, store)
     return _member
 
 

@@ -28,7 +28,7 @@ from fusion_rt.dist.submission import (
     moved_as,
     signature_for,
 )
-from fusion_rt.dist.work import FusionWork
+from fusion_rt.dist.work import CollectiveError, FusionWork
 from fusion_rt.torch.core.tensors import dtype_name
 
 _OPS: dict[int, wire.Op] = {
@@ -91,9 +91,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self._members = len(opened.ranks)
         order = sorted(range(self._members), key=self._ranks.__getitem__)
         self._order = None if order == list(range(self._members)) else order
-        self._name = name
-        self._description = "undefined"
-        self._seconds = timeout.total_seconds()
+        self._recorded = opened.recorder.open_group(name, self._ranks)
+        self.set_timeout(timeout)
         self._own = OwnMessages()
         self._monitored = MonitoredBarriers(opened)
         self._store: Any = opened.store
@@ -124,28 +123,28 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
     @property
     def group_name(self) -> str:
         """c10d's name of the group."""
-        return self._name
+        return self._recorded.name
 
     def getGroupName(self) -> str:
         """Returns c10d's name of the group."""
-        return self._name
+        return self._recorded.name
 
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        self._recorded.name = name
 
     setGroupName = _set_group_name
 
     @property
     def group_desc(self) -> str:
         """Name that the script gave the group."""
-        return self._description
+        return self._recorded.description
 
     def getGroupDesc(self) -> str:
         """Returns what the script calls the group."""
-        return self._description
+        return self._recorded.description
 
     def _set_group_desc(self, description: str) -> None:
-        self._description = description
+        self._recorded.description = description
 
     setGroupDesc = _set_group_desc
 
@@ -167,7 +166,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time-out of operations that are given none."""
-        self._seconds = timeout.total_seconds()
+        self._seconds = self._recorded.seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -176,14 +175,16 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Ends the group; what is under way in it fails."""
+        self._recorded.close()
         self._opened.close()
 
     def abort(self) -> None:
-        """Ends the group at once; what is under way in it fails."""
-        self._opened.close()
+        """Ends the group at once; what is under way in it fails. A flight record is written, where one is wanted."""
+        self._opened.abort()
+        self._recorded.close()
 
     def __repr__(self) -> str:
-        return f"FusionProcessGroup(name={self._name!r}, rank={self._position}, size={self._members})"
+        return f"FusionProcessGroup(name={self.group_name!r}, rank={self._position}, size={self._members})"
 
     # --- reductions ---------------------------------------------------------------------------------------------------
 
@@ -403,7 +404,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             part = self._own.send(tag, tensor)
         else:
             part = SentMessage(self._opened.here, self._id, self._ranks[rank], _checked_tag(tag), tensor, self._seconds)
-        return self._work("send", [part], [tensor])
+        recorded = self._recorded.record_message("send", part, tensor, self._position, rank)
+        return FusionWork(self._opened.completer, "send", [part], [tensor], recorded=recorded)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> FusionWork:
         """Receives what a member sends with the same tag, in the order in which it does."""
@@ -413,14 +415,21 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             part = self._own.receive(tag, tensor)
         else:
             part = self._awaited(self._ranks[rank], tag, tensor)
-        return FusionWork(self._opened.completer, "recv", [part], [tensor], lambda: rank)
+        recorded = self._recorded.record_message("recv", part, tensor, rank, self._position)
+        return FusionWork(self._opened.completer, "recv", [part], [tensor], lambda: rank, recorded=recorded)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> FusionWork:
         """Receives what any other member sends with the same tag, whichever comes first."""
         tensor = _only(tensors, "recv", "tensor")
         part = self._awaited(None, tag, tensor)
+        recorded = self._recorded.record_message("recv", part, tensor, None, self._position)
         return FusionWork(
-            self._opened.completer, "recvAnySource", [part], [tensor], lambda: self._ranks.index(part.sizes[0])
+            self._opened.completer,
+            "recvAnySource",
+            [part],
+            [tensor],
+            lambda: self._ranks.index(part.sizes[0]),
+            recorded=recorded,
         )
 
     def _awaited(self, rank: int | None, tag: int, tensor: torch.Tensor) -> Submission:
@@ -443,7 +452,15 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         Raises:
             CollectiveError: not all have come in time; on the first member, the text names who has not.
         """
-        self._monitored.meet(self._seconds if timeout is None else timeout.total_seconds(), wait_all_ranks)
+        recorded = self._recorded.record("barrier", (), (), ())
+        try:
+            self._monitored.meet(self._seconds if timeout is None else timeout.total_seconds(), wait_all_ranks)
+        except CollectiveError:
+            if recorded is not None:
+                recorded.end(failed=True)
+            raise
+        if recorded is not None:
+            recorded.end(failed=False)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> FusionWork:
         """Ends when all members have come to it."""
@@ -467,7 +484,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         results: list[Any],
         given: Sequence[torch.Tensor] | None = None,
     ) -> FusionWork:
-        return FusionWork(self._opened.completer, title, parts, results, given=given)
+        recorded = self._recorded.record(title, parts, results if given is None else given, results)
+        return FusionWork(self._opened.completer, title, parts, results, given=given, recorded=recorded)
 
     def _limit(self, opts: Any, timeout: timedelta | None) -> float:
         """Returns the seconds that an operation has."""

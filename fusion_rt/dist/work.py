@@ -18,6 +18,7 @@ import torch.distributed as dist
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.dist import profiling
 from fusion_rt.dist.completion import Completer
+from fusion_rt.dist.flight_record import RecordedOperation
 from fusion_rt.dist.submission import Submission
 
 
@@ -35,6 +36,7 @@ class FusionWork(dist.Work):
         results: the tensors that have the result.
         source: returns the rank in the group that sent what was received; None: nothing is received from one rank.
         given: the tensors that this rank gives; None: `results`.
+        recorded: it, in the record of the last operations.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class FusionWork(dist.Work):
         results: list[Any],
         source: Callable[[], int] | None = None,
         given: Sequence[torch.Tensor] | None = None,
+        recorded: RecordedOperation | None = None,
     ) -> None:
         super().__init__()
         self._completer = completer
@@ -52,6 +55,7 @@ class FusionWork(dist.Work):
         self._parts = parts
         self._results = results
         self._source = source
+        self._recorded = recorded
         self._future: LazyFuture | None = None
         self._profiled = None
         if profiling.is_on():
@@ -138,6 +142,10 @@ class FusionWork(dist.Work):
 
     def settle(self) -> None:
         """Completes its future, if there is one, with the outcome that all its parts have had."""
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            failed = self._error() is not None
+            recorded.end(failed, None if failed or self._source is None else self._source())
         if self._profiled is not None:
             self._profiled.end()
         if self._future is not None:

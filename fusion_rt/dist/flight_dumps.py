@@ -1,0 +1,186 @@
+"""Files with the last operations, written when and where torch's variables say; nothing is recorded unless one is set.
+
+Whoever fails has all ranks write theirs, also those that have not come to the operation, and compute or sleep: the
+analyser needs them most. They hear of it in torch's store, in a thread of their own; it is there only where
+`TORCH_FR_DUMP_TEMP_FILE` says that dumps are wanted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import stat
+import threading
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from fusion_rt.core.errors import FusionError
+from fusion_rt.dist.flight_record import BUFFER_SIZE, FlightRecorder
+
+_PLACES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+_DEFAULT = "~/.cache/torch/comm_lib_trace_rank_"
+_WAIT = timedelta(hours=1)  # of one question to the store
+_END_S = 30.0  # for a thread to end; it may be writing, on a busy machine
+_END = b"\0"  # ends the thread that reads the pipe
+
+
+class FlightDumps:
+    """Writes what this process has recorded.
+
+    Args:
+        store: of the group of all.
+        job: the job's name.
+        rank, size: of this worker in the job.
+
+    Attributes:
+        recorder: records operations, as many as torch's variables say; none if they say nothing.
+    """
+
+    def __init__(self, store: Store, job: str, rank: int, size: int) -> None:
+        self._place, pipe = _value(_PLACES), os.environ.get(_PIPE)
+        self.recorder = FlightRecorder(_buffer_size(bool(self._place or pipe)))
+        self._store = store
+        self._scope = f"fusion/{job}/flight"
+        self._rank, self._size = rank, size
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._process = os.getpid()
+        self._closed = False
+        self._pipe = -1
+        if not self.recorder.size:
+            return
+        if self._place:
+            self.recorder.failed = self.write_everywhere
+            self._listen_to_store(store)
+        if pipe:
+            self._listen_to_pipe(f"{pipe}{rank}.pipe")
+        if self._threads:
+            # A thread that is in torch's code when the interpreter ends may take the process down.
+            atexit.register(self.close)
+
+    def write(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Writes a dump, whole or not at all, and returns where.
+
+        Args:
+            path: of the file; None: where torch's variables say, or torch's default place, with the rank behind it.
+
+        Raises:
+            FusionError: nothing is recorded.
+            OSError: the file cannot be written.
+        """
+        if not self.recorder.size:
+            raise FusionError(f"nothing is recorded: set {_SIZES[0]} to a number of operations, or {_PLACES[0]} to "
+                              "where dumps go, before the process group is made")  # fmt: skip
+        whole = Path(path or f"{os.path.expanduser(self._place or _DEFAULT)}{self._rank}")
+        part = whole.with_name(f".{whole.name}.part")
+        with self._lock:
+            whole.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(pickle.dumps(self.recorder.dump(), protocol=2))  # torch's
+            part.replace(whole)
+        return whole
+
+    def write_everywhere(self) -> None:
+        """Writes a dump if torch's variables say where; the first call of the job has all ranks write theirs."""
+        if not self._place:
+            return
+        try:
+            self.write()
+        except OSError as error:  # the operation's own error is more important
+            warnings.warn(f"no flight record: {error}", stacklevel=2)
+        with contextlib.suppress(RuntimeError):  # the store is gone, and whoever served it
+            if self._store.add(f"{self._scope}.failures", 1) == 1:
+                for rank in range(self._size):
+                    self._store.set(f"{self._scope}.{rank}", "write")
+                self._store.check([f"{self._scope}.failures"])  # the answer says that all above has arrived
+
+    def close(self) -> None:
+        """Ends the threads, once they have done what they were asked for."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._pipe >= 0:
+            os.write(self._pipe, _END)
+        if self._threads:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(f"{self._scope}.{self._rank}", "", "end")
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_END_S)
+
+    def _start(self, name: str, target: object, *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    # --- whoever asks -------------------------------------------------------------------------------------------------
+
+    def _listen_to_store(self, store: Store) -> None:
+        underlying = store
+        while isinstance(underlying, PrefixStore):
+            underlying = underlying.underlying_store
+        # Other stores are asked again and again while somebody waits; before torch 2.8 they cannot be waited for beside
+        # others that use them.
+        if isinstance(underlying, TCPStore) and hasattr(store, "clone"):
+            self._start("fusion-flight-store", self._await_word, store.clone())
+
+    def _await_word(self, store: Store) -> None:
+        """Writes a dump as soon as some rank asks for it."""
+        key = f"{self._scope}.{self._rank}"
+        while True:
+            try:
+                store.wait([key], _WAIT)
+                word = store.get(key)
+            except DistNetworkError:  # the store is gone: who serves it has left
+                return
+            except DistStoreError:  # nothing has happened for so long
+                continue
+            if word == b"write":
+                self.write()
+            return
+
+    def _listen_to_pipe(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISFIFO(os.lstat(path).st_mode):
+                os.unlink(path)
+        os.mkfifo(path, 0o600)
+        self._pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing too: so it has no end
+        self._start("fusion-flight-pipe", self._await_byte, path)
+
+    def _await_byte(self, path: str) -> None:
+        """Writes a dump whenever somebody has written to the pipe."""
+        ended = False
+        while not ended:
+            read = os.read(self._pipe, 4096)
+            ended = _END in read
+            if read.strip(_END):
+                self.write()
+        os.close(self._pipe)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _value(names: tuple[str, ...]) -> str:
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _buffer_size(wanted: bool) -> int:
+    """Returns how many operations are kept; `wanted`: the script's environment says where dumps go."""
+    text = _value(_SIZES)
+    try:
+        return max(0, int(text or (BUFFER_SIZE if wanted else 0)))
+    except ValueError:
+        raise FusionError(f"{' or '.join(_SIZES)} has to be a number of operations, not {text!r}") from None
