@@ -325,7 +325,7 @@ def diff(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Compares the steps of two jobs: what has changed, by how much, and what is only noise."""
+    """Compares the steps of two jobs, typical ones and spikes: what has changed, by how much, and what is noise."""
     from fusion_trace.analyse import diff as analysis
     from fusion_trace.report import diff_page
 
@@ -333,7 +333,8 @@ def diff(
     selected = parse_steps(steps)
     selected_after = parse_steps(after_steps, "--after-steps") if after_steps else selected
     first, second = _load_two(before, after)
-    found = analysis.compare(first, second, selected, selected_after, confidence, seed)
+    before_them, after_them = analysis.samples(first, selected), analysis.samples(second, selected_after)
+    found = analysis.compare(before_them, after_them, confidence, seed)
     _print(
         as_json,
         lambda: analysis.document(first, second, found, confidence),

@@ -1,11 +1,11 @@
 """`fusion-trace diff` compares the steps of two jobs.
 
-A sample is a step: what it takes, as the mean over its ranks. Of each measure a trimmed mean over the steps is compared
-(the highest and the lowest tenth are left out, which a pause or the first steps would decide otherwise). That hides
-spikes that are rare, so the plain mean of steps is compared too; the median is not, whose intervals from few steps are
-too narrow. Each interval comes from a bootstrap of blocks of steps that follow each other (Künsch, 1989), because
-neighbours resemble each other. All intervals of a comparison are meant to hold at once with the confidence that is
-asked for (Bonferroni), so that the same job against itself seldom shows a change, whatever is looked at.
+A sample is a step: what it takes, as the mean over its ranks. Steps are compared as distributions (`distributions.py`),
+and of what they are made of the medians; so is what each rank does itself, and does not wait for, since steps of ranks
+that wait for each other last equally long. Neither a pause nor slow first steps move a median, and spikes have a row
+of their own, in which typical steps cannot hide them. All intervals of a table are meant to hold at once with the
+confidence that is asked for (Bonferroni), so that the same job against itself seldom shows a change, whatever is looked
+at.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fusion_trace.analyse import distributions
+from fusion_trace.analyse.distributions import SHARE, Comparison, Series
 from fusion_trace.analyse.overlap import PARTS, partitions
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.job import JobTrace
@@ -27,156 +28,117 @@ from fusion_trace.read.spans import union
 
 MEASURES = ("step", *PARTS, "forward", "backward", "step()")
 LEAST_STEPS = 8  # of each job
-_RESAMPLES = 4000
-_TRIM = 0.1
-MEAN = "step, mean"  # of all steps, without trimming
-_Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]  # of each row
+_OWN = ("compute", "overlapped", "idle")  # what a rank does itself
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A measure of a step in both jobs, in ns.
+class Samples:
+    """Steps of a job, ns, in order.
 
     Attributes:
-        before, after: trimmed means over steps, or what the measure says.
-        low, high: interval of the difference.
-        changed: 0 is not in it.
+        job: its id.
+        measures: by measure, the mean over ranks; each of shape (steps,).
+        own: by rank, what it did itself and did not wait for; each of shape (its steps,).
     """
 
-    measure: str
-    before: float
-    after: float
-    low: float
-    high: float
-
-    @property
-    def difference(self) -> float:
-        return self.after - self.before
-
-    @property
-    def changed(self) -> bool:
-        return self.low > 0 or self.high < 0
-
-    def relative(self, ns: float) -> float | None:
-        """Returns a time as a part of what the measure was before."""
-        return ns / self.before if self.before else None
+    job: str
+    measures: Mapping[str, Series]
+    own: Mapping[int, Series]
 
 
-def compare(
-    first: JobTrace,
-    second: JobTrace,
-    chosen: StepRange = EVERY_STEP,
-    chosen_after: StepRange | None = None,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> tuple[Comparison, ...]:
-    """Returns the measures that either job has, in order of `MEASURES`, then the plain mean of its steps.
+@dataclass(frozen=True)
+class Diff:
+    """Two jobs, compared.
+
+    Attributes:
+        step: the distribution of steps, by `distributions.ROWS`.
+        parts: medians of what steps are made of, in order of `MEASURES`; those that either job has.
+        ranks: the distribution of what each rank does itself; of the ranks that both jobs have.
+    """
+
+    step: tuple[Comparison, ...]
+    parts: tuple[Comparison, ...]
+    ranks: Mapping[int, tuple[Comparison, ...]]
+
+
+def compare(before: Samples, after: Samples, confidence: float = 0.95, seed: int = 0) -> Diff:
+    """Compares the steps of two jobs.
 
     Args:
-        chosen_after: the steps of the second job, if other ones.
-        confidence: that all intervals hold at once.
+        confidence: that all intervals of steps and parts hold at once, and so do all of ranks.
         seed: of the resampling.
 
     Raises:
         ChoiceError: a job has too few steps.
     """
-    before, after = samples(first, chosen), samples(second, chosen if chosen_after is None else chosen_after)
-    return changes(before, after, (first.job, second.job), confidence, seed)
-
-
-def changes(
-    before: dict[str, NDArray[np.float64]],
-    after: dict[str, NDArray[np.float64]],
-    jobs: tuple[str, str] = ("the first", "the second"),
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> tuple[Comparison, ...]:
-    """Compares samples, as `compare` compares jobs."""
-    for job, its in zip(jobs, (before, after), strict=True):
-        if len(its["step"]) < LEAST_STEPS:
-            raise ChoiceError(f"job {job} has {len(its['step'])} whole steps, and a comparison needs {LEAST_STEPS}")
-    shown = [name for name in MEASURES if before[name].any() or after[name].any()]
-    rows: list[tuple[str, str, _Statistic]] = [(name, name, _trimmed) for name in shown]
-    rows.append((MEAN, "step", _means))
-    level = 1 - (1 - confidence) / len(rows)
+    for its in (before, after):
+        number = len(its.measures["step"])
+        if number < LEAST_STEPS:
+            raise ChoiceError(f"job {its.job} has {number} whole steps, and a comparison needs {LEAST_STEPS}")
     generator = np.random.default_rng(seed)
-    found = []
-    for measure, name, statistic in rows:
-        first, second = before[name], after[name]
-        low, high = _interval(first, second, statistic, level, generator)
-        found.append(Comparison(measure, _one(first, statistic), _one(second, statistic), low, high))
-    return tuple(found)
+    pairs = {name: (before.measures[name], after.measures[name]) for name in MEASURES[1:]}
+    shown = {name: pair for name, pair in pairs.items() if pair[0].any() or pair[1].any()}
+    level = _each(confidence, len(distributions.ROWS) + len(shown))
+    step = distributions.compare(before.measures["step"], after.measures["step"], level, generator)
+    parts = tuple(distributions.compare_medians(name, *pair, level) for name, pair in shown.items())
+    both = [rank for rank in before.own if len(before.own[rank]) > 1 and len(after.own.get(rank, ())) > 1]
+    level = _each(confidence, len(both) * len(distributions.ROWS))
+    ranks = {rank: distributions.compare(before.own[rank], after.own[rank], level, generator) for rank in both}
+    return Diff(step, parts, ranks)
 
 
-def samples(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, NDArray[np.float64]]:
-    """Returns, by measure, the time of each step, in order: ns, the mean over its ranks."""
+def _each(confidence: float, number: int) -> float:
+    """Returns the confidence of each of so many intervals."""
+    return 1 - (1 - confidence) / max(number, 1)
+
+
+def samples(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Samples:
+    """Returns the steps of a job."""
     sums: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    own: dict[int, list[int]] = defaultdict(list)
     for part in partitions(trace, chosen):
         sums[part.number]["step"].append(part.ns)
         for name, ns in part.parts.items():
             sums[part.number][name].append(ns)
+        own[part.rank].append(sum(part.parts[name] for name in _OWN))
     for rank, steps in all_steps(trace).items():
         kept = [step for step in steps if step.number in chosen]
         for name, spans in script(trace.workers[rank]).items():
             for step, ns in zip(kept, within(kept, union(spans)), strict=True):
                 sums[step.number][name].append(ns)
-    return {name: np.array([np.mean(sums[number][name]) for number in sorted(sums)], np.float64) for name in MEASURES}
+    measures = {name: np.array([np.mean(sums[number][name]) for number in sorted(sums)], float) for name in MEASURES}
+    return Samples(trace.job, measures, {rank: np.array(its, float) for rank, its in sorted(own.items())})
 
 
-def _one(values: NDArray[np.float64], statistic: _Statistic) -> float:
-    return float(statistic(values[np.newaxis])[0])
+# --- in words ---------------------------------------------------------------------------------------------------------
 
 
-def _means(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    means: NDArray[np.float64] = rows.mean(axis=1)
-    return means
-
-
-def _trimmed(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the trimmed mean of each row."""
-    number = rows.shape[1]
-    cut = int(number * _TRIM)
-    means: NDArray[np.float64] = np.sort(rows, axis=1)[:, cut : number - cut].mean(axis=1)
-    return means
-
-
-def _interval(
-    before: NDArray[np.float64],
-    after: NDArray[np.float64],
-    statistic: _Statistic,
-    level: float,
-    generator: np.random.Generator,
-) -> tuple[float, float]:
-    """Returns the interval of the difference of a statistic: the basic bootstrap, widened as Student's t is for
-    few steps."""
-    difference = _one(after, statistic) - _one(before, statistic)
-    drawn = statistic(_resampled(after, generator)) - statistic(_resampled(before, generator)) - difference
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    fewest = min(len(before), len(after))
-    wider = math.sqrt(fewest / (fewest - 1)) * (1 + 2.5 / fewest)
-    return difference - float(high) * wider, difference - float(low) * wider
-
-
-def _resampled(values: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.float64]:
-    """Returns resamples, one a row, which are made of blocks of steps that follow each other, around the end
-    too."""
-    number = len(values)
-    length = max(1, round(number ** (1 / 3)))
-    begins = generator.integers(0, number, (_RESAMPLES, -(-number // length), 1))
-    places = (begins + np.arange(length)).reshape(_RESAMPLES, -1)[:, :number] % number
-    drawn: NDArray[np.float64] = values[places]
-    return drawn
-
-
-def verdict(found: Sequence[Comparison]) -> str:
-    """Returns a sentence on the step, the first of the measures."""
-    step = found[0]
-    assert step.measure == "step"
-    if not step.changed:
+def verdict(found: Diff) -> str:
+    """Returns a sentence on steps: typical ones first, then what else has changed of their distribution."""
+    told = [_in_words(row) for row in found.step if row.changed]
+    if not told:
         return "no change"
-    part, low, high = (step.relative(ns) or 0.0 for ns in (step.difference, step.low, step.high))
-    ends = sorted((abs(low), abs(high)))
-    return f"steps are {'slower' if part > 0 else 'faster'} by {abs(part):.1%} ({ends[0]:.1%} to {ends[1]:.1%})"
+    typical, mean = found.step[:2]
+    if not typical.changed and not mean.changed:
+        told.insert(0, "typical steps have not changed")
+    return "; ".join(told)
+
+
+def _in_words(row: Comparison) -> str:
+    assert row.before is not None
+    assert row.after is not None
+    more = row.after > row.before
+    if row.measure == SHARE:
+        return f"spikes are {'more' if more else 'less'} frequent ({row.before:.1%} of steps, then {row.after:.1%})"
+    ends = sorted(abs(row.relative(ns) or 0.0) for ns in (row.low, row.high))
+    by = f"{abs(row.relative(row.difference) or 0.0):.1%} ({ends[0]:.1%} to {ends[1]:.1%})"
+    how = "slower" if more else "faster"
+    return {
+        "median": f"steps are {how} by {by}",
+        "mean": f"their mean is {how} by {by}",
+        "95 %": f"the slowest twentieth begins {how} by {by}",
+        "spikes": f"spikes are {'longer' if more else 'shorter'} by {by}",
+    }[row.measure]
 
 
 @dataclass(frozen=True)
@@ -184,7 +146,7 @@ class Gate:
     """The answer to whether steps have become slower by more than a limit.
 
     Attributes:
-        slower: the trimmed or the plain mean of steps has grown by more, and not by chance.
+        slower: a row of steps that is a time has grown by more, and not by chance.
         what: a sentence on it; it says too where an increase above the limit cannot be excluded.
     """
 
@@ -192,17 +154,22 @@ class Gate:
     what: str
 
 
-def gate(found: Sequence[Comparison], limit: float) -> Gate:
-    """Returns the answer for a limit, a share of the step before (0.05: 5 %)."""
-    asked = [change for change in found if change.measure in ("step", MEAN)]
-    above = [each for each in asked if each.low > 0 and each.difference > limit * each.before]
+def gate(found: Diff, limit: float) -> Gate:
+    """Returns the answer for a limit, a share of what a row was before (0.05: 5 %)."""
+    asked = [(row, row.before, row.difference) for row in found.step if row.measure != SHARE]
+    told = [(row, more / before) for row, before, more in asked if before and more is not None and row.changed]
+    above = [f"{row.measure} {by:+.1%}" for row, by in told if by > limit]
     if above:
-        told = ", ".join(f"{each.measure} {each.difference / each.before:+.1%}" for each in above)
-        return Gate(True, f"slower by more than {limit:.1%}: {told}")
-    open_ = [each for each in asked if each.high > limit * each.before]
+        return Gate(True, f"slower by more than {limit:.1%}: {', '.join(above)}")
+    open_ = [
+        f"{row.measure} up to {row.high / before:+.1%}" if row.known else f"{row.measure} (too few steps)"
+        for row, before, _ in asked
+        if before and row.high > limit * before
+    ]
     if open_:
-        told = ", ".join(f"{each.measure} up to {each.high / each.before:+.1%}" for each in open_)
-        return Gate(False, f"not found to be slower by more than {limit:.1%}, but it cannot be excluded: {told}")
+        return Gate(
+            False, f"not found to be slower by more than {limit:.1%}, but it cannot be excluded: {', '.join(open_)}"
+        )
     return Gate(False, f"not slower by more than {limit:.1%}")
 
 
@@ -218,19 +185,25 @@ def parse_share(text: str) -> float:
     return float(match[1]) / 100
 
 
-def document(first: JobTrace, second: JobTrace, found: Sequence[Comparison], confidence: float) -> dict[str, object]:
-    """Returns what `--json` shows; all times in ns."""
+def document(first: JobTrace, second: JobTrace, found: Diff, confidence: float) -> dict[str, object]:
+    """Returns what `--json` shows; times in ns, shares of 1; null: there is none, or it is not known."""
     return {
         "jobs": [first.job, second.job],
         "confidence": confidence,
         "verdict": verdict(found),
-        "measures": [
-            {
-                **{field.name: getattr(change, field.name) for field in fields(change)},
-                "difference": change.difference,
-                "changed": change.changed,
-            }
-            for change in found
-        ],
+        "step": [_row(row) for row in found.step],
+        "parts": [_row(row) for row in found.parts],
+        "ranks": {str(rank): [_row(row) for row in rows] for rank, rows in found.ranks.items()},
         "problems": [*first.problems, *second.problems],
     }
+
+
+def _row(row: Comparison) -> dict[str, object]:
+    values: dict[str, object] = {field.name: getattr(row, field.name) for field in fields(row)}
+    values |= {side: values[side] if math.isfinite(getattr(row, side)) else None for side in ("low", "high")}
+    return {**values, "difference": row.difference, "changed": row.changed}
+
+
+def changed_ranks(found: Diff) -> Sequence[int]:
+    """Returns the ranks of which something has changed."""
+    return [rank for rank, rows in found.ranks.items() if any(row.changed for row in rows)]
