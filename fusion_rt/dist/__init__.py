@@ -9,13 +9,17 @@ operations of the daemon; `work.py` has operations under way, and `completion.py
 has the last ones for torch's analyser, and `flight_dumps.py` writes them to files.
 
 `ddp.py` and `fsdp.py` have hooks for gradients of DDP and FSDP2, which share `exchanged.py`; `outer.py` has local steps
-over both; `sets.py` has the process sets of groups.
+over both; `sets.py` has the process sets of groups. `variables.py` is for launchers that do not set torchrun's.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
 if TYPE_CHECKING:
     from fusion_rt.dist.ddp import DDPGradients, compress, ddp_hook
@@ -36,6 +40,7 @@ __all__ = [
 
 BACKEND = "fusion"
 DEVICES = ["cpu", "cuda"]
+_FOR_TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MODULES = {
     "DDPGradients": "ddp",
     "ReplicatedShards": "fsdp",
@@ -53,6 +58,38 @@ def register() -> None:
 
     if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=DEVICES)
+        _meet_without_variables()
+
+
+def _meet_without_variables() -> None:
+    """Has `init_process_group` find the others under launchers, too, that do not set the variables for `env://`.
+
+    torch has no place for this: a handler can only be registered for another scheme, which scripts would have to name.
+    So it is put around torch's own, which sees no difference where it would not have failed.
+    """
+    handlers = getattr(sys.modules.get("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+    by_variables = handlers.get("env")
+    if by_variables is None:
+        return
+
+    def by_variables_or_launcher(url: str, *args: Any, **options: Any) -> Iterator[Any]:
+        _set_missing_variables(url)
+        yield from by_variables(url, *args, **options)
+
+    handlers["env"] = by_variables_or_launcher
+
+
+def _set_missing_variables(url: str) -> None:
+    """Sets torchrun's variables if torch lacks one for this URL, and a launcher has started this worker."""
+    given = {name.upper() for name in parse_qs(urlparse(url).query)}
+    if all(os.environ.get(name) or name in given for name in _FOR_TORCH):
+        return
+    from fusion_rt.launchers import environment
+
+    if not environment.detect().is_alone:
+        from fusion_rt.dist.variables import set_variables
+
+        set_variables()
 
 
 def _create(options: Any, backend_options: Any) -> Any:

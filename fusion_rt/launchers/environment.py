@@ -39,6 +39,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_ALONE = "alone-"  # how the id of a job without a launcher begins
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Environment:
     listened: bool = False
     formation: int = 0
 
+    @property
+    def is_alone(self) -> bool:
+        """True if no launcher has started this worker."""
+        return self.job.startswith(_ALONE)
+
     def has_daemon_of(self, other: Environment) -> bool:
         """Returns whether a worker that goes from the other place to this one keeps its daemon.
 
@@ -92,7 +98,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Environment:
             present = [name for name in names if environ.get(name)]
             raise FusionError(f"{', '.join(present) or 'empty variables'} set, but not {', '.join(missing)}: start "
                               f"this script with {launcher}, or unset them to run it as a job of one")  # fmt: skip
-    return Environment(0, 1, 0, f"alone-{os.getpid()}-{secrets.token_hex(4)}")
+    return Environment(0, 1, 0, f"{_ALONE}{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _is_meant(names: tuple[str, ...], environ: Mapping[str, str]) -> bool:

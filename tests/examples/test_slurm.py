@@ -70,3 +70,20 @@ def test_the_comments_ask_slurm_for_what_it_knows() -> None:
     options = re.findall(r"^#SBATCH --([\w-]+)=\S+$", SCRIPT.read_text(), re.MULTILINE)
     assert set(options) == {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time"}
     assert SCRIPT.read_text().startswith("#!/bin/bash\n")
+
+
+def test_a_script_of_torch_distributed_needs_nothing_but_the_name_of_the_backend(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('fusion')\n"
+        "total = torch.tensor(float(dist.get_rank() + 1))\n"
+        "dist.all_reduce(total)\n"
+        "print(f\"{dist.get_rank()} {total:g} {os.environ['LOCAL_RANK']}\", flush=True)\n"
+    )
+    done = sbatch(tmp_path, str(script))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 10 0", "1 10 1", "2 10 0", "3 10 1"]
+    assert logs(runtime_dir) == {}

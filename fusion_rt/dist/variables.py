@@ -1,0 +1,73 @@
+"""Sets torchrun's variables in a worker that another launcher has started.
+
+`init_process_group` looks for a worker's place, and for the store where all meet, in variables that only torchrun sets.
+Under `fusionrun`, `mpirun` and `srun` the workers join their job first, and rank 0 serves the store, on a port that is
+free.
+
+The launcher does not set them: it would have to know a free port of another host, and Accelerate, Transformers and
+Lightning would take scripts that call `hvd.init()` for scripts of torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import fusion_rt.torch as hvd
+from fusion_rt.core.errors import FusionError
+from fusion_rt.host.address import address_towards
+from fusion_rt.launchers import environment
+from fusion_rt.local import elastic
+from fusion_rt.torch.core.runtime import runtime
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_store: TCPStore | None = None  # on rank 0, as long as this process runs: process groups come and go
+
+
+def set_variables() -> None:
+    """Sets torchrun's variables in this process, unless torchrun has. Joins the job to do so (`hvd.init()`).
+
+    To be called by all workers, before anything that looks at the variables. A second call changes nothing.
+
+    Raises:
+        FusionError: the job could not be joined (as `hvd.init()`), or it is elastic: the members of a process group
+            cannot change.
+    """
+    if not _needed():
+        return
+    if elastic.agent() is not None:
+        raise FusionError("the members of a process group cannot change, and this job of fusionrun is elastic: start "
+                          "it without --min-np and --host-discovery-script, or with torchrun")  # fmt: skip
+    hvd.init()
+    address, port = hvd.broadcast_object(_serve() if hvd.rank() == 0 else None, name="fusion_rt.integrations.store")
+    place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), address, port)
+    os.environ.update(zip(_NAMES, map(str, place), strict=True))
+    os.environ["GROUP_RANK"] = str(runtime().client.welcome.node)
+    # All of them, rank 0 too, are clients of a store that is served already, as that of torchrun's agent is.
+    os.environ["TORCHELASTIC_RUN_ID"] = runtime().client.job
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+
+def _needed() -> bool:
+    """Tells whether the variables are missing, or may be those of a torchrun that has started this launcher."""
+    if _store is not None or os.environ.get("TORCHELASTIC_RUN_ID", "") == _job():
+        return False
+    return bool(environment.detect().socket) or not all(os.environ.get(name) for name in _NAMES)
+
+
+def _job() -> str | None:
+    return runtime().client.job if hvd.is_initialized() else None
+
+
+def _serve() -> tuple[str, int]:
+    """Serves a store, and returns its host and port."""
+    global _store
+    hosts = runtime().client.topology.hosts
+    address = os.environ.get("MASTER_ADDR", "")
+    if not address:
+        interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
+        address = "127.0.0.1" if len(hosts) == 1 else address_towards(hosts[1:], (interface,) if interface else ())
+    _store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    return address, _store.port
