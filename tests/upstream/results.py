@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.upstream.running import Outcome
 
 FILE = Path(__file__).parent / "results.json"
 _LAST_LINES = 6  # of what a failed test has said, that are kept
+_PLACE = re.compile(r'(?<=")/[^"]*/site-packages/')  # where this machine has torch
 
 
 class Results:
@@ -79,7 +81,7 @@ def _grouped(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
         if outcome.kind == "skip":
             skipped.setdefault(outcome.said, []).append(test)
     failed = {
-        test: outcome.said.strip().splitlines()[-_LAST_LINES:]
+        test: _PLACE.sub("", outcome.said).strip().splitlines()[-_LAST_LINES:]
         for test, outcome in sorted(outcomes.items())
         if outcome.kind == "fail"
     }
