@@ -42,7 +42,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     setup(folder / "sources", "egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder))
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    return next(folder.glob("fusion_rt-*/"))
+        return folder / archive.getnames()[0].partition("/")[0]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ from typing import Protocol
 from fusion_rt.client.channel import Channel
 from fusion_rt.dist.submission import Submission
 
+_MOST_KEPT = 64  # works that have ended, and that somebody may still wait for
+
 
 class Completable(Protocol):
     """A work whose future is to be completed."""
@@ -47,6 +49,19 @@ class Completer:
         self._free = 0  # threads that are not in functions of a script
         self._threads: set[threading.Thread] = set()
         self._closed = False
+        self._kept: dict[Completable, None] = {}
+
+    def keep(self, work: Completable) -> None:
+        """Keeps a work alive until it has ended and somebody has waited for it, or many others have ended since."""
+        self._kept[work] = None
+        if len(self._kept) > _MOST_KEPT:
+            ended = [each for each in list(self._kept) if all(part.done for part in each.parts)]
+            for each in ended[:-_MOST_KEPT]:
+                self.release(each)
+
+    def release(self, work: Completable) -> None:
+        """Keeps a work no longer alive."""
+        self._kept.pop(work, None)
 
     def complete(self, work: Completable) -> None:
         """Sees to it that the work's future is completed when all its parts have ended; at once if they have."""

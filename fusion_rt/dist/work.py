@@ -21,6 +21,9 @@ from fusion_rt.dist.completion import Completer
 from fusion_rt.dist.flight_record import RecordedOperation
 from fusion_rt.dist.submission import Submission
 
+# Before 2.7 torch keeps only the C++ half of a work that it has asked for itself; alone, that half waits forever.
+_FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
+
 
 class CollectiveError(HorovodInternalError, dist.DistBackendError):
     """An operation of a process group has failed; the text says why, and on which rank."""
@@ -60,6 +63,8 @@ class FusionWork(dist.Work):
         self._profiled = None
         if profiling.is_on():
             self._profiled = profiling.ProfiledOperation(title, results if given is None else given)
+        if _FORGETS:
+            completer.keep(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the operation has ended.
@@ -70,6 +75,8 @@ class FusionWork(dist.Work):
         Raises:
             CollectiveError: it failed, or has not ended in time.
         """
+        if _FORGETS:
+            self._completer.release(self)
         seconds = timeout.total_seconds() if timeout else None
         channel = self._completer.channel
         for part in self._parts:

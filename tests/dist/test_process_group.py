@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from tests.harness import Job
 
-FUNCTIONAL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
-
 pytestmark = pytest.mark.multiprocess
 
 SMALL, LARGE = (3, 5), (300, 70)  # inline, and through memory
@@ -383,7 +381,6 @@ def test_works_and_futures_complete_whoever_waits(job: Job, tmp_path: Path) -> N
     job.run(_in_group, str(tmp_path / "store"), _works)
 
 
-@pytest.mark.skipif(not FUNCTIONAL, reason="before torch 2.7, they wait forever for a backend in Python")
 def test_functional_collectives_give_tensors_that_are_waited_for(job: Job, tmp_path: Path) -> None:
     job.run(_in_group, str(tmp_path / "store"), _functional)
 
