@@ -72,43 +72,10 @@ BEHIND = 1.02
 
 def make_model(compute: float) -> Any:
     """Makes a model whose steps sleep for `compute` seconds and take hardly any CPU time."""
-    import torch
+    from benchmarks.common.sleeping import SleepingModel
 
-    share = compute / 3 / LAYERS
-
-    class Touch(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, value: Any, memory: Any, *parameters: Any) -> Any:
-            context.memory = memory
-            time.sleep(share)
-            return value.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: Any) -> Any:
-            time.sleep(2 * share)
-            for memory in context.memory:
-                memory.normal_()
-            return gradient, None, *(memory.view_as(memory) for memory in context.memory)
-
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
-            self.bias = torch.nn.Parameter(torch.zeros(ELEMENTS // 100))
-            self.memory = [torch.zeros_like(parameter) for parameter in (self.weight, self.bias)]
-
-        def forward(self, value: Any) -> Any:
-            return Touch.apply(value, self.memory, *self.parameters())  # type: ignore[no-untyped-call]
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))
-
-        def forward(self) -> Any:
-            return self.layers(torch.zeros(()))
-
-    return Model()
+    layers = [((ELEMENTS,), (ELEMENTS // 100,))] * LAYERS
+    return SleepingModel(layers, compute, lambda memory: memory.normal_())
 
 
 class Contender:

@@ -120,48 +120,24 @@ def available() -> dict[str, Method]:
     return found
 
 
-class Contestant:
-    """One method's model and optimizer on this rank."""
+def start(method: Method, seed: int, tests: int = 64) -> Any:
+    """Returns one method's model and optimizer on this rank, as a `Contestant`."""
+    import torch
 
-    def __init__(self, method: Method, seed: int, tests: int = 64) -> None:
-        import torch
+    import fusion_rt.torch as hvd
+    from benchmarks.common import training
+    from benchmarks.common.contestant import Contestant
 
-        import fusion_rt.torch as hvd
-        from benchmarks.common import training
-
-        torch.manual_seed(seed)
-        self.task = training.char_gpt_task(seed, hvd.rank(), hvd.size(), **SIZES, tests=tests)
-        self.model: Any = self.task.model
-        self.optimizer: Any = training.sgd(self.model, LR, method.codec)
-        self.optimizer = hvd.DistributedOptimizer(
-            self.optimizer, self.model.named_parameters(), method.codec, algorithm=method.algorithm
-        )
-        self.optimizer.samples = SIZES["batch"]
-        self._own = 0.0  # seconds of forward and backward pass
-
-    def step(self, computation: float = 0.0) -> None:
-        """Takes a step, which computes for so long (s), or for longer."""
-        time.sleep(max(0.0, computation - self._own))
-        began = time.perf_counter()
-        self.optimizer.zero_grad()
-        self.task.loss(self.model).backward()  # type: ignore[no-untyped-call]
-        self._own = time.perf_counter() - began
-        self.optimizer.step()
-
-    def drain(self) -> None:
-        """Waits until no communication is under way."""
-        if hasattr(self.optimizer, "drain"):
-            self.optimizer.drain()
-
-    def loss(self) -> float:
-        """Returns the loss of the mean of all ranks' models over held-out text; each rank tests a part."""
-        import torch
-
-        import fusion_rt.torch as hvd
-
-        with hvd.averaged(self.optimizer, model=self.model):
-            mine = self.task.test()[0]
-        return float(hvd.allreduce(torch.tensor(mine, dtype=torch.float64)))
+    torch.manual_seed(seed)
+    task = training.char_gpt_task(seed, hvd.rank(), hvd.size(), **SIZES, tests=tests)
+    optimizer: Any = hvd.DistributedOptimizer(
+        training.sgd(task.model, LR, method.codec),
+        task.model.named_parameters(),
+        method.codec,
+        algorithm=method.algorithm,
+    )
+    optimizer.samples = SIZES["batch"]
+    return Contestant(task, optimizer)
 
 
 def train(names: Sequence[str], seed: int, steps: int) -> Measured:
@@ -170,7 +146,7 @@ def train(names: Sequence[str], seed: int, steps: int) -> Measured:
 
     found: Measured = {}
     for name in names:
-        run, sent = Contestant(METHODS[name], seed), 0
+        run, sent = start(METHODS[name], seed), 0
         curve = [[0, 0, round(run.loss(), 4)]]
         while curve[-1][0] < steps:
             hvd.barrier()
@@ -194,8 +170,8 @@ def time_steps(names: Sequence[str], rounds: int, steps: int) -> Measured:
     times: dict[str, list[float]] = {}
     parameters = 0
     for name in names:
-        run = Contestant(METHODS[name], 1, tests=1)
-        parameters = sum(parameter.numel() for parameter in run.model.parameters())
+        run = start(METHODS[name], 1, tests=1)
+        parameters = sum(parameter.numel() for parameter in run.task.model.parameters())
         turn = METHODS[name].turn
         for _ in range(WARM_UP if turn == 1 else turn):
             run.step()
@@ -206,7 +182,7 @@ def time_steps(names: Sequence[str], rounds: int, steps: int) -> Measured:
             count = max(steps, turn)
             began = time.perf_counter()
             for _ in range(count):
-                run.step(COMPUTE_S)
+                run.step(at_least=COMPUTE_S)
             took = torch.tensor((time.perf_counter() - began) / count, dtype=torch.float64)
             times[name].append(round(hvd.allreduce(took, op=hvd.Max).item(), 5))
         run.drain()
@@ -223,7 +199,7 @@ def survive(fault: str, seconds: float, folder: Path) -> Measured:
 
     rank = hvd.rank()
     computation = COMPUTE_S * (SLOWER if rank == HOSTS - 2 else 1)
-    run, victim = Contestant(METHODS[DECOUPLED], 1, tests=1), rank == HOSTS - 1 and FAULTS[fault] == "killed"
+    run, victim = start(METHODS[DECOUPLED], 1, tests=1), rank == HOSTS - 1 and FAULTS[fault] == "killed"
     run.step()
     hvd.barrier()
     began, steps = time.perf_counter(), 0
@@ -231,7 +207,7 @@ def survive(fault: str, seconds: float, folder: Path) -> Measured:
         if victim and elapsed > seconds / 3:
             (folder / str(rank)).write_text(f"{steps} {elapsed / computation}", encoding="utf-8")
             os.kill(os.getpid(), signal.SIGKILL)
-        run.step(computation)
+        run.step(at_least=computation)
         steps += 1
     (folder / str(rank)).write_text(f"{steps} {elapsed / computation}", encoding="utf-8")
     run.drain()

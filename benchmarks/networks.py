@@ -111,44 +111,23 @@ steps; `times`: by network and method, the turns' seconds a step; `sent`: the sa
 and method, seconds to the loss, or None, `steps` of the ranks and `curve` of time and loss."""
 
 
-class Contestant:
-    """One method's model and optimizer on this rank."""
+def start(name: str, tests: int = 64) -> Any:
+    """Returns one method's model and optimizer on this rank, as a `Contestant`."""
+    import torch
 
-    def __init__(self, name: str, tests: int = 64) -> None:
-        import torch
+    import fusion_rt.torch as hvd
+    from benchmarks.common import training
+    from benchmarks.common.contestant import Contestant
 
-        import fusion_rt.torch as hvd
-        from benchmarks.common import training
-
-        method = METHODS[name]
-        torch.manual_seed(1)
-        self.task = training.char_gpt_task(1, hvd.rank(), hvd.size(), **SIZES, tests=tests)
-        self.model: Any = self.task.model
-        self.optimizer: Any = training.sgd(self.model, LR)
-        if method.algorithm:
-            self.optimizer = hvd.DistributedOptimizer(
-                self.optimizer, self.model.named_parameters(), method.codec, algorithm=method.algorithm
-            )
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.task.loss(self.model).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-
-    def drain(self) -> None:
-        """Waits until no communication is under way."""
-        if hasattr(self.optimizer, "drain"):
-            self.optimizer.drain()
-
-    def loss(self) -> float:
-        """Returns the loss of the mean of all ranks' models over held-out text; each rank tests a part."""
-        import torch
-
-        import fusion_rt.torch as hvd
-
-        with hvd.averaged(self.optimizer, model=self.model):
-            mine = self.task.test()[0]
-        return float(hvd.allreduce(torch.tensor(mine, dtype=torch.float64)))
+    method = METHODS[name]
+    torch.manual_seed(1)
+    task = training.char_gpt_task(1, hvd.rank(), hvd.size(), **SIZES, tests=tests)
+    optimizer: Any = training.sgd(task.model, LR)
+    if method.algorithm:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, task.model.named_parameters(), method.codec, algorithm=method.algorithm
+        )
+    return Contestant(task, optimizer)
 
 
 def time_steps(names: Sequence[str], steps: int, rounds: int) -> Measured:
@@ -158,7 +137,7 @@ def time_steps(names: Sequence[str], steps: int, rounds: int) -> Measured:
     import fusion_rt.torch as hvd
     from benchmarks.common.launch import link_bytes
 
-    runs = {name: Contestant(name, tests=1) for name in names}
+    runs = {name: start(name, tests=1) for name in names}
     times: dict[str, list[float]] = {name: [] for name in runs}
     sent = dict.fromkeys(runs, 0.0)
     for number in range(rounds + 1):
@@ -175,7 +154,7 @@ def time_steps(names: Sequence[str], steps: int, rounds: int) -> Measured:
             if number:
                 sent[name] += (link_bytes() - before) / count / rounds
                 times[name].append(round(hvd.allreduce(took, op=hvd.Max).item(), 5))
-    parameters = sum(parameter.numel() for parameter in runs[names[0]].model.parameters())
+    parameters = sum(parameter.numel() for parameter in runs[names[0]].task.model.parameters())
     return {"parameters": parameters, "times": times, "sent": {name: round(nbytes) for name, nbytes in sent.items()}}
 
 
@@ -194,7 +173,7 @@ def count_steps(names: Sequence[str], loss: float, most: int) -> Measured:
     counts: dict[str, int | None] = {}
     curves: dict[str, list[float]] = {}
     for name in names:
-        run = Contestant(name)
+        run = start(name)
         curve = curves.setdefault(name, [])
         while (not curve or curve[-1] > loss) and len(curve) * EVERY < most:
             for _ in range(EVERY):
@@ -213,8 +192,8 @@ def train_freely(names: Sequence[str], loss: float, seconds: float, folder: Path
 
     found: Measured = {}
     for number, name in enumerate(names):
-        run = Contestant(name)
-        parameters = list(run.model.parameters())
+        run = start(name)
+        parameters = list(run.task.model.parameters())
         run.step()
         hvd.barrier()
         began, steps, copies, elapsed = time.perf_counter(), 0, 0, 0.0

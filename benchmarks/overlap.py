@@ -126,47 +126,11 @@ def _waited(optimizer: Any) -> float:
 
 def make_model(compute: float) -> Any:
     """Makes layers with the parameters of ResNet-50, which sleep for `compute` seconds a step."""
-    import torch
+    from benchmarks.common.sleeping import SleepingModel
 
     found = shapes()
     parts = [found[start : start + 3] for start in range(0, len(found) - 2, 3)] + [found[-2:]]
-    share = compute / 3 / len(parts)
-
-    class Touch(torch.autograd.Function):
-        """Passes a number on, as if it depended on the parameters, whose gradients are made in `memory`."""
-
-        @staticmethod
-        def forward(context: Any, value: Any, memory: Any, *parameters: Any) -> Any:
-            context.memory = memory
-            time.sleep(share)
-            return value.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: Any) -> Any:
-            time.sleep(2 * share)
-            for memory in context.memory:
-                memory.fill_(1e-3)
-            return gradient, None, *(memory.view_as(memory) for memory in context.memory)
-
-    class Layer(torch.nn.Module):
-        def __init__(self, part: Sequence[tuple[int, ...]]) -> None:
-            super().__init__()
-            for number, shape in enumerate(part):
-                self.register_parameter(f"p{number}", torch.nn.Parameter(torch.zeros(shape)))
-            self.memory = [torch.zeros(shape) for shape in part]  # used again in each step
-
-        def forward(self, value: Any) -> Any:
-            return Touch.apply(value, self.memory, *self.parameters())  # type: ignore[no-untyped-call]
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.Sequential(*(Layer(part) for part in parts))
-
-        def forward(self) -> Any:
-            return self.layers(torch.zeros(()))
-
-    return Model()
+    return SleepingModel(parts, compute, lambda memory: memory.fill_(1e-3))
 
 
 def measure(hosts: int, rate: str, ranks: int, arguments: Sequence[str]) -> Measured:
