@@ -294,15 +294,24 @@ def critical_path(
     what: What = None,
     steps: StepsOption = "",
     each: Annotated[bool, typer.Option("--each", help="Show the whole path of every step.")] = False,
+    beside: Annotated[
+        str, typer.Option("--beside", metavar="A:B", help="Show these steps beside those of --steps: what differs.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Shows what steps are made of, across ranks and nodes: the chain of activities that is as long as the step."""
     from fusion_trace.analyse import critical_path as analysis
     from fusion_trace.report import critical_path_page
 
-    selected, trace = parse_steps(steps), load(what)
+    selected, selected_too = parse_steps(steps), parse_steps(beside, "--beside")
+    trace = load(what)
     paths = analysis.find(trace, selected)
-    _print(as_json, lambda: analysis.document(trace, paths), lambda: critical_path_page.show(trace, paths, each))
+    others = analysis.find(trace, selected_too) if beside else None
+    _print(
+        as_json,
+        lambda: analysis.document(trace, paths, others or ()),
+        lambda: critical_path_page.show(trace, paths, each, others),
+    )
 
 
 @app.command()

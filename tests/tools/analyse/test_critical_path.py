@@ -17,6 +17,7 @@ from fusion_trace.analyse.critical_path import Place
 from fusion_trace.cli import app
 from fusion_trace.read import job as jobs
 from fusion_trace.read.choice import StepRange
+from tests.diagnosis.generator import Fault, Shape, write
 from tests.tools.synthetic import MS, START, Job, S, Straggler, Tape, Truth, simulate
 
 
@@ -86,6 +87,63 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
         (100, "other", one), (600, "backward", one), (20, "hand-over", one), (5, "daemon", node), (5, "daemon", node),
         (60, "reduce", node), (11, "daemon", node), (99, "wake-up", zero), (100, "other", zero),
     ]  # fmt: skip
+
+
+def test_an_operation_that_waits_for_its_peer_to_take_what_it_has_sent_waits_for_the_link(tmp_path: Path) -> None:
+    """Two chunks leave node 0 at once. The link carries one after the other; when node 1 has taken the second, and says
+    so, the operation is over. Node 0's daemon has done nothing since it began."""
+    worker, daemon, peer = (
+        Tape(Role.WORKER, 0, nodes=2),
+        Tape(Role.DAEMON, 0, nodes=2),
+        Tape(Role.DAEMON, 1, node=1, nodes=2),
+    )
+    of = {"clock": 5, "plan": 1}
+    worker.add(Kind.STEP_END, START, clock=4)
+    worker.add(Kind.SUBMITTED, START + 100, "bucket 0", **of, value=8)
+    worker.add(Kind.WAIT_BEGIN, START + 100, "bucket 0", **of)
+    daemon.add(Kind.READY, START + 110, "bucket 0", **of, peer=0)
+    daemon.add(Kind.RUN_BEGIN, START + 120, "bucket 0", **of, value=8)
+    peer.add(Kind.RUN_BEGIN, START + 115, "bucket 0", **of, value=8)
+    for number, came in ((1, 500), (2, 900)):
+        daemon.add(Kind.SENT, START + 130, "bucket 0", **of, value=1 << 20, extra=number, peer=1)
+        peer.add(Kind.RECEIVED, START + came, "bucket 0", **of, value=1 << 20, extra=number, peer=0)
+        peer.add(Kind.TAKEN, START + came + 10, "bucket 0", **of, value=1 << 20, extra=number, peer=0)
+    daemon.add(Kind.RUN_END, START + 950, "bucket 0", **of)
+    daemon.add(Kind.ANSWERED, START + 950, "bucket 0", **of, peer=0)
+    worker.add(Kind.WAIT_END, START + 970, "bucket 0", **of)
+    worker.add(Kind.STEP_END, START + 1000, clock=5)
+    tapes = {(Role(tape.role), tape.rank): tape for tape in (worker, daemon, peer)}
+    (path,) = found(tmp_path, Truth(Job(), tapes, {}, {}, {}, []))
+    check((path,))
+    there, back = Place(link=(0, 1)), Place(link=(1, 0))
+    rank, here, far = Place(rank=0), Place(node=0), Place(node=1)
+    assert [(s.ns, s.activity, s.place) for s in path.segments] == [
+        (100, "other", rank), (10, "hand-over", rank), (10, "daemon", here), (10, "daemon", here),
+        (370, "queue", there), (400, "wire", there), (10, "daemon", far), (40, "wire", back), (20, "wake-up", rank),
+        (30, "other", rank),
+    ]  # fmt: skip
+
+
+def test_two_steps_are_shown_beside_each_other(tmp_path: Path) -> None:
+    """Of 30 steps one is longer by 40 ms, in the forward pass of rank 1."""
+    shape = Shape(nodes=2, steps=30, seed=3)
+    when = tuple(float(step == 17) for step in range(30))
+    write(shape, tmp_path, Fault("forward", when, frozenset({1}), more=40 * MS))
+    result = CliRunner().invoke(app, ["critical-path", str(tmp_path), "--steps", "16", "--beside", "17", "--json"])
+    document = json.loads(result.stdout)
+    first = document["beside"][0]
+    assert (first["activity"], first["place"]) == ("forward", "rank 1")
+    assert first["difference"] == pytest.approx(shape.forward + 40 * MS, rel=0.05)  # rank 0's was on the path before
+    lengths = [step["ns"] for step in document["steps"]]
+    assert sum(row["one"] for row in document["beside"]) == sum(lengths)
+    page = CliRunner().invoke(app, ["critical-path", str(tmp_path), "--steps", "16", "--beside", "17"]).stdout
+    assert "the critical path of steps 16, and of 17" in page
+    page = CliRunner().invoke(app, ["critical-path", str(tmp_path), "--beside", "17"]).stdout
+    assert "of 29 steps" in page
+    assert (
+        "no rank has one of the steps"
+        in CliRunner().invoke(app, ["critical-path", str(tmp_path), "--beside", "99"]).stdout
+    )
 
 
 @pytest.mark.parametrize(

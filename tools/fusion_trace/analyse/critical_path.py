@@ -5,9 +5,12 @@ when it last waited for something; from there on whoever it waited for is, and s
 nanosecond of the step is one activity of one process or link, and the path is as long as the step.
 
 A worker's activities are forward, backward, step (in `step()`, or where gradients are finished), copy, apply, wake-up
-(it reads an answer that is there) and other (outside of all these: loading data, most often). A daemon's are reduce,
-encode, decode, and daemon: its loop, or a thread, is not yet at it. Between them are hand-over (a worker's message on
-its way), negotiation, queue and wire; `unrecorded` is what rings do not tell.
+(it reads an answer that is there) and other (outside of all these: loading data, most often). A daemon's are its
+kernels (reduce, encode, decode), and daemon: its loop, or a thread, is not yet at it. Between them are hand-over (a
+worker's message on its way) and negotiation. A link's are wire, which carries a chunk, and queue: the chunk waits for
+credit or its turn, or in the connection, while the link carries those before it. An operation ends when peers have
+taken what is lent to connections; that wait is the link's, and the peer's, and not this daemon's. `unrecorded` is what
+rings do not tell.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ ACTIVITIES = (
     "decode", "negotiation", "queue", "wire", "unrecorded",
 )  # fmt: skip
 _OF_WORKERS = ("apply", "copy", "step", "backward", "forward", "other")  # the earlier one counts, of two at a time
-_LAST, _DATA, _RUN, _NEGOTIATED, _READY = 4, 3, 2, 1, 0  # what comes after what at the same moment
+_END, _LAST, _DATA, _RUN, _NEGOTIATED, _READY = 5, 4, 3, 2, 1, 0  # what comes after what at the same moment
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,30 @@ def totals(paths: Iterable[Path]) -> dict[tuple[str, Place], int]:
     return dict(sums.most_common())
 
 
+@dataclass(frozen=True)
+class Beside:
+    """An activity at a place, and what it takes of a step in some steps and in others; ns, means."""
+
+    activity: str
+    place: Place
+    one: float
+    other: float
+
+    @property
+    def difference(self) -> float:
+        return self.other - self.one
+
+
+def beside(one: Sequence[Path], other: Sequence[Path]) -> tuple[Beside, ...]:
+    """Compares the paths of some steps with those of others, at least one of each; the largest difference first."""
+    sums = [totals(paths) for paths in (one, other)]
+    found = (
+        Beside(*what, *(its.get(what, 0) / len(paths) for its, paths in zip(sums, (one, other), strict=True)))
+        for what in dict.fromkeys((*sums[0], *sums[1]))
+    )
+    return tuple(sorted(found, key=lambda row: -abs(row.difference)))
+
+
 # --- the graph --------------------------------------------------------------------------------------------------------
 
 
@@ -149,23 +176,25 @@ class _Graph:
     def __init__(self, trace: JobTrace) -> None:
         self._operations = operations(trace)
         self._node_of = trace.node_of
+        self._error = {node: max(offset.error, 0) for node, offset in trace.offsets.items()}
+        self._arrivals: dict[tuple[int, int], Ints] = {}  # by link, when chunks came; in order
         self._pieces = {rank: _pieces(worker, self._operations) for rank, worker in trace.workers.items()}
 
     def back_from(self, step: Step) -> tuple[Segment, ...]:
         """Walks from the end of a step back to its begin."""
         walk = _Walk(step.begin, step.end, (step.rank, step.begin, ""))
         at: tuple[int, Key] | int = step.rank  # a worker's rank, or a node and what its daemon is at
-        stage = _LAST
+        stage = _END
         seen: set[object] = set()
         while not walk.at_end:
             state = at, walk.time, stage
             if state in seen:  # clocks disagree so much that everybody waited for everybody
                 at = self._not_known(walk)
-                stage = _LAST
+                stage = _END
                 continue
             seen.add(state)
             if isinstance(at, int):
-                at, stage = self._in_worker(at, walk), _LAST
+                at, stage = self._in_worker(at, walk), _END
             else:
                 at, stage = self._in_daemon(at[0], at[1], stage, walk)
         return tuple(reversed(walk.segments))
@@ -211,13 +240,16 @@ class _Graph:
             return self._not_known(walk), _LAST
         time, stage, what = found
         here = Place(node=node)
+        if isinstance(what, Chunk) and what.source == node:
+            assert what.taken is not None
+            walk.back_to(what.taken, "wire", Place(link=(what.target, node)), key.name)
+            return (what.target, key), _LAST
         walk.back_to(time, "daemon", here, key.name)
         if isinstance(what, Chunk):
             assert what.sent is not None
             link = Place(link=(what.source, what.target))
-            walk.back_to(what.sent, "wire", link, key.name)
-            if what.queued is not None:
-                walk.back_to(what.queued, "queue", link, key.name)
+            walk.back_to(self._alone(what), "wire", link, key.name)
+            walk.back_to(what.sent if what.queued is None else what.queued, "queue", link, key.name)
             return (what.source, key), _LAST
         if isinstance(what, _Kernel):
             walk.back_to(what.begin, what.name, here, key.name)
@@ -259,7 +291,35 @@ class _Graph:
             ready = {walk.waiting[0]: ready[walk.waiting[0]]}
         found += [(time, _READY, rank) for rank, time in ready.items()]
         found = [each for each in found if each[0] < walk.time or (each[0] == walk.time and each[1] < stage)]
-        return max(found, key=lambda each: each[:2], default=None)
+        last = max(found, key=lambda each: each[:2], default=None)
+        returned = self._returned(operation, node, walk) if stage == _END else None
+        if returned is not None and (last is None or returned[0] > last[0]):
+            return returned
+        return last
+
+    def _returned(self, operation: Operation, node: int, walk: _Walk) -> tuple[int, int, Chunk] | None:
+        """Returns the chunk that an operation waits for in its end, with when its peer had taken it: until the peer
+        says so, the chunk's memory is lent to the connection.
+
+        Clocks may be wrong: that much later is what the time counts as, so that it is later than all that was here.
+        """
+        times = [
+            (chunk.taken + self._error[node] + self._error[chunk.target], _DATA, chunk)
+            for chunk in operation.chunks
+            if chunk.source == node and chunk.taken is not None and chunk.target in self._error
+        ]
+        return max((each for each in times if each[0] < walk.time), key=lambda each: each[:2], default=None)
+
+    def _alone(self, chunk: Chunk) -> int:
+        """Returns when a chunk was the first of those on its link: until then the ones before it were carried."""
+        assert chunk.sent is not None
+        assert chunk.received is not None
+        link = chunk.source, chunk.target
+        if link not in self._arrivals:
+            rows = self._operations.index.daemons[chunk.target].select(Kind.RECEIVED)[1]
+            self._arrivals[link] = np.sort(rows["time"][rows["peer"] == chunk.source])
+        before = int(np.searchsorted(self._arrivals[link], chunk.received)) - 1
+        return chunk.sent if before < 0 else max(chunk.sent, int(self._arrivals[link][before]))
 
 
 @dataclass(frozen=True)
@@ -301,8 +361,9 @@ def _pieces(worker: Process, every: Operations) -> _Pieces:
     return _Pieces(begin[order], end[order], activities[order], of[order])
 
 
-def document(trace: JobTrace, paths: Sequence[Path]) -> dict[str, object]:
-    """Returns what `--json` shows; all times in ns."""
+def document(trace: JobTrace, paths: Sequence[Path], others: Sequence[Path] = ()) -> dict[str, object]:
+    """Returns what `--json` shows; all times in ns. `others`: steps that are compared with them."""
+    compared = beside(paths, others) if paths and others else ()
     return {
         "job": trace.job,
         "totals": [
@@ -327,6 +388,16 @@ def document(trace: JobTrace, paths: Sequence[Path]) -> dict[str, object]:
                 ],
             }
             for path in paths
+        ],
+        "beside": [
+            {
+                "activity": row.activity,
+                "place": row.place.named(trace),
+                "one": row.one,
+                "other": row.other,
+                "difference": row.difference,
+            }
+            for row in compared
         ],
         "problems": list(trace.problems),
     }
