@@ -1,4 +1,4 @@
-"""Predictions of `fusion-trace whatif`, against jobs that were run.
+"""Predictions of `fusion-trace whatif`, against jobs that were run: within 10 %, or refused with the reason.
 
     python -m benchmarks.whatif
     python -m benchmarks.whatif --quick
@@ -107,7 +107,8 @@ def predict(traces: Path, rates: Sequence[str], densities: Sequence[float], step
     from benchmarks.netlab.iproute import bits_per_second
     from fusion_trace.read.choice import StepRange
     from fusion_trace.read.job import load
-    from fusion_trace.simulate.changes import Change, answer, replay
+    from fusion_trace.simulate.calibration import answer
+    from fusion_trace.simulate.changes import Change
     from fusion_trace.simulate.recorded import understand
 
     found: dict[str, Any] = {}
@@ -115,12 +116,13 @@ def predict(traces: Path, rates: Sequence[str], densities: Sequence[float], step
         recorded = understand(load([str(traces / f"{RECORDED}-{source:g}")], str(traces)), StepRange(SKIPPED, None))
         as_it_was = answer(recorded, Change())
         row: dict[str, Any] = {
-            "recorded": as_it_was.recorded.step,
-            "replayed": as_it_was.replayed.step,
+            "recorded": as_it_was.recorded.step.value,
+            "replayed": as_it_was.replayed.step.value,
             "error": as_it_was.error,
             "codec": recorded.codec,
             "links": [[link.bandwidth, link.latency] for link in recorded.links],
             "predicted": {},
+            "refused": {},
         }
         for rate in rates:
             for density in densities:
@@ -128,18 +130,23 @@ def predict(traces: Path, rates: Sequence[str], densities: Sequence[float], step
                     bandwidth=None if rate == RECORDED else float(bits_per_second(rate)),
                     density=None if density == source else density,
                 )
-                row["predicted"][f"{rate}/{density:g}"] = replay(recorded, change).step
+                found_here = as_it_was if change == Change() else answer(recorded, change)
+                step = (found_here.changed or found_here.replayed).step
+                if found_here.refused:
+                    row["refused"][f"{rate}/{density:g}"] = found_here.refused
+                else:
+                    row["predicted"][f"{rate}/{density:g}"] = [step.value, step.low, step.high]
         found[f"{source:g}"] = row
     return found
 
 
 def errors(document: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """Returns the relative error of the prediction (above 0: too long), by recording and job."""
+    """Returns the relative error of the prediction (above 0: too long), by recording and job; not of refused ones."""
     measured = document["measured"]
     return {
         (source, job): predicted / measured[job] - 1
         for source, row in document["from"].items()
-        for job, predicted in row["predicted"].items()
+        for job, (predicted, *_) in row["predicted"].items()
     }
 
 
@@ -152,11 +159,19 @@ def show(document: dict[str, Any], console: Console) -> None:
                       f"{row['error']:+.1%}; links of {rate:,.0f} Mbit/s found")  # fmt: skip
         for column in ("job", "predicted, s a step", "measured", "error", f"at most {GOAL:.0%}"):
             table.add_column(column, justify="left" if column == "job" else "right")
-        for job, predicted in row["predicted"].items():
+        for job, measured in document["measured"].items():
+            if job in row["refused"]:
+                table.add_row(job, "refused", f"{measured:.4f}", "", "")
+                continue
+            predicted, low, high = row["predicted"][job]
             error = off[source, job]
-            within = "yes" if abs(error) <= GOAL else "no"
-            table.add_row(job, f"{predicted:.4f}", f"{document['measured'][job]:.4f}", f"{error:+.1%}", within)
+            within = ("yes" if abs(error) <= GOAL else "no") + (
+                "" if low <= measured <= high else ", not in its interval"
+            )
+            table.add_row(job, f"{predicted:.4f} ({low:.4f} to {high:.4f})", f"{measured:.4f}", f"{error:+.1%}", within)
         console.print(table)
+        for why in dict.fromkeys(row["refused"].values()):
+            console.print(f"refused: {why}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

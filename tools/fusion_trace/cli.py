@@ -518,11 +518,13 @@ def whatif(
 ) -> None:
     """Predicts what a step would take with another link, codec, number of nodes or algorithm, by a simulation.
 
-    Replays first what was recorded: by how much that is off says what the prediction is worth (docs/simulation.md).
+    Replays first what was recorded, by several models: every figure has the interval of what those say that replay it
+    well, and none is told where they disagree; the exit status is then 4 (docs/simulation.md).
     """
     from fusion_rt.units import parse_seconds, parse_size
     from fusion_trace.report import whatif_page
-    from fusion_trace.simulate.changes import Change, answer, parse_bandwidth
+    from fusion_trace.simulate.calibration import answer
+    from fusion_trace.simulate.changes import Change, parse_bandwidth
     from fusion_trace.simulate.recorded import understand
 
     change = Change(
@@ -543,6 +545,8 @@ def whatif(
         lambda: whatif_page.as_document(trace.job, recorded, change, found),
         lambda: whatif_page.show(trace.job, recorded, change, found),
     )
+    if found.refused and change != Change():
+        raise typer.Exit(4)
 
 
 def _with_unit(flag: str, parse: Callable[[str, None], _Value], text: str) -> _Value:

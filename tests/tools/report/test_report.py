@@ -31,6 +31,7 @@ from fusion_trace.report.figures import MOST_COLUMNS, Report, analyse
 from fusion_trace.report.findings import findings
 from fusion_trace.report.sections import sections
 from fusion_trace.report.wording import duration
+from fusion_trace.simulate.calibration import calibrate
 from fusion_trace.simulate.changes import Change, replay
 from fusion_trace.simulate.model import FRAMED, CodecCosts
 from fusion_trace.simulate.recorded import understand
@@ -181,7 +182,7 @@ def test_curves_are_what_whatif_says(made: Made) -> None:
     lines = made.charts["whatif-0"]["data"]
     assert [line["name"] for line in lines] == [*(title for title, _ in CHANGES), "recorded"]
     for place in (0, len(BANDWIDTHS) - 1):
-        expected = replay(recorded, Change(bandwidth=BANDWIDTHS[place])).step * 1e3
+        expected = replay(calibrate(recorded)[0].recorded, Change(bandwidth=BANDWIDTHS[place])).step * 1e3
         assert lines[0]["y"][place] == pytest.approx(expected, abs=1e-4)
     assert lines[0]["y"] == sorted(lines[0]["y"], reverse=True)
     assert lines[3]["y"][0] < lines[2]["y"][0] < lines[0]["y"][0]  # topk, fp16, as recorded

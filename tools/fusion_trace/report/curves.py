@@ -9,15 +9,15 @@ from statistics import fmean
 from fusion_rt.core.errors import FusionError
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.simulate.changes import Change, answer
+from fusion_trace.simulate.calibration import MOST_WRONG, Model, calibrate
+from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.changes import replay as simulated
 from fusion_trace.simulate.model import FRAMED, CodecCosts
-from fusion_trace.simulate.recorded import Recorded, understand
+from fusion_trace.simulate.recorded import understand
 
 BANDWIDTHS = (1e8, 2e8, 5e8, 1e9, 2e9, 5e9, 1e10, 2.5e10)  # bits a second, as links are sold
 STEPS = 12  # that are replayed for each point
 MOST_NODES = 32  # a replay simulates every message, and there are dozens of them
-MOST_WRONG = 0.25  # of a replay of what was recorded; beyond that its predictions say nothing
 CHANGES = (
     ("as recorded", Change()),
     ("without stragglers", Change(no_straggler=True)),
@@ -73,30 +73,30 @@ def sweep(trace: JobTrace, middle: StepRange, measure: Callable[[str], CodecCost
         )
     try:
         recorded = understand(trace, middle)
-        found = answer(recorded, Change(), measure)
+        best = calibrate(recorded, measure)[0]
     except FusionError as error:
         return Curves(why_not=str(error))
     known = Curves(
         bandwidth=fmean(link.bandwidth for link in recorded.links) * 8 * FRAMED,
-        step=found.recorded.step,
-        error=found.error,
+        step=recorded.step_seconds,
+        error=best.error,
         steps=(recorded.numbers[0], recorded.numbers[-1]),
         codec=recorded.codec,
         problems=recorded.problems,
     )
-    if abs(found.error) > MOST_WRONG:
+    if abs(best.error) > MOST_WRONG:
         return replace(
             known,
-            why_not=f"the replay of what was recorded is {abs(found.error):.0%} too "
-            f"{'long' if found.error > 0 else 'short'}, so that it predicts nothing",
+            why_not=f"the best replay of what was recorded is {abs(best.error):.0%} too "
+            f"{'long' if best.error > 0 else 'short'}, so that it predicts nothing",
         )
     changes = [(title, change) for title, change in CHANGES if not (change.codec and recorded.codec != "dense")]
     try:
-        curves = tuple(Curve(title, _seconds(recorded, change, measure)) for title, change in changes)
+        curves = tuple(Curve(title, _seconds(best, change, measure)) for title, change in changes)
     except FusionError as error:
         return replace(known, why_not=str(error))
     return replace(known, curves=curves)
 
 
-def _seconds(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts] | None) -> tuple[float, ...]:
-    return tuple(simulated(recorded, replace(change, bandwidth=rate), measure).step for rate in BANDWIDTHS)
+def _seconds(model: Model, change: Change, measure: Callable[[str], CodecCosts] | None) -> tuple[float, ...]:
+    return tuple(simulated(model.recorded, replace(change, bandwidth=rate), measure).step for rate in BANDWIDTHS)

@@ -14,6 +14,7 @@ from fusion_trace.report.findings import Told, findings
 from fusion_trace.report.wording import Table, count, duration, share, size
 
 MOST_ROWS = 64
+DOUBTFUL = 0.05  # of a replay; beyond that the sentence about it is a warning
 
 
 @dataclass(frozen=True)
@@ -248,9 +249,10 @@ def _whatif(report: Report) -> Section:
         return Section("whatif", title, told=(Told(f"Left out: {curves.why_not}.", "", False),))
     told = Told(
         f"The replay of what was recorded is {share(abs(curves.error))} too {'long' if curves.error > 0 else 'short'}: "
-        "by so much, at least, predictions may be wrong.",
+        "by so much, at least, predictions may be wrong; `fusion-trace whatif` tells the interval of each, and which "
+        "ones the recording does not tell.",
         "",
-        False,
+        abs(curves.error) > DOUBTFUL,
     )
     about = (
         f"Steps {curves.steps[0]} to {curves.steps[1]}, replayed by the simulator (fusion-trace whatif) with every "

@@ -8,23 +8,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fusion_trace.simulate.changes import Answer, Change, Prediction
+from fusion_trace.simulate.calibration import Answer, Figure, Told
+from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.recorded import Recorded
 
 
 def as_document(job: str, recorded: Recorded, change: Change, found: Answer) -> dict[str, Any]:
-    """Returns everything as JSON types. Seconds, bytes, and bytes a second."""
+    """Returns everything as JSON types. Seconds, bytes, and bytes a second; each figure with its interval."""
     return {
         "job": job,
         "nodes": recorded.nodes,
         "ranks": recorded.nodes * recorded.workers,
-        "steps": [recorded.numbers[0], recorded.numbers[-1] + 1],
+        "steps": len(recorded.every),
+        "replayed_steps": list(recorded.numbers),
         "links": [{"bandwidth": link.bandwidth, "latency": link.latency} for link in recorded.links],
         "codec": recorded.codec,
         "change": {name: value for name, value in asdict(change).items() if value not in (None, "", False)},
         "recorded": asdict(found.recorded),
         "replayed": {**asdict(found.replayed), "error": found.error},
+        "models": [{"what": model.what, "error": model.error} for model in found.models],
         "changed": None if found.changed is None else asdict(found.changed),
+        "refused": found.refused,
         "problems": list(recorded.problems),
     }
 
@@ -37,9 +41,9 @@ def show(job: str, recorded: Recorded, change: Change, found: Answer) -> None:
     rates = [link.bandwidth * 8e-6 for link in recorded.links]
     latencies = [link.latency * 1e6 for link in recorded.links]
     console.print(
-        f"{job}: {recorded.nodes} nodes, {recorded.nodes * recorded.workers} ranks, steps {recorded.numbers[0]} to "
-        f"{recorded.numbers[-1]}; links {min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} "
-        f"to {max(latencies):.0f} us; codec {recorded.codec}"
+        f"{job}: {recorded.nodes} nodes, {recorded.nodes * recorded.workers} ranks, {len(recorded.every)} steps; links "
+        f"{min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} to {max(latencies):.0f} us; "
+        f"codec {recorded.codec}"
     )
     table = Table()
     for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):
@@ -50,16 +54,27 @@ def show(job: str, recorded: Recorded, change: Change, found: Answer) -> None:
         _row(table, _words(change), found.changed)
     console.print(table)
     console.print(
-        f"The replay of what was recorded is {abs(found.error):.1%} too {'long' if found.error > 0 else 'short'}."
+        f"The replay of what was recorded is {abs(found.error):.1%} too {'long' if found.error > 0 else 'short'}; "
+        f"{len(found.models)} models replay it about as well."
     )
     if found.changed is not None:
-        console.print(f"Changed, a step takes {found.changed.step / found.replayed.step:.2f} times as long.")
+        step, was = found.changed.step, found.recorded.step.value
+        low, value, high = (f"{each / was:.2f}" for each in (step.low, step.value, step.high))
+        console.print(f"Changed, a step takes {value} times as long ({low} to {high}).")
+    elif found.refused:
+        asked = f" for {_words(change)}" if change != Change() else ""
+        console.print(f"No prediction{asked}: {found.refused}.", style="yellow")
     for problem in recorded.problems:
         console.print(f"Note: {problem}.")
 
 
-def _row(table: Table, title: str, found: Prediction) -> None:
-    table.add_row(title, f"{found.step * 1e3:.2f}", f"{found.exposed * 1e3:.2f}", f"{found.sent / 1e6:.3f}")
+def _row(table: Table, title: str, found: Told) -> None:
+    table.add_row(title, _figure(found.step, 1e3, 2), _figure(found.exposed, 1e3, 2), _figure(found.sent, 1e-6, 3))
+
+
+def _figure(figure: Figure, scale: float, digits: int) -> str:
+    low, value, high = (f"{each * scale:.{digits}f}" for each in (figure.low, figure.value, figure.high))
+    return value if low == high else f"{value} ({low} to {high})"
 
 
 def _words(change: Change) -> str:

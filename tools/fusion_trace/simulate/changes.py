@@ -61,20 +61,6 @@ class Prediction:
     sent: float
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Predictions for a job: recorded, replayed as it was, and changed."""
-
-    recorded: Prediction
-    replayed: Prediction
-    changed: Prediction | None
-
-    @property
-    def error(self) -> float:
-        """Share by which the replayed step is too long."""
-        return self.replayed.step / self.recorded.step - 1
-
-
 def parse_bandwidth(text: str) -> float:
     """Reads bits a second: "100mbit", "2.5gbit", "1e9bit". A number alone is refused: nobody means 5 bit/s by "5".
 
@@ -91,8 +77,8 @@ def parse_bandwidth(text: str) -> float:
     return value
 
 
-def answer(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts] | None = None) -> Answer:
-    """Replays a recorded job, and replays it with a change, if there is any.
+def replay(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts] | None = None) -> Prediction:
+    """Simulates the recorded job with a change.
 
     Args:
         measure: what a codec costs that the job did not use; by default it is measured here.
@@ -100,14 +86,6 @@ def answer(recorded: Recorded, change: Change, measure: Callable[[str], CodecCos
     Raises:
         WhatIfError, AlgorithmError, CodecError: this cannot be.
     """
-    told = Prediction(recorded.step_seconds, recorded.waited_seconds, recorded.sent / recorded.nodes)
-    replayed = replay(recorded, Change(), measure)
-    changed = None if change == Change() else replay(recorded, change, measure)
-    return Answer(told, replayed, changed)
-
-
-def replay(recorded: Recorded, change: Change, measure: Callable[[str], CodecCosts] | None = None) -> Prediction:
-    """Simulates the recorded job with a change. Raises as `answer`."""
     nodes = recorded.nodes if change.nodes is None else change.nodes
     if not 1 <= nodes <= MOST_NODES:
         raise WhatIfError(

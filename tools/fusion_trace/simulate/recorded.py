@@ -30,7 +30,7 @@ from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
 from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
 
 S = 1e9  # ns
-MOST_STEPS = 200  # that are replayed if nobody has chosen any: the simulator handles every message of each
+MOST_STEPS = 60  # that are replayed: the simulator handles every message of each
 _ROUNDS = 8
 _LEAST_CHUNK = 16 * 1024  # bytes; of smaller ones the time says nothing about the bandwidth
 
@@ -64,7 +64,8 @@ class Recorded:
 
     Attributes:
         nodes: those that have workers; workers: on each of them.
-        numbers: of the steps that all ranks have, in order.
+        numbers: of the steps that are replayed, in order; all ranks have them.
+        every: seconds of each step that was chosen, in order, the mean over ranks.
         programs: by rank, of each of these steps.
         measured: by rank, what each of these steps took (s); `waited`: for how long it was kept waiting (s).
         names, buckets: what was submitted.
@@ -80,6 +81,7 @@ class Recorded:
     nodes: int
     workers: int
     numbers: tuple[int, ...]
+    every: tuple[float, ...]
     programs: tuple[tuple[tuple[Event, ...], ...], ...]
     measured: tuple[tuple[float, ...], ...]
     waited: tuple[tuple[float, ...], ...]
@@ -95,12 +97,19 @@ class Recorded:
 
     @property
     def step_seconds(self) -> float:
-        """Mean time of a step over ranks and steps (s)."""
-        return statistics.fmean(seconds for rank in self.measured for seconds in rank)
+        """Mean time of the steps that are replayed, over ranks (s); but for the first, in whose replay nothing is under
+        way yet."""
+        return statistics.fmean(seconds for rank in self.measured for seconds in rank[len(rank) > 1 :])
+
+    @property
+    def whole_seconds(self) -> float:
+        """Mean time of all steps that were chosen, over ranks (s)."""
+        return statistics.fmean(self.every)
 
     @property
     def waited_seconds(self) -> float:
-        return statistics.fmean(seconds for rank in self.waited for seconds in rank)
+        """Mean time for which a step was kept waiting, as `step_seconds`."""
+        return statistics.fmean(seconds for rank in self.waited for seconds in rank[len(rank) > 1 :])
 
 
 def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs | None = None) -> Recorded:
@@ -117,15 +126,12 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         raise NotRecorded(f"{whose} no whole training steps in this trace, so that there is nothing to replay")
     numbers = tuple(sorted(set.intersection(*(set(found) for found in steps.values()))))
     problems: list[str] = []
-    if chosen == EVERY_STEP and len(numbers) > MOST_STEPS:
-        first = (len(numbers) - MOST_STEPS) // 2
-        kept = numbers[first : first + MOST_STEPS]
-        problems.append(
-            f"of {len(numbers)} steps those in the middle, {kept[0]} to {kept[-1]}, are replayed; --steps chooses"
-        )
-        numbers = kept
     if not numbers:
         raise NotRecorded("the ranks have no training step in common in this trace")
+    every_step = tuple(statistics.fmean(its[number].ns for its in steps.values()) / S for number in numbers)
+    if len(numbers) > MOST_STEPS:
+        problems.append(f"of {len(numbers)} steps {MOST_STEPS} are replayed, which stand for long and short ones alike")
+        numbers = tuple(numbers[place] for place in representative(every_step, MOST_STEPS))
     nodes = sorted(set(trace.node_of.values()))
     sizes = Counter(trace.node_of.values())
     if len(set(sizes.values())) > 1:
@@ -152,6 +158,7 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         nodes=len(nodes),
         workers=sizes[nodes[0]],
         numbers=numbers,
+        every=every_step,
         programs=programs,
         measured=tuple(tuple(steps[rank][number].ns / S for number in numbers) for rank in ranks),
         waited=tuple(_waited(trace.workers[rank], [steps[rank][number] for number in numbers]) for rank in ranks),
@@ -165,6 +172,18 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         sent=sent,
         problems=tuple(problems),
     )
+
+
+def representative(lengths: Sequence[float], most: int) -> tuple[int, ...]:
+    """Returns places of steps that stand for all, in order.
+
+    Steps are sorted by length and cut into as many groups of the same size; of each the step is taken that is nearest
+    to its mean. So the chosen ones have the median, the mean and the spikes of all, wherever in the job they are: where
+    steps drift, or every n-th is long, those in the middle, or at even distances, have not.
+    """
+    values = np.array(lengths)
+    groups = np.array_split(np.argsort(values, kind="stable"), min(most, len(values)))
+    return tuple(sorted(int(group[np.argmin(np.abs(values[group] - values[group].mean()))]) for group in groups))
 
 
 def _handed_over_in(

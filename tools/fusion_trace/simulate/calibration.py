@@ -1,0 +1,239 @@
+"""Predictions that are calibrated by replay: how far a figure may be off, and which ones a recording cannot tell.
+
+A recording is replayed by several models: as its costs were found, with all costs of daemons 2, 4 and 8 times as high
+(of many of them a recording says nothing, where they are hidden behind a link or behind computing), with links 10 %
+faster and slower, and with links that carry urgent buckets first. Those that replay what was recorded nearly as well as
+the best of them are as good as each other, whatever they say of something else: the interval of a prediction holds what
+all of them say. Each is corrected by the error of its replay, once as a factor and once as a sum, since nobody knows
+which. To that comes by how much steps scatter.
+
+Nothing is predicted where the best replay is far off, or where models that replay equally well disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import msgspec
+import numpy as np
+
+from fusion_trace.simulate import measuring
+from fusion_trace.simulate.changes import Change, Prediction, replay
+from fusion_trace.simulate.model import CodecCosts, Costs
+from fusion_trace.simulate.recorded import Recorded
+
+MOST_WRONG = 0.15  # of the best replay
+NEARLY = 0.05  # more than the best replay's error
+LEAST = 0.03  # of a figure: replays of recordings of which everything is known are as far off
+WIDEST = 0.2  # half of an interval, of its middle; beyond that a figure is refused
+_SCALED = ("send", "receive", "control", "io_send", "io_receive", "local", "job", "reduce", "copy", "apply")
+_OF_CODECS = ("contribute", "pack", "unpack", "add", "conclude", "write")
+Measure = Callable[[str], CodecCosts]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A way to replay a recording. `what`: how it differs from what was found; `scale`: of costs, also of codecs that
+    the job did not use; `replayed`: its replay of the recording, and `error`: by which share that is too long."""
+
+    what: str
+    recorded: Recorded
+    scale: float
+    replayed: Prediction
+    error: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with the interval in which it is, if what was recorded tells it; s, or bytes."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """Half of the interval, as a part of its middle."""
+        middle = (self.low + self.high) / 2
+        return (self.high - self.low) / 2 / middle if middle else 0.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """The figures of a step: how long it takes and how long it is kept waiting (s), and bytes that a node sends."""
+
+    step: Figure
+    exposed: Figure
+    sent: Figure
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A recorded job, its replay, and a prediction.
+
+    Attributes:
+        recorded: of all steps that were chosen; the interval is that of the mean of so many steps.
+        replayed: by the best model, uncorrected; its interval is that of all models that are kept.
+        error: share by which the best replay is too long.
+        models: those that are kept, the best first.
+        changed: None if nothing was asked, or if `refused` says why nothing, or not this, can be predicted.
+    """
+
+    recorded: Told
+    replayed: Told
+    error: float
+    models: tuple[Model, ...]
+    changed: Told | None = None
+    refused: str = ""
+
+
+def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -> Answer:
+    """Replays a recorded job, and replays it with a change, if there is any.
+
+    Args:
+        measure: what a codec costs that the job did not use; by default it is measured here.
+
+    Raises:
+        WhatIfError, AlgorithmError, CodecError: this cannot be.
+    """
+    told = _recorded(recorded)
+    kept = calibrate(recorded, measure)
+    best = kept[0]
+    replayed = _spread([each.replayed for each in kept], best.replayed)
+    wrong = abs(best.error) > MOST_WRONG
+    found = Answer(told, replayed, best.error, kept, refused=_too_wrong(best.error) if wrong else "")
+    if wrong or change == Change():
+        return found
+    costs = _Memory(measure or measuring.codec_costs)
+    raw = [replay(each.recorded, change, costs.times(each.scale)) for each in kept]
+    corrected = [_corrected(recorded, each, prediction) for each, prediction in zip(kept, raw, strict=True)]
+    middle = Prediction(*(sum(getattr(p, name) for p in corrected[0]) / 2 for name in ("step", "exposed", "sent")))
+    wide = _widened(_spread([p for pair in corrected for p in pair], middle), recorded)
+    if wide.step.width > WIDEST:
+        return replace(found, refused=_not_told(kept, wide.step))
+    return replace(found, changed=wide)
+
+
+def calibrate(recorded: Recorded, measure: Measure | None = None) -> tuple[Model, ...]:
+    """Returns the models that replay what was recorded nearly as well as the best of them, the best first."""
+    models = [_model(recorded, what, its, scale, measure) for what, its, scale in _ways(recorded)]
+    models.sort(key=lambda each: abs(each.error))
+    return tuple(each for each in models if abs(each.error) <= abs(models[0].error) + NEARLY)
+
+
+def _ways(recorded: Recorded) -> list[tuple[str, Recorded, float]]:
+    ways = [("as found", recorded, 1.0)]
+    for scale in (2.0, 4.0, 8.0):
+        ways.append((f"daemons' costs x {scale:g}", replace(recorded, costs=scaled(recorded.costs, scale)), scale))
+    if recorded.nodes > 1:
+        for factor, words in ((1.1, "links 10 % faster"), (1 / 1.1, "links 10 % slower")):
+            links = tuple(replace(link, bandwidth=link.bandwidth * factor) for link in recorded.links)
+            ways.append((words, replace(recorded, links=links), 1.0))
+        links = tuple(replace(link, discipline="priority") for link in recorded.links)
+        ways.append(("urgent buckets first", replace(recorded, links=links), 1.0))
+    return ways
+
+
+def scaled(costs: Costs, scale: float) -> Costs:
+    """Returns all costs so many times as high."""
+    codecs = {text: _scaled_codec(its, scale) for text, its in costs.codecs.items()}
+    return msgspec.structs.replace(costs, codecs=codecs, **{name: getattr(costs, name) * scale for name in _SCALED})
+
+
+def _scaled_codec(costs: CodecCosts, scale: float) -> CodecCosts:
+    return msgspec.structs.replace(costs, **{name: getattr(costs, name) * scale for name in _OF_CODECS})
+
+
+class _Memory:
+    """Costs of codecs, measured once."""
+
+    def __init__(self, measure: Measure) -> None:
+        self._measure = measure
+        self._known: dict[str, CodecCosts] = {}
+
+    def times(self, scale: float) -> Measure:
+        """Returns what tells them, so many times as high."""
+
+        def measured(text: str) -> CodecCosts:
+            if text not in self._known:
+                self._known[text] = self._measure(text)
+            return _scaled_codec(self._known[text], scale)
+
+        return measured
+
+
+def _model(recorded: Recorded, what: str, its: Recorded, scale: float, measure: Measure | None) -> Model:
+    replayed = replay(its, Change(), measure)
+    return Model(what, its, scale, replayed, replayed.step / recorded.step_seconds - 1)
+
+
+def _corrected(recorded: Recorded, model: Model, told: Prediction) -> tuple[Prediction, Prediction]:
+    """Returns a prediction as if the replay's error were a factor, and as if it were a sum. It is of all steps that
+    were chosen, of which those that are replayed are some."""
+    of_all = recorded.whole_seconds / recorded.step_seconds
+    factor = of_all * recorded.step_seconds / model.replayed.step
+    more = recorded.step_seconds - model.replayed.step
+    kept = recorded.waited_seconds - model.replayed.exposed
+    sent = told.sent * (recorded.sent / recorded.nodes / model.replayed.sent if model.replayed.sent else 1.0)
+    return (
+        Prediction(told.step * factor, told.exposed * factor, sent),
+        Prediction(max(told.step + more, 0.0) * of_all, max(told.exposed + kept, 0.0) * of_all, sent),
+    )
+
+
+def _spread(found: Sequence[Prediction], middle: Prediction) -> Told:
+    def figure(name: str) -> Figure:
+        values = [getattr(each, name) for each in (*found, middle)]
+        return Figure(getattr(middle, name), min(values), max(values))
+
+    return Told(figure("step"), figure("exposed"), figure("sent"))
+
+
+def _widened(told: Told, recorded: Recorded) -> Told:
+    more = math.hypot(LEAST, _scatter(recorded))
+
+    def wider(figure: Figure, share: float) -> Figure:
+        return Figure(figure.value, figure.low * (1 - share), figure.high * (1 + share))
+
+    return Told(wider(told.step, more), wider(told.exposed, more), wider(told.sent, LEAST))
+
+
+def _recorded(recorded: Recorded) -> Told:
+    share, sent = _scatter(recorded), recorded.sent / recorded.nodes
+    step, exposed = recorded.whole_seconds, recorded.waited_seconds
+    return Told(
+        Figure(step, step * (1 - share), step * (1 + share)),
+        Figure(exposed, exposed * (1 - share), exposed * (1 + share)),
+        Figure(sent, sent, sent),
+    )
+
+
+def _scatter(recorded: Recorded) -> float:
+    """Returns half of the 95 % interval of the mean step, as a part of it; blocks of steps that follow each other count
+    as one."""
+    steps = np.array(recorded.every)
+    if len(steps) < 4:
+        return 0.0
+    blocks = np.array_split(steps, min(len(steps), max(4, round(math.sqrt(len(steps))))))
+    means = np.array([block.mean() for block in blocks])
+    error = float(means.std(ddof=1)) / math.sqrt(len(means))
+    wider = 1 + 2.5 / len(means)  # as Student's t has it
+    return NormalDist().inv_cdf(0.975) * wider * error / float(steps.mean())
+
+
+def _too_wrong(error: float) -> str:
+    return (
+        f"the best replay of what was recorded is {abs(error):.0%} too {'long' if error > 0 else 'short'}, so that the "
+        "simulation has not what these steps are made of"
+    )
+
+
+def _not_told(kept: Sequence[Model], step: Figure) -> str:
+    words = ", ".join(each.what for each in kept)
+    return (
+        f"what was recorded does not tell: these models replay it equally well ({words}), and say {step.low * 1e3:.3g} "
+        f"to {step.high * 1e3:.3g} ms; a recording in which the changed part is not hidden behind another would tell"
+    )
