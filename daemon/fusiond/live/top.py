@@ -1,26 +1,67 @@
-"""The picture that `fusiond top` draws."""
+"""The picture that `fusiond top` draws, on a screen of 80 columns and 24 lines or more.
+
+Jobs share the lines of the screen. What needs a look comes first in each table, and what finds no room is counted.
+"""
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from fusiond.live.client import Lookout
-from fusiond.live.rates import LinkRates, NodeRates, RankRates, Rates
+from fusiond.live.keys import Keys
+from fusiond.live.rates import NodeRates, RankRates, Rates
 from fusiond.live.status_report import WIDTH, size
 
-_MOST = 32  # rows of a table; a screen has no more
+_PIPED = 64  # lines of a page that goes into a file
+_LEAST = 3  # rows of a table, if it has so many
+_LOOKS = 40  # that a history shows
+_BARS = "▁▂▃▄▅▆▇█"
 
 
-def page(rates: Sequence[Rates]) -> RenderableType:
-    """Makes the page of all jobs, one below the other."""
-    return Group(*(part for job in rates for part in _job(job)))
+@dataclass
+class History:
+    """The steps a second of each job at the last looks, the oldest first; None: not known then."""
+
+    of_jobs: dict[str, deque[float | None]] = field(default_factory=dict)
+
+    def note(self, rates: Sequence[Rates]) -> None:
+        """Adds a look. Jobs that are gone are forgotten."""
+        self.of_jobs = {job.job: deque([*self.of_jobs.get(job.job, ()), _speed(job)], maxlen=_LOOKS) for job in rates}
+
+    def line(self, job: str, interval: float) -> str:
+        """Returns a line about a job, or "" as long as there is nothing to compare."""
+        looks = self.of_jobs.get(job, ())
+        known = [speed for speed in looks if speed is not None]
+        if len(known) < 2:
+            return ""
+        most = max(known) or 1.0
+        bars = "".join(
+            " " if speed is None else _BARS[min(int(speed / most * len(_BARS)), len(_BARS) - 1)] for speed in looks
+        )
+        return f"{bars} {min(known):.2f} to {max(known):.2f} steps/s in {interval * len(looks):.0f} s"
+
+
+def page(
+    rates: Sequence[Rates], lines: int = _PIPED, history: History | None = None, interval: float = 0.0
+) -> RenderableType:
+    """Makes the page of all jobs, one below the other.
+
+    Args:
+        lines: of the screen.
+        history: of the jobs; interval: seconds between its looks.
+    """
+    share = max(lines // max(len(rates), 1), 1)
+    parts: list[RenderableType] = []
+    for job in rates:
+        parts += _job(job, share, history.line(job.job, interval) if history is not None else "")
+    return Group(*parts)
 
 
 def show(rates: Sequence[Rates]) -> None:
@@ -28,103 +69,139 @@ def show(rates: Sequence[Rates]) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
-    console.print(page(rates))
+    console.print(page(rates, console.height if console.is_terminal else _PIPED))
 
 
 def watch(lookout: Lookout, interval: float) -> None:
-    """Draws the page again every `interval` seconds, until Ctrl-C or until no daemon answers any more.
+    """Draws the page again every `interval` seconds, until `q`, Ctrl-C or until no daemon answers any more.
 
     Raises:
         FusionError: none answers.
     """
+    console, history = Console(), History()
+
+    def drawn() -> RenderableType:
+        rates = lookout.look()
+        history.note(rates)
+        return page(rates, console.height - 1 if console.is_terminal else _PIPED, history, interval)
+
     try:
-        with Live(page(lookout.look()), auto_refresh=False, screen=Console().is_terminal) as live:
-            while True:
-                time.sleep(interval)
-                live.update(page(lookout.look()), refresh=True)
+        with Keys() as keys, Live(drawn(), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            live.refresh()
+            while keys.wait(interval) not in ("q", "Q"):
+                live.update(drawn(), refresh=True)
     except KeyboardInterrupt:
         pass
 
 
-def _job(rates: Rates) -> list[RenderableType]:
-    speeds = [rank.steps_per_second for rank in rates.ranks if rank.steps_per_second is not None]
+def _speed(rates: Rates) -> float | None:
+    return min((rank.steps_per_second for rank in rates.ranks if rank.steps_per_second is not None), default=None)
+
+
+def _job(rates: Rates, lines: int, history: str) -> list[RenderableType]:
+    speed = _speed(rates)
     title = f"job {rates.job}: {len(rates.nodes)} nodes, {len(rates.ranks)} ranks"
-    if speeds:
-        title += f", {min(speeds):.2f} steps/s"
-    parts: list[RenderableType] = [Text(title, style="bold")]
+    if speed is not None:
+        title += f", {speed:.2f} steps/s"
+    said = [Text(title, style="bold", no_wrap=True)]
+    if history:
+        said.append(Text(history, style="cyan", no_wrap=True))
     if rates.stragglers:
-        named = ", ".join(f"rank {rank}" for rank in rates.stragglers[:_MOST])
-        parts.append(Text(f"The others wait for {named}.", style="yellow"))
+        named = ", ".join(f"rank {rank}" for rank in rates.stragglers)
+        said.append(Text(f"The others wait for {named}.", style="yellow", no_wrap=True, overflow="ellipsis"))
     for node in rates.slow_networks:
-        host = next(each.host for each in rates.nodes if each.node == node)
-        parts.append(Text(f"Data waits on the links of host {host} (node {node}).", style="yellow"))
-    parts += [_nodes(rates.nodes), _ranks(rates.ranks)]
-    if rates.links:
-        parts.append(_links(rates.links))
-    return parts
+        said.append(Text(f"Data waits on the links of host {_host(rates, node)}.", style="yellow", no_wrap=True))
+    tables = [_nodes(rates.nodes), _ranks(rates.ranks), _links(rates)]
+    drawn = [rows for rows in tables if rows.rows]
+    # A table has its head, and a line above it; a line that says how many rows are missing takes the place of one.
+    rooms = _rooms([len(rows.rows) for rows in drawn], lines - len(said) - 2 * len(drawn))
+    return [*said, *(part for rows, room in zip(drawn, rooms, strict=True) for part in rows.drawn(room))]
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("node", "host", "state", "link", "") else "right")
-    return table
+def _rooms(wanted: Sequence[int], lines: int) -> list[int]:
+    """Deals lines to tables: to each what it wants, or, where that is too much, as many as to the others."""
+    rooms = [min(each, _LEAST) for each in wanted]
+    while sum(rooms) < lines and (short := [n for n, want in enumerate(wanted) if rooms[n] < want]):
+        rooms[min(short, key=lambda n: rooms[n])] += 1
+    return rooms
 
 
-def _nodes(nodes: Sequence[NodeRates]) -> Table:
-    columns = "node", "host", "state", "operations/s", "reduced/s", "CPU", "memory", "queue", "saved", "staleness"
-    table = _table(*columns)
-    for node in nodes[:_MOST]:
-        table.add_row(
-            str(node.node),
-            node.host,
-            node.state,
-            _number(node.operations),
-            _size(node.nbytes),
-            "" if node.cpu is None else f"{node.cpu:.0%}",
-            size(node.memory),
-            str(node.under_way),
-            "" if node.saved is None else f"{node.saved:.1%}",
-            _number(node.staleness),
-            style="red" if node.state in ("silent", "failed") else "",
+@dataclass
+class _Rows:
+    """A table that has not been cut to the screen yet; each row with its style. Empty columns are left out."""
+
+    columns: tuple[str, ...]
+    left: int
+    rows: list[tuple[tuple[str, ...], str]]
+    what: str
+
+    def drawn(self, room: int) -> list[RenderableType]:
+        shown = self.rows if len(self.rows) <= room else self.rows[: max(room - 1, 0)]
+        kept = [place for place in range(len(self.columns)) if any(row[place] for row, _ in self.rows)]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for place in kept:
+            table.add_column(
+                self.columns[place], justify="left" if place < self.left or not self.columns[place] else "right",
+                no_wrap=True, overflow="ellipsis", min_width=None if place < self.left else len(self.columns[place]),
+            )  # fmt: skip
+        for row, style in shown:
+            table.add_row(*(row[place] for place in kept), style=style)
+        missing = len(self.rows) - len(shown)
+        return [Text(), table, *([Text(f"and {missing} more {self.what}", style="dim")] if missing else [])]
+
+
+def _first(rows: Sequence[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
+    """Returns rows with those in front that have a style, which need a look."""
+    return sorted(rows, key=lambda row: not row[1])
+
+
+def _nodes(nodes: Sequence[NodeRates]) -> _Rows:
+    columns = "host", "state", "ops/s", "reduced/s", "CPU", "memory", "queue", "saved", "staleness"
+    rows = [
+        (
+            (
+                node.host, node.state, _number(node.operations), _size(node.nbytes),
+                "" if node.cpu is None else f"{node.cpu:.0%}", size(node.memory), str(node.under_way),
+                "" if node.saved is None else f"{node.saved:.1%}", _number(node.staleness),
+            ),
+            "red" if node.state in ("silent", "failed") else "",
         )
-    return _cut(table, len(nodes))
+        for node in nodes
+    ]  # fmt: skip
+    return _Rows(columns, 2, _first(rows), "hosts")
 
 
-def _ranks(ranks: Sequence[RankRates]) -> Table:
-    table = _table("rank", "host", "steps", "steps/s", "late (ms)", "")
-    for rank in ranks[:_MOST]:
-        table.add_row(
-            str(rank.rank),
-            rank.host,
-            str(rank.steps),
-            _number(rank.steps_per_second),
-            _number(rank.late_ms),
-            "straggler" if rank.straggles else "",
-            style="yellow" if rank.straggles else "",
+def _ranks(ranks: Sequence[RankRates]) -> _Rows:
+    rows = [
+        (
+            (
+                f"rank {rank.rank}", rank.host, str(rank.steps), _number(rank.steps_per_second),
+                _number(rank.late_ms), "straggler" if rank.straggles else "",
+            ),
+            "yellow" if rank.straggles else "",
         )
-    return _cut(table, len(ranks))
+        for rank in ranks
+    ]  # fmt: skip
+    return _Rows(("", "host", "steps", "steps/s", "late (ms)", ""), 2, _first(rows), "ranks")
 
 
-def _links(links: Sequence[LinkRates]) -> Table:
-    table = _table("link", "sent/s", "not acknowledged", "reconnections", "")
-    busiest = sorted(links, key=lambda link: (-(link.nbytes or 0.0), link.source, link.target))
-    for link in busiest[:_MOST]:
-        table.add_row(
-            f"node {link.source} to {link.target}",
-            _size(link.nbytes),
-            size(link.waiting),
-            str(link.reconnections),
-            "lost" if link.lost else "",
-            style="red" if link.lost else "",
+def _links(rates: Rates) -> _Rows:
+    busiest = sorted(rates.links, key=lambda link: (-(link.nbytes or 0.0), link.source, link.target))
+    rows = [
+        (
+            (
+                f"{_host(rates, link.source)} to {_host(rates, link.target)}", _size(link.nbytes), size(link.waiting),
+                str(link.reconnections), "lost" if link.lost else "",
+            ),
+            "red" if link.lost else "",
         )
-    return _cut(table, len(links))
+        for link in busiest
+    ]  # fmt: skip
+    return _Rows(("link", "sent/s", "not acknowledged", "reconnections", ""), 1, _first(rows), "links")
 
 
-def _cut(table: Table, rows: int) -> Table:
-    if rows > _MOST:
-        table.caption = f"and {rows - _MOST} more"
-    return table
+def _host(rates: Rates, node: int) -> str:
+    return next((each.host for each in rates.nodes if each.node == node), f"node {node}")
 
 
 def _number(value: float | None) -> str:
