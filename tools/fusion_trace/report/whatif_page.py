@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fusion_trace.simulate.calibration import Answer, Figure, Told
+from fusion_trace.simulate.calibration import Answer, Estimate, Figure
 from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.recorded import Recorded
 
@@ -68,7 +68,7 @@ def show(job: str, recorded: Recorded, change: Change, found: Answer) -> None:
         console.print(f"Note: {problem}.")
 
 
-def _row(table: Table, title: str, found: Told) -> None:
+def _row(table: Table, title: str, found: Estimate) -> None:
     table.add_row(title, _figure(found.step, 1e3, 2), _figure(found.exposed, 1e3, 2), _figure(found.sent, 1e-6, 3))
 
 

@@ -62,7 +62,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Told:
+class Estimate:
     """The figures of a step: how long it takes and how long it is kept waiting (s), and bytes that a node sends."""
 
     step: Figure
@@ -82,11 +82,11 @@ class Answer:
         changed: None if nothing was asked, or if `refused` says why nothing, or not this, can be predicted.
     """
 
-    recorded: Told
-    replayed: Told
+    recorded: Estimate
+    replayed: Estimate
     error: float
     models: tuple[Model, ...]
-    changed: Told | None = None
+    changed: Estimate | None = None
     refused: str = ""
 
 
@@ -184,27 +184,27 @@ def _corrected(recorded: Recorded, model: Model, told: Prediction) -> tuple[Pred
     )
 
 
-def _spread(found: Sequence[Prediction], middle: Prediction) -> Told:
+def _spread(found: Sequence[Prediction], middle: Prediction) -> Estimate:
     def figure(name: str) -> Figure:
         values = [getattr(each, name) for each in (*found, middle)]
         return Figure(getattr(middle, name), min(values), max(values))
 
-    return Told(figure("step"), figure("exposed"), figure("sent"))
+    return Estimate(figure("step"), figure("exposed"), figure("sent"))
 
 
-def _widened(told: Told, recorded: Recorded) -> Told:
+def _widened(told: Estimate, recorded: Recorded) -> Estimate:
     more = math.hypot(LEAST, _scatter(recorded))
 
     def wider(figure: Figure, share: float) -> Figure:
         return Figure(figure.value, figure.low * (1 - share), figure.high * (1 + share))
 
-    return Told(wider(told.step, more), wider(told.exposed, more), wider(told.sent, LEAST))
+    return Estimate(wider(told.step, more), wider(told.exposed, more), wider(told.sent, LEAST))
 
 
-def _recorded(recorded: Recorded) -> Told:
+def _recorded(recorded: Recorded) -> Estimate:
     share, sent = _scatter(recorded), recorded.sent / recorded.nodes
     step, exposed = recorded.whole_seconds, recorded.waited_seconds
-    return Told(
+    return Estimate(
         Figure(step, step * (1 - share), step * (1 + share)),
         Figure(exposed, exposed * (1 - share), exposed * (1 + share)),
         Figure(sent, sent, sent),
