@@ -4,8 +4,10 @@ Buckets follow the order in which gradients arrived on the lowest rank, so that 
 backward pass as its last tensor allows; a bucket holds one dtype. Every tensor starts on a cache line, and so does
 every bucket, so that views of the fusion buffer are as fast as tensors of their own.
 
-The gradients that arrive last, of the first layers, have a small bucket to themselves: nothing of the backward pass is
-left to hide it behind, and the next forward pass needs it first of all.
+Gradients that are summed while the backward pass goes on have at least a few buckets, however large these may be: with
+all in one, nothing would be sent before the last of them is there. Those that arrive last, of the first layers, have a
+small bucket to themselves: nothing of the backward pass is left to hide it behind, and the next forward pass needs it
+first of all.
 
 A tensor that is sparse on some rank is in no bucket: what the ranks have of it does not lie in the same places.
 """
@@ -22,10 +24,13 @@ from fusion_rt import algorithms
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.arena import ALIGNMENT
+from fusion_rt.units import MIB
 from fusion_rt.wire import Bucket, Plan, PlannedTensor, Proposal, TensorSpec
 from fusiond.core.participants import Participants
 
 _PARTS_OF_A_SHARE = 4  # buckets that make up a share, when shares are not equal
+_STAGES = 8  # buckets that a backward pass fills at least, so that sending begins early
+_STAGE = MIB  # bytes; a bucket smaller than this costs more, as a message, than it hides
 _TAIL = 8  # the last bucket has at most the threshold divided by this
 _PAGE = 4096  # bytes; buckets start on pages, so that two threads never write one page
 
@@ -81,7 +86,8 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
 
     A tensor larger than that has a bucket of its own; a threshold of 0 gives every tensor one. Tensors that are wanted
     `together`, and follow each other in the proposal, have one whatever its size. By all-reduce, where buckets are sent
-    while the backward pass goes on, the last one is smaller, unless its last tensor alone is too large for that.
+    while the backward pass goes on, none has more than an eighth of all bytes, unless that were less than 1 MiB; and
+    the last one is smaller, unless its last tensor alone is too large for that.
 
     Args:
         proposal: its tuning, if it has one, goes before `threshold`.
@@ -96,20 +102,21 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
         threshold = threshold if tuning.threshold is None else tuning.threshold
         reduction = replace(reduction, codec=tuning.codec or reduction.codec)
     spec = algorithms.parse(proposal.reduction.algorithm)
-    if homes or spec.pieces > 1:
-        nbytes = sum(math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in proposal.tensors if not t.sparse)
-        parts = len(homes) if len(set(homes.values())) <= 1 else _PARTS_OF_A_SHARE * len(homes)
-        threshold = min(threshold, -(-nbytes // max(parts, spec.pieces)))
     sparse = tuple(tensor for tensor in proposal.tensors if tensor.sparse)
     dense = [tensor for tensor in proposal.tensors if not tensor.sparse]
+    nbytes = sum(math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize for tensor in dense)
+    if homes or spec.pieces > 1:
+        parts = len(homes) if len(set(homes.values())) <= 1 else _PARTS_OF_A_SHARE * len(homes)
+        threshold = min(threshold, -(-nbytes // max(parts, spec.pieces)))
+    if spec.sums_gradients:
+        threshold = min(threshold, max(_STAGE, -(-nbytes // _STAGES)))
     buckets: list[Bucket] = []
     offset = 0
     tail = _tail(dense, threshold // _TAIL) if spec.sums_gradients else 0
     for index, tensors in enumerate(_fused(dense, threshold, tail)):
         bucket = _bucket(index, tensors, offset)
         buckets.append(bucket)
-        nbytes = bucket.numel * DTYPES[bucket.dtype].itemsize
-        offset += -(-nbytes // _PAGE) * _PAGE
+        offset += -(-bucket.numel * DTYPES[bucket.dtype].itemsize // _PAGE) * _PAGE
     return Plan(
         plan_id,
         proposal.group,
