@@ -285,6 +285,29 @@ def slow_network(found: All) -> str:
     return "\n\n".join(parts)
 
 
+def bucket_sizes(found: All) -> str:
+    """Makes the table of a step by the size of buckets and the rate of links."""
+    from benchmarks import bucket_sizes as measuring
+
+    of_rates: dict[str, dict[float, Record]] = {}
+    for record in records(found, "bucket_sizes"):
+        of_rates.setdefault(str(record.setting["rate"]), {})[float(record.setting["MiB"])] = record
+    rates = [rate for rate in measuring.RATES if rate in of_rates]
+    table = Table(["MiB at most", *(f"{rate}: ms a step (DDP / this)" for rate in rates)])
+    for size in sorted({size for of_rate in of_rates.values() for size in of_rate}):
+        row = []
+        for rate in rates:
+            record = of_rates[rate].get(size)
+            if record is None:
+                row.append("")
+                continue
+            seconds = median(record.measure(measuring.STEP).samples[measuring.OURS])
+            times = ratio(*(record.measure(measuring.STEP).samples[name] for name in (DDP, measuring.OURS))).value
+            row.append(f"{1e3 * seconds:,.0f} ({times:.2f})")
+        table.add(f"{size:g}", *row)
+    return table.markdown()
+
+
 def overlap(found: All) -> str:
     """Makes the table of exposed communication with each way of overlap."""
     made = [overlapping.of(record) for record in records(found, "overlap")]
@@ -365,6 +388,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "footprint": idle,
     "sparse": sparse,
     "slow-network": slow_network,
+    "bucket-sizes": bucket_sizes,
     "overlap": overlap,
     "detection": faults,
     "recovery": losses,
