@@ -19,6 +19,7 @@ from fusion_trace.cli import app
 from fusion_trace.read import job as jobs
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange, parse_steps
 from fusion_trace.report.wording import duration, numbers, size
+from tests.diagnosis.generator import Fault, Shape, write
 from tests.tools.synthetic import MS, START, US, Job, S, Straggler, Truth, simulate
 
 COMMANDS = (["summary"], ["overlap"], ["overlap", "--each"], ["stragglers"], ["buckets"], ["tensor", "layer1.0"])
@@ -58,6 +59,31 @@ def test_every_command_says_what_is_missing_and_shows_the_rest(command: list[str
     shown = run(*command, str(tmp_path))
     assert "is cut off: " in shown
     assert "ends within its header" in shown
+
+
+EVERY = (
+    ["summary"], ["overlap"], ["stragglers"], ["buckets"], ["tensor", "bucket 1"], ["critical-path"], ["whatif"],
+    ["merge", "-o", "{}/m.json"], ["convert", "-o", "{}/c.csv"], ["diff", "{}"], ["hang", "--trace"],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", EVERY, ids=" ".join)
+def test_every_command_says_once_who_died_and_what_cannot_be_known_without_missing_rings(
+    command: list[str], tmp_path: Path
+) -> None:
+    """Rank 3 is killed in step 20 of 30, and the rings of host 2 were not fetched."""
+    shape = Shape(nodes=3, ranks_per_node=2, steps=30, seed=3)
+    killed = Fault("killed", tuple(float(step == 20) for step in range(30)), ranks=frozenset({3}))
+    write(shape, tmp_path, killed)
+    for name in ("rank-4.ring", "rank-5.ring", "node-2.ring"):
+        (tmp_path / name).unlink()
+    result = CliRunner().invoke(
+        app, [*(word.format(tmp_path) for word in command), str(tmp_path)], env={"COLUMNS": "400"}
+    )
+    assert result.exit_code == 0, result.output
+    times = 2 if command[0] == "diff" else 1  # of either job
+    assert result.output.count("rank 3 (host host1) died ") == times
+    assert result.output.count("nothing is there of node 2") == times
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

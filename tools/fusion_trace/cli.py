@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -61,10 +61,17 @@ def main() -> None:
 
 
 def load(what: list[str] | None) -> JobTrace:
-    """Reads the trace that is meant; see `job.load`."""
+    """Reads the trace that is meant; see `job.load`. Its problems begin with who died, and what cannot be known."""
     from fusion_trace.read import job
 
-    return job.load(what or [], Settings.from_env().trace_root())
+    return _with_failures(job.load(what or [], Settings.from_env().trace_root()))
+
+
+def _with_failures(trace: JobTrace) -> JobTrace:
+    from fusion_trace.analyse import endings, gaps
+
+    died = endings.sentences(trace, endings.find(trace))
+    return replace(trace, problems=(*died, *gaps.sentences(trace, gaps.unseen(trace)), *trace.problems))
 
 
 def _load_two(before: str, after: str) -> tuple[JobTrace, JobTrace]:
@@ -79,7 +86,8 @@ def _load_two(before: str, after: str) -> tuple[JobTrace, JobTrace]:
     newest = [] if after else job.by_age(root)
     if not after and len(newest) < (1 if before else 2):
         raise ChoiceError(f"a comparison needs two jobs, and in {root} there are traces of {len(newest)}: name two")
-    return job.load([before or newest[1]], root), job.load([after or newest[0]], root)
+    first, second = job.load([before or newest[1]], root), job.load([after or newest[0]], root)
+    return _with_failures(first), _with_failures(second)
 
 
 def _print(as_json: bool, document: Callable[[], object], page: Callable[[], None]) -> None:
@@ -542,8 +550,8 @@ def whatif(
     found = answer(recorded, change)
     _print(
         as_json,
-        lambda: whatif_page.as_document(trace.job, recorded, change, found),
-        lambda: whatif_page.show(trace.job, recorded, change, found),
+        lambda: whatif_page.as_document(trace, recorded, change, found),
+        lambda: whatif_page.show(trace, recorded, change, found),
     )
     if found.refused and change != Change():
         raise typer.Exit(4)

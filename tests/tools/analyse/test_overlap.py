@@ -15,6 +15,7 @@ from fusion_trace.read import job as jobs
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.spans import Span, difference, intersection, total, union
+from tests.diagnosis.generator import Fault, Shape, make
 from tests.tools.synthetic import MS, START, US, Job, Straggler, Tape, Truth, simulate
 
 
@@ -44,14 +45,16 @@ def by_counting(truth: Truth, rank: int, number: int) -> dict[str, int]:
     def mark(grid: NDArray[np.bool_], since: int, until: int) -> None:
         grid[max(since, begin) - begin : max(0, min(until, end) - begin)] = True
 
-    waits, works, flights = (np.zeros(end - begin, bool) for _ in range(3))
+    waits, works, flights, late = (np.zeros(end - begin, bool) for _ in range(4))
     opened: dict[tuple[int, str], int] = {}
     kinds = {
         Kind.WAIT_BEGIN: (Kind.WAIT_END, waits), Kind.FORWARD_BEGIN: (Kind.FORWARD_END, works),
         Kind.BACKWARD_BEGIN: (Kind.BACKWARD_END, works), Kind.STEP_BEGIN: (Kind.STEP_END, works),
     }  # fmt: skip
     ends = {closing: (opening, grid) for opening, (closing, grid) in kinds.items()}
-    for at, _, _, name, _, _, kind, _ in truth.tapes[Role.WORKER, rank].rows:
+    for at, _, clock, name, _, _, kind, _ in truth.tapes[Role.WORKER, rank].rows:
+        if kind == Kind.WAIT_END:
+            mark(late, max(opened[Kind.WAIT_BEGIN, name], truth.answered[name, clock][rank]), at)
         if kind in kinds:
             opened[kind, name] = at
         elif kind in ends:
@@ -63,8 +66,8 @@ def by_counting(truth: Truth, rank: int, number: int) -> dict[str, int]:
         "compute": int((works & ~waits & ~flights).sum()),
         "overlapped": int((flights & ~waits).sum()),
         "exposed": int((flights & waits).sum()),
-        "waiting": int((waits & ~flights).sum()),
-        "idle": int((~works & ~waits & ~flights).sum()),
+        "waiting": int((waits & ~late & ~flights).sum()),
+        "idle": int((((~works & ~waits) | late) & ~flights).sum()),
     }
 
 
@@ -164,3 +167,14 @@ def test_a_wait_that_spans_two_steps_counts_in_both(tmp_path: Path) -> None:
 
 def test_union_joins_spans_that_touch() -> None:
     assert union([(3, 5), (1, 3), (7, 7)]) == (Span(1, 5),)
+
+
+def test_a_rank_that_is_stopped_with_its_answer_there_waits_for_nobody() -> None:
+    """Rank 1 stands still for 900 ms in a wait that its daemon has answered: its own time, and no other rank's."""
+    when = tuple(float(step == 12) for step in range(30))
+    trace = make(Shape(nodes=2, steps=30, seed=5), Fault("stop", when, frozenset({1}), more=900 * MS)).trace
+    of = {part.rank: part for part in partitions(trace) if part.number == 12}
+    assert of[1].idle > 850 * MS
+    assert of[1].waiting < 100 * MS
+    late = {part.rank: part for part in partitions(trace) if part.number == 13}
+    assert max(of[0].waiting, late[0].waiting) > 850 * MS  # who waits for it does

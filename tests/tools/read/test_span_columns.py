@@ -65,6 +65,19 @@ def test_begins_and_ends_are_paired_alike(seed: int) -> None:
         )
 
 
+def answered(operation: Operation, rank: int, node: int) -> int | None:
+    mine, daemon = operation.workers[rank], operation.daemons.get(node)
+    ends = [daemon.answered.get(rank), daemon.run_end] if daemon is not None else []
+    return next((time for time in [*ends, mine.done] if time is not None), None)
+
+
+def late(operation: Operation, rank: int, node: int) -> list[Span]:
+    """When the script was in a wait for it that its daemon had answered."""
+    if rank not in operation.workers or (end := answered(operation, rank, node)) is None:
+        return []
+    return [Span(max(wait.begin, end), wait.end) for wait in operation.workers[rank].waits if wait.end > end]
+
+
 def flight(operation: Operation, rank: int, node: int) -> Span | None:
     mine = operation.workers.get(rank)
     if mine is None or mine.submitted is None:
@@ -72,9 +85,7 @@ def flight(operation: Operation, rank: int, node: int) -> Span | None:
     begin = mine.submitted
     if not operation.asynchronous:
         begin = max(part.submitted for part in operation.workers.values() if part.submitted is not None)
-    daemon = operation.daemons.get(node)
-    ends = [daemon.answered.get(rank), daemon.run_end] if daemon is not None else []
-    end = next((time for time in [*ends, mine.done] if time is not None), None)
+    end = answered(operation, rank, node)
     return Span(begin, end) if end is not None and end > begin else None
 
 
@@ -85,6 +96,7 @@ def one_by_one(trace: JobTrace) -> list[tuple[int, ...]]:
     for rank, steps in all_steps(trace).items():
         worker = trace.workers[rank]
         flights = spans.union(each for op in every if (each := flight(op, rank, trace.node_of[rank])) is not None)
+        over = [span for op in every for span in late(op, rank, trace.node_of[rank])]
         waits = spans.union(pairs(worker, Kind.WAIT_BEGIN, Kind.WAIT_END))
         working = spans.union(
             [
@@ -97,7 +109,7 @@ def one_by_one(trace: JobTrace) -> list[tuple[int, ...]]:
             spans.difference(spans.difference(working, waits), flights),
             spans.difference(flights, waits),
             spans.intersection(waits, flights),
-            spans.difference(waits, flights),
+            spans.difference(spans.difference(waits, spans.union(over)), flights),
         )
         columns = zip(*(within(steps, each) for each in sets), strict=True)
         found += [(rank, step.number, *parts, step.ns - sum(parts)) for step, parts in zip(steps, columns, strict=True)]

@@ -7,8 +7,11 @@ Every nanosecond of a step is in exactly one of five parts, so that they add up 
 | compute | runs | nothing is communicated for this rank |
 | overlapped | runs | communication is under way: it costs nothing |
 | exposed | waits | communication is under way: what a faster network, or better overlap, would save |
-| waiting | waits | ... for other ranks that are not there yet, or for its turn to read an answer |
+| waiting | waits | ... for other ranks that are not there yet |
 | idle | does neither: outside of forward, backward and `step()` | nothing is communicated (loading data, most often) |
+
+A script that is still in a wait which its daemon has answered, while nothing is communicated, waits for nobody: it was
+stopped, or has no processor. That is idle, too.
 
 Communication of an operation is under way for a rank from when the last rank has handed its part over until this rank's
 daemon has answered it; of an operation with homes, from when this rank has handed over its own.
@@ -32,6 +35,7 @@ from fusion_trace.read.span_columns import (
     SpanSet,
     common,
     joined,
+    matched,
     pair_columns,
     phase_columns,
     union_of,
@@ -95,23 +99,34 @@ def partitions(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[Partiti
     result: list[Partition] = []
     for rank, steps in all_steps(trace).items():
         kept = [step for step in steps if step.number in chosen]
-        begin = np.where(homes, handed[rank], last)
-        result += _of_rank(trace.workers[rank], kept, _under_way(every.index, rank, trace.node_of[rank], begin))
+        begin, end = np.where(homes, handed[rank], last), _answered(every.index, rank, trace.node_of[rank])
+        flown = (every.index.workers[rank].first(Kind.SUBMITTED) != NEVER) & (end != NEVER)
+        flights, late = union_of(begin[flown], end[flown]), _late(every.index, rank, end)
+        result += _of_rank(trace.workers[rank], kept, flights, late)
     return tuple(result)
 
 
-def _under_way(index: OperationIndex, rank: int, node: int, begin: Ints) -> SpanSet:
-    """Returns when communication is under way for a rank; see above. `begin`: of each operation."""
-    end = np.full(len(begin), NEVER)
+def _answered(index: OperationIndex, rank: int, node: int) -> Ints:
+    """Returns when a rank's daemon has answered it, by operation."""
+    found = np.full(len(index.name), NEVER)
     daemon = index.daemons.get(node)
     ends = [daemon.last_of_peer(Kind.ANSWERED, rank), daemon.first(Kind.RUN_END)] if daemon is not None else []
     for each in (*ends, index.workers[rank].first(Kind.DONE)):
-        end = np.where(end == NEVER, each, end)
-    flown = (index.workers[rank].first(Kind.SUBMITTED) != NEVER) & (end != NEVER)
-    return union_of(begin[flown], end[flown])
+        found = np.where(found == NEVER, each, found)
+    return found
 
 
-def _of_rank(worker: Process, steps: Sequence[Step], flights: SpanSet) -> list[Partition]:
+def _late(index: OperationIndex, rank: int, answered: Ints) -> SpanSet:
+    """Returns when a script was in waits that its daemon had answered already."""
+    of, records = index.workers[rank].select(Kind.WAIT_BEGIN, Kind.WAIT_END)
+    opened, closed = matched(of, records["kind"] == Kind.WAIT_BEGIN)
+    there, end = answered[of[opened]], records["time"][closed]
+    begin = np.maximum(records["time"][opened], there)
+    late = (there != NEVER) & (begin < end)
+    return union_of(begin[late], end[late])
+
+
+def _of_rank(worker: Process, steps: Sequence[Step], flights: SpanSet, late: SpanSet) -> list[Partition]:
     waits = joined([pair_columns(worker, Kind.WAIT_BEGIN, Kind.WAIT_END)])
     phases = [phase_columns(worker, *kinds) for kinds in SCRIPT.values()]
     copies = pair_columns(worker, Kind.COPY_BEGIN, Kind.COPY_END)
@@ -120,7 +135,7 @@ def _of_rank(worker: Process, steps: Sequence[Step], flights: SpanSet) -> list[P
         "compute": without(without(working, waits), flights),
         "overlapped": without(flights, waits),
         "exposed": common(waits, flights),
-        "waiting": without(waits, flights),
+        "waiting": without(without(waits, late), flights),
     }
     begin, end = (np.array([getattr(step, side) for step in steps], np.int64) for side in ("begin", "end"))
     columns = {name: its.within(begin, end) for name, its in sets.items()}

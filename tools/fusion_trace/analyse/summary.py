@@ -79,6 +79,7 @@ class Summary:
 
 def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
     every = operations(trace)
+    ended = tuple(endings.sentences(trace, endings.find(trace)))
     parts = partitions(trace, chosen)
     steps_of_rank = by_rank(parts)
     begin, end = trace.span
@@ -105,8 +106,8 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> Summary:
         stragglers=stragglers.find(trace, chosen),
         records=sum(process.written for process in trace.processes),
         overwritten=sum(process.overwritten for process in trace.processes),
-        odd=tuple(_odd(trace, bool(parts))),
-        ended=tuple(endings.sentences(trace, endings.find(trace))),
+        odd=tuple(odd for odd in dict.fromkeys(_odd(trace, bool(parts))) if odd not in ended),
+        ended=ended,
     )
 
 

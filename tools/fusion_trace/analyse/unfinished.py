@@ -84,8 +84,8 @@ def ending(trace: JobTrace) -> Ending:
     waiting = sorted((each for each in found if each is not None), key=lambda each: -each.seconds)
     ranks = tuple(_last(trace, worker, end) for _, worker in sorted(trace.workers.items()))
     died = tuple(endings.sentences(trace, endings.find(trace)))
-    missing = tuple(gaps.sentences(trace, gaps.unseen(trace)))
-    return Ending(trace.job, died, tuple(waiting), ranks, (*missing, *trace.problems))
+    missing = dict.fromkeys((*gaps.sentences(trace, gaps.unseen(trace)), *trace.problems))
+    return Ending(trace.job, died, tuple(waiting), ranks, tuple(problem for problem in missing if problem not in died))
 
 
 def _unfinished(operation: Operation, members: set[int], end: int) -> Unfinished | None:

@@ -81,6 +81,7 @@ def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
     """Prints the page. `steps`: how many were looked at."""
     out = console()
     out.print(Text(f"job {trace.job}: who is slower than the others", "bold"))
+    told = ""
     if not steps:
         out.print("no rank has a whole step in it")
     elif not found:
@@ -91,4 +92,4 @@ def show(trace: JobTrace, found: Sequence[Finding], steps: int) -> None:
             out.print(Text(sentence(trace, each), "red"), soft_wrap=True)
         out.print()
         print_table(out, rows_of(trace, found))
-    problems(out, trace.problems)
+    problems(out, (problem for problem in trace.problems if problem not in told))

@@ -56,6 +56,7 @@ def show(trace: JobTrace, found: Summary) -> None:
         for link in found.links[:MOST]:
             rows.add_row(trace.host_of(link.source), trace.host_of(link.target), size(link.nbytes), str(link.chunks))
         out.print(rows)
+    told = ""
     if found.ranks:
         out.print()
         for each in found.stragglers[:_MOST_SLOW]:
@@ -65,4 +66,4 @@ def show(trace: JobTrace, found: Summary) -> None:
         if not found.stragglers:
             told, well = stragglers_page.nobody(trace, max(rank.steps for rank in found.ranks))
             out.print(f"slow: {told}", style="green" if well else "yellow", soft_wrap=True)
-    problems(out, found.odd)
+    problems(out, (odd for odd in found.odd if odd not in told))

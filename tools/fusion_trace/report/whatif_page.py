@@ -8,15 +8,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fusion_trace.read.job import JobTrace
+from fusion_trace.report.wording import problems
 from fusion_trace.simulate.calibration import Answer, Estimate, Figure
 from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.recorded import Recorded
 
 
-def as_document(job: str, recorded: Recorded, change: Change, found: Answer) -> dict[str, Any]:
+def as_document(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> dict[str, Any]:
     """Returns everything as JSON types. Seconds, bytes, and bytes a second; each figure with its interval."""
     return {
-        "job": job,
+        "job": trace.job,
         "nodes": recorded.nodes,
         "ranks": recorded.nodes * recorded.workers,
         "steps": len(recorded.every),
@@ -29,11 +31,11 @@ def as_document(job: str, recorded: Recorded, change: Change, found: Answer) -> 
         "models": [{"what": model.what, "error": model.error} for model in found.models],
         "changed": None if found.changed is None else asdict(found.changed),
         "refused": found.refused,
-        "problems": list(recorded.problems),
+        "problems": [*recorded.problems, *trace.problems],
     }
 
 
-def show(job: str, recorded: Recorded, change: Change, found: Answer) -> None:
+def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> None:
     """Prints the prediction beside what was recorded."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
@@ -41,9 +43,9 @@ def show(job: str, recorded: Recorded, change: Change, found: Answer) -> None:
     rates = [link.bandwidth * 8e-6 for link in recorded.links]
     latencies = [link.latency * 1e6 for link in recorded.links]
     console.print(
-        f"{job}: {recorded.nodes} nodes, {recorded.nodes * recorded.workers} ranks, {len(recorded.every)} steps; links "
-        f"{min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} to {max(latencies):.0f} us; "
-        f"codec {recorded.codec}"
+        f"{trace.job}: {recorded.nodes} nodes, {recorded.nodes * recorded.workers} ranks, {len(recorded.every)} steps; "
+        f"links {min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} to "
+        f"{max(latencies):.0f} us; codec {recorded.codec}"
     )
     table = Table()
     for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):
@@ -66,6 +68,7 @@ def show(job: str, recorded: Recorded, change: Change, found: Answer) -> None:
         console.print(f"No prediction{asked}: {found.refused}.", style="yellow")
     for problem in recorded.problems:
         console.print(f"Note: {problem}.")
+    problems(console, trace.problems)
 
 
 def _row(table: Table, title: str, found: Estimate) -> None:
