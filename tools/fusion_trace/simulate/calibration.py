@@ -28,7 +28,7 @@ from fusion_trace.simulate.recorded import Recorded
 MOST_WRONG = 0.15  # of the best replay
 NEARLY = 0.05  # more than the best replay's error
 LEAST = 0.03  # of a figure: replays of recordings of which everything is known are as far off
-WIDEST = 0.2  # half of an interval, of its middle; beyond that a figure is refused
+WIDEST = 0.15  # half of what models say, of its middle; beyond that they disagree
 _SCALED = ("send", "receive", "control", "io_send", "io_receive", "local", "job", "reduce", "copy", "apply")
 _OF_CODECS = ("contribute", "pack", "unpack", "add", "conclude", "write")
 Measure = Callable[[str], CodecCosts]
@@ -111,10 +111,10 @@ def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -
     raw = [replay(each.recorded, change, costs.times(each.scale)) for each in kept]
     corrected = [_corrected(recorded, each, prediction) for each, prediction in zip(kept, raw, strict=True)]
     middle = Prediction(*(sum(getattr(p, name) for p in corrected[0]) / 2 for name in ("step", "exposed", "sent")))
-    wide = _widened(_spread([p for pair in corrected for p in pair], middle), recorded)
-    if wide.step.width > WIDEST:
-        return replace(found, refused=_not_told(kept, wide.step))
-    return replace(found, changed=wide)
+    spread = _spread([p for pair in corrected for p in pair], middle)
+    if spread.step.width > WIDEST:
+        return replace(found, refused=_not_told(kept, spread.step))
+    return replace(found, changed=_widened(spread, recorded))
 
 
 def calibrate(recorded: Recorded, measure: Measure | None = None) -> tuple[Model, ...]:
