@@ -132,13 +132,18 @@ class ReplicatedShards(ExchangedGradients):
         """Replaces the shards of gradients (1-D) of a group of parameters by their means over all replicas.
 
         Raises:
-            ValueError: a parameter of the group has no gradient.
+            ValueError: a parameter of the group has no gradient, or had none in the first step.
             HorovodInternalError: the exchange failed, on all ranks.
         """
         exchange = self.exchange or self._learn()
-        slots = self._slots[index]
+        slots = self._slots.get(index, [])
         sizes = [slot.parameter.numel() for slot in slots]
-        if sum(sizes) != gradients.numel():
+        if sum(sizes) < gradients.numel():
+            raise ValueError(
+                "parameters of a module that fully_shard was applied to were unfrozen, and the codec between replicas "
+                "does not know them: make a new ReplicatedShards whenever you have unfrozen some"
+            )
+        if sum(sizes) > gradients.numel():
             names = ", ".join(slot.name for slot in slots[:3])
             raise ValueError(
                 f"some parameters of a module that fully_shard was applied to have no gradient in this step (it has "
