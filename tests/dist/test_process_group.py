@@ -353,6 +353,24 @@ def _objects_and_models(rank: int, size: int) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad / size)
 
 
+def _uneven(rank: int, size: int) -> None:
+    """Ranks leave the training one after the other; gradients are divided by the number of those that are there."""
+    torch.manual_seed(0)
+    model, alone = torch.nn.Linear(5, 6), torch.nn.Linear(5, 6)
+    alone.load_state_dict(model.state_dict())
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    inputs = [torch.randn(7, 5, generator=torch.Generator().manual_seed(other)) for other in range(size)]
+    with parallel.join(divide_by_initial_world_size=False):
+        for step in range(rank + 1):
+            alone.zero_grad()
+            model.zero_grad()
+            parallel(inputs[rank]).square().mean().backward()
+            there = inputs[step:]
+            sum(alone(each).square().mean() for each in there).backward()  # type: ignore[union-attr]
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad / len(there))
+
+
 def test_reductions_give_what_one_process_computes(job: Job, tmp_path: Path) -> None:
     job.run(_in_group, str(tmp_path / "store"), _reductions)
 
@@ -387,6 +405,10 @@ def test_functional_collectives_give_tensors_that_are_waited_for(job: Job, tmp_p
 
 def test_what_cannot_be_is_refused_and_who_is_missing_is_named(job: Job, tmp_path: Path) -> None:
     job.run(_in_group, str(tmp_path / "store"), _errors)
+
+
+def test_ddp_divides_by_the_number_of_ranks_that_have_not_joined(job: Job, tmp_path: Path) -> None:
+    job.run(_in_group, str(tmp_path / "store"), _uneven)
 
 
 def test_objects_travel_and_ddp_trains_as_one_process_does(job: Job, tmp_path: Path) -> None:

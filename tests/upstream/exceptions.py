@@ -2,8 +2,5 @@
 
 from __future__ import annotations
 
-EXCEPTIONS: dict[str, str] = {
-    "test_ddp_comparison": "a defect that is not fixed yet: the first backward pass of DDP under RPC's distributed "
-    "autograd does not end; with uneven inputs, and with a model that RPC spreads, it does",
-}
+EXCEPTIONS: dict[str, str] = {}
 """By the name of the test."""
