@@ -122,7 +122,7 @@ def test_accumulated_gradients_are_sent_once() -> None:
         assert state.statistics().steps == 4
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS[:2], *(pytest.param(text, marks=pytest.mark.long) for text in TEXTS[2:])])
 @on_ranks
 def test_a_restored_training_goes_on_bit_by_bit(text: str) -> None:
     with process_group():

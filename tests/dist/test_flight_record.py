@@ -114,6 +114,22 @@ def _miss_one(directory: str) -> str:
         del os.environ["TORCH_FR_DUMP_TEMP_FILE"]
 
 
+def _abort(directory: str) -> None:
+    """Aborts the group on one rank, while the others do something else."""
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{directory}/dumps/rank_"
+    try:
+        rank, _, files = _begin(directory)
+        dist.barrier()
+        if rank == MISSES:
+            dist.group.WORLD.abort()
+            files.set("aborted", "yes")
+        else:
+            files.wait(["aborted"])
+    finally:
+        dist.destroy_process_group()
+        del os.environ["TORCH_FR_DUMP_TEMP_FILE"]
+
+
 def _analysed(dumps: Path) -> tuple[list[Any], str]:
     """What torch's analyser makes of dumps: the collectives, and what it says about them."""
     found = dumps.parent / "analysed"
@@ -161,6 +177,14 @@ def test_the_analyser_names_the_rank_that_missed_an_operation_and_the_operation(
     assert "Not all ranks joining collective, sequence number: 2" in words
     assert f"missing ranks: {{{MISSES}}}" in words
     assert "_miss_one at " in words
+
+
+@analyser
+def test_all_ranks_write_what_they_have_done_when_one_aborts_a_group(job: Job, tmp_path: Path) -> None:
+    job.run(_abort, str(tmp_path))
+    (barrier,), _ = _analysed(tmp_path / "dumps")
+    assert (barrier.collective_name, barrier.missing_ranks) == ("gloo:barrier", None)
+    assert {path.name for path in (tmp_path / "dumps").iterdir()} == {f"rank_{rank}" for rank in range(4)}
 
 
 def _recorded(dumps: FlightDumps, times: int) -> None:

@@ -43,6 +43,7 @@ CODECS = {
     "powersgd": "powersgd(rank=4, minimum=100)",
     "int8": "int8(minimum=100)",
 }
+KINDS = ("dense", "topk", "powersgd")
 FEATURES = ("clipping", "overflow", "accumulation", "unused parameters", "unfreezing", "checkpoint", "join")
 
 
@@ -56,8 +57,8 @@ class HookCell:
 
 
 def cover() -> list[HookCell]:
-    """Cells in which every two things meet that go together; of gradients each codec with each feature."""
-    pairs = itertools.product(enumerate(CODECS), enumerate(FEATURES))
+    """Cells in which every two things meet that go together, with one codec of each kind."""
+    pairs = itertools.product(enumerate(KINDS), enumerate(FEATURES))
     cells = [HookCell(GRADIENTS[(i + j) % 2], codec, feature) for (i, codec), (j, feature) in pairs]
     # FSDP2 gathers parameters in each forward pass, and torch has no Join for it.
     cells = [HookCell("ddp", each.codec, "join") if each.feature == "join" else each for each in cells]
