@@ -10,7 +10,7 @@ from typing import Protocol
 from fusion_rt.client.channel import Channel
 from fusion_rt.dist.submission import Submission
 
-_MOST_KEPT = 64  # works that have ended, and that somebody may still wait for
+_MOST_KEPT = 64  # works that have ended: as many as scripts start between a forward pass and its backward pass
 
 
 class Completable(Protocol):
@@ -52,7 +52,7 @@ class Completer:
         self._kept: dict[Completable, None] = {}
 
     def keep(self, work: Completable) -> None:
-        """Keeps a work alive until it has ended and somebody has waited for it, or many others have ended since."""
+        """Keeps a work alive until somebody waits for it or has its future, or until it and many after it have ended."""
         self._kept[work] = None
         if len(self._kept) > _MOST_KEPT:
             ended = [each for each in list(self._kept) if all(part.done for part in each.parts)]

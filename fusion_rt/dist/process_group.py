@@ -8,7 +8,6 @@ c10d calls some operations by names that changed with its versions: both of each
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -46,7 +45,6 @@ _OPS: dict[int, wire.Op] = {
 """By their hashes, which are their numbers: to look one up as such takes 3 µs, most of which its comparison does."""
 _PREMUL_SUM = hash(dist.ReduceOp.PREMUL_SUM)
 _NO_TIMEOUT = timedelta(0)
-_WORKS_KEPT = 64  # at least as many as scripts start between a forward pass and its backward pass
 _T = TypeVar("_T")
 
 
@@ -96,9 +94,6 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self._recorded = opened.recorder.open_group(name, self._ranks)
         self.set_timeout(timeout)
         self._own = OwnMessages()
-        # DDP's Join counts its ranks by such an operation, and leaves the work to a reducer in C++ alone, which waits
-        # for it in the backward pass: for ever, if the half of the work that is in Python were gone by then.
-        self._of_one_element: deque[FusionWork] = deque(maxlen=_WORKS_KEPT)
         self._monitored = MonitoredBarriers(opened)
         self._store: Any = opened.store
 
@@ -199,10 +194,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         reduction, seconds = self._combination(opts, op, timeout)
         if tensor.layout != torch.strided:
             return self._reduce_sparse(tensor, reduction, opts if hasattr(opts, "timeout") else None)
-        work = self._reduce_all("all_reduce", [tensor], reduction, seconds)
-        if tensor.numel() == 1:
-            self._of_one_element.append(work)
-        return work
+        return self._reduce_all("all_reduce", [tensor], reduction, seconds)
 
     def allreduce_coalesced(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None

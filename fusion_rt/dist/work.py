@@ -21,9 +21,6 @@ from fusion_rt.dist.completion import Completer
 from fusion_rt.dist.flight_record import RecordedOperation
 from fusion_rt.dist.submission import Submission
 
-# Before 2.7 torch keeps only the C++ half of a work that it has asked for itself; alone, that half waits forever.
-_FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
-
 
 class CollectiveError(HorovodInternalError, dist.DistBackendError):
     """An operation of a process group has failed; the text says why, and on which rank."""
@@ -63,8 +60,9 @@ class FusionWork(dist.Work):
         self._profiled = None
         if profiling.is_on():
             self._profiled = profiling.ProfiledOperation(title, results if given is None else given)
-        if _FORGETS:
-            completer.keep(self)
+        # Some of torch's C++ keeps only its own half of a work, and would wait for that forever if this one were gone:
+        # the reducer to which DDP's Join leaves its count of ranks, and before torch 2.7 all that asks for a work.
+        completer.keep(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the operation has ended.
@@ -75,8 +73,7 @@ class FusionWork(dist.Work):
         Raises:
             CollectiveError: it failed, or has not ended in time.
         """
-        if _FORGETS:
-            self._completer.release(self)
+        self._completer.release(self)
         seconds = timeout.total_seconds() if timeout else None
         channel = self._completer.channel
         for part in self._parts:
@@ -131,6 +128,7 @@ class FusionWork(dist.Work):
         """Returns a future with the tensors that have the result, which is completed without anybody waiting."""
         future = self._future
         if future is None:
+            self._completer.release(self)
             future = self._future = LazyFuture(self)
             self._completer.complete(self)
         return future

@@ -31,7 +31,7 @@ from fusiond.core.participants import Participants
 _PARTS_OF_A_SHARE = 4  # buckets that make up a share, when shares are not equal
 _STAGES = 8  # buckets that a backward pass fills at least, so that sending begins early
 _STAGE = MIB  # bytes; a bucket smaller than this costs more, as a message, than it hides
-_TAIL = 8  # the last bucket has at most the threshold divided by this
+_TAIL = 8  # the last bucket has at most the threshold divided by this, or a stage
 _PAGE = 4096  # bytes; buckets start on pages, so that two threads never write one page
 
 
@@ -108,11 +108,13 @@ def make_plan(plan_id: int, proposal: Proposal, threshold: int, homes: Mapping[i
     if homes or spec.pieces > 1:
         parts = len(homes) if len(set(homes.values())) <= 1 else _PARTS_OF_A_SHARE * len(homes)
         threshold = min(threshold, -(-nbytes // max(parts, spec.pieces)))
+    tail = 0
     if spec.sums_gradients:
+        least = min(threshold // _TAIL, _STAGE)
         threshold = min(threshold, max(_STAGE, -(-nbytes // _STAGES)))
+        tail = _tail(dense, max(threshold // _TAIL, least))
     buckets: list[Bucket] = []
     offset = 0
-    tail = _tail(dense, threshold // _TAIL) if spec.sums_gradients else 0
     for index, tensors in enumerate(_fused(dense, threshold, tail)):
         bucket = _bucket(index, tensors, offset)
         buckets.append(bucket)

@@ -160,9 +160,9 @@ def test_a_job_of_two_nodes_is_shown_from_either(daemons: MakeDaemons, tmp_path:
         shown = hang(job)
     finally:
         job.processes[1].send_signal(signal.SIGCONT)
-    assert f"node 1 (host host1, pid {pids[1]}, stopped (T)): it does not answer within 10 s" in shown.stdout
+    assert f"host host1 (pid {pids[1]}, stopped (T)): it does not answer within 10 s" in shown.stdout
     assert f"`kill -CONT {pids[1]}` lets it go on" in shown.stdout
-    assert "node 0 (host host0" in shown.stdout
+    assert "host host0 (pid" in shown.stdout
     for process in (*waiting, missing):
         process.kill()
 
@@ -204,5 +204,5 @@ def test_nothing_waits_and_nothing_is_there(daemons: MakeDaemons) -> None:
     (client,) = job.join().values()
     shown = hang(job)
     assert "nothing waits" in shown.stdout
-    assert "node 0 (host host0" in shown.stdout
+    assert "host host0 (pid" in shown.stdout
     client.close()
