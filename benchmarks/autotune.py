@@ -141,7 +141,7 @@ class Contender:
 
 def fixed(compute: float, setting: dict[str, Any]) -> Contender:
     """One whose plans have this setting from the first to the last."""
-    from fusion_rt.torch.autotune.candidates import Setting
+    from fusion_rt.choice.candidates import Setting
     from fusion_rt.torch.autotune.director import Circumstances, Director, Sample, Trial
     from fusion_rt.torch.autotune.replanning import Replanning
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from fusion_rt import wire
-from fusion_rt.torch.autotune.candidates import Setting
+from fusion_rt.choice.candidates import Setting
 from fusion_rt.wire.plans import TunedBytes, TunedThreads
 
 VERSION = 1

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 from msgspec import structs
 
 from fusion_rt import wire
+from fusion_rt.choice.candidates import Setting
+from fusion_rt.choice.codec_costs import ALLREDUCE
 from fusion_rt.core.cost import CostModel
 from fusion_rt.core.dtypes import DTYPES
-from fusion_rt.torch.autotune.candidates import Setting
-from fusion_rt.torch.autotune.codec_costs import ALLREDUCE
 
 UNMEASURED = 2  # steps of a plan that say nothing: in the first nothing overlaps, in the second memory is new
 _MOST_WORDS = 4096  # characters of a reason in a plan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 
-from fusion_rt.torch.autotune.candidates import Setting
+from fusion_rt.choice.candidates import Setting
 from fusion_rt.units import KIB, MIB
 
 COLUMNS = (

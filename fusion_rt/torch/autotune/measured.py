@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from fusion_rt import wire
+from fusion_rt.choice.candidates import Setting, Space
 from fusion_rt.core.cost import CostModel
 from fusion_rt.settings import Settings
 from fusion_rt.torch.autotune import cache
-from fusion_rt.torch.autotune.candidates import Setting, Space
 from fusion_rt.torch.autotune.director import UNMEASURED, Circumstances, Sample, Trial, nbytes_of, tell
 from fusion_rt.torch.autotune.log import Log
 from fusion_rt.torch.autotune.search import OptunaSampler, Search

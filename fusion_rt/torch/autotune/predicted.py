@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from fusion_rt import codecs, wire
+from fusion_rt.choice import prediction
+from fusion_rt.choice.candidates import Mathematics, Setting, candidates
+from fusion_rt.choice.codec_costs import ALLREDUCE, CODECS
+from fusion_rt.choice.prediction import Conditions, Decision
 from fusion_rt.settings import Settings
-from fusion_rt.torch.autotune import prediction
-from fusion_rt.torch.autotune.candidates import Mathematics, Setting, candidates
-from fusion_rt.torch.autotune.codec_costs import ALLREDUCE, CODECS
 from fusion_rt.torch.autotune.director import UNMEASURED, Circumstances, Sample, Trial, nbytes_of, tell
-from fusion_rt.torch.autotune.prediction import Conditions, Decision
 
 _WARM_UP = 5  # steps of a job that are slower than others
 _TRIES = 5  # settings that are tried in one look

@@ -14,8 +14,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fusion_rt.choice.candidates import Setting, Space
 from fusion_rt.core.errors import FusionError
-from fusion_rt.torch.autotune.candidates import Setting, Space
 
 MISSING = "--autotune needs optuna, which is not installed: pip install optuna, or leave --autotune out"
 _LEADERS = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.torch.autotune.candidates import Setting
+from fusion_rt.choice.candidates import Setting
 from fusion_rt.torch.autotune.director import Circumstances
 from fusion_rt.units import KIB, MIB
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from fusion_rt import wire
+from fusion_rt.choice import prediction
+from fusion_rt.choice.candidates import Setting
+from fusion_rt.choice.prediction import Conditions
 from fusion_rt.settings import Settings
-from fusion_rt.torch.autotune import prediction
-from fusion_rt.torch.autotune.candidates import Setting
 from fusion_rt.torch.autotune.director import Circumstances, Director, Step
 from fusion_rt.torch.autotune.predicted import Predicted
-from fusion_rt.torch.autotune.prediction import Conditions
 from fusion_rt.units import MIB
 from tests.torch.autotune.fakes import TENSORS, circumstances
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fusion_rt import wire
+from fusion_rt.choice.codec_costs import ALLREDUCE
 from fusion_rt.core.topology import ProcessSet, Topology
-from fusion_rt.torch.autotune.codec_costs import ALLREDUCE
 from fusion_rt.torch.autotune.director import Circumstances, Director, Sample, Step
 from fusion_rt.torch.autotune.replanning import Replanning
 from tests.torch.autotune.fakes import TENSORS

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from fusion_rt.torch.autotune.candidates import Setting, Space
+from fusion_rt.choice.candidates import Setting, Space
 from fusion_rt.torch.autotune.search import AutotuneError, OptunaSampler, Search
 from fusion_rt.units import KIB, MIB
 from tests.torch.autotune.fakes import DEFAULT

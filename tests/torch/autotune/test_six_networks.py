@@ -12,14 +12,14 @@ from itertools import combinations
 import pytest
 
 from fusion_rt import wire
+from fusion_rt.choice import prediction
+from fusion_rt.choice.candidates import Setting, candidates
+from fusion_rt.choice.codec_costs import ALLREDUCE, LOCAL
+from fusion_rt.choice.prediction import Conditions
 from fusion_rt.core.cost import CostModel
 from fusion_rt.settings import Settings
-from fusion_rt.torch.autotune import prediction
-from fusion_rt.torch.autotune.candidates import Setting, candidates
-from fusion_rt.torch.autotune.codec_costs import ALLREDUCE, LOCAL
 from fusion_rt.torch.autotune.director import Circumstances, Director, Step
 from fusion_rt.torch.autotune.predicted import Predicted
-from fusion_rt.torch.autotune.prediction import Conditions
 from fusion_rt.units import MIB
 from fusiond.transport.distance import ring_order, time_of
 

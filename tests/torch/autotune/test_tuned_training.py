@@ -17,7 +17,7 @@ from msgspec import structs
 
 import fusion_rt.torch as hvd
 from fusion_rt import wire
-from fusion_rt.torch.autotune.codec_costs import ALLREDUCE
+from fusion_rt.choice.codec_costs import ALLREDUCE
 from fusion_rt.torch.autotune.director import Director, Step
 from fusion_rt.torch.autotune.replanning import Replanning
 from fusion_rt.torch.sync.overlap.later import Later

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from fusion_rt import codecs
-from fusion_rt.torch.autotune import candidates as all_candidates
-from fusion_rt.torch.autotune import prediction
-from fusion_rt.torch.autotune.candidates import Mathematics, Setting
-from fusion_rt.torch.autotune.codec_costs import ALLREDUCE, CODECS, LOCAL
-from fusion_rt.torch.autotune.prediction import Conditions, Decision, decide, predict
+from fusion_rt.choice import candidates as all_candidates
+from fusion_rt.choice import prediction
+from fusion_rt.choice.candidates import Mathematics, Setting
+from fusion_rt.choice.codec_costs import ALLREDUCE, CODECS, LOCAL
+from fusion_rt.choice.prediction import Conditions, Decision, decide, predict
 from fusion_rt.units import MIB
 
 DEFAULT = Setting(16 * MIB, codec="dense", late=False)

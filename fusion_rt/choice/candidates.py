@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from fusion_rt import algorithms, wire
-from fusion_rt.torch.autotune.codec_costs import ALLREDUCE, CODECS, LOCAL
+from fusion_rt.choice.codec_costs import ALLREDUCE, CODECS, LOCAL
 from fusion_rt.units import KIB, MIB
 
 _CHUNKS = [64 * KIB << n for n in range(6)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fusion_rt import wire
-from fusion_rt.torch.autotune.candidates import Space
+from fusion_rt.choice.candidates import Space
 from fusion_rt.units import KIB, MIB
 from tests.torch.autotune.fakes import DEFAULT
 

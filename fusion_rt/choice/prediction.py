@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fusion_rt.choice.candidates import Mathematics, Setting
+from fusion_rt.choice.codec_costs import ALLREDUCE, CodecCost, cost_of
 from fusion_rt.core.cost import CostModel
-from fusion_rt.torch.autotune.candidates import Mathematics, Setting
-from fusion_rt.torch.autotune.codec_costs import ALLREDUCE, CodecCost, cost_of
 
 ALIKE = 1.05
 """By how much the prediction of a class may be worse than that of another, which changes more, and still be as good."""
@@ -208,11 +208,11 @@ def _why(conditions: Conditions, predictions: Sequence[Prediction], chosen: Pred
     links = ""
     if conditions.nodes > 1:
         links = (
-            f", whose worst link carries {_rate(conditions.seconds_per_byte)} with a latency of "
+            f", whose worst link carries {rate_text(conditions.seconds_per_byte)} with a latency of "
             f"{conditions.latency * 1e3:.3g} ms"
         )
         if conditions.ring is not None and conditions.ring.seconds_per_byte < conditions.seconds_per_byte:
-            links += f" and is left out of a ring, whose links carry {_rate(conditions.ring.seconds_per_byte)}"
+            links += f" and is left out of a ring, whose links carry {rate_text(conditions.ring.seconds_per_byte)}"
     told = "; ".join(
         f"{kind} {one.step * 1e3:.4g} ms ({'measured, ' if one.tried else ''}{one.sent / 1e6:.3g} MB sent)"
         for kind, one in _best_of_classes(predictions).items()
@@ -233,5 +233,9 @@ def _why(conditions: Conditions, predictions: Sequence[Prediction], chosen: Pred
     )
 
 
-def _rate(seconds_per_byte: float) -> str:
-    return f"{8e-6 / seconds_per_byte:.4g} Mbit/s"
+def rate_text(seconds_per_byte: float) -> str:
+    """Returns the rate of a link for people."""
+    rate = 8 / seconds_per_byte  # bit/s
+    if rate > 100e9:  # within a host, a message is there before the measurement has looked
+        return "over 100 Gbit/s"
+    return f"{rate / 1e9:.3g} Gbit/s" if rate >= 10e9 else f"{rate / 1e6:.4g} Mbit/s"

@@ -1,0 +1,1 @@
+"""Ways to reduce gradients, and predictions of a step with each, from which `--auto` and `--advise` choose."""
