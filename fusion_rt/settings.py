@@ -28,6 +28,7 @@ from fusion_rt.units import (
     LIMIT,
     MIB,
     NUMBER,
+    PORTS,
     SECONDS,
     SWITCH,
     TEXT,
@@ -328,6 +329,11 @@ class Settings:
         "GPUs, before the daemon has them; auto, nccl where each rank has a GPU of its own; or gloo, for tests of "
         "nccl's way without GPUs. nccl has never run on a GPU.",
         variable="FUSION_NODE_REDUCTION", choices=("auto", "nccl", "gloo", "daemon"))
+    ports: range = _row(
+        range(0), DAEMON, "Ports that daemons, and rank 0 where it serves a store, listen on, for a firewall between "
+        "hosts: each takes the first free one. A daemon needs two.",
+        unit=PORTS, flags=("--ports",), variable="FUSION_PORTS", yaml="params.ports",
+        absent="any that the system chooses")
     metrics_port: int = _row(
         0, DAEMON, "Port of each host's loopback address on which its daemon serves metrics for Prometheus, to those "
         "who have a token (0: none).",

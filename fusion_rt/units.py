@@ -141,6 +141,18 @@ def _show_size(value: int) -> str:
     return f"{value} bytes"
 
 
+def _parse_ports(text: str, bare: float) -> range:
+    match = re.fullmatch(r"\s*([0-9]{1,5})\s*(?:-\s*([0-9]{1,5}))?\s*", text, re.ASCII)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= 65535:
+        raise SettingError(f"{text!r} is not a range of ports such as 20000-20100")
+    return range(first, last + 1)
+
+
+def _write_ports(value: range, bare: float = 1) -> str:
+    return f"{value[0]}-{value[-1]}" if value else ""
+
+
 def _parse_codec(text: str, bare: float) -> str:
     from fusion_rt import codecs  # brings numpy along, which hardly any process that reads settings needs
 
@@ -176,6 +188,7 @@ LIMIT = Unit(  # 0 is no limit, held as infinity
 SWITCH = Unit("", _parse_switch, lambda value, bare: str(int(value)), lambda value: "on" if value else "off")
 COUNT = Unit("N", _parse_count, lambda value, bare: str(value), str)
 NUMBER = Unit("NUMBER", _parse_number, lambda value, bare: f"{value:g}", lambda value: f"{value:g}")
+PORTS = Unit("FIRST-LAST", _parse_ports, _write_ports, _write_ports)
 TEXT = Unit("TEXT", _same, _same, str)
 CODEC = Unit("CODEC", _parse_codec, _same, str)
 ALGORITHM = Unit("ALGORITHM", _parse_algorithm, _same, str)

@@ -11,14 +11,17 @@ Lightning would take scripts that call `hvd.init()` for scripts of torchrun.
 from __future__ import annotations
 
 import os
+import socket
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import fusion_rt.torch as hvd
 from fusion_rt.core.errors import FusionError
 from fusion_rt.host.address import address_towards
+from fusion_rt.host.ports import listen_in
 from fusion_rt.launchers import environment
 from fusion_rt.local import elastic
+from fusion_rt.settings import Settings
 from fusion_rt.torch.core.runtime import runtime
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -69,5 +72,12 @@ def _serve() -> tuple[str, int]:
     if not address:
         interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
         address = "127.0.0.1" if len(hosts) == 1 else address_towards(hosts[1:], (interface,) if interface else ())
-    _store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    _store = listen_in(Settings.from_env().ports, lambda port: _store_at(address, port))
     return address, _store.port
+
+
+def _store_at(address: str, port: int) -> TCPStore:
+    if port:
+        with socket.create_server(("", port)):  # says whether it is free; torch logs a warning, and raises RuntimeError
+            pass
+    return TCPStore(address, port, is_master=True, wait_for_workers=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ import ray.train
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from fusion_rt.host.ports import listen_in
+from fusion_rt.units import PORTS
 
 _LEAVE = 30.0  # seconds that a worker may take to leave its job
 _DAEMON = 10.0  # of which it waits for its daemon, which ends when all have left
@@ -79,7 +83,8 @@ class _FusionBackend(Backend):
 
     def on_training_start(self, worker_group: Any, backend_config: FusionConfig) -> None:
         """Gives all workers a place to meet, and a secret that only they know."""
-        address, port = worker_group.execute_single(0, get_address_and_port)
+        ports = backend_config.variables.get("FUSION_PORTS", "")
+        address, port = worker_group.execute_single(0, _address_and_port, ports)
         common = {
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
@@ -91,6 +96,19 @@ class _FusionBackend(Backend):
     def on_shutdown(self, worker_group: Any, backend_config: FusionConfig) -> None:
         """Has workers leave, which lets the daemons end: one that Ray ends without that would count as lost."""
         ray.wait(worker_group.execute_async(_leave, ""), num_returns=len(worker_group), timeout=_LEAVE)
+
+
+def _address_and_port(ports: str) -> tuple[str, int]:
+    """Returns this worker's address, and a free port; among `ports`, or FUSION_PORTS here, if either names some."""
+    address, port = get_address_and_port()
+    text = ports or os.environ.get("FUSION_PORTS", "")
+
+    def listen(port: int) -> int:
+        with socket.create_server(("", port)) as listener:
+            found: int = listener.getsockname()[1]
+        return found
+
+    return address, listen_in(PORTS.parse(text, 1.0), listen) if text else port
 
 
 def _set_variables(common: dict[str, str]) -> None:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fusion_rt.core.errors import FusionError
-from fusion_rt.launchers.meeting import Address, Meeting, addresses_of, hosts_of_uri, identity
+from fusion_rt.launchers.meeting import PORTS_OF_A_MEETING, Address, Meeting, addresses_of, hosts_of_uri, identity
 from fusion_rt.launchers.nodelist import expand
 from fusion_rt.local.elastic import EPOCH
+from fusion_rt.units import PORTS
 
 _FUSIONRUN = (
     "HOROVOD_RANK",
@@ -285,7 +286,9 @@ def _meeting_environment(
 
 def _addresses(environ: Mapping[str, str], hosts: tuple[str, ...], scope: str) -> tuple[Address, ...]:
     port = _number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
-    return addresses_of(hosts, scope, environ.get("MASTER_ADDR", ""), port)
+    ports = environ.get("FUSION_PORTS", "")  # of daemons, too
+    among = PORTS.parse(ports, 1.0) if ports else PORTS_OF_A_MEETING
+    return addresses_of(hosts, scope, environ.get("MASTER_ADDR", ""), port, among)
 
 
 def _parent(environ: Mapping[str, str]) -> tuple[str, ...]:

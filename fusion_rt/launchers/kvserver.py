@@ -102,7 +102,7 @@ def _listen(hosts: Sequence[str], ports: Sequence[int]) -> socket.socket:
             except OSError as error:
                 problem = f"{show((address or '*', port))}: {os.strerror(error.errno or 0)}"
     raise FusionError(f"rank 0 cannot serve the rendezvous of its job ({problem}); set MASTER_PORT to a free port of "
-                      "its host, the same on all hosts")  # fmt: skip
+                      "its host, the same on all hosts, or give FUSION_PORTS more ports")  # fmt: skip
 
 
 def _listening_addresses(hosts: Sequence[str]) -> list[tuple[socket.AddressFamily, str]]:

@@ -10,7 +10,7 @@ from fusion_rt.core.errors import FusionError
 Address = tuple[str, int]  # host name or IP address, and port
 
 LIKELY_HOSTS = 4  # hosts of a list on which rank 0 is looked for
-_PORTS = range(20000, 29000)  # for a rendezvous whose port nobody has chosen: below those that systems hand out
+PORTS_OF_A_MEETING = range(20000, 29000)  # where nobody has chosen one: below those that systems hand out
 _PORTS_TRIED = 4
 
 
@@ -44,7 +44,9 @@ class Meeting:
         return self.kind == "script"
 
 
-def addresses_of(hosts: tuple[str, ...], scope: str, address: str, port: int) -> tuple[Address, ...]:
+def addresses_of(
+    hosts: tuple[str, ...], scope: str, address: str, port: int, among: range = PORTS_OF_A_MEETING
+) -> tuple[Address, ...]:
     """The addresses at which rank 0 may serve a store.
 
     Args:
@@ -52,6 +54,7 @@ def addresses_of(hosts: tuple[str, ...], scope: str, address: str, port: int) ->
         scope: of the job's keys; its ports are drawn from it.
         address: MASTER_ADDR, or "".
         port: MASTER_PORT, or 0.
+        among: ports from which one is drawn where that is 0.
 
     Raises:
         FusionError: nothing says where rank 0 is.
@@ -61,7 +64,7 @@ def addresses_of(hosts: tuple[str, ...], scope: str, address: str, port: int) ->
         raise FusionError("this job runs on several hosts, and its launcher does not say where rank 0 is: set "
                           "MASTER_ADDR to the name or address of its host, the same on all hosts")  # fmt: skip
     drawn = hashlib.blake2b(scope.encode(), digest_size=2 * _PORTS_TRIED).digest()
-    ports = [_PORTS[int.from_bytes(drawn[i : i + 2], "big") % len(_PORTS)] for i in range(0, len(drawn), 2)]
+    ports = [among[int.from_bytes(drawn[i : i + 2], "big") % len(among)] for i in range(0, len(drawn), 2)]
     return tuple((host, each) for host in hosts for each in ([port] if port else ports))
 
 

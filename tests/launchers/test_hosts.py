@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.netlab import Netlab, preflight
-from tests.launchers.conftest import HERE, TIMEOUT_S, horovodrun, logs, mpirun, run, torchrun
+from tests.launchers.conftest import HERE, TIMEOUT_S, fusionrun, horovodrun, logs, mpirun, run, torchrun
 
 WORKER = [sys.executable, str(HERE / "worker.py")]
 UNAVAILABLE = preflight()
@@ -112,9 +112,30 @@ class TestInALab:
         assert sorted(found) == [0, 1, 2, 3]
         assert all(each["total"] == [10] and each["ranks"] == [[0, 2], [1, 3]] for each in found.values())
 
+    def test_every_port_is_in_the_range(self, lab: Netlab) -> None:
+        """All sockets that any process of a host listens on; the lab's hosts have no others."""
+        hosts = [host.name for host in lab.hosts[:2]]
+        flags = ["-np", "4", "-H", f"{hosts[0]}:2,{hosts[1]}:2", "--rsh-agent", lab.agent]
+        flags += ["--network-interface", "eth0", "--ports", "30000-30010"]
+        done = run(*fusionrun(), *flags, *WORKER, cwd=HERE)
+        assert done.returncode == 0, done.stderr
+        found = results(done.stdout)
+        assert sorted(found) == [0, 1, 2, 3]
+        for rank, each in found.items():
+            address = lab.hosts[rank // 2].address
+            assert each["listening"] == [[address, 30000], [address, 30001]], "control and payload of one daemon"
+
+    def test_ports_that_are_used_up(self, lab: Netlab) -> None:
+        hosts = ",".join(host.name for host in lab.hosts[:2])
+        flags = ["-np", "2", "-H", hosts, "--rsh-agent", lab.agent, "--network-interface", "eth0"]
+        done = run(*fusionrun(), *flags, "--ports", "30000", *WORKER, cwd=HERE)
+        assert done.returncode == 1
+        assert "for its peers: all ports of FUSION_PORTS=30000-30000 are taken on this host" in done.stderr
+
     def test_srun(self, lab: Netlab, runtime_dir: Path) -> None:
         """Its variables, set by hand: three tasks on two nodes."""
         step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_NODES": "2"}
+        step["FUSION_PORTS"] = "30000-30040"  # of daemons, and of the store at which they meet
         step["SLURM_STEP_NODELIST"] = lab.hosts[0].name[:-1] + "[0-1]"
         tasks = ((0, 0, 0), (1, 1, 0), (2, 0, 1))  # rank, node, local rank
         commands = [
@@ -134,6 +155,7 @@ class TestInALab:
         found = results(*run_in_lab(lab, commands))
         assert all(each["total"] == [6] and each["ranks"] == [[0, 2], [1]] for each in found.values())
         assert sorted(found) == [0, 1, 2]
+        assert all(30000 <= port <= 30040 for each in found.values() for _, port in each["listening"])  # type: ignore[attr-defined]
         # Without one of the hosts, the others say which it is.
         first = lab.run(0, WORKER, env={**os.environ, **commands[0][2], "HOROVOD_START_TIMEOUT": "2"},
                         stderr=subprocess.PIPE, text=True)  # fmt: skip

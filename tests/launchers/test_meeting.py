@@ -30,6 +30,12 @@ def test_a_job_draws_its_ports_and_looks_at_few_hosts() -> None:
     assert addresses_of(("a",), "other", "", 0)[0][1] not in ports
 
 
+def test_a_job_draws_its_ports_from_those_that_a_firewall_lets_through() -> None:
+    drawn = [port for _, port in addresses_of(("a",), "scope", "", 0, range(30000, 30100))]
+    assert len(drawn) == 4
+    assert all(30000 <= port < 30100 for port in drawn)
+
+
 def test_what_a_person_says_comes_first() -> None:
     assert addresses_of(("a", "b"), "scope", "m", 7) == (("m", 7),)
     assert addresses_of((), "scope", "m", 0)[0][0] == "m"

@@ -112,6 +112,9 @@ class Mesh:
                 self._awake,
                 trace,
             )
+        except FusionError as error:
+            self._sockets.context.destroy(linger=0)
+            raise FusionError(f"node {config.node} cannot listen on {config.address} for its peers: {error}") from None
         except zmq.ZMQError as error:
             self._sockets.context.destroy(linger=0)
             raise FusionError(

@@ -33,6 +33,7 @@ import itertools
 import zmq
 
 from fusion_rt.host.bootstrap import Endpoint
+from fusion_rt.host.ports import listen_in
 from fusion_rt.settings import Settings
 from fusiond.transport.accepted_sockets import AcceptedSockets
 from fusiond.transport.distance import MOST_CONNECTIONS
@@ -78,11 +79,19 @@ class Sockets:
         return self._settings.encryption == "all"
 
     def control_inbox(self) -> tuple[Socket, int]:
-        """Returns a listening socket for control messages, and its port. Raises `zmq.ZMQError` if it cannot listen."""
+        """Returns a listening socket for control messages, and its port.
+
+        Raises:
+            zmq.ZMQError: it cannot listen.
+            FusionError: all ports that it may listen on are taken.
+        """
         return self._inbox(MAX_UNKNOWN, _CONTROL_QUEUE, encrypted=True)
 
     def payload_inbox(self, max_message: int) -> tuple[Socket, int]:
-        """Returns a listening socket for messages with payloads of at most `max_message` bytes, and its port."""
+        """Returns a listening socket for messages with payloads of at most `max_message` bytes, and its port.
+
+        Raises: as `control_inbox`.
+        """
         return self._inbox(max_message + MAX_HEADER, _PAYLOAD_QUEUE, self.encrypts_payload(self._address))
 
     def outbox(self, endpoint: Endpoint, encrypted: bool, token: bytes = b"") -> tuple[Socket, Socket]:
@@ -140,7 +149,11 @@ class Sockets:
         socket.zap_domain = b"fusion_rt"
         socket.zap_enforce_domain = 1
         socket.ipv6 = 1 if ":" in self._address else 0
-        socket.bind(f"tcp://{bracketed(self._address)}:*")
+        try:
+            listen_in(self._settings.ports, lambda port: socket.bind(f"tcp://{bracketed(self._address)}:{port or '*'}"))
+        except BaseException:
+            socket.close(0)
+            raise
         return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def _set_options(self, socket: Socket) -> None:

@@ -66,6 +66,7 @@ VARIABLES = [
     ("--cycle-time-ms 3.5", "HOROVOD_CYCLE_TIME", "3.5"),
     ("--cycle-time-ms 1s", "HOROVOD_CYCLE_TIME", "1000"),
     ("--metrics-port 9464", "FUSION_METRICS_PORT", "9464"),
+    ("--ports 20000-20100", "FUSION_PORTS", "20000-20100"),
     ("--metrics-token-file /token", "FUSION_METRICS_TOKEN_FILE", "/token"),
     ("--insecure-rendezvous", "FUSION_INSECURE_RENDEZVOUS", "1"),
     ("--cache-capacity 2048", "HOROVOD_CACHE_CAPACITY", "2048"),
