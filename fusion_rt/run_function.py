@@ -24,6 +24,7 @@ from fusion_rt.core.errors import JobError, SettingError
 from fusion_rt.host.bootstrap import decode_line, encode_line
 
 LAUNCHER = "fusion_rt.runner.command.function_launcher"
+WORKER = "fusion_rt.runner.agent.function_call"
 # Word for word Horovod's, for programs that look for it.
 _FAILED = (
     "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated."
@@ -139,8 +140,8 @@ def run(
     words += [flag for flag, on in switches if on]
     if cooldown_range:
         words += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
-    words += [executable or sys.executable, "-m", "fusion_rt.runner.agent.function_call"]
-    answer, results = _launch(words, _pickled(func, args, kwargs or {}))
+    words += [executable or sys.executable, "-m", WORKER]
+    answer, results = _launch(words, pickled(func, args, kwargs or {}))
     if answer.refused:
         raise SettingError(answer.refused)
     if answer.failed:
@@ -148,7 +149,7 @@ def run(
     return [pickle.loads(result) for result in results]
 
 
-def _pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def pickled(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """Pickles `sys.path`, and the function with its arguments, which are pickled by themselves because unpickling them
     may need modules that are found by that path."""
     import cloudpickle  # type: ignore[import-untyped]

@@ -470,6 +470,9 @@ OF_LAUNCHER = (
          flags=("--config-file",), placeholder="FILE"),
     Knob("check_build", START, "Show what this installation can use, and do nothing else.",
          SWITCH, flags=("-cb", "--check-build")),
+    Knob("advise", START, "Advice without a job: measures the links between the hosts, and predicts a step of a model "
+         "with so many MB of gradients that computes so many ms on one host (docs/start/two-machines.md).",
+         flags=("--advise",), placeholder="MODEL_MB STEP_MS", many="2"),
     Knob("as_horovod", START, "Let `import horovod.torch` in an unchanged script mean this package.",
          SWITCH, flags=("--as-horovod",)),
     Knob("verbose", START, "Report the phases of the job, and when each was reached.", SWITCH, flags=("--verbose",)),

@@ -132,6 +132,19 @@ class TestInALab:
         assert done.returncode == 1
         assert "for its peers: all ports of FUSION_PORTS=30000-30000 are taken on this host" in done.stderr
 
+    def test_advice_from_measured_links(self, lab: Netlab) -> None:
+        for host in lab.hosts:
+            lab.set_rate(host, "100mbit")
+        hosts = ",".join(host.name for host in lab.hosts[:2])
+        flags = ["-np", "2", "-H", hosts, "--rsh-agent", lab.agent, "--network-interface", "eth0"]
+        done = run(*fusionrun(), "--advise", "100", "250", *flags, cwd=HERE)
+        assert done.returncode == 0, done.stderr
+        told = re.search(r"between the 2 hosts carries ([0-9.]+) Mbit/s, with a latency of", done.stdout)
+        assert told is not None, done.stdout
+        assert 60 <= float(told[1]) <= 110
+        assert "Dense gradients do not pay off" in done.stdout
+        assert done.stdout.splitlines()[-1].startswith(f"Start it with: fusionrun -np 2 -H {hosts} --rsh-agent ")
+
     def test_srun(self, lab: Netlab, runtime_dir: Path) -> None:
         """Its variables, set by hand: three tasks on two nodes."""
         step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_NODES": "2"}

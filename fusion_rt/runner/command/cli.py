@@ -33,6 +33,8 @@ from fusion_rt.runner.launch.phases import process_age
 from fusion_rt.settings import KNOBS, Settings
 from fusion_rt.units import SECONDS
 
+_ADVISED = ["python", "train.py"]  # the command that --advise shows, if none is given
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a job as the arguments say (those of the process, if none are given).
@@ -48,7 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(report())
         return 0
     try:
-        return asyncio.run(launch(make_plan(arguments), process_age()))
+        plan = make_plan(arguments)
+        if arguments.advise:
+            from fusion_rt.runner.command import advise  # brings numpy along
+
+            words = advise.words_of(sys.argv[1:] if argv is None else argv, _command(arguments))
+            return asyncio.run(advise.run(plan, " ".join(arguments.advise), words, process_age()))
+        return asyncio.run(launch(plan, process_age()))
     except SettingError as error:
         parser.error(str(error))
     except (FusionError, OSError) as error:
@@ -65,7 +73,7 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
         SettingError: they do not make sense together, or with the YAML file or the environment.
         FusionError: the hosts cannot be found.
     """
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    command = _command(arguments) or _ADVISED * bool(arguments.advise)
     if not command:
         raise SettingError(f"there is no command to run; an example is: {flags.EXAMPLE}")
     chosen = flags.choices_in(arguments)
@@ -117,6 +125,11 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
         warnings=(*warnings, *choices.warnings(os.environ)),
         elastic=elastic,
     )
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    command: list[str] = arguments.command
+    return command[1:] if command[:1] == ["--"] else command
 
 
 def _elastic(

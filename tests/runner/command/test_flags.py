@@ -30,6 +30,7 @@ OPTIONS = [
     ("--network-interface eth0 --network-interface ib0", "network_interfaces", "eth0,ib0"),
     ("--output-filename logs", "output_filename", "logs"),
     ("--verbose", "verbose", True),
+    ("--advise 100 250", "advise", "100 250"),
     ("--config-file c.yaml", "config_file", "c.yaml"),
     ("-p 22", "ssh_port", 22),
     ("--ssh-port 22", "ssh_port", 22),

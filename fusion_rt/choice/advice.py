@@ -1,0 +1,159 @@
+"""Advice before a job: how long a step would take between hosts whose links were measured, and which options to pass.
+
+No I/O. Each way to exchange gradients is predicted by `prediction.predict`, as `--auto` does. Of the ways that wait for
+the network for at most a fifth of a step, the advice is the one that changes training least; if all wait longer, the
+fastest one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion_rt import algorithms
+from fusion_rt.choice.candidates import Setting
+from fusion_rt.choice.codec_costs import ALLREDUCE
+from fusion_rt.choice.prediction import Conditions, Prediction, predict, rate_text
+from fusion_rt.core.cost import CostModel
+
+_LITTLE = 0.2  # share of a step that may be communication before the advice looks further
+_TENSORS = 32  # equal gradients that a model is taken to have: more, and less waits at the end of a step
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to exchange gradients, and the flags of `fusionrun` that ask for it."""
+
+    codec: str
+    algorithm: str
+    flags: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The codec, or the algorithm with local steps."""
+        return self.codec if self.algorithm == ALLREDUCE else self.algorithm
+
+
+def _codec(codec: str) -> Way:
+    return Way(codec, ALLREDUCE, () if codec == "dense" else ("--compression", codec))
+
+
+def _local(algorithm: algorithms.Algorithm) -> Way:
+    return Way("dense", str(algorithm), ("--algorithm", str(algorithm)))
+
+
+WAYS = (
+    *map(_codec, ("dense", "fp16", "topk(density=0.01)")),
+    *map(_local, (algorithms.LocalSGD(), algorithms.DiLoCo(steps=100))),
+)
+"""The ways that are compared; each changes training more than the one before."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The predictions for all of `WAYS`, in their order, and the way to take.
+
+    Attributes:
+        alone: seconds of a step on one host.
+        nodes: hosts of the job.
+    """
+
+    alone: float
+    nodes: int
+    predictions: tuple[Prediction, ...]
+    way: Way
+
+    @property
+    def chosen(self) -> Prediction:
+        """The prediction of the way to take."""
+        return self.predictions[WAYS.index(self.way)]
+
+    def speed(self, prediction: Prediction) -> float:
+        """Returns the samples a second of all hosts together, in units of one host's alone."""
+        return self.nodes * self.alone / prediction.step
+
+
+def conditions_of(
+    slots: Sequence[int],
+    link: tuple[float, float],
+    ring: tuple[float, float] | None,
+    model: float,
+    step: float,
+    largest_chunk: int,
+) -> Conditions:
+    """Returns the conditions of a job that is planned.
+
+    Args:
+        slots: workers of each host.
+        link: latency (s) and seconds a byte of the worst link.
+        ring: the same of a ring in a measured order; None: the worst link is in it.
+        model: bytes of the gradients of a step.
+        step: seconds of a step on one host alone.
+        largest_chunk: bytes of the largest message between daemons.
+    """
+    tensors = (round(model / _TENSORS),) * _TENSORS
+    around = None if ring is None else CostModel(*ring)
+    return Conditions(len(slots), max(slots), *link, step, tensors, largest_chunk, ring=around)
+
+
+def advise(conditions: Conditions, threshold: int) -> Advice:
+    """Predicts all ways, and chooses one; `threshold`: bytes of the largest bucket."""
+    predictions = tuple(
+        predict(conditions, Setting(threshold, codec=way.codec, late=False, algorithm=way.algorithm)) for way in WAYS
+    )
+    little = (way for way, one in zip(WAYS, predictions, strict=True) if one.exposed <= _LITTLE * one.step)
+    fastest = min(zip(WAYS, predictions, strict=True), key=lambda pair: pair[1].step)[0]
+    return Advice(conditions.computing, conditions.nodes, predictions, next(little, fastest))
+
+
+def tell(conditions: Conditions, advice: Advice, flags: str, command: str) -> str:
+    """Returns the advice in sentences.
+
+    Args:
+        flags: those of `fusionrun` that name workers and hosts.
+        command: of the workers.
+    """
+    lines = [
+        f"The slowest link between the {advice.nodes} hosts carries {rate_text(conditions.seconds_per_byte)}, with a "
+        f"latency of {_ms(conditions.latency)}.",
+        f"A step that computes for {_ms(advice.alone)} and has {conditions.nbytes / 1e6:.4g} MB of gradients is "
+        "predicted to take:",
+        "",
+    ]
+    width = max(len(way.name) for way in WAYS)
+    for way, one in zip(WAYS, advice.predictions, strict=True):
+        lines.append(
+            f"  {way.name:{width}}  {_ms(one.step):>8}, of which {one.exposed / one.step:4.0%} is communication: "
+            f"{advice.speed(one):.2f} x the speed of one host alone"
+        )
+    lines += ["", _verdict(advice)]
+    if advice.speed(advice.chosen) > 1:
+        lines.append(f"Start it with: fusionrun {flags} {' '.join([*map(shlex.quote, advice.way.flags), command])}")
+    return "\n".join(lines)
+
+
+def _verdict(advice: Advice) -> str:
+    dense, chosen = advice.predictions[0], advice.chosen
+    name, speed = advice.way.name, advice.speed(chosen)
+    if speed <= 1:
+        return (
+            f"More hosts do not pay off on this network: the fastest way, {name}, reaches {speed:.2f} x the speed of "
+            "one host. Train on one host, or with a larger batch a worker, which computes longer."
+        )
+    if chosen is dense:
+        return f"{advice.nodes} hosts pay off as they are: {speed:.2f} x the speed of one host."
+    verb = "also pay off" if advice.speed(dense) > 1 else "do not pay off"
+    what = (
+        "It sends less of each gradient"
+        if advice.way.algorithm == ALLREDUCE
+        else f"It exchanges parameters every {chosen.setting.period} steps instead of gradients in each"
+    )
+    return (
+        f"{advice.nodes} hosts pay off with {name}: {speed:.2f} x the speed of one host. Dense gradients {verb} "
+        f"({advice.speed(dense):.2f} x). {what}, so compare the loss with that of one host."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

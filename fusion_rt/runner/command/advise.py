@@ -1,0 +1,80 @@
+"""`fusionrun --advise MODEL_MB STEP_MS` starts a job that only comes up, and whose daemons measure the links."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fusion_rt.choice.advice import advise, conditions_of, tell
+from fusion_rt.core.errors import SettingError
+from fusion_rt.run_function import WORKER, pickled
+from fusion_rt.runner.agent.measured_links import MeasuredLinks, measured_links
+from fusion_rt.runner.launch.launch_plan import LaunchPlan
+from fusion_rt.runner.launch.launcher import Launch
+from fusion_rt.units import NUMBER
+
+_MB, _MS = 1e6, 1e-3
+
+
+def parse(text: str) -> tuple[float, float]:
+    """Parses the two numbers of the flag. Returns bytes of gradients, and seconds of a step.
+
+    Raises:
+        SettingError: they are not two numbers above 0.
+    """
+    try:
+        model, step = (NUMBER.parse(word, 1.0) for word in text.split())
+    except (SettingError, ValueError):
+        raise SettingError(f"--advise: {text!r} is not two numbers, MB of gradients and ms of a step") from None
+    if model <= 0 or step <= 0:
+        raise SettingError(f"--advise: {text!r}: both numbers have to be above 0")
+    return model * _MB, step * _MS
+
+
+def check(plan: LaunchPlan) -> None:
+    """Raises `SettingError` if there is nothing to measure in such a job."""
+    if plan.elastic is not None:
+        raise SettingError("--advise measures hosts that stay; leave --min-np and --host-discovery-script out")
+    if len(plan.places.topology.hosts) < 2:
+        raise SettingError("--advise compares several hosts with one; name two or more with -H or -hostfile")
+
+
+def words_of(argv: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Returns the flags of a command line but for --advise; `command`: what stands behind them."""
+    flags = list(argv)[: len(argv) - len(command)]
+    start = next(index for index, word in enumerate(flags) if word.startswith("--adv"))
+    del flags[start : start + 3]
+    return flags[:-1] if flags[-1:] == ["--"] else flags
+
+
+async def run(plan: LaunchPlan, wanted: str, words: Sequence[str], gone: float = 0.0) -> int:
+    """Measures, and prints the advice.
+
+    Args:
+        plan: the job that is planned; its command is not run.
+        wanted: the two numbers of the flag.
+        words: the other flags, with which to start the job.
+        gone: seconds since the person asked for it.
+
+    Returns:
+        The exit status, as `Launch.run`.
+
+    Raises:
+        SettingError: the numbers cannot be used, or there is nothing to measure in such a job.
+    """
+    model, step = parse(wanted)
+    check(plan)
+    command = tuple(os.fsencode(word) for word in (sys.executable, "-m", WORKER))
+    job = Launch(replace(plan, command=command, function=pickled(measured_links, (), {})), gone)
+    status = await job.run()
+    if status == 0:
+        links: MeasuredLinks = pickle.loads(job.results[0])  # from a worker of ours, as those of `fusion_rt.run`
+        slots = tuple(map(len, plan.places.topology.ranks))
+        conditions = conditions_of(slots, links.worst, links.ring, model, step, plan.settings.chunk_bytes)
+        script = shlex.join(map(os.fsdecode, plan.command))
+        print(tell(conditions, advise(conditions, plan.settings.fusion_threshold), shlex.join(words), script))
+    return status

@@ -1,0 +1,98 @@
+"""What `--advise` says: arithmetic by hand, and sentences that fit it."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion_rt.choice.advice import WAYS, advise, conditions_of, tell
+from fusion_rt.core.errors import SettingError
+from fusion_rt.runner.command.advise import parse, words_of
+from fusion_rt.units import MIB
+
+MBIT = 1e6 / 8  # bytes a second
+COMPUTING, MODEL = 0.25, 100e6
+NAMES = [way.name for way in WAYS]
+
+
+def advised(mbit: float, nodes: int = 2, computing: float = COMPUTING, model: float = MODEL):
+    link = (2e-4, 1 / (mbit * MBIT))
+    conditions = conditions_of([2] * nodes, link, None, model, computing, 2 * MIB)
+    return conditions, advise(conditions, 16 * MIB)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_on_a_slow_link_each_way_takes_as_long_as_its_bytes(nodes: int) -> None:
+    """A ring sends 2 (N - 1) / N of what is not compressed; little of that hides behind the backward pass."""
+    _, advice = advised(10.0, nodes)
+    around = 2 * (nodes - 1) / nodes * MODEL / (10 * MBIT)
+    steps = dict(zip(NAMES, (one.step for one in advice.predictions), strict=True))
+    assert steps["dense"] == pytest.approx(around, rel=0.05)
+    assert steps["fp16"] == pytest.approx(around / 2, rel=0.05)
+    assert steps["local_sgd"] == pytest.approx(COMPUTING + around / 16, rel=0.05)
+    assert steps["diloco(steps=100)"] == pytest.approx(COMPUTING + around / 100, rel=0.05)
+    assert steps["topk(density=0.01)"] == pytest.approx(COMPUTING + around / 100, rel=0.35), "and its own work"
+    dense = advice.predictions[0]
+    assert advice.speed(dense) == pytest.approx(nodes * COMPUTING / dense.step)
+
+
+@pytest.mark.parametrize(
+    ("mbit", "computing", "chosen"),
+    [
+        (40_000, 0.25, "dense"),
+        (1_000, 8.0, "dense"),
+        (1_000, 4.0, "dense"),
+        (100, 8.0, "fp16"),
+        (100, 4.0, "topk(density=0.01)"),
+        (1_000, 0.25, "local_sgd"),
+        (50, 0.25, "diloco(steps=100)"),
+    ],
+)
+def test_the_way_that_changes_least_is_taken_where_it_hardly_waits(mbit: float, computing: float, chosen: str) -> None:
+    _, advice = advised(mbit, computing=computing)
+    assert advice.way.name == chosen
+    shares = [one.exposed / one.step for one in advice.predictions]
+    place = NAMES.index(chosen)
+    assert all(share > 0.2 for share in shares[:place])
+    assert shares[place] <= 0.2 or advice.chosen.step == min(one.step for one in advice.predictions)
+
+
+def test_what_is_told_where_dense_gradients_do_not_pay_off() -> None:
+    conditions, advice = advised(50.0)
+    text = tell(conditions, advice, "-np 4 -H a:2,b:2", "python train.py")
+    assert "The slowest link between the 2 hosts carries 50 Mbit/s, with a latency of 0.2 ms." in text
+    assert "A step that computes for 250 ms and has 100 MB of gradients" in text
+    assert "2 hosts pay off with diloco(steps=100)" in text
+    assert "Dense gradients do not pay off (0.03 x)" in text
+    assert "every 100 steps" in text
+    assert text.endswith("fusionrun -np 4 -H a:2,b:2 --algorithm 'diloco(steps=100)' python train.py")
+    for way, one in zip(WAYS, advice.predictions, strict=True):
+        assert f"  {way.name}" in text
+        assert f"{advice.speed(one):.2f} x the speed" in text
+
+
+def test_hosts_that_do_not_pay_off_are_not_advised() -> None:
+    conditions, advice = advised(0.1, computing=0.01)
+    assert max(map(advice.speed, advice.predictions)) < 1
+    text = tell(conditions, advice, "-np 4", "python train.py")
+    assert "More hosts do not pay off on this network" in text
+    assert "Start it" not in text
+
+
+def test_fast_hosts_pay_off_without_any_option() -> None:
+    conditions, advice = advised(40_000)
+    text = tell(conditions, advice, "-np 4 -H a:2,b:2", "python train.py")
+    assert "2 hosts pay off as they are" in text
+    assert text.endswith("fusionrun -np 4 -H a:2,b:2 python train.py")
+
+
+def test_numbers_of_the_flag() -> None:
+    assert parse("100 250") == (100e6, 0.25)
+    for text, complaint in (("100", "two numbers"), ("a 1", "two numbers"), ("0 1", "above 0"), ("1 -1", "above 0")):
+        with pytest.raises(SettingError, match=complaint):
+            parse(text)
+
+
+def test_the_other_flags_are_kept_word_by_word() -> None:
+    line = ["--advise", "100", "250", "-np", "4", "-H", "a:2,b:2", "--", "python", "train.py"]
+    assert words_of(line, ["python", "train.py"]) == ["-np", "4", "-H", "a:2,b:2"]
+    assert words_of(["-np", "2", "--adv", "1", "2"], []) == ["-np", "2"]
