@@ -6,6 +6,7 @@ the README is the first page, examples are pages that show them, and each comman
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -22,7 +23,13 @@ WHOLE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-SHOWN = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", "": "dockerfile"}  # suffixes of examples, and languages
+SHOWN = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".sbatch": "bash",
+    ".ipynb": "",
+    "": "dockerfile",
+}  # suffixes of examples, and languages
 COMMANDS = {
     "fusionrun": ["fusion_rt.runner"],
     "fusiond": ["fusiond"],
@@ -37,7 +44,9 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, target, content=_relinked(text, ROOT / source, target)))
     for path in _examples():
-        content = f"# {path.name}\n\n```{SHOWN[path.suffix]}\n{path.read_text(encoding='utf-8')}```\n"
+        text = path.read_text(encoding="utf-8")
+        shown = _cells(text) if path.suffix == ".ipynb" else f"```{SHOWN[path.suffix]}\n{text}```\n"
+        content = f"# {path.name}\n\n{shown}"
         files.append(File.generated(config, _page_of(path), content=content))
     lines = [
         f"- [{path.relative_to(ROOT / 'examples')}]({path.relative_to(ROOT / 'examples')}.md)" for path in _examples()
@@ -57,6 +66,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _examples() -> list[Path]:
     paths = (path for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return sorted(path for path in paths if path.suffix in SHOWN)
+
+
+def _cells(notebook: str) -> str:
+    """Returns the cells of a notebook, one after the other."""
+    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(notebook)["cells"])
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells) + "\n"
 
 
 def _page_of(path: Path) -> str:
