@@ -52,7 +52,7 @@ class Completer:
         self._kept: dict[Completable, None] = {}
 
     def keep(self, work: Completable) -> None:
-        """Keeps a work alive until somebody waits for it or has its future, or until it and many after it have ended."""
+        """Keeps a work alive until it is released, or it and many after it have ended."""
         self._kept[work] = None
         if len(self._kept) > _MOST_KEPT:
             ended = [each for each in list(self._kept) if all(part.done for part in each.parts)]

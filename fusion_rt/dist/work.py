@@ -73,7 +73,7 @@ class FusionWork(dist.Work):
         Raises:
             CollectiveError: it failed, or has not ended in time.
         """
-        self._completer.release(self)
+        self._let_go()
         seconds = timeout.total_seconds() if timeout else None
         channel = self._completer.channel
         for part in self._parts:
@@ -128,7 +128,7 @@ class FusionWork(dist.Work):
         """Returns a future with the tensors that have the result, which is completed without anybody waiting."""
         future = self._future
         if future is None:
-            self._completer.release(self)
+            self._let_go()
             future = self._future = LazyFuture(self)
             self._completer.complete(self)
         return future
@@ -155,6 +155,12 @@ class FusionWork(dist.Work):
             self._profiled.end()
         if self._future is not None:
             self._future.settle(self._results, self._error())
+
+    def _let_go(self) -> None:
+        """Leaves its life to whoever has it. DDP's reducer asks for the future of a count after it has waited: so what
+        has one element, which costs no memory, is kept."""
+        if len(self._results) != 1 or not isinstance(self._results[0], torch.Tensor) or self._results[0].numel() != 1:
+            self._completer.release(self)
 
     def _error(self) -> str | None:
         return next((part.error for part in self._parts if part.error is not None), None)
