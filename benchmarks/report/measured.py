@@ -297,13 +297,9 @@ def bucket_sizes(found: All) -> str:
     for size in sorted({size for of_rate in of_rates.values() for size in of_rate}):
         row = []
         for rate in rates:
-            record = of_rates[rate].get(size)
-            if record is None:
-                row.append("")
-                continue
-            seconds = median(record.measure(measuring.STEP).samples[measuring.OURS])
-            times = ratio(*(record.measure(measuring.STEP).samples[name] for name in (DDP, measuring.OURS))).value
-            row.append(f"{1e3 * seconds:,.0f} ({times:.2f})")
+            samples = of_rates[rate][size].measure(measuring.STEP).samples if size in of_rates[rate] else {}
+            times = ratio(samples[DDP], samples[measuring.OURS]).value if samples else 0.0
+            row.append(f"{1e3 * median(samples[measuring.OURS]):,.0f} ({times:.2f})" if samples else "")
         table.add(f"{size:g}", *row)
     return table.markdown()
 
