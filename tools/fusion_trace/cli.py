@@ -6,6 +6,7 @@ itself, since some of that takes long (numpy, the simulator with the daemon's al
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -64,6 +65,7 @@ def load(what: list[str] | None) -> JobTrace:
     """Reads the trace that is meant; see `job.load`. Its problems begin with who died, and what cannot be known."""
     from fusion_trace.read import job
 
+    gc.set_threshold(1_000_000)  # millions of small objects without cycles: looking through them took half of the time
     return _with_failures(job.load(what or [], Settings.from_env().trace_root()))
 
 
@@ -82,6 +84,7 @@ def _load_two(before: str, after: str) -> tuple[JobTrace, JobTrace]:
     """
     from fusion_trace.read import job
 
+    gc.set_threshold(1_000_000)  # as in `load`
     root = Settings.from_env().trace_root()
     newest = [] if after else job.by_age(root)
     if not after and len(newest) < (1 if before else 2):

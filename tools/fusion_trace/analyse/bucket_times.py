@@ -20,20 +20,21 @@ Phases of a bucket at one clock, of which medians over clocks and ranks (or node
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import numpy as np
 
 from fusion_rt.tracing.format import Flush, Kind
-from fusion_trace.analyse.overlap import median, partitions, steps_of_operations
+from fusion_trace.analyse.overlap import median_of, partitions, steps_of_operations
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.operations import Operation, operations
+from fusion_trace.read.operation_index import NEVER, Ints, OperationIndex, RowsOfOperations
+from fusion_trace.read.operations import KERNELS, Operations, operations
 from fusion_trace.read.ring_reader import Records
-from fusion_trace.read.spans import difference, total, union
+from fusion_trace.read.span_columns import covered_by_group
 
 PHASES = (
     "fill", "hand over", "local", "negotiate", "run", "kernels", "queue", "wire", "take", "answer", "wait", "apply",
@@ -117,33 +118,43 @@ def find(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> tuple[BucketTimes, 
     Without a choice of steps, operations outside of whole steps count too.
     """
     every = operations(trace)
-    its: Iterable[Operation] = every.values()
+    kept = np.ones(len(every), bool)
     if chosen != EVERY_STEP:
-        its = (each for _, each in every.some(steps_of_operations(every, partitions(trace, chosen)) >= 0))
-    groups: dict[tuple[int, str], list[Operation]] = defaultdict(list)
-    for operation in its:
-        groups[operation.key.plan, operation.key.name].append(operation)
+        kept = steps_of_operations(every, partitions(trace, chosen)) >= 0
+    index = every.index
+    kinds, group_of = np.unique(np.stack([index.plan[kept], index.name[kept]]), axis=1, return_inverse=True)
+    group = np.full(len(every), -1)
+    group[kept] = group_of.reshape(-1)
+    count = kinds.shape[1]
     known = {plan.number: plan for plan in plans(trace)}
-    completed = gradients(trace)
-    sizes = {key: max(operation.nbytes for operation in group) for key, group in groups.items()}
+    keys = [(int(plan), trace.names[name]) for plan, name in kinds.T]
+    members = [known[plan].tensors.get(name, ()) if plan in known else () for plan, name in keys]
+    sizes = [int(nbytes) for nbytes in _largest(group, every.nbytes, count)]
+    times = np.bincount(group[kept], minlength=count)
+    flushes = _flushes(index, group, count)
+    phases = _Phases(trace, every, group, [{tensor for tensor, _ in its} for its in members]).medians()
     result = []
-    for (number, name), group in groups.items():
-        plan = known.get(number)
-        members = plan.tensors.get(name, ()) if plan is not None else ()
-        largest = max((size for (of, _), size in sizes.items() if of == number), default=0)
+    for number, (plan, name) in enumerate(keys):
+        largest = max(size for (of, _), size in zip(keys, sizes, strict=True) if of == plan)
         result.append(
             BucketTimes(
                 name=name,
-                plan=number,
-                nbytes=sizes[number, name],
-                fill=sizes[number, name] / largest if number and largest else None,
-                tensors=len(members) or 1,
-                times=len(group),
-                flushes=_flushes(group),
-                phases=_phases(trace, group, {tensor for tensor, _ in members}, completed),
+                plan=plan,
+                nbytes=sizes[number],
+                fill=sizes[number] / largest if plan and largest else None,
+                tensors=len(members[number]) or 1,
+                times=int(times[number]),
+                flushes=flushes[number],
+                phases=phases[number],
             )
         )
     return tuple(sorted(result, key=lambda bucket: (not bucket.plan, bucket.plan, _in_order(bucket.name))))
+
+
+def _largest(group: Ints, values: Ints, count: int) -> Ints:
+    found = np.zeros(count, np.int64)
+    np.maximum.at(found, group[group >= 0], values[group >= 0])
+    return found
 
 
 def _in_order(name: str) -> tuple[str, int, str]:
@@ -152,74 +163,142 @@ def _in_order(name: str) -> tuple[str, int, str]:
     return (head, int(number), "") if number.isascii() and number.isdigit() else (name, 0, name)
 
 
-def _flushes(group: Sequence[Operation]) -> dict[str, int]:
-    reasons = Counter(part.flush for operation in group for part in operation.workers.values())
-    return {reason.name.lower(): reasons[reason] for reason in Flush if reasons[reason]}
+def _flushes(index: OperationIndex, group: Ints, count: int) -> list[dict[str, int]]:
+    """Returns, of each group, how often a rank handed it over for which reason."""
+    found = np.zeros((count, max(Flush) + 1), np.int64)
+    for rows in index.workers.values():
+        why = rows.first(Kind.SUBMITTED, "extra")
+        its = (why > 0) & (why <= max(Flush)) & (group >= 0)
+        np.add.at(found, (group[its], why[its]), 1)
+    return [{reason.name.lower(): int(row[reason]) for reason in Flush if row[reason]} for row in found]
 
 
-_Completed = Mapping[tuple[int, str], Sequence[int]]
-
-
-def gradients(trace: JobTrace) -> _Completed:
-    """Returns when gradients were complete, by rank and name, in order."""
-    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+def gradients(trace: JobTrace) -> dict[tuple[int, str], Ints]:
+    """Returns when gradients were complete, by rank and name, in order; ns."""
+    found: dict[tuple[int, str], Ints] = {}
     for rank, worker in trace.workers.items():
         records = worker.of(Kind.GRADIENT)
-        for name, time in zip(records["name"].tolist(), records["time"].tolist(), strict=True):
-            found[rank, trace.names[name]].append(time)
+        order = np.argsort(records["name"], kind="stable")
+        for name, times in zip(*_runs(records["name"][order], records["time"][order]), strict=True):
+            found[rank, trace.names[name]] = times
     return found
 
 
-def _phases(trace: JobTrace, group: Sequence[Operation], members: set[str], completed: _Completed) -> dict[str, int]:
-    seen: dict[str, list[int]] = defaultdict(list)
+class _Phases:
+    """How long each phase of each operation takes, by group; see `PHASES`.
 
-    def note(phase: str, begin: int | None, end: int | None) -> None:
-        if begin is not None and end is not None:
-            seen[phase].append(end - begin)
+    Args:
+        group: of each operation, by its number in the index; -1: not asked for.
+        members: tensors of each group.
+    """
 
-    since: dict[int, int] = {}
-    for operation in sorted(group, key=lambda each: each.key.clock):
-        for rank, mine in operation.workers.items():
-            note("fill", _first_gradient(completed, rank, members, since.get(rank), mine.full), mine.full)
-            note("hand over", mine.full, mine.submitted)
-            if mine.full is not None:
-                since[rank] = mine.full
-            answered = next((part.answered[rank] for part in operation.daemons.values() if rank in part.answered), None)
-            note("answer", answered, mine.done)
-            for phase, spans in (("wait", mine.waits), ("apply", mine.applies)):
-                if spans:
-                    seen[phase].append(total(union(spans)))
-        for part in operation.daemons.values():
-            handed = [operation.workers[rank].submitted for rank in part.ready if rank in operation.workers]
-            last = max((time for time in handed if time is not None), default=None)
-            asked = union(part.negotiations)
-            if last is not None and part.run_begin is not None:
-                seen["local"].append(total(difference(union([(last, part.run_begin)]), asked)))
-            if asked:
-                seen["negotiate"].append(total(asked))
-            note("run", part.run_begin, part.run_end)
-            if part.run_end is not None:
-                seen["kernels"].append(total(union(part.worked)))
-        for chunk in operation.chunks:
-            note("queue", chunk.queued, chunk.sent)
-            note("wire", chunk.sent, chunk.received)
-            note("take", chunk.received, chunk.taken)
-    return {phase: median(seen[phase]) for phase in PHASES if phase in seen}
+    def __init__(self, trace: JobTrace, every: Operations, group: Ints, members: Sequence[set[str]]) -> None:
+        self._trace, self._every, self._group, self._members = trace, every, group, members
+        self._seen: dict[str, list[tuple[Ints, Ints]]] = defaultdict(list)
+
+    def medians(self) -> list[dict[str, int]]:
+        """Returns the median of each phase that was recorded, by group."""
+        submitted = self._every.index.submitted()
+        for rank, rows in self._every.index.workers.items():
+            self._of_worker(rank, rows)
+        for node, rows in self._every.index.daemons.items():
+            self._of_daemon(node, rows, submitted)
+        chunks = self._every.chunks
+        self._note("queue", chunks.queued, chunks.sent, chunks.of)
+        self._note("wire", chunks.sent, chunks.received, chunks.of)
+        self._note("take", chunks.received, chunks.taken, chunks.of)
+        found: list[dict[str, int]] = [{} for _ in self._members]
+        for phase in PHASES:
+            its = self._seen.get(phase, ())
+            of, lengths = (np.concatenate([*(each[side] for each in its), _NOTHING]) for side in (0, 1))
+            order = np.argsort(of, kind="stable")
+            for group, values in zip(*_runs(of[order], lengths[order]), strict=True):
+                found[group][phase] = median_of(values)
+        return found
+
+    def _note(self, phase: str, begin: Ints, end: Ints, of: Ints | None = None) -> None:
+        """Notes the time between what was recorded on both sides. `of`: the operations; by default all."""
+        group = self._group if of is None else self._group[of]
+        there = (begin != NEVER) & (end != NEVER) & (group >= 0)
+        self._seen[phase].append((group[there], end[there] - begin[there]))
+
+    def _note_lengths(self, phase: str, of: Ints, lengths: Ints) -> None:
+        kept = self._group[of] >= 0
+        self._seen[phase].append((self._group[of][kept], lengths[kept]))
+
+    def _of_worker(self, rank: int, rows: RowsOfOperations) -> None:
+        full, submitted, done = (rows.first(kind) for kind in (Kind.FULL, Kind.SUBMITTED, Kind.DONE))
+        self._note("fill", self._first_gradients(rank, full), full)
+        self._note("hand over", full, submitted)
+        answered = np.full(len(full), NEVER)
+        for daemon in self._every.index.daemons.values():
+            answered = np.where(answered == NEVER, daemon.last_of_peer(Kind.ANSWERED, rank), answered)
+        self._note("answer", answered, done)
+        for phase, kinds in (("wait", (Kind.WAIT_BEGIN, Kind.WAIT_END)), ("apply", (Kind.APPLY_BEGIN, Kind.APPLY_END))):
+            of, begin, end = rows.spans(*kinds)
+            self._note_lengths(phase, *covered_by_group(of, begin, end))
+
+    def _of_daemon(self, node: int, rows: RowsOfOperations, submitted: Mapping[int, Ints]) -> None:
+        del node
+        begin, end = rows.first(Kind.RUN_BEGIN), rows.first(Kind.RUN_END)
+        last = np.full(len(begin), NEVER)
+        of, ready = rows.select(Kind.READY)
+        for rank, times in submitted.items():
+            came = np.zeros(len(last), bool)
+            came[of[ready["peer"] == rank]] = True
+            np.maximum(last, times, out=last, where=came)
+        asked = rows.spans(Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END)
+        waited = np.maximum(begin - last, 0)
+        of, opened, closed = asked
+        known = (last[of] != NEVER) & (begin[of] != NEVER)
+        inside = of[known], np.maximum(opened[known], last[of[known]]), np.minimum(closed[known], begin[of[known]])
+        for_answers = np.zeros(len(begin), np.int64)
+        its, lengths = covered_by_group(*inside)
+        for_answers[its] = lengths
+        there = np.flatnonzero((last != NEVER) & (begin != NEVER))
+        self._note_lengths("local", there, (waited - for_answers)[there])
+        its, lengths = covered_by_group(*asked)
+        self._note_lengths("negotiate", its[lengths > 0], lengths[lengths > 0])
+        self._note("run", begin, end)
+        worked = [rows.spans(*kinds) for kinds in KERNELS.values()]
+        its, lengths = covered_by_group(*(np.concatenate(column) for column in zip(*worked, strict=True)))
+        kernels = np.zeros(len(begin), np.int64)
+        kernels[its] = lengths
+        run = np.flatnonzero(end != NEVER)
+        self._note_lengths("kernels", run, kernels[run])
+
+    def _first_gradients(self, rank: int, full: Ints) -> Ints:
+        """Returns when the first gradient of each operation came after its bucket was full the last time; `NEVER`: not
+        known."""
+        found = np.full(len(full), NEVER)
+        clock = self._every.index.clock
+        there = np.flatnonzero((full != NEVER) & (self._group >= 0))
+        there = there[np.lexsort((self._every.places[there], clock[there], self._group[there]))]
+        groups = self._group[there]
+        for number, its in zip(*_runs(groups, there), strict=True):
+            since, until = full[its[:-1]], full[its[1:]]
+            first = np.full(len(since), NEVER)
+            for name in self._members[number]:
+                times = self._completed.get((rank, name), _NOTHING)
+                place = np.searchsorted(times, since, "right")
+                came = np.concatenate([times, [np.iinfo(np.int64).max]])[place]
+                sooner = (came <= until) & ((first == NEVER) | (came < first))
+                first[sooner] = came[sooner]
+            found[its[1:]] = first
+        return found
+
+    @cached_property
+    def _completed(self) -> dict[tuple[int, str], Ints]:
+        return gradients(self._trace)
 
 
-def _first_gradient(
-    completed: _Completed, rank: int, members: set[str], since: int | None, full: int | None
-) -> int | None:
-    """Returns when the first gradient of a bucket came after the bucket was full the last time; None: not known."""
-    if full is None or since is None:
-        return None
-    first = None
-    for name in members:
-        times = completed.get((rank, name), ())
-        place = bisect_right(times, since)
-        if place < len(times) and times[place] <= full and (first is None or times[place] < first):
-            first = times[place]
-    return first
+_NOTHING = np.zeros(0, np.int64)
+
+
+def _runs(groups: Ints, values: Ints) -> tuple[list[int], list[Ints]]:
+    """Returns the numbers of sorted groups, and the values of each."""
+    numbers, first = np.unique(groups, return_index=True)
+    return numbers.tolist(), np.split(values, first[1:]) if len(numbers) else []
 
 
 def document(trace: JobTrace, found: Iterable[BucketTimes]) -> dict[str, object]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fusion_trace.read.chunks import Chunk
+import numpy as np
+
+from fusion_trace.read.chunk_columns import ChunkColumns
 from fusion_trace.read.job import JobTrace
-from fusion_trace.read.spans import Span, total, union
+from fusion_trace.read.operation_index import NEVER
+from fusion_trace.read.span_columns import union_of
+from fusion_trace.read.spans import Span
 from fusion_trace.simulate.recorded import link_speed
 
 
@@ -35,24 +37,23 @@ class LinkFigures:
     clock_error: int
 
 
-def link_figures(trace: JobTrace, chunks: Iterable[Chunk], span: Span) -> tuple[LinkFigures, ...]:
+def link_figures(trace: JobTrace, chunks: ChunkColumns, span: Span) -> tuple[LinkFigures, ...]:
     """Returns the figures of each link, by source and target. `span`: of the steps that the chunks are of."""
-    of_link: dict[tuple[int, int], list[Chunk]] = defaultdict(list)
-    for chunk in chunks:
-        of_link[chunk.source, chunk.target].append(chunk)
+    links = np.unique(np.stack([chunks.source, chunks.target]), axis=1)
     found = []
-    for (source, target), its in sorted(of_link.items()):
-        flown = [chunk for chunk in its if chunk.sent is not None and chunk.received is not None]
-        flights = union(Span(chunk.sent, max(chunk.sent, chunk.received)) for chunk in flown)  # type: ignore[arg-type, type-var]
-        speed = link_speed(flown)
+    for source, target in links.T.tolist():
+        its = chunks.kept((chunks.source == source) & (chunks.target == target))
+        flown = its.kept((its.sent != NEVER) & (its.received != NEVER))
+        flights = union_of(flown.sent, np.maximum(flown.sent, flown.received))
+        speed = link_speed(flown.sent, flown.received, flown.nbytes)
         errors = [trace.offsets[node].error if node in trace.offsets else -1 for node in (source, target)]
         found.append(
             LinkFigures(
                 source=source,
                 target=target,
-                nbytes=sum(chunk.nbytes for chunk in its),
+                nbytes=int(its.nbytes.sum()),
                 chunks=len(its),
-                busy=total(flights) / max(1, span.ns),
+                busy=int((flights.end - flights.begin).sum()) / max(1, span.ns),
                 bandwidth=None if speed is None else speed[0],
                 latency=None if speed is None else speed[1],
                 clock_error=-1 if min(errors) < 0 else sum(errors),

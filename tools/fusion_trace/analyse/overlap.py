@@ -194,6 +194,13 @@ def median(values: Iterable[int]) -> int:
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
 
 
+def median_of(values: Ints) -> int:
+    """Returns the same of a column."""
+    ordered = np.sort(values)
+    half = len(ordered) // 2
+    return int(ordered[half]) if len(ordered) % 2 else (int(ordered[half - 1]) + int(ordered[half])) // 2
+
+
 def document(trace: JobTrace, chosen: StepRange = EVERY_STEP) -> dict[str, object]:
     """Returns what `--json` shows; all times in ns."""
     found = partitions(trace, chosen)

@@ -6,8 +6,11 @@ A parameter is followed into its bucket; a bucket, and a tensor outside a plan, 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import overload
+
+import numpy as np
 
 from fusion_rt.tracing.format import Kind
 from fusion_trace.analyse.bucket_times import Plan, gradients, plans
@@ -15,6 +18,7 @@ from fusion_trace.analyse.overlap import Partition, median, partitions, steps_of
 from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace
+from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import DaemonPart, Operation, WorkerPart, operations
 
 
@@ -50,21 +54,48 @@ class Life:
     events: tuple[Event, ...]
 
 
+class Lives(Sequence[Life]):
+    """The lives of a tensor, by time. Each is put together when it is asked for: a job may have more than fit into
+    memory.
+
+    Args:
+        make: makes the life of an operation; numbers: of the operations, in the index.
+        lengths: of the lives, ns.
+    """
+
+    def __init__(self, make: Callable[[int], Life], numbers: Sequence[int], lengths: Sequence[int]) -> None:
+        self._make, self._numbers = make, numbers
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Life: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Life]: ...
+    def __getitem__(self, place: int | slice) -> Life | Sequence[Life]:
+        if isinstance(place, slice):
+            return Lives(self._make, self._numbers[place], self.lengths[place])
+        return self._make(self._numbers[place])
+
+
 @dataclass(frozen=True)
 class TensorLives:
     """A tensor. `nbytes`: of the tensor itself; 0: not known. `lives`: one for each operation, by time."""
 
     name: str
     nbytes: int
-    lives: tuple[Life, ...]
+    lives: Lives
 
     @property
     def typical(self) -> Life | None:
         """The life of median length; None: there are none."""
-        if not self.lives:
+        lengths = self.lives.lengths
+        if not lengths:
             return None
-        middle = median(life.ns for life in self.lives)
-        return min(self.lives, key=lambda life: abs(life.ns - middle))
+        middle = median(lengths)
+        return self.lives[min(range(len(lengths)), key=lambda place: abs(lengths[place] - middle))]
 
 
 def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> TensorLives:
@@ -78,7 +109,9 @@ def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> TensorLi
     """
     every = operations(trace)
     made = plans(trace)
-    name = _meant(name, sorted({key.name for key in every} | _tensors(trace, made)))
+    name = _meant(
+        name, sorted({trace.names[number] for number in set(every.index.name.tolist())} | _tensors(trace, made))
+    )
     index = every.index
     numbers = {each: number for number, each in enumerate(trace.names)}
     named = index.name == numbers.get(name, 0)
@@ -93,17 +126,16 @@ def find(trace: JobTrace, name: str, chosen: StepRange = EVERY_STEP) -> TensorLi
     step_of = steps_of_operations(every, parts)
     if chosen != EVERY_STEP:
         wanted &= step_of >= 0
-    completed = {rank: times for (rank, of), times in gradients(trace).items() if of == name}
-    steps = {(part.rank, part.number): part for part in parts}
-    lives: list[tuple[int, Life]] = []
+    stories = _Stories(trace, name, parts, step_of)
+    found: list[tuple[int, int, int]] = []
     for number, operation in every.some(wanted):
-        step = int(step_of[number])
-        life = _life(trace, operation, step if step >= 0 else None, completed, steps)
-        lives.append((operation.submitted or 0, life))
-    lives.sort(key=lambda each: each[0])
+        seen = stories.seen(number, operation)
+        if seen:
+            found.append((operation.submitted or 0, number, _length(seen)))
+    found.sort(key=lambda each: each[0])
     if not nbytes:
-        nbytes = max((operation.nbytes for _, operation in every.some(named)), default=0)
-    return TensorLives(name, nbytes, tuple(life for _, life in lives if life.events))
+        nbytes = int(every.nbytes[named].max(initial=0))
+    return TensorLives(name, nbytes, Lives(stories.life, [each[1] for each in found], [each[2] for each in found]))
 
 
 def _tensors(trace: JobTrace, made: Sequence[Plan]) -> set[str]:
@@ -131,35 +163,49 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
-def _life(
-    trace: JobTrace,
-    operation: Operation,
-    step: int | None,
-    completed: Mapping[int, Sequence[int]],
-    steps: Mapping[tuple[int, int], Partition],
-) -> Life:
-    seen: list[tuple[int, str, str, int | None]] = []
-    for rank, mine in sorted(operation.workers.items()):
-        part = steps.get((rank, step)) if step is not None else None
-        limit = mine.submitted
-        if part is not None and limit is not None:
-            last = [time for time in completed.get(rank, ()) if part.begin <= time <= limit]
-            seen += [(last[-1], f"rank {rank}", "its gradient is complete", None)] if last else []
-        seen += _of_worker(rank, mine)
-    for node, there in sorted(operation.daemons.items()):
-        seen += _of_daemon(f"the daemon of {trace.host_of(node)}", there)
-    for chunk in operation.chunks:
-        seen += _of_chunk(trace.link_of(chunk.source, chunk.target), chunk)
-    seen.sort(key=lambda each: each[0])
-    first = seen[0][0] if seen else 0
-    events = tuple(Event(at, at - first, who, what, lasted) for at, who, what, lasted in seen)
-    end = max((event.at + (event.lasted or 0) for event in events), default=first)
-    return Life(
-        step, operation.key.clock, operation.key.plan, operation.key.name, operation.nbytes, end - first, events
-    )
+class _Stories:
+    """Everything that happened to a tensor, by operation."""
+
+    def __init__(self, trace: JobTrace, name: str, parts: Sequence[Partition], step_of: Ints) -> None:
+        self._trace, self._every, self._step_of = trace, operations(trace), step_of
+        self._completed = {rank: times for (rank, of), times in gradients(trace).items() if of == name}
+        self._begins = {(part.rank, part.number): part.begin for part in parts}
+
+    def life(self, number: int) -> Life:
+        """Returns the life of an operation."""
+        operation = self._every.at(int(self._every.places[number]))
+        step, seen = int(self._step_of[number]), self.seen(number, operation)
+        events = tuple(Event(at, at - seen[0][0], who, what, lasted) for at, who, what, lasted in seen)
+        key = operation.key
+        return Life(step if step >= 0 else None, key.clock, key.plan, key.name, operation.nbytes, _length(seen), events)
+
+    def seen(self, number: int, operation: Operation) -> list[_Moment]:
+        """Returns what was recorded, by time."""
+        seen: list[_Moment] = []
+        for rank, mine in sorted(operation.workers.items()):
+            begin = self._begins.get((rank, int(self._step_of[number])))
+            if begin is not None and mine.submitted is not None:
+                times = self._completed.get(rank, _NOTHING)
+                place = int(np.searchsorted(times, mine.submitted, "right")) - 1
+                if place >= 0 and times[place] >= begin:
+                    seen.append((int(times[place]), f"rank {rank}", "its gradient is complete", None))
+            seen += _of_worker(rank, mine)
+        for node, there in sorted(operation.daemons.items()):
+            seen += _of_daemon(f"the daemon of {self._trace.host_of(node)}", there)
+        for chunk in operation.chunks:
+            seen += _of_chunk(self._trace.link_of(chunk.source, chunk.target), chunk)
+        seen.sort(key=lambda each: each[0])
+        return seen
 
 
-_Seen = Iterator[tuple[int, str, str, int | None]]
+def _length(seen: Sequence[_Moment]) -> int:
+    """Returns how long a life is, ns."""
+    return max(at + (lasted or 0) for at, _, _, lasted in seen) - seen[0][0] if seen else 0
+
+
+_NOTHING = np.zeros(0, np.int64)
+_Moment = tuple[int, str, str, int | None]
+_Seen = Iterator[_Moment]
 
 
 def _of_worker(rank: int, mine: WorkerPart) -> _Seen:
@@ -212,4 +258,11 @@ def _of_chunk(who: str, chunk: Chunk) -> _Seen:
 
 def document(trace: JobTrace, found: TensorLives) -> dict[str, object]:
     """Returns what `--json` shows; all times in ns."""
-    return {"job": trace.job, **asdict(found), "problems": list(trace.problems)}
+    lives = [asdict(life) for life in found.lives]
+    return {
+        "job": trace.job,
+        "name": found.name,
+        "nbytes": found.nbytes,
+        "lives": lives,
+        "problems": list(trace.problems),
+    }

@@ -5,6 +5,7 @@ For `fusion-trace hang`, of a job whose daemons are gone and can be asked nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 from fusion_rt.tracing.format import Kind
 from fusion_trace.analyse import endings, gaps
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import Operation, operations
+from fusion_trace.read.operation_index import NEVER
+from fusion_trace.read.operations import Operation, Operations, operations
 
 _DOING = {
     Kind.FORWARD_BEGIN: "in the forward pass",
@@ -76,16 +78,25 @@ class Ending:
 def ending(trace: JobTrace) -> Ending:
     """Returns what was not finished when the records end."""
     _, end = trace.span
-    every = list(operations(trace).values())
-    taken: dict[str, set[int]] = {}
-    for operation in every:
-        taken.setdefault(operation.key.name, set()).update(operation.workers)
-    found = [_unfinished(operation, taken[operation.key.name], end) for operation in every]
+    every = operations(trace)
+    found = [_unfinished(operation, members, end) for operation, members in _open(every)]
     waiting = sorted((each for each in found if each is not None), key=lambda each: -each.seconds)
     ranks = tuple(_last(trace, worker, end) for _, worker in sorted(trace.workers.items()))
     died = tuple(endings.sentences(trace, endings.find(trace)))
     missing = dict.fromkeys((*gaps.sentences(trace, gaps.unseen(trace)), *trace.problems))
     return Ending(trace.job, died, tuple(waiting), ranks, tuple(problem for problem in missing if problem not in died))
+
+
+def _open(every: Operations) -> Iterator[tuple[Operation, set[int]]]:
+    """Yields operations that some rank has handed over and got no answer to, each with the ranks that ever take part in
+    one of its name."""
+    index = every.index
+    waits = np.zeros(len(every), bool)
+    for rows in index.workers.values():
+        waits |= (rows.first(Kind.SUBMITTED) != NEVER) & (rows.first(Kind.DONE) == NEVER)
+    taken = {rank: set(np.unique(index.name[rows.some]).tolist()) for rank, rows in index.workers.items()}
+    for number, operation in every.some(waits):
+        yield operation, {rank for rank, names in taken.items() if int(index.name[number]) in names}
 
 
 def _unfinished(operation: Operation, members: set[int], end: int) -> Unfinished | None:

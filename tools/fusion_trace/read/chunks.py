@@ -1,10 +1,10 @@
-"""Joins what the daemons at both ends of each link have recorded into the chunks of every operation."""
+"""Joins what the daemons at both ends of a link have recorded into the chunks of an operation."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from fusion_rt.tracing.format import Kind
 
@@ -14,8 +14,7 @@ Row = tuple[int, int, int, int, int]
 """Fields of a record: kind, time, value, extra, peer."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A chunk on its way from a node to another. Times in ns on the job's axis, None: not recorded.
 
     Attributes:
@@ -37,29 +36,8 @@ class Chunk:
     taken: int | None
 
 
-def chunks_of(rows: Mapping[int, Sequence[Row]]) -> list[Chunk]:
-    """Returns the chunks of an operation, from what both ends of each link have recorded of it, by node and time."""
-    out: dict[tuple[int, int], list[Row]] = {}  # by source and target
-    into: dict[tuple[int, int], list[Row]] = {}
-    for node, its in rows.items():
-        for row in its:
-            if row[0] in (Kind.QUEUED, Kind.SENT):
-                out.setdefault((node, row[4]), []).append(row)
-            elif row[0] in (Kind.RECEIVED, Kind.TAKEN):
-                into.setdefault((row[4], node), []).append(row)
-    chunks: list[Chunk] = []
-    for link in dict.fromkeys([*out, *into]):
-        chunks += _of_link(*link, out.get(link, ()), into.get(link, ()))
-    chunks.sort(
-        key=lambda chunk: min(
-            time for time in (chunk.queued, chunk.sent, chunk.received, chunk.taken) if time is not None
-        )
-    )
-    return chunks
-
-
-def _of_link(source: int, target: int, out: Sequence[Row], into: Sequence[Row]) -> list[Chunk]:
-    """Returns the chunks of one operation on one link.
+def of_link(source: int, target: int, out: Sequence[Row], into: Sequence[Row]) -> list[Chunk]:
+    """Returns the chunks of one operation on one link, from what both ends have recorded of it, by time.
 
     A link keeps its order, so that what has no number belongs to the next one that has nothing yet.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from fusion_rt.tracing.format import Kind
 from fusion_trace.read.chunks import OF_LINKS, Row
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.ring_reader import Records
+from fusion_trace.read.span_columns import matched
 
 Ints = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).min
@@ -37,20 +39,46 @@ class RowsOfOperations:
     rows: NDArray[np.int32]
     starts: Ints
 
+    @cached_property
+    def kinds(self) -> NDArray[np.uint16]:
+        """Kinds of the records, as `rows` has them."""
+        found: NDArray[np.uint16] = self.process.records["kind"][self.rows]
+        return found
+
+    @cached_property
+    def operations(self) -> NDArray[np.int32]:
+        """Numbers of the operations that the records are about, as `rows` has them."""
+        return np.repeat(np.arange(len(self.starts) - 1, dtype=np.int32), np.diff(self.starts))
+
+    @property
+    def some(self) -> NDArray[np.bool_]:
+        """Says of each operation whether anything but chunks was recorded."""
+        found = np.zeros(len(self.starts) - 1, bool)
+        found[self.operations[~_is(self.kinds, OF_LINKS)]] = True
+        return found
+
     def of(self, numbers: Sequence[int]) -> list[list[Row]]:
-        """Returns the records of each of some operations, by time."""
+        """Returns the records of each of some operations, by time, without those of chunks."""
         begins, ends = self.starts[list(numbers)], self.starts[[number + 1 for number in numbers]]
-        pieces = [self.rows[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        found = self.process.records[np.concatenate(pieces)] if pieces else self.process.records[:0]
+        places = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+        kept = ~_is(self.kinds[places], OF_LINKS)
+        stops = np.concatenate([[0], np.cumsum(kept)])[np.cumsum(ends - begins)].tolist()
+        found = self.process.records[self.rows[places[kept]]]
         rows: list[Row] = list(zip(*(found[field].tolist() for field in _FIELDS), strict=True))
-        stops = np.cumsum(ends - begins).tolist()
         return [rows[low:high] for low, high in zip([0, *stops[:-1]], stops, strict=True)]
 
     def select(self, *kinds: Kind) -> tuple[Ints, Records]:
         """Returns the records of some kinds, by operation and time, with the number of the operation of each."""
-        wanted = np.isin(self.process.records["kind"], kinds)[self.rows]
-        of = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))[wanted]
-        return of, self.process.records[self.rows[wanted]]
+        wanted = _is(self.kinds, kinds)
+        return self.operations[wanted].astype(np.int64), self.process.records[self.rows[wanted]]
+
+    def spans(self, begin: Kind, end: Kind) -> tuple[Ints, Ints, Ints]:
+        """Returns operations, begins and ends of spans, by operation and begin: first begun, first ended, because
+        kernels of a pool may overlap, and what they do together is the same either way."""
+        of, records = self.select(begin, end)
+        opened, closed = matched(of, records["kind"] == begin)
+        times = records["time"]
+        return of[opened], times[opened], times[closed]
 
     def first(self, kind: Kind, field: str = "time") -> Ints:
         """Returns the time, or another field, of the first record of a kind of each operation; `NEVER`: none."""
@@ -138,6 +166,14 @@ def index_of(trace: JobTrace, of_workers: Sequence[Kind], of_daemons: Sequence[K
         workers,
         daemons,
     )
+
+
+def _is(kinds: NDArray[np.uint16], which: Sequence[Kind]) -> NDArray[np.bool_]:
+    """Says which kinds are among some; a few comparisons are faster than a search."""
+    found = np.zeros(len(kinds), bool)
+    for kind in which:
+        found |= kinds == kind
+    return found
 
 
 def _all_of(parts: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:

@@ -9,9 +9,9 @@ tuples), because rings are finite and processes die; nothing is invented for it.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusion_rt.tracing.format import Flush, Kind
-from fusion_trace.read.chunks import OF_LINKS, Chunk, Row, chunks_of
+from fusion_trace.read.chunk_columns import ChunkColumns, chunk_columns
+from fusion_trace.read.chunks import Chunk, Row
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operation_index import NEVER, Ints, index_of
 from fusion_trace.read.ring_reader import Records
@@ -220,7 +221,7 @@ def _pair(records: Records, begin: Kind) -> tuple[list[tuple[tuple[int, int, int
     return spans, alone + sum(map(len, opened.values()))
 
 
-_KERNELS = {
+KERNELS = {
     "reduce": (Kind.REDUCE_BEGIN, Kind.REDUCE_END),
     "encode": (Kind.ENCODE_BEGIN, Kind.ENCODE_END),
     "decode": (Kind.DECODE_BEGIN, Kind.DECODE_END),
@@ -231,7 +232,7 @@ _OF_WORKERS = (
 )  # fmt: skip
 _OF_DAEMONS = (
     Kind.READY, Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END, Kind.RUN_BEGIN, Kind.RUN_END, Kind.FAILED, Kind.ANSWERED,
-    Kind.APPLIED, *chain(*_KERNELS.values()),
+    Kind.APPLIED, *chain(*KERNELS.values()),
 )  # fmt: skip
 
 
@@ -287,6 +288,33 @@ class Operations(Mapping[Key, Operation]):
         index = self.index
         return Key(self._names[index.name[number]], int(index.plan[number]), int(index.clock[number]))
 
+    @cached_property
+    def places(self) -> Ints:
+        """The place of each operation in the order, by its number in `index`."""
+        found = np.empty(len(self), np.int64)
+        found[self.order] = np.arange(len(self))
+        return found
+
+    @cached_property
+    def nbytes(self) -> Ints:
+        """Bytes of each bucket or tensor, by its number in `index`; 0 if nobody has recorded it."""
+        found = np.zeros(len(self), np.int64)
+        for rows in self.index.workers.values():
+            np.maximum(found, rows.first(Kind.SUBMITTED, "value"), out=found)
+        for rows in self.index.daemons.values():
+            np.maximum(found, rows.first(Kind.RUN_BEGIN, "value"), out=found)
+        return found
+
+    @cached_property
+    def chunks(self) -> ChunkColumns:
+        """The chunks of all operations, by their numbers in `index`."""
+        return chunk_columns(self.index)
+
+    def chunks_of(self, kept: NDArray[np.bool_]) -> ChunkColumns:
+        """Returns the chunks of operations that are kept, in the order of these. `kept`: by number in `index`."""
+        its = self.chunks.kept(kept[self.chunks.of])
+        return its.kept(np.argsort(self.places[its.of], kind="stable"))
+
     def _first(self) -> Ints:
         """Returns when each operation was handed over first, or else what there is first."""
         first = np.full(len(self), np.iinfo(np.int64).max)
@@ -307,22 +335,16 @@ class Operations(Mapping[Key, Operation]):
     def _made(self, numbers: Sequence[int]) -> list[Operation]:
         workers = {rank: rows.of(numbers) for rank, rows in self.index.workers.items()}
         daemons = {node: rows.of(numbers) for node, rows in self.index.daemons.items()}
-        found = []
-        for place, number in enumerate(numbers):
-            of_nodes = {node: its[place] for node, its in daemons.items()}
-            found.append(
-                Operation(
-                    self.key_of(number),
-                    {rank: _worker_part(rank, its[place]) for rank, its in workers.items() if its[place]},
-                    {
-                        node: _daemon_part(node, its)
-                        for node, its in of_nodes.items()
-                        if any(row[0] not in OF_LINKS for row in its)
-                    },
-                    tuple(chunks_of(of_nodes)),
-                )
+        starts, stops = np.searchsorted(self.chunks.of, [numbers, [number + 1 for number in numbers]]).tolist()
+        return [
+            Operation(
+                self.key_of(number),
+                {rank: _worker_part(rank, its[place]) for rank, its in workers.items() if its[place]},
+                {node: _daemon_part(node, its[place]) for node, its in daemons.items() if its[place]},
+                tuple(self.chunks.chunks(starts[place], stops[place])),
             )
-        return found
+            for place, number in enumerate(numbers)
+        ]
 
 
 _BLOCK = 64  # operations that are put together at once
@@ -335,60 +357,79 @@ def operations(trace: JobTrace) -> Operations:
     return Operations(trace)
 
 
-def _spans(rows: Iterable[Row], begin: Kind, end: Kind) -> tuple[Span, ...]:
-    """Returns spans, first begun, first ended: kernels of a pool may overlap, and what they do together is the same
-    either way."""
-    opened: deque[int] = deque()
-    spans = []
-    for kind, time, *_ in rows:
-        if kind == begin:
-            opened.append(time)
-        elif kind == end and opened:
-            spans.append(Span(opened.popleft(), time))
-    return tuple(spans)
+class _Rows:
+    """The records of a process that are about an operation, in one pass.
+
+    Attributes:
+        first: by kind, the first one.
+        spans: by the kind that begins them; first begun, first ended, as `RowsOfOperations.spans` has them.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.first: dict[int, Row] = {}
+        self.spans: dict[int, list[Span]] = {}
+        opened: dict[int, deque[int]] = {}
+        for row in rows:
+            kind = row[0]
+            self.first.setdefault(kind, row)
+            if kind in _BEGIN_OF:
+                begun = opened.get(_BEGIN_OF[kind])
+                if begun:
+                    self.spans.setdefault(_BEGIN_OF[kind], []).append(Span(begun.popleft(), row[1]))
+            elif kind in _BEGINS:
+                opened.setdefault(kind, deque()).append(row[1])
+
+    def time(self, kind: Kind) -> int | None:
+        row = self.first.get(kind)
+        return None if row is None else row[1]
+
+    def spans_from(self, begin: Kind) -> tuple[Span, ...]:
+        return tuple(self.spans.get(begin, ()))
 
 
-def _first_of(rows: Iterable[Row], kind: Kind) -> Row | None:
-    return next((row for row in rows if row[0] == kind), None)
-
-
-def _time_of(rows: Iterable[Row], kind: Kind) -> int | None:
-    row = _first_of(rows, kind)
-    return None if row is None else row[1]
+_SPANS = (
+    (Kind.WAIT_BEGIN, Kind.WAIT_END), (Kind.COPY_BEGIN, Kind.COPY_END), (Kind.APPLY_BEGIN, Kind.APPLY_END),
+    (Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END), *KERNELS.values(),
+)  # fmt: skip
+_BEGIN_OF = {int(end): int(begin) for begin, end in _SPANS}
+_BEGINS = frozenset(_BEGIN_OF.values())
+_REASONS = {int(reason): reason for reason in Flush}
 
 
 def _worker_part(rank: int, rows: Sequence[Row]) -> WorkerPart:
-    submitted = _first_of(rows, Kind.SUBMITTED)
-    flush = None
-    if submitted is not None and submitted[3] in tuple(Flush):
-        flush = Flush(submitted[3])
+    its = _Rows(rows)
+    submitted = its.first.get(Kind.SUBMITTED)
     return WorkerPart(
         rank=rank,
-        full=_time_of(rows, Kind.FULL),
+        full=its.time(Kind.FULL),
         submitted=None if submitted is None else submitted[1],
         nbytes=0 if submitted is None else submitted[2],
-        flush=flush,
-        done=_time_of(rows, Kind.DONE),
-        waits=_spans(rows, Kind.WAIT_BEGIN, Kind.WAIT_END),
-        copies=_spans(rows, Kind.COPY_BEGIN, Kind.COPY_END),
-        applies=_spans(rows, Kind.APPLY_BEGIN, Kind.APPLY_END),
+        flush=None if submitted is None else _REASONS.get(submitted[3]),
+        done=its.time(Kind.DONE),
+        waits=its.spans_from(Kind.WAIT_BEGIN),
+        copies=its.spans_from(Kind.COPY_BEGIN),
+        applies=its.spans_from(Kind.APPLY_BEGIN),
     )
 
 
 def _daemon_part(node: int, rows: Sequence[Row]) -> DaemonPart:
-    run = _first_of(rows, Kind.RUN_BEGIN)
+    its = _Rows(rows)
+    run = its.first.get(Kind.RUN_BEGIN)
     return DaemonPart(
         node=node,
-        ready={peer: time for kind, time, _, _, peer in reversed(rows) if kind == Kind.READY},
-        negotiations=_spans(rows, Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END),
+        ready={peer: time for kind, time, _, _, peer in reversed(rows) if kind == _READY},
+        negotiations=its.spans_from(Kind.NEGOTIATE_BEGIN),
         run_begin=None if run is None else run[1],
-        run_end=_time_of(rows, Kind.RUN_END),
+        run_end=its.time(Kind.RUN_END),
         nbytes=0 if run is None else run[2],
-        kernels={name: _spans(rows, *kinds) for name, kinds in _KERNELS.items()},
-        answered={peer: time for kind, time, _, _, peer in rows if kind == Kind.ANSWERED},
-        applied={peer: (time, value) for kind, time, value, _, peer in rows if kind == Kind.APPLIED},
-        failed=_time_of(rows, Kind.FAILED),
+        kernels={name: its.spans_from(begin) for name, (begin, _) in KERNELS.items()},
+        answered={peer: time for kind, time, _, _, peer in rows if kind == _ANSWERED},
+        applied={peer: (time, value) for kind, time, value, _, peer in rows if kind == _APPLIED},
+        failed=its.time(Kind.FAILED),
     )
+
+
+_READY, _ANSWERED, _APPLIED = int(Kind.READY), int(Kind.ANSWERED), int(Kind.APPLIED)
 
 
 def _first_sign(operation: Operation) -> int:

@@ -106,6 +106,30 @@ def matched(group: Ints, opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     return order[begins[partner]], order[np.flatnonzero(ends)]
 
 
+def covered_by_group(group: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Returns the groups that have spans, in order, and how long the union of each one's spans is; spans as in
+    `union_of`, but a group with nothing but empty ones has a length, 0."""
+    order = np.lexsort((begin, group))
+    group, begin, end = group[order], begin[order], np.maximum(end, begin)[order]
+    numbers, first = np.unique(group, return_index=True)
+    if not len(group):
+        return numbers, begin
+    # Groups follow each other on one axis without touching, so that one running maximum will do for all of them.
+    apart = np.repeat(np.cumsum(np.r_[0, _width(begin, end, first)[:-1]]), np.diff(np.r_[first, len(group)]))
+    base = np.repeat(begin[first], np.diff(np.r_[first, len(group)]))
+    begin, end = begin - base + apart, end - base + apart
+    reached = np.maximum.accumulate(end)
+    before = np.r_[begin[0], reached[:-1]]
+    new = np.maximum(reached - np.maximum(begin, before), 0)
+    return numbers, np.add.reduceat(new, first)
+
+
+def _width(begin: Ints, end: Ints, first: Ints) -> Ints:
+    """Returns from where to where the spans of each group go, and a bit more."""
+    found: Ints = np.maximum.reduceat(end, first) - begin[first] + 1
+    return found
+
+
 def pair_columns(process: Process, begin: Kind, end: Kind) -> tuple[Ints, Ints]:
     """Returns begins and ends of the spans that `operations.pairs` finds, in no order."""
     records = process.of(begin, end)

@@ -120,7 +120,7 @@ def analyse(
         lengths=lengths_of(parts),
         slowest=tuple(sorted(parts, key=lambda part: -part.ns)[:10]),
         buckets=bucket_times.find(trace, chosen),
-        links=link_figures(trace, (chunk for _, each in every.some(inside) for chunk in each.chunks), span),
+        links=link_figures(trace, every.chunks_of(inside), span),
         path=paths[0] if paths else None,
         curves=sweep(trace, _around(parts, middle), measure),
     )

@@ -23,7 +23,7 @@ def show(trace: JobTrace, found: TensorLives) -> None:
     if life is None:
         out.print("nothing happened to it in these steps")
     else:
-        lengths = sorted(each.ns for each in found.lives)
+        lengths = sorted(found.lives.lengths)
         out.print(f"exchanged {len(lengths)} times, which took from {duration(lengths[0])} to {duration(lengths[-1])}")
         where = f"step {life.step}, " if life.step is not None else ""
         into = f" in {life.operation} ({size(life.nbytes)})" if life.operation != found.name else ""

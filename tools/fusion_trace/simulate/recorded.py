@@ -24,6 +24,7 @@ from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
+from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import Operation, Operations, Step, operations, pairs, steps_of, within
 from fusion_trace.read.spans import union
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
@@ -277,7 +278,10 @@ def _links(chunks: Sequence[Chunk], nodes: Sequence[int], problems: list[str]) -
         return tuple(Link(10e9 / 8) for _ in nodes)
     found = []
     for node in nodes:
-        sides = [link_speed([c for c in flown if c.source == node]), link_speed([c for c in flown if c.target == node])]
+        sides = [
+            link_speed(*(np.array([getattr(c, of) for c in its], np.int64) for of in ("sent", "received", "nbytes")))
+            for its in ([c for c in flown if c.source == node], [c for c in flown if c.target == node])
+        ]
         known = [side for side in sides if side is not None]
         if not known:
             problems.append(
@@ -288,18 +292,19 @@ def _links(chunks: Sequence[Chunk], nodes: Sequence[int], problems: list[str]) -
     return tuple(found)
 
 
-def link_speed(chunks: Sequence[Chunk]) -> tuple[float, float] | None:
+def link_speed(sent_at: Ints, came_at: Ints, sizes: Ints) -> tuple[float, float] | None:
     """Returns bytes a second, and latency (s), of what passes through one network card in one direction, one after the
     other.
 
     A chunk is on the link from when it was handed over, or the one before it had come, until it has come itself. What
     of that is latency is found by turns with the bandwidth. Medians over bytes and a low quantile leave out those that
     were held up elsewhere.
+
+    Args:
+        sent_at, came_at: of each chunk, ns; sizes: in bytes; of shape (n,).
     """
-    ordered = sorted(chunks, key=lambda c: c.received or 0)
-    sent = np.array([c.sent for c in ordered], float) / S
-    came = np.array([c.received for c in ordered], float) / S
-    nbytes = np.array([c.nbytes for c in ordered], float)
+    order = np.argsort(came_at, kind="stable")
+    sent, came, nbytes = sent_at[order] / S, came_at[order] / S, sizes[order].astype(float)
     large = nbytes >= _LEAST_CHUNK
     if not large.any():
         return None
