@@ -225,7 +225,7 @@ def merge(
     merged = [
         list(torch_profiles.merged(trace, profile, number, pids)) for number, profile in enumerate(profiles or [])
     ]
-    events = chain(chrome.events(draw(trace)), *merged)
+    events = chain(chrome.lines(draw(trace)), *(map(json.dumps, each) for each in merged))
     _export(trace, path, lambda: chrome.write(path, events, chrome.about(trace)), "events", as_json)
 
 
@@ -258,7 +258,7 @@ def convert(
         _export(trace, path, lambda: perfetto_file.write(path, draw(trace)), "packets", as_json)
     else:
         _export(
-            trace, path, lambda: chrome.write(path, chrome.events(draw(trace)), chrome.about(trace)), "events", as_json
+            trace, path, lambda: chrome.write(path, chrome.lines(draw(trace)), chrome.about(trace)), "events", as_json
         )
 
 

@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 from typer.testing import CliRunner
@@ -22,7 +23,8 @@ from typer.testing import CliRunner
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.cli import app
 from fusion_trace.export import chrome, torch_profiles
-from fusion_trace.export.picture import Slice, draw, lanes
+from fusion_trace.export.picture import draw
+from fusion_trace.export.slices import Texts, lanes, slices
 from fusion_trace.read import job as jobs
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.ring_reader import TraceError
@@ -83,7 +85,7 @@ def test_arrows_join_slices_of_the_right_processes(truth: tuple[Path, Truth], tr
     names = {rows.pid: rows.name.split(" (")[0] for rows in picture.processes}
     ways: dict[int, list[dict[str, Any]]] = defaultdict(list)
     begins = set()
-    for event in chrome.events(picture):
+    for event in map(json.loads, chrome.lines(picture)):
         if event["ph"] in "stf":
             ways[event["id"]].append(event)
         elif event["ph"] == "X":
@@ -99,8 +101,10 @@ def test_arrows_join_slices_of_the_right_processes(truth: tuple[Path, Truth], tr
 
 
 def test_what_overlaps_is_laid_out_on_several_tracks() -> None:
-    tracks = lanes("x", [Slice(0, 10, "a"), Slice(5, 7, "b"), Slice(7, 9, "c"), Slice(10, 10, "d"), Slice(3, 3, "e")])
-    assert [(track.name, [(s.begin, s.end, s.name) for s in track.slices]) for track in tracks] == [
+    texts = Texts(np.zeros(0, np.int64), np.zeros(0, np.uint64), known=["a", "b", "c", "d", "e"])
+    begin, end = np.array([[0, 10], [5, 7], [7, 9], [10, 10], [3, 3]]).T
+    tracks = lanes("x", slices(texts, begin, end, np.arange(5)))
+    assert [(name, [(s.begin, s.end, s.name) for s in its]) for name, its in tracks] == [
         ("x", [(0, 10, "a"), (10, 11, "d")]),
         ("x (2)", [(3, 4, "e"), (5, 7, "b"), (7, 9, "c")]),
     ]
@@ -254,4 +258,4 @@ def test_rings_that_are_empty_or_cut_give_a_picture(tmp_path: Path) -> None:
     made.write(tmp_path)
     picture = draw(jobs.load([str(tmp_path)], "/nowhere"))
     assert len(picture.processes) == 6
-    assert list(chrome.events(picture))
+    assert list(chrome.lines(picture))

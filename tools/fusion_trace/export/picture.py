@@ -7,15 +7,18 @@ daemon and back, and a chunk from the node that sends it to the one that receive
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from fusion_rt.tracing.format import NOBODY, Kind, Role
-from fusion_trace.read.chunks import Chunk
+import numpy as np
+
+from fusion_rt.tracing.format import Flush, Kind, Role
+from fusion_trace.export.slices import Marks, Slices, Texts, lanes, slices, together
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operations import DaemonPart, Key, Operation, WorkerPart, operations, pairs, script, steps_of
+from fusion_trace.read.operation_index import NEVER, Ints, RowsOfOperations
+from fusion_trace.read.operations import KERNELS, SCRIPT, operations, steps_of
+from fusion_trace.read.ring_reader import RECORD_DTYPE
+from fusion_trace.read.span_columns import pair_columns, phase_columns
 
 _MARKS = {
     Kind.GRADIENT: "gradients",
@@ -28,36 +31,16 @@ _MARKS = {
 }
 
 
-@dataclass(frozen=True)
-class Slice:
-    """An activity that lasts. Times in ns on the job's axis; `arrows`: numbers of those that go through it."""
-
-    begin: int
-    end: int
-    name: str
-    about: Mapping[str, object] = field(default_factory=dict)
-    arrows: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Mark:
-    """An event at a moment."""
-
-    time: int
-    name: str
-    about: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Track:
     """A row; what is on it is by time, and does not overlap."""
 
     name: str
-    slices: list[Slice] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    slices: Slices
+    marks: Marks
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Rows:
     """The tracks of a process; `pid`: its number in the picture."""
 
@@ -66,7 +49,7 @@ class Rows:
     tracks: list[Track]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Picture:
     """All processes, and the time of the earliest record, ns."""
 
@@ -77,163 +60,166 @@ class Picture:
 
 def draw(trace: JobTrace) -> Picture:
     """Returns the picture of a job."""
-    found = operations(trace)
-    arrows = _Arrows(trace, found.values())
+    painter = _Painter(trace)
     rows = []
     for number, process in enumerate(trace.processes, 1):
-        tracks = (_of_worker if process.role == Role.WORKER else _of_daemon)(process, trace, found.values(), arrows)
-        tracks += _marks(process, trace)
-        kept = [track for track in tracks if track.slices or track.marks]
-        rows.append(Rows(number, f"{process} ({process.host}, pid {process.pid})", kept))
+        drawn = painter.of_worker(process) if process.role == Role.WORKER else painter.of_daemon(process)
+        none = Marks(np.zeros(0, RECORD_DTYPE), trace.names)
+        tracks = [Track(name, its, none) for name, its in drawn]
+        tracks += painter.marks(process)
+        rows.append(Rows(number, f"{process} ({process.host}, pid {process.pid})", tracks))
     return Picture(trace.job, trace.span[0], rows)
 
 
-class _Arrows:
-    """The number of each arrow: of an operation and rank, and of a chunk."""
+class _Painter:
+    """Makes the tracks of processes. Slices of operations are in the order of these, before they are laid out."""
 
-    def __init__(self, trace: JobTrace, found: Iterable[Operation]) -> None:
-        self._of_rank: dict[tuple[Key, int], int] = {}
-        self._of_chunk: dict[Chunk, int] = {}
-        number = 0
-        for operation in found:
-            for rank, part in operation.workers.items():
-                daemon = operation.daemons.get(trace.node_of[rank])
-                if part.submitted is not None and daemon is not None and rank in daemon.ready:
-                    number += 1
-                    self._of_rank[operation.key, rank] = number
-            for chunk in operation.chunks:
-                if chunk.sent is not None and chunk.received is not None:
-                    number += 1
-                    self._of_chunk[chunk] = number
+    def __init__(self, trace: JobTrace) -> None:
+        self._trace = trace
+        self._every = operations(trace)
+        index = self._every.index
+        self._texts = Texts(index.plan, index.clock, trace.names)
+        self._chunks = self._every.chunks
+        self._number_arrows()
 
-    def of(self, key: Key, rank: int) -> tuple[int, ...]:
-        number = self._of_rank.get((key, rank))
-        return () if number is None else (number,)
+    def _number_arrows(self) -> None:
+        """Numbers them by operation: those of ranks, then those of chunks."""
+        index, places = self._every.index, self._every.places
+        ranks: list[tuple[int, Ints]] = []
+        for rank, rows in index.workers.items():
+            daemon = index.daemons.get(self._trace.node_of[rank])
+            came = np.zeros(len(self._every), bool)
+            if daemon is not None:
+                of, ready = daemon.select(Kind.READY)
+                came[of[ready["peer"] == rank]] = True
+            ranks.append((rank, np.flatnonzero(came & (rows.first(Kind.SUBMITTED) != NEVER))))
+        flown = np.flatnonzero((self._chunks.sent != NEVER) & (self._chunks.received != NEVER))
+        of = np.concatenate([*(its for _, its in ranks), self._chunks.of[flown]])
+        turn = np.repeat(np.arange(len(ranks) + 1), [*(len(its) for _, its in ranks), len(flown)])
+        order = np.lexsort((np.arange(len(of)), turn, places[of]))
+        numbers = np.empty(len(of), np.int32)
+        numbers[order] = np.arange(1, len(of) + 1)
+        self._arrows: dict[int, Ints] = {}
+        for place, (rank, its) in enumerate(ranks):
+            self._arrows[rank] = np.zeros(len(self._every), np.int32)
+            self._arrows[rank][its] = numbers[turn == place]
+        self._chunk_arrows = np.zeros(len(self._chunks), np.int32)
+        self._chunk_arrows[flown] = numbers[turn == len(ranks)]
 
-    def of_chunk(self, chunk: Chunk) -> tuple[int, ...]:
-        number = self._of_chunk.get(chunk)
-        return () if number is None else (number,)
+    # --- workers ------------------------------------------------------------------------------------------------------
 
+    def of_worker(self, process: Process) -> Iterator[tuple[str, Slices]]:
+        """Yields the tracks of a worker."""
+        rows, texts = self._every.index.workers[process.rank], self._texts
+        steps = steps_of(process)
+        begin, end = (np.array([getattr(step, side) for step in steps], np.int64) for side in ("begin", "end"))
+        numbers = np.array([texts.number(f"step {step.number}") for step in steps], np.int64)
+        yield from lanes("steps", slices(texts, begin, end, numbers))
+        phases = [slices(texts, *phase_columns(process, *kinds), texts.number(name)) for name, kinds in SCRIPT.items()]
+        yield from lanes("script", together(phases))
+        yield from lanes("waits", self._ordered([self._spans(rows, "wait for ", Kind.WAIT_BEGIN, Kind.WAIT_END)]))
+        memory = [
+            self._spans(rows, "copy ", Kind.COPY_BEGIN, Kind.COPY_END),
+            self._spans(rows, "apply ", Kind.APPLY_BEGIN, Kind.APPLY_END),
+        ]
+        yield from lanes("memory", self._ordered(memory))
+        yield from lanes("handed over", self._flights(process.rank, rows))
 
-# --- workers ----------------------------------------------------------------------------------------------------------
+    def _flights(self, rank: int, rows: RowsOfOperations) -> Slices:
+        """Returns slices from hand-overs to when answers were read; an arrow leaves at its begin and comes to an end
+        after it."""
+        submitted, done = rows.first(Kind.SUBMITTED), rows.first(Kind.DONE)
+        of = np.flatnonzero(submitted != NEVER)
+        back = of[done[of] != NEVER]
+        end = np.maximum(np.where(done[of] == NEVER, submitted[of], done[of]), submitted[of])
+        why = rows.first(Kind.SUBMITTED, "extra")[of]
+        why = np.where((why > 0) & (why <= max(Flush)), why, 0)
+        name, arrow, nbytes = self._every.index.name, self._arrows[rank], rows.first(Kind.SUBMITTED, "value")
+        gone = slices(
+            self._texts, submitted[of], end, self._texts.numbers("", name[of]), of, nbytes[of], why=why, arrow=arrow[of]
+        )
+        text = self._texts.numbers("", name[back], " is back")
+        return self._ordered([gone, slices(self._texts, done[back], done[back], text, back, arrow=arrow[back])])
 
+    # --- daemons ------------------------------------------------------------------------------------------------------
 
-def _of_worker(process: Process, trace: JobTrace, found: Iterable[Operation], arrows: _Arrows) -> list[Track]:
-    del trace
-    steps = [Slice(step.begin, step.end, f"step {step.number}") for step in steps_of(process)]
-    phases = [Slice(*span, name) for name, spans in script(process).items() for span in spans]
-    waits: list[Slice] = []
-    memory: list[Slice] = []
-    flights: list[Slice] = []
-    for operation in found:
-        part = operation.workers.get(process.rank)
-        if part is not None:
-            about = _about(operation.key)
-            waits += [Slice(*span, f"wait for {operation.key.name}", about) for span in part.waits]
-            memory += [Slice(*span, f"copy {operation.key.name}", about) for span in part.copies]
-            memory += [Slice(*span, f"apply {operation.key.name}", about) for span in part.applies]
-            flights += _flight(operation.key, part, arrows.of(operation.key, process.rank))
-    return [
-        *lanes("steps", steps), *lanes("script", phases), *lanes("waits", waits), *lanes("memory", memory),
-        *lanes("handed over", flights),
-    ]  # fmt: skip
+    def of_daemon(self, process: Process) -> Iterator[tuple[str, Slices]]:
+        """Yields the tracks of a daemon."""
+        rows = self._every.index.daemons[process.node]
+        yield from lanes("from workers", self._of_ranks(rows, Kind.READY, " of rank "))
+        yield from lanes("operations", self._runs(rows))
+        kernels = [self._spans(rows, f"{name} ", *kinds) for name, kinds in KERNELS.items()]
+        yield from lanes("kernels", self._ordered(kernels))
+        for name, its in sorted(self._links(process.node), key=lambda each: each[0]):
+            yield from lanes(name, its)
+        blocked = pair_columns(process, Kind.BLOCKED_BEGIN, Kind.BLOCKED_END)
+        yield from lanes("blocked", slices(self._texts, *blocked, self._texts.number("blocked")))
+        yield from lanes("to workers", self._of_ranks(rows, Kind.ANSWERED, " to rank "))
 
+    def _of_ranks(self, rows: RowsOfOperations, kind: Kind, how: str) -> Slices:
+        """Returns moments of operations and ranks: of parts the first time counts, of answers the last one."""
+        of, records = rows.select(kind)
+        peers, place = records["peer"].astype(np.int64), np.arange(len(of))
+        _, first, inverse = np.unique((of << 16) | peers, return_index=True, return_inverse=True)
+        last = np.zeros(len(first), np.int64)
+        np.maximum.at(last, inverse.reshape(-1), place)
+        at, turn = (first, -last) if kind == Kind.READY else (last, first)
+        time, of, peers = records["time"][at], of[at], peers[at]
+        text, arrow = np.zeros(len(at), np.int64), np.zeros(len(at), np.int64)
+        for rank in np.unique(peers).tolist():
+            mine = peers == rank
+            text[mine] = self._texts.numbers("", self._every.index.name[of[mine]], f"{how}{rank}")
+            if rank in self._arrows:
+                arrow[mine] = self._arrows[rank][of[mine]]
+        return together([slices(self._texts, time, time, text, of, arrow=arrow)], self._every.places[of], turn)
 
-def _flight(key: Key, part: WorkerPart, arrows: tuple[int, ...]) -> Iterator[Slice]:
-    """Yields a slice from the hand-over to when the answer was read; an arrow leaves at its begin and comes to an end
-    after it."""
-    if part.submitted is None:
-        return
-    why = {} if part.flush is None else {"why": part.flush.name.lower()}
-    about = {**_about(key), "bytes": part.nbytes, **why}
-    done = part.submitted if part.done is None else part.done
-    yield Slice(part.submitted, max(done, part.submitted), key.name, about, arrows)
-    if part.done is not None:
-        yield Slice(part.done, part.done, f"{key.name} is back", _about(key), arrows)
+    def _runs(self, rows: RowsOfOperations) -> Slices:
+        begin, end = rows.first(Kind.RUN_BEGIN), rows.first(Kind.RUN_END)
+        of = np.flatnonzero((begin != NEVER) & (end != NEVER) & (end >= begin))
+        nbytes = np.where(begin == NEVER, 0, rows.first(Kind.RUN_BEGIN, "value"))
+        asked = self._spans(rows, "negotiate ", Kind.NEGOTIATE_BEGIN, Kind.NEGOTIATE_END)
+        asked = slices(self._texts, asked.begin, asked.end, asked.text, asked.operation, nbytes[asked.operation])
+        text = self._texts.numbers("", self._every.index.name[of])
+        return self._ordered([asked, slices(self._texts, begin[of], end[of], text, of, nbytes[of])])
 
+    def _links(self, node: int) -> Iterator[tuple[str, Slices]]:
+        """Yields what a node sends to, and receives from, each other one."""
+        chunks = self._chunks
+        for peer in np.unique(
+            np.r_[chunks.target[chunks.source == node], chunks.source[chunks.target == node]]
+        ).tolist():
+            gone = np.flatnonzero((chunks.source == node) & (chunks.target == peer) & (chunks.sent != NEVER))
+            sent, queued = chunks.sent[gone], chunks.queued[gone]
+            begin = np.where(queued == NEVER, sent, np.minimum(queued, sent))
+            yield f"to node {peer}", self._of_chunks(gone, begin, sent)
+            come = np.flatnonzero((chunks.target == node) & (chunks.source == peer) & (chunks.received != NEVER))
+            received = chunks.received[come]
+            yield f"from node {peer}", self._of_chunks(come, received, np.maximum(chunks.taken[come], received))
 
-# --- daemons ----------------------------------------------------------------------------------------------------------
+    def _of_chunks(self, which: Ints, begin: Ints, end: Ints) -> Slices:
+        chunks, of = self._chunks, self._chunks.of[which]
+        text = self._texts.numbers("", self._every.index.name[of])
+        found = slices(
+            self._texts, begin, end, text, of, chunks.nbytes[which], chunks.number[which],
+            arrow=self._chunk_arrows[which],
+        )  # fmt: skip
+        return self._ordered([found])
 
+    # --- both ---------------------------------------------------------------------------------------------------------
 
-def _of_daemon(process: Process, trace: JobTrace, found: Iterable[Operation], arrows: _Arrows) -> list[Track]:
-    ready: list[Slice] = []
-    runs: list[Slice] = []
-    kernels: list[Slice] = []
-    answers: list[Slice] = []
-    links: dict[str, list[Slice]] = defaultdict(list)
-    for operation in found:
-        key, about = operation.key, _about(operation.key)
-        part = operation.daemons.get(process.node)
-        if part is not None:
-            for rank, time in part.ready.items():
-                ready.append(Slice(time, time, f"{key.name} of rank {rank}", about, arrows.of(key, rank)))
-            for rank, time in part.answered.items():
-                answers.append(Slice(time, time, f"{key.name} to rank {rank}", about, arrows.of(key, rank)))
-            runs += _run(key, part)
-            for name, spans in part.kernels.items():
-                kernels += [Slice(*span, f"{name} {key.name}", about) for span in spans]
-        for chunk in operation.chunks:
-            if process.node in (chunk.source, chunk.target):
-                _chunk(chunk, process.node, key, links, arrows.of_chunk(chunk))
-    blocked = [Slice(*span, "blocked") for span in pairs(process, Kind.BLOCKED_BEGIN, Kind.BLOCKED_END)]
-    tracks = [*lanes("from workers", ready), *lanes("operations", runs), *lanes("kernels", kernels)]
-    for name in sorted(links):
-        tracks += lanes(name, links[name])
-    return [*tracks, *lanes("blocked", blocked), *lanes("to workers", answers)]
+    def _spans(self, rows: RowsOfOperations, what: str, begin: Kind, end: Kind) -> Slices:
+        of, opened, closed = rows.spans(begin, end)
+        return slices(self._texts, opened, closed, self._texts.numbers(what, self._every.index.name[of]), of)
 
+    def _ordered(self, parts: list[Slices]) -> Slices:
+        """Returns parts in the order of operations, and within one in that of the parts."""
+        of = np.concatenate([part.operation for part in parts])
+        return together(parts, self._every.places[of])
 
-def _run(key: Key, part: DaemonPart) -> Iterator[Slice]:
-    about = {**_about(key), "bytes": part.nbytes}
-    for span in part.negotiations:
-        yield Slice(*span, f"negotiate {key.name}", about)
-    if part.run_begin is not None and part.run_end is not None and part.run_end >= part.run_begin:
-        yield Slice(part.run_begin, part.run_end, key.name, about)
-
-
-def _chunk(chunk: Chunk, node: int, key: Key, links: dict[str, list[Slice]], arrows: tuple[int, ...]) -> None:
-    about = {**_about(key), "bytes": chunk.nbytes, "number": chunk.number}
-    if node == chunk.source and chunk.sent is not None:
-        begin = chunk.sent if chunk.queued is None else min(chunk.queued, chunk.sent)
-        links[f"to node {chunk.target}"].append(Slice(begin, chunk.sent, key.name, about, arrows))
-    if node == chunk.target and chunk.received is not None:
-        end = chunk.received if chunk.taken is None else max(chunk.taken, chunk.received)
-        links[f"from node {chunk.source}"].append(Slice(chunk.received, end, key.name, about, arrows))
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
-
-
-def _about(key: Key) -> dict[str, object]:
-    return {"plan": key.plan, "clock": key.clock} if key.plan else {"clock": key.clock}
-
-
-def _marks(process: Process, trace: JobTrace) -> list[Track]:
-    tracks = {name: Track(name) for name in dict.fromkeys(_MARKS.values())}
-    for record in process.of(*_MARKS):
-        kind, name = Kind(int(record["kind"])), trace.names[record["name"]]
-        what = name if kind is Kind.GRADIENT else f"{kind.name.lower()} {name}".strip()
-        about: dict[str, object] = {"value": int(record["value"])}
-        if record["peer"] != NOBODY:
-            about["peer"] = int(record["peer"])
-        tracks[_MARKS[kind]].marks.append(Mark(int(record["time"]), what, about))
-    return list(tracks.values())
-
-
-def lanes(name: str, slices: Sequence[Slice]) -> list[Track]:
-    """Lays out slices so that on no track one begins before the one before it has ended. Those that last no time at all
-    get 1 ns, which viewers need to attach arrows to them."""
-    tracks: list[Track] = []
-    busy: list[tuple[int, int]] = []  # when each of these tracks is free again
-    free: list[int] = []
-    for each in sorted(slices, key=lambda each: (each.begin, each.end)):
-        end = max(each.end, each.begin + 1)
-        while busy and busy[0][0] <= each.begin:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if free:
-            place = heapq.heappop(free)
-        else:
-            place = len(tracks)
-            tracks.append(Track(name if not tracks else f"{name} ({len(tracks) + 1})"))
-        tracks[place].slices.append(Slice(each.begin, end, each.name, each.about, each.arrows))
-        heapq.heappush(busy, (end, place))
-    return tracks
+    def marks(self, process: Process) -> Iterator[Track]:
+        """Yields the tracks of what is a moment."""
+        nothing = slices(self._texts, np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
+        for name in dict.fromkeys(_MARKS.values()):
+            records = process.of(*(kind for kind, where in _MARKS.items() if where == name))
+            if len(records):
+                yield Track(name, nothing, Marks(records, self._trace.names))

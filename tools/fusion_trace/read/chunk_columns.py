@@ -3,6 +3,7 @@ order leave no doubt. The others are joined one after the other by `chunks` itse
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -95,11 +96,9 @@ class _Join:
         self._into = self._side(index.daemons, Kind.RECEIVED, Kind.TAKEN, leaves=False)
         self._groups = np.unique(np.concatenate([self._out.group, self._into.group]))
 
-    def _side(self, daemons: object, first: Kind, second: Kind, leaves: bool) -> _Side:
-        assert isinstance(daemons, dict)
+    def _side(self, daemons: Mapping[int, RowsOfOperations], first: Kind, second: Kind, leaves: bool) -> _Side:
         parts: list[tuple[Ints, ...]] = []
         for node, rows in daemons.items():
-            assert isinstance(rows, RowsOfOperations)
             of, records = rows.select(first, second)
             peer = records["peer"].astype(np.int64)
             link = node * self._most + peer if leaves else peer * self._most + node
@@ -267,8 +266,8 @@ def _twice(group: Ints, number: Ints) -> Ints:
     """Returns the groups in which a number comes twice."""
     order = np.lexsort((number, group))
     group, number = group[order], number[order]
-    again = np.flatnonzero((group[1:] == group[:-1]) & (number[1:] == number[:-1]))
-    return group[again]
+    found: Ints = group[1:][(group[1:] == group[:-1]) & (number[1:] == number[:-1])]
+    return found
 
 
 def _same(group: Ints, number: Ints, other: Ints, of_other: Ints) -> tuple[Ints, Ints]:
