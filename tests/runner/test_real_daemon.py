@@ -147,7 +147,7 @@ def last_words(*_):
     client.close()
     sys.exit(0)
 signal.signal(signal.SIGTERM, last_words)
-__import__("os").write(1, b"up\\n")  # not by the stream that the handler uses: the signal may come meanwhile
+os.write(1, b"up\\n")  # not by the stream that the handler uses: the signal may come meanwhile
 while True:
     signal.pause()
 """
