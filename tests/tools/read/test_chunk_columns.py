@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fusion_rt.tracing.format import Kind, Role
+from fusion_trace.read import chunk_columns
 from fusion_trace.read.chunks import OF_LINKS, Chunk, Row, of_link
 from fusion_trace.read.job import JobTrace, Process
 from fusion_trace.read.operations import operations
@@ -52,7 +53,8 @@ def daemon(node: int, generator: np.random.Generator, numbered: list[int]) -> Pr
     [0, 9, 9, 0], [0, 9, 0, 9],
 ])  # fmt: skip
 @pytest.mark.parametrize("seed", range(4))
-def test_chunks_are_joined_alike(numbered: list[int], seed: int) -> None:
+def test_chunks_are_joined_alike(numbered: list[int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_columns, "_RECORDS", (1 << 18, 100)[seed % 2])  # all at once, or a few operations
     generator = np.random.default_rng(seed)
     trace = JobTrace("x", tuple(daemon(node, generator, numbered) for node in range(NODES)), ("", "a", "b"), {})
     every = operations(trace)

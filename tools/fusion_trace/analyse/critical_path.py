@@ -55,7 +55,7 @@ class Place:
         return f"rank {self.rank}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A part of a path; ns on the job's axis. `what`: the bucket or tensor that it is about, or ""."""
 

@@ -4,7 +4,7 @@ order leave no doubt. The others are joined one after the other by `chunks` itse
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from fusion_trace.read.operation_index import NEVER, Ints, OperationIndex, RowsO
 from fusion_trace.read.span_columns import matched
 
 _NONE = -1  # no row
+_RECORDS = 1 << 18  # that are joined at once: columns are many times as large as what they come from
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,15 @@ class ChunkColumns:
 
 def chunk_columns(index: OperationIndex) -> ChunkColumns:
     """Returns the chunks of all operations."""
-    return _Join(index).join()
+    count = len(index.name)
+    records = sum(len(rows.rows) for rows in index.daemons.values())
+    size = max(1, count * _RECORDS // max(1, records))
+    parts = []
+    for low in range(0, max(1, count), size):
+        high = min(low + size, count)
+        part = _Join({node: rows.within(low, high) for node, rows in index.daemons.items()}).join()
+        parts.append(replace(part, of=part.of + low))
+    return ChunkColumns(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(parts[0])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +94,14 @@ class _Side:
 class _Join:
     """Joins both ends of all links."""
 
-    def __init__(self, index: OperationIndex) -> None:
-        nodes = [*index.daemons]
-        most = 1 + max([*nodes, 0])
-        for rows in index.daemons.values():
+    def __init__(self, daemons: Mapping[int, RowsOfOperations]) -> None:
+        most = 1 + max([*daemons, 0])
+        for rows in daemons.values():
             peers = rows.select(Kind.QUEUED, Kind.SENT, Kind.RECEIVED, Kind.TAKEN)[1]["peer"]
             most = max(most, int(peers.max()) + 1 if len(peers) else 0)
         self._most, self._links = most, most * most
-        self._out = self._side(index.daemons, Kind.QUEUED, Kind.SENT, leaves=True)
-        self._into = self._side(index.daemons, Kind.RECEIVED, Kind.TAKEN, leaves=False)
+        self._out = self._side(daemons, Kind.QUEUED, Kind.SENT, leaves=True)
+        self._into = self._side(daemons, Kind.RECEIVED, Kind.TAKEN, leaves=False)
         self._groups = np.unique(np.concatenate([self._out.group, self._into.group]))
 
     def _side(self, daemons: Mapping[int, RowsOfOperations], first: Kind, second: Kind, leaves: bool) -> _Side:

@@ -57,6 +57,11 @@ class RowsOfOperations:
         found[self.operations[~_is(self.kinds, OF_LINKS)]] = True
         return found
 
+    def within(self, low: int, high: int) -> RowsOfOperations:
+        """Returns the rows of operations from one up to, but without, another; their numbers are counted from there."""
+        starts = self.starts[low : high + 1]
+        return RowsOfOperations(self.process, self.rows[starts[0] : starts[-1]], starts - starts[0])
+
     def of(self, numbers: Sequence[int]) -> list[list[Row]]:
         """Returns the records of each of some operations, by time, without those of chunks."""
         begins, ends = self.starts[list(numbers)], self.starts[[number + 1 for number in numbers]]
