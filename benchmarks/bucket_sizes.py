@@ -7,7 +7,8 @@
 
 Four netlab hosts (root needed) with one worker each train a GPT of 10.7 million parameters. Each rate and size is a job
 of its own, in which fusion_rt, DDP and *none*, which does everything but communicate, take turns of a few steps; a
-sample is the median step of a turn on the slowest rank.
+sample is the median step of a turn on the slowest rank. With `--passes` all sizes of a rate are measured again,
+so that a slow phase of the machine does not fall on one size.
 
 The size of buckets should not matter: a step may take 1.05 times as long as with the best size, plus the CPU time of
 the further messages on all hosts, which here are one machine: `MESSAGE` for each.
@@ -106,24 +107,30 @@ def worker(width: int, layers: int, size: float, steps: int, rounds: int) -> Non
     hvd.shutdown()
 
 
-def measure(hosts: int, rate: str, sizes: Sequence[str], passed: Sequence[str], out: Path | None) -> list[Record]:
-    """Measures each size on links of one rate; each record is written as soon as it is there."""
+def measure(
+    hosts: int, rate: str, sizes: Sequence[str], passes: int, passed: Sequence[str], out: Path | None
+) -> list[Record]:
+    """Measures each size on links of one rate, once in each pass; each record is written as soon as it is there."""
     from benchmarks.netlab import Netlab
 
-    found = []
+    found: dict[str, Record] = {}
     with Netlab(hosts=hosts, rate=rate) as lab:
-        for size in sizes:
+        for size in [*sizes] * passes:
             begun = results.begin()
             command = ["-m", "benchmarks.bucket_sizes", "--worker", "--sizes", size, *passed]
             variables = {"HOROVOD_FUSION_THRESHOLD": str(int(float(size) * MIB))}
             measured = launch.on_lab(lab, command, variables=variables)
             setting: results.Setting = {"hosts": hosts, "rate": rate, "MiB": float(size)}
-            measures = [Measure(STEP, "s", measured.pop("seconds"), DDP)]
-            found.append(Record(setting, measures, *begun, results.command_line(), measured))
+            seconds = measured.pop("seconds")
+            if size in found:
+                before = found[size].measure(STEP).samples
+                seconds = {name: before[name] + row for name, row in seconds.items()}
+            measures = [Measure(STEP, "s", seconds, DDP)]
+            found[size] = Record(setting, measures, *begun, results.command_line(), measured)
             if out:
-                results.keep(out, NAME, found[-1])
-            print(f"{results.label(setting)}: {_median(found[-1], OURS):.3f} s a step", file=sys.stderr, flush=True)
-    return found
+                results.keep(out, NAME, found[size])
+            print(f"{results.label(setting)}: {_median(found[size], OURS):.3f} s a step", file=sys.stderr, flush=True)
+    return list(found.values())
 
 
 def _median(record: Record, name: str) -> float:
@@ -182,6 +189,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES), help="of buckets, in MiB (%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="in a turn (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (%(default)s)")
+    parser.add_argument("--passes", type=int, default=1, help="over all sizes of a rate (%(default)s)")
     parser.add_argument("--width", type=int, default=384, help="of the model (%(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="two sizes and one rate, a small model on two hosts")
@@ -204,7 +212,7 @@ def main() -> None:
             passed += [f"--{name}", str(getattr(arguments, name))]
         records = []
         for rate in arguments.rates.split(","):
-            records += measure(arguments.hosts, rate, sizes, passed, arguments.out)
+            records += measure(arguments.hosts, rate, sizes, arguments.passes, passed, arguments.out)
     show(records, Console(width=140))
 
 
