@@ -55,7 +55,7 @@ def check_phases(stderr: str) -> dict[str, float]:
     """Every phase up to the first collective was reported, and what they took adds up."""
     reached = {what: float(when) for when, what in re.findall(r"^fusionrun: ([\d.]+) s: (.*)$", stderr, re.MULTILINE)}
     phases = {LAUNCHER, AGENTS, WORKERS, DAEMONS, *OF_DAEMON.values()}
-    assert phases <= reached.keys()
+    assert phases <= reached.keys(), stderr
     sums = re.findall(r"^fusionrun: ([\d.]+) s to the first collective = (.*)$", stderr, re.MULTILINE)
     assert len(sums) == 1
     total, parts = sums[0]

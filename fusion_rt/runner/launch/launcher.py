@@ -184,6 +184,12 @@ class Launch:
                 self.results.setdefault(rank, bytearray()).extend(data)
             case agent_messages.DaemonLog(data):
                 agent.logs.feed(data)
+            case agent_messages.Reached(epoch, phase):
+                # Also when the job is already ending: a short job can be over before a node without workers hears that
+                # it has started.
+                if phase == "started" and self._agents.is_current(agent):
+                    self._decisions.started(name, epoch)
+                self._on_phase(name, epoch, phase)
             case Lost():
                 self._on_lost(number, agent, event)
             case agent_messages.Refused(reasons) if not self._agents.is_current(agent):
@@ -219,8 +225,6 @@ class Launch:
                     # What it logged before somebody else killed it says nothing about why.
                     reason = reason or ("" if status == -signal.SIGKILL else agent.logs.last)
                     decisions.daemon_down(name, serial, self._daemon_failure(agent, status, reason, event.reason))
-            case agent_messages.Reached(epoch, phase):
-                self._on_phase(name, epoch, phase)
             case EpochOver(epoch, lost, reason):
                 self._note(f"epoch {epoch} is over on host {name}: {reason}")
                 decisions.missed(name, epoch, lost)
@@ -358,8 +362,6 @@ class Launch:
             self._stop(TERM_GRACE)
 
     def _on_phase(self, host: str, epoch: int, phase: str) -> None:
-        if phase == "started":
-            self._decisions.started(host, epoch)
         if self._plan.elastic is None:
             self._reach(phases.OF_DAEMON[phase], host)
         else:
