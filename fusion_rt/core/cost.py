@@ -12,6 +12,7 @@ from dataclasses import dataclass
 _CHUNK_SECONDS = 4.5e-3
 _CHUNK_STEP = 64 * 1024  # bytes
 _CREDIT_SECONDS = 10e-3
+_LEAST_CREDIT = 12 * _CHUNK_STEP
 
 
 @dataclass(frozen=True)
@@ -40,25 +41,28 @@ class CostModel:
         A chunk costs every node some Python, so fast links want large ones; but the last one passes through all nodes
         alone, so slow links want small ones. Measured: docs/design.md, "The data path".
         """
-        wanted = int(_CHUNK_SECONDS / self.seconds_per_byte) // _CHUNK_STEP * _CHUNK_STEP
+        wanted = self._carried(_CHUNK_SECONDS) // _CHUNK_STEP * _CHUNK_STEP
         return min(largest, max(wanted, 4 * _CHUNK_STEP))
 
     def link_credit(self, largest: int) -> int:
         """Returns the bytes that a connection may have sent and not acknowledged, at most `largest`.
 
         That is what a link carries in `_CREDIT_SECONDS`, for which the peer's event loop may be busy otherwise, and in
-        a round trip, with a quarter more because messages are acknowledged as a whole.
+        a round trip, with a quarter more because messages are acknowledged as a whole. It is at least `_LEAST_CREDIT`:
+        on a slow link that carries as much the other way, acknowledgements wait behind what is under way there.
+        Measured: docs/design.md, "The data path".
         """
-        return min(largest, self._busy_bytes + int(1.25 * 2 * self.latency / self.seconds_per_byte))
+        busy = max(self._carried(_CREDIT_SECONDS), _LEAST_CREDIT)
+        return min(largest, busy + int(1.25 * 2 * self.latency / self.seconds_per_byte))
 
     def acknowledged_bytes(self) -> int:
         """Returns the bytes that a node receives before it acknowledges them: what links carry in a third of
         `_CREDIT_SECONDS`, so that acknowledgements come before the sender has to wait for them."""
-        return self._busy_bytes // 3
+        return max(self._carried(_CREDIT_SECONDS / 3), _CHUNK_STEP)
 
-    @property
-    def _busy_bytes(self) -> int:
-        return max(int(_CREDIT_SECONDS / self.seconds_per_byte), 4 * _CHUNK_STEP)
+    def _carried(self, seconds: float) -> int:
+        """Returns the bytes that a link carries in so many seconds."""
+        return int(seconds / self.seconds_per_byte)
 
     def ring(self, nbytes: int, nodes: int) -> float:
         """Returns the seconds of a ring all-reduce: 2 (N - 1) steps that move 2 n (N - 1) / N bytes."""

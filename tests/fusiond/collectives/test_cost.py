@@ -80,3 +80,11 @@ def test_what_may_be_under_way_covers_a_round_trip(latency: float) -> None:
     assert link.link_credit(1 << 30) >= 125e6 * (10e-3 + 2 * latency)
     assert link.acknowledged_bytes() <= link.link_credit(1 << 30) / 3
     assert link.link_credit(1000) == 1000
+
+
+def test_slow_links_have_room_for_three_chunks_that_are_acknowledged_one_by_one() -> None:
+    """Or their senders wait for acknowledgements that wait behind what is sent the other way."""
+    link = CostModel(100e-6, 1 / 12.5e6)
+    chunk = link.chunk_bytes(1 << 30)
+    assert link.link_credit(1 << 30) >= 3 * chunk
+    assert link.acknowledged_bytes() <= chunk
