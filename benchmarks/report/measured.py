@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks import allreduce, autotune, detection, elastic, encryption, recovery, startup, step
+from benchmarks import allreduce, autotune, detection, elastic, encryption, recovery, startup, step, trace_tools
 from benchmarks import overlap as overlapping
 from benchmarks.common import tables
 from benchmarks.common.peers import DDP, HOROVOD
@@ -336,6 +336,11 @@ def losses(found: All) -> str:
     return "\n\n".join(recovery.table(record).markdown() for record in records(found, "recovery"))
 
 
+def large_traces(found: All) -> str:
+    """Makes the tables of time and memory of `fusion-trace` on large jobs."""
+    return "\n\n".join(trace_tools.table_of(record).markdown() for record in records(found, "trace_tools"))
+
+
 def encrypted(found: All) -> str:
     """Makes the table of all-reduces with and without encryption of payloads."""
     records(found, "encryption")
@@ -386,6 +391,7 @@ TABLES: dict[str, Callable[[All], str]] = {
     "slow-network": slow_network,
     "bucket-sizes": bucket_sizes,
     "overlap": overlap,
+    "trace-tools": large_traces,
     "detection": faults,
     "recovery": losses,
     "encryption": encrypted,

@@ -19,7 +19,7 @@ import typer
 
 from fusion_rt.core.errors import FusionError, SettingError
 from fusion_rt.settings import Settings
-from fusion_trace.read.choice import ChoiceError, parse_steps
+from fusion_trace.read.choice import EVERY_STEP, ChoiceError, StepRange, around, parse_steps
 
 if TYPE_CHECKING:
     from fusion_trace.read.job import JobTrace
@@ -61,12 +61,12 @@ def main() -> None:
         sys.exit(1)
 
 
-def load(what: list[str] | None) -> JobTrace:
+def load(what: list[str] | None, chosen: StepRange = EVERY_STEP) -> JobTrace:
     """Reads the trace that is meant; see `job.load`. Its problems begin with who died, and what cannot be known."""
     from fusion_trace.read import job
 
     gc.set_threshold(1_000_000)  # millions of small objects without cycles: looking through them took half of the time
-    return _with_failures(job.load(what or [], Settings.from_env().trace_root()))
+    return _with_failures(job.load(what or [], Settings.from_env().trace_root(), chosen))
 
 
 def _with_failures(trace: JobTrace) -> JobTrace:
@@ -76,7 +76,7 @@ def _with_failures(trace: JobTrace) -> JobTrace:
     return replace(trace, problems=(*died, *gaps.sentences(trace, gaps.unseen(trace)), *trace.problems))
 
 
-def _load_two(before: str, after: str) -> tuple[JobTrace, JobTrace]:
+def _load_two(before: str, after: str, chosen: StepRange, chosen_after: StepRange) -> tuple[JobTrace, JobTrace]:
     """Reads two traces: those that are named, the newest for the second one, and for the first the one before it.
 
     Raises:
@@ -89,7 +89,8 @@ def _load_two(before: str, after: str) -> tuple[JobTrace, JobTrace]:
     newest = [] if after else job.by_age(root)
     if not after and len(newest) < (1 if before else 2):
         raise ChoiceError(f"a comparison needs two jobs, and in {root} there are traces of {len(newest)}: name two")
-    first, second = job.load([before or newest[1]], root), job.load([after or newest[0]], root)
+    first = job.load([before or newest[1]], root, chosen)
+    second = job.load([after or newest[0]], root, chosen_after)
     return _with_failures(first), _with_failures(second)
 
 
@@ -117,7 +118,8 @@ def summary(what: What = None, steps: StepsOption = "", as_json: AsJson = False)
     from fusion_trace.analyse import summary as analysis
     from fusion_trace.report import summary_page
 
-    selected, trace = parse_steps(steps), load(what)
+    selected = parse_steps(steps)
+    trace = load(what, selected)
     found = analysis.find(trace, selected)
     _print(as_json, lambda: analysis.document(found, trace), lambda: summary_page.show(trace, found))
 
@@ -137,7 +139,8 @@ def overlap(
     from fusion_trace.analyse import overlap as analysis
     from fusion_trace.report import overlap_page
 
-    selected, trace = parse_steps(steps), load(what)
+    selected = parse_steps(steps)
+    trace = load(what, selected)
     found = analysis.partitions(trace, selected)
     _print(as_json, lambda: analysis.document(trace, selected), lambda: overlap_page.show(trace, found, each))
 
@@ -153,7 +156,8 @@ def stragglers(what: What = None, steps: StepsOption = "", as_json: AsJson = Fal
     from fusion_trace.analyse.overlap import by_step, partitions
     from fusion_trace.report import stragglers_page
 
-    selected, trace = parse_steps(steps), load(what)
+    selected = parse_steps(steps)
+    trace = load(what, selected)
     found = analysis.find(trace, selected)
     count = len(by_step(partitions(trace, selected)))
     _print(as_json, lambda: analysis.document(trace, found), lambda: stragglers_page.show(trace, found, count))
@@ -165,7 +169,8 @@ def buckets(what: What = None, steps: StepsOption = "", as_json: AsJson = False)
     from fusion_trace.analyse import bucket_times as analysis
     from fusion_trace.report import buckets_page
 
-    selected, trace = parse_steps(steps), load(what)
+    selected = parse_steps(steps)
+    trace = load(what, selected)
     found = analysis.find(trace, selected)
     _print(
         as_json, lambda: analysis.document(trace, found), lambda: buckets_page.show(trace, analysis.plans(trace), found)
@@ -185,7 +190,8 @@ def tensor(
     from fusion_trace.analyse import tensor as analysis
     from fusion_trace.report import tensor_page
 
-    selected, trace = parse_steps(steps), load(what)
+    selected = parse_steps(steps)
+    trace = load(what, selected)
     found = analysis.find(trace, name, selected)
     _print(as_json, lambda: analysis.document(trace, found), lambda: tensor_page.show(trace, found))
 
@@ -206,6 +212,7 @@ def merge(
             "the id of its process, or by RANK=.",
         ),
     ] = None,
+    steps: StepsOption = "",
     as_json: AsJson = False,
 ) -> None:
     """Writes one file that Perfetto (ui.perfetto.dev) and chrome://tracing load: all processes on one axis of time.
@@ -219,7 +226,7 @@ def merge(
         raise ChoiceError(
             f"-o {output!r}: merge writes Chrome's JSON, as .json or .json.gz; convert writes other formats"
         )
-    trace = load(what)
+    trace = load(what, parse_steps(steps))
     path = output or f"{trace.job}.json.gz"
     pids = {worker.rank: number for number, worker in enumerate(trace.processes, 1) if worker in trace.workers.values()}
     merged = [
@@ -241,6 +248,7 @@ def convert(
             help="chrome, perfetto or csv; by default, as FILE's suffix says, which has to be known.",
         ),
     ] = "",
+    steps: StepsOption = "",
     as_json: AsJson = False,
 ) -> None:
     """Writes what was recorded as Chrome's JSON, in Perfetto's own format, or as CSV with a line for each record."""
@@ -250,7 +258,7 @@ def convert(
     form = form or (_format_of(output) if output else "chrome")
     if form not in _SUFFIXES:
         raise ChoiceError(f"--to {form!r} is not one of {', '.join(_SUFFIXES)}")
-    trace = load(what)
+    trace = load(what, parse_steps(steps))
     path = output or f"{trace.job}.{_SUFFIXES[form]}"
     if form == "csv":
         _export(trace, path, lambda: table_file.write(path, trace), "records", as_json)
@@ -315,7 +323,7 @@ def critical_path(
     from fusion_trace.report import critical_path_page
 
     selected, selected_too = parse_steps(steps), parse_steps(beside, "--beside")
-    trace = load(what)
+    trace = load(what, around(selected, selected_too) if beside else selected)
     paths = analysis.find(trace, selected)
     others = analysis.find(trace, selected_too) if beside else None
     _print(
@@ -352,7 +360,7 @@ def diff(
     limit = analysis.parse_share(fail_above) if fail_above else None
     selected = parse_steps(steps)
     selected_after = parse_steps(after_steps, "--after-steps") if after_steps else selected
-    first, second = _load_two(before, after)
+    first, second = _load_two(before, after, selected, selected_after)
     before_them, after_them = analysis.samples(first, selected), analysis.samples(second, selected_after)
     found = analysis.compare(before_them, after_them, confidence, seed)
     _print(
@@ -385,7 +393,8 @@ def report(
     from fusion_trace.report.sections import sections
 
     script = html_page.plotly_js()
-    selected, trace = parse_steps(steps), load(what)
+    selected = parse_steps(steps)
+    trace = load(what, selected)
     found = analyse(trace, selected)
     text = html_page.render(trace.job, sections(found), script)
 
@@ -548,8 +557,9 @@ def whatif(
         algorithm=algorithm,
         no_straggler=no_straggler,
     )
-    trace = load(what)
-    recorded = understand(trace, parse_steps(steps))
+    selected = parse_steps(steps)
+    trace = load(what, selected)
+    recorded = understand(trace, selected)
     found = answer(recorded, change)
     _print(
         as_json,

@@ -26,6 +26,13 @@ class StepRange:
 EVERY_STEP = StepRange()
 
 
+def around(one: StepRange, other: StepRange) -> StepRange:
+    """Returns the range from the earlier begin of two to the later end."""
+    first = None if one.first is None or other.first is None else min(one.first, other.first)
+    stop = None if one.stop is None or other.stop is None else max(one.stop, other.stop)
+    return StepRange(first, stop)
+
+
 def parse_steps(text: str, flag: str = "--steps") -> StepRange:
     """Reads `A:B`, as in Python; `A` alone is that step. `flag`: what it was given with.
 

@@ -16,7 +16,10 @@ import numpy as np
 from fusion_rt.tracing.format import Kind, Role
 from fusion_trace.read import alignment
 from fusion_trace.read.alignment import Offset
-from fusion_trace.read.ring_reader import Records, Ring, TraceError, is_ring, read, read_header
+from fusion_trace.read.choice import EVERY_STEP, StepRange
+from fusion_trace.read.progress import told
+from fusion_trace.read.ring_reader import Header, Records, Ring, TraceError, is_ring, read, read_header
+from fusion_trace.read.windows import windows
 
 _MOST_FILES = 16384  # below a directory
 _DEPTH = 3  # folders of folders that are looked through
@@ -124,22 +127,36 @@ class JobTrace:
         return (int(min(end[0] for end in ends)), int(max(end[1] for end in ends))) if ends else (0, 0)
 
 
-def load(what: Sequence[str], root: str) -> JobTrace:
+def load(what: Sequence[str], root: str, chosen: StepRange = EVERY_STEP) -> JobTrace:
     """Reads the trace that a person means.
 
     Args:
         what: nothing (the newest job, also of those that were collected into this directory), one job's id, or
             directories and files, which must be of one job.
         root: directory in which traces are written (`trace_dir`).
+        chosen: steps that are asked about: of others as much is read as these need (`windows`). If it is every step,
+            and there are more than `windows.AT_ONCE` records, the last steps are read, and a problem says so.
 
     Raises:
         TraceError: there is none, or several jobs are meant, or nothing of it can be read.
     """
     paths = find(what, root)
     rings, problems = [], []
+    headers: dict[str, Header] = {}
     for path in paths:
         try:
-            rings.append(read(path))
+            headers[path] = read_header(path)
+        except TraceError as error:
+            problems.append(str(error))
+    parts = windows(headers, chosen)
+    if parts.chosen is not None:
+        problems.append(
+            f"of {parts.records:,} records those of step {parts.chosen.first} and later are read: --steps, where a "
+            "command has it, chooses others"
+        )
+    for path in told("reading rings", [*headers]):
+        try:
+            rings.append(read(path, parts.of.get(path)))
         except TraceError as error:
             problems.append(str(error))
     if not rings:

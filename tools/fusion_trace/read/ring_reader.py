@@ -7,6 +7,7 @@ cut off or be no ring at all. What can be read is read; what could not be is sai
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -31,7 +32,15 @@ RECORD_DTYPE = np.dtype(
 """`trace_format.RECORD`, for numpy. Times are signed, because clocks of other hosts can be behind node 0's."""
 
 RECORDS_AT = HEADER_NBYTES + NAMES_NBYTES
-MOST_RECORDS = 1 << 23  # of a ring that are read: 320 MiB
+MOST_RECORDS = 1 << 23  # of a ring that are read at once: 320 MiB
+RARE = (
+    Kind.PLAN, Kind.BUCKET, Kind.MEMBER, Kind.CLOCK, Kind.LOST, Kind.FOUND, Kind.BLOCKED_BEGIN, Kind.BLOCKED_END,
+    Kind.STALL, Kind.VIEW, Kind.TIMELINE, Kind.TENSOR, Kind.GONE, Kind.FAILED,
+)  # fmt: skip
+"""Kinds that say something about the time after them, or about the job."""
+Window = tuple[int, int]
+_BLOCK = 1 << 18  # records that are looked through at once
+_IS_RARE = np.isin(np.arange(max(Kind) + 2), RARE)
 _KINDS = np.array(sorted(Kind), "<u2")
 _SLACK = 10**9  # ns that a record may be older than its ring
 
@@ -111,8 +120,12 @@ def is_ring(path: str) -> bool:
         return False
 
 
-def read(path: str) -> Ring:
+def read(path: str, window: Window | None = None) -> Ring:
     """Reads a ring, as far as that is possible.
+
+    Args:
+        window: from when to when all records are wanted, ns of the ring's clock. Of other times only the first and the
+            last record are read, and those of kinds in `RARE`. None: everything is read.
 
     Raises:
         TraceError: it is not a ring, or cannot be read at all.
@@ -122,7 +135,7 @@ def read(path: str) -> Ring:
             header = header_of(file.read(HEADER_NBYTES), path)
             nbytes = os.fstat(file.fileno()).st_size
             problems: list[str] = []
-            records, overwritten = _records(file, header, nbytes, path, problems)
+            records, overwritten = _records(file, header, nbytes, path, problems, window)
             # After the records: a name that one of them has is in the file by now.
             file.seek(0)
             names_nbytes = header_of(file.read(HEADER_NBYTES), path).names_nbytes
@@ -202,31 +215,78 @@ def _names(data: bytes, nbytes: int, path: str, problems: list[str]) -> list[str
     return names
 
 
-def _records(file: BinaryIO, header: Header, nbytes: int, path: str, problems: list[str]) -> tuple[Records, int]:
+def ends_of_steps(path: str) -> Records:
+    """Returns all STEP_ENDs of a ring, by time.
+
+    Raises:
+        TraceError: it is not a ring, or cannot be read.
+    """
+    with _opened(path) as file:
+        try:
+            header = header_of(file.read(HEADER_NBYTES), path)
+            file.seek(RECORDS_AT)
+            room = min(header.capacity, header.written)
+            found, _ = _run(file, room, lambda block: block["kind"] == Kind.STEP_END)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror}") from None
+    return found[np.argsort(found["time"], kind="stable")]
+
+
+def _run(file: BinaryIO, count: int, wanted: Callable[[Records], NDArray[np.bool_]] | None) -> tuple[Records, int]:
+    """Returns the records that are wanted of those that follow in a file, and how many there were."""
+    if wanted is None:
+        records = np.fromfile(file, RECORD_DTYPE, count)
+        return records, len(records)
+    pieces, there = [np.zeros(0, RECORD_DTYPE)], 0
+    while len(block := np.fromfile(file, RECORD_DTYPE, min(count - there, _BLOCK))):
+        kept = wanted(block)
+        kept[0] |= not there
+        kept[-1] |= there + len(block) == count
+        pieces.append(block[kept])
+        there += len(block)
+    return np.concatenate(pieces), there
+
+
+def _inside(window: Window) -> Callable[[Records], NDArray[np.bool_]]:
+    def wanted(block: Records) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = (block["time"] >= window[0]) & (block["time"] <= window[1])
+        found |= _IS_RARE[np.minimum(block["kind"], len(_IS_RARE) - 1)]
+        return found
+
+    return wanted
+
+
+def _records(
+    file: BinaryIO, header: Header, nbytes: int, path: str, problems: list[str], window: Window | None
+) -> tuple[Records, int]:
     """Returns the records, by time, and how many were overwritten."""
     room = min(header.capacity, max(0, nbytes - RECORDS_AT) // RECORD.size)  # truncated files have less
     first = max(0, header.written - header.capacity)
-    wanted = range(max(first, header.written - MOST_RECORDS), header.written)
+    wanted = range(first if window else max(first, header.written - MOST_RECORDS), header.written)
     if len(wanted) < header.written - first:
         problems.append(f"{path}: only the newest {MOST_RECORDS} records were read")
-    pieces = []
+    pieces, there = [], 0
     start = wanted.start
     while start < wanted.stop:  # at most two runs of places, the older one first
         place = start % header.capacity
         stop = min(wanted.stop, start + header.capacity - place)
         count = max(0, min(place + stop - start, room) - place)
         file.seek(RECORDS_AT + place * RECORD.size)
-        pieces.append(np.fromfile(file, RECORD_DTYPE, count))
+        records, number = _run(file, count, None if window is None else _inside(window))
+        pieces.append(records)
+        there += number
         start = stop
     records = pieces[0] if len(pieces) == 1 else np.concatenate(pieces) if pieces else np.zeros(0, RECORD_DTYPE)
-    if missing := len(wanted) - len(records):
+    if missing := len(wanted) - there:
         problems.append(f"{path} is cut off: {missing} of {len(wanted)} records are not there")
     overwritten = first
-    if len(records) == len(wanted):
+    if not missing:
         # Written meanwhile, into the places of the oldest; and some threads of the writer may be at it just now.
         file.seek(0)
         passed = header_of(file.read(HEADER_NBYTES), path).written + WRITERS - header.capacity
-        meanwhile = min(len(records), max(0, passed - wanted.start))
+        meanwhile = min(there, max(0, passed - wanted.start))
+        if meanwhile and window is not None:  # a ring that is full, and so not large
+            return _records(file, header, nbytes, path, problems, None)
         records = records[meanwhile:]
         overwritten += meanwhile
     sound = np.isin(records["kind"], _KINDS) & (records["time"] >= header.created - _SLACK)
