@@ -58,7 +58,23 @@ class ElementCodec(BucketCodec):
         return round(4 * n * self._codec.ratio)
 
 
-class SummingCodec(SummingBucketCodec):
+class _NotByElements(BucketCodec):
+    """A simulated codec whose exchange does not encode elements in chunks."""
+
+    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
+        pass
+
+    def encode(self, start: int, values: Array) -> memoryview:
+        raise NotImplementedError
+
+    def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
+        raise NotImplementedError
+
+    def max_encoded_nbytes(self, n: int) -> int:
+        return 16 * n + 1024
+
+
+class SummingCodec(_NotByElements, SummingBucketCodec):
     """Codecs of which owners sum ranges: selections, int8 and its like, onebit."""
 
     def __init__(self, bucket: Bucket, chosen: Codec, codec: CodecCosts, costs: Costs, spend: Spend) -> None:
@@ -117,20 +133,8 @@ class SummingCodec(SummingBucketCodec):
     def counts(self, portion: _Portion, edges: Sequence[int]) -> list[int]:
         return [high - low for low, high in pairwise(edges)]
 
-    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        pass
 
-    def encode(self, start: int, values: Array) -> memoryview:
-        raise NotImplementedError
-
-    def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
-        raise NotImplementedError
-
-    def max_encoded_nbytes(self, n: int) -> int:
-        return 16 * n + 1024
-
-
-class FactorCodec(FactoringBucketCodec):
+class FactorCodec(_NotByElements, FactoringBucketCodec):
     """PowerSGD. Its factors are real, and all zero: they are small."""
 
     def __init__(self, bucket: Bucket, chosen: Codec, codec: CodecCosts, costs: Costs, spend: Spend) -> None:
@@ -154,18 +158,6 @@ class FactorCodec(FactoringBucketCodec):
 
     def begin_anew(self) -> None:
         pass
-
-    def note_sent(self, nbytes: int, dense_nbytes: int) -> None:
-        pass
-
-    def encode(self, start: int, values: Array) -> memoryview:
-        raise NotImplementedError
-
-    def decode(self, start: int, payload: memoryview | bytes, out: Array) -> None:
-        raise NotImplementedError
-
-    def max_encoded_nbytes(self, n: int) -> int:
-        return 16 * n + 1024
 
 
 def factors(bucket: Bucket, chosen: Codec) -> tuple[int, int]:
