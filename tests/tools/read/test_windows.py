@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from fusion_rt.tracing.format import HEADER, HEADER_NBYTES, NAMES_NBYTES, RECORD, Role
 from fusion_trace.analyse import bucket_times, critical_path
 from fusion_trace.analyse.overlap import partitions
 from fusion_trace.read import job, progress, windows
 from fusion_trace.read.choice import StepRange
+from fusion_trace.read.ring_reader import read_header
 from tests.diagnosis.generator import MS, Fault, Shape, write
 
 SHAPE = Shape(nodes=2, ranks_per_node=2, steps=40, loss=True, skews={1: 700 * MS}, seed=2)
+
+
+def _cut(ring: bytes, written: int) -> bytes:
+    """Makes a ring of one whose worker died when it had written so many records."""
+    fields = list(HEADER.unpack_from(ring))
+    fields[13] = written
+    return HEADER.pack(*fields) + ring[HEADER.size : HEADER_NBYTES + NAMES_NBYTES + written * RECORD.size]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +54,23 @@ def test_of_a_job_that_is_too_large_the_last_steps_are_read(rings: str, monkeypa
     assert f"of {records:,} records those of step 30 and later are read: --steps" in problem
 
 
-def test_steps_that_no_rank_has_are_none(rings: str) -> None:
-    assert partitions(job.load([rings], "", StepRange(900, None)), StepRange(900, None)) == ()
+def test_of_steps_that_no_rank_has_only_the_end_of_the_job_is_read(rings: str) -> None:
+    part = job.load([rings], "", StepRange(900, None))
+    assert partitions(part, StepRange(900, None)) == ()
+    whole = job.load([rings], "")
+    assert part.span == whole.span
+    read, there = (sum(len(process.records) for process in trace.processes) for trace in (part, whole))
+    assert read < there / 3
+
+
+def test_a_rank_that_died_early_does_not_make_more_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(SHAPE, tmp_path, Fault("link", (0.0,) * SHAPE.steps))
+    died = next(path for path in sorted(tmp_path.iterdir()) if read_header(str(path)).role == Role.WORKER)
+    died.write_bytes(_cut(died.read_bytes(), 100))
+    records = sum(len(process.records) for process in job.load([str(tmp_path)], "").processes)
+    monkeypatch.setattr(windows, "AT_ONCE", records // 4)
+    part = job.load([str(tmp_path)], "")
+    assert sum(len(process.records) for process in part.processes) < records / 2
 
 
 def test_at_a_terminal_a_line_says_how_far_reading_is(

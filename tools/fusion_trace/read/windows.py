@@ -10,7 +10,7 @@ import numpy as np
 from fusion_rt.tracing.format import Role
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.progress import told
-from fusion_trace.read.ring_reader import Header, Window, ends_of_steps
+from fusion_trace.read.ring_reader import Header, Records, Window, ends_of_steps
 
 AT_ONCE = 4 << 20  # of a job that are read if nobody has chosen steps: with what is made of them, a few 100 MB
 _FOREVER: Window = (-(1 << 62), 1 << 62)
@@ -43,31 +43,36 @@ def windows(headers: Mapping[str, Header], chosen: StepRange) -> Windows:
         return Windows({})
     workers = [path for path, header in headers.items() if header.role == Role.WORKER]
     ends = {path: ends_of_steps(path) for path in told("looking for steps: rings", workers)}
-    last = [int(its["clock"][-1]) for its in ends.values() if len(its)]
-    if not last:
+    clocks = np.sort(np.concatenate([its["clock"] for its in ends.values()])) if ends else np.zeros(0)
+    if not len(clocks):
         return Windows({})
-    steps = max(len(its) for its in ends.values())
     limited = None
     if chosen == EVERY_STEP:
-        kept = max(1, steps * AT_ONCE // records)
-        limited = chosen = StepRange(max(0, min(last) - kept + 1), None)
-    of: dict[str, Window] = {}
+        # A record belongs to a step of one rank, on average: the last of these, so that a rank that died long ago does
+        # not count.
+        kept = max(1, len(clocks) * AT_ONCE // records)
+        limited = chosen = StepRange(int(clocks[-kept]), None)
+    of = {path: _window(its, chosen) for path, its in ends.items()}
     of_host: dict[tuple[str, int], list[Window]] = {}
-    for path, its in ends.items():
-        inside = np.flatnonzero(
-            (its["clock"] >= (chosen.first or 0)) & (its["clock"] < (1 << 62 if chosen.stop is None else chosen.stop))
-        )
-        if len(inside):
-            low, high = int(inside[0]) - 2, int(inside[-1]) + 1
-            of[path] = (
-                int(its["time"][low]) if low >= 0 else _FOREVER[0],
-                int(its["time"][high]) if high < len(its) else _FOREVER[1],
-            )
-            of_host.setdefault(_host(headers[path]), []).append(of[path])
+    for path, window in of.items():
+        of_host.setdefault(_host(headers[path]), []).append(window)
     for path, header in headers.items():
         if header.role == Role.DAEMON and _host(header) in of_host:
             of[path] = _around(of_host[_host(header)])
     return Windows(of, limited, records)
+
+
+def _window(ends: Records, chosen: StepRange) -> Window:
+    """Returns from when to when a worker's records are to be read, whose steps ended so: where it has none of the
+    chosen steps, around where they would be."""
+    first, stop = chosen.first or 0, 1 << 62 if chosen.stop is None else chosen.stop
+    inside = np.flatnonzero((ends["clock"] >= first) & (ends["clock"] < stop))
+    before = np.count_nonzero(ends["clock"] < first)
+    low, high = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (int(before), int(before))
+    return (
+        int(ends["time"][low - 2]) if low >= 2 else _FOREVER[0],
+        int(ends["time"][high]) if high < len(ends) else _FOREVER[1],
+    )
 
 
 def _host(header: Header) -> tuple[str, int]:
