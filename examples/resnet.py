@@ -3,9 +3,11 @@
     fusionrun -np 2 python examples/resnet.py
     fusionrun -np 2 python examples/resnet.py --batches-per-allreduce 2 --fp16-allreduce
     fusionrun -np 2 python examples/resnet.py --epochs 8          # goes on where the checkpoints end
+    fusionrun -np 8 -H host1:4,host2:4 python examples/resnet.py --epochs 90 --base-lr 0.0125 --warmup-epochs 5 \
+        --train-dir imagenet/train --val-dir imagenet/val         # real images, and a ResNet-18
 
-Only the import that is marked differs from a script for Horovod. The net and the images are small, so that an epoch
-takes a second: a ResNet of nine layers, and the digits of scikit-learn instead of ImageNet.
+Only the import that is marked differs from a script for Horovod. Without directories, net and images are small, so that
+an epoch takes a second: a ResNet of nine layers, and the digits of scikit-learn instead of ImageNet.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import fusion_rt.torch as hvd  # <- import horovod.torch as hvd
@@ -25,6 +27,10 @@ import fusion_rt.torch as hvd  # <- import horovod.torch as hvd
 parser = argparse.ArgumentParser(
     description="ImageNet-style training", formatter_class=argparse.ArgumentDefaultsHelpFormatter
 )
+parser.add_argument("--train-dir", help="a folder of images for each class, to train a ResNet-18 on")
+parser.add_argument("--val-dir", help="the same classes, to validate on")
+parser.add_argument("--image-size", type=int, default=224, help="pixels of a side, of images from directories")
+parser.add_argument("--workers", type=int, default=4, help="processes of each rank that read images from directories")
 parser.add_argument("--checkpoint-format", default="./checkpoint-{epoch}.pth.tar", help="name of the checkpoints")
 parser.add_argument("--fp16-allreduce", action="store_true", help="halve gradients on their way between hosts")
 parser.add_argument(
@@ -65,28 +71,44 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual net as in He et al., "Deep Residual Learning for Image Recognition" (2015), for small images.
+    """A residual net as in He et al., "Deep Residual Learning for Image Recognition" (2015).
+
+    `ResNet(64, 2, 3, stages=4, classes=1000, large=True)` is that paper's ResNet-18.
 
     Args:
-        width: channels of the first stage; each of the other two doubles them and halves the image.
+        width: channels of the first stage; each of the others doubles them and halves the image.
         blocks: of each stage.
         channels: of the images.
         norm_layer: makes a batch normalisation of so many channels.
+        stages: how many there are.
+        classes: of images.
+        large: whether the images are, and are made a quarter as wide before the first stage.
     """
 
     def __init__(
-        self, width: int = 16, blocks: int = 1, channels: int = 1, norm_layer: type[nn.Module] = nn.BatchNorm2d
+        self,
+        width: int = 16,
+        blocks: int = 1,
+        channels: int = 1,
+        norm_layer: type[nn.Module] = nn.BatchNorm2d,
+        stages: int = 3,
+        classes: int = 10,
+        large: bool = False,
     ) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False), norm_layer(width), nn.ReLU()]
+        stem = nn.Conv2d(channels, width, 7, 2, padding=3, bias=False) if large else None
+        layers: list[nn.Module] = [stem or nn.Conv2d(channels, width, 3, padding=1, bias=False)]
+        layers += [norm_layer(width), nn.ReLU()]
+        if large:
+            layers.append(nn.MaxPool2d(3, 2, padding=1))
         channels = width
-        for stage in range(3):
+        for stage in range(stages):
             for block in range(blocks):
                 stride = 2 if stage and not block else 1
                 layers.append(Block(channels, width << stage, stride, norm_layer))
                 channels = width << stage
         self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, 10)
+        self.classifier = nn.Linear(channels, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.features(x).mean((2, 3)))
@@ -117,6 +139,45 @@ def load(train: bool) -> TensorDataset:
     chosen = (torch.arange(len(digits.target)) % 5 != 0) == train
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     return TensorDataset(images[chosen], torch.tensor(digits.target)[chosen])
+
+
+class Folder(Dataset[tuple[torch.Tensor, int]]):
+    """Images in a folder for each class, as torchvision's `ImageFolder` reads them.
+
+    Training images are cropped at random and mirrored, as He et al. do; of others the middle is taken.
+
+    Attributes:
+        classes: names of their folders.
+    """
+
+    def __init__(self, directory: str, size: int, train: bool) -> None:
+        self.classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
+        self._files = [
+            (os.path.join(directory, name, file), label)
+            for label, name in enumerate(self.classes)
+            for file in sorted(os.listdir(os.path.join(directory, name)))
+        ]
+        self._size, self._train = size, train
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        import numpy as np
+        from PIL import Image
+
+        path, label = self._files[index]
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        # A square that has 8 to 100 % of the largest one's area, or the middle of the image.
+        side = min(image.size) * (math.sqrt(0.08 + 0.92 * torch.rand(()).item()) if self._train else 0.875)
+        where = torch.rand(3).tolist() if self._train else (0.5, 0.5, 1.0)
+        left, top = (int((length - side) * share) for length, share in zip(image.size, where, strict=False))
+        box = (left, top, left + int(side), top + int(side))
+        image = image.resize((self._size, self._size), Image.Resampling.BILINEAR, box)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+        pixels = (pixels - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / 0.225
+        return (pixels.flip(2) if where[2] < 0.5 else pixels), label
 
 
 def accuracy(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -156,14 +217,27 @@ def main() -> None:
     )
 
     # Horovod: use DistributedSampler to partition data among workers.
-    train_data, val_data = load(train=True), load(train=False)
+    if bool(args.train_dir) != bool(args.val_dir):
+        parser.error("--train-dir and --val-dir are given together")
+    data: list[Dataset[tuple[torch.Tensor, int]]]
+    if args.train_dir:
+        folders = [Folder(args.train_dir, args.image_size, True), Folder(args.val_dir, args.image_size, False)]
+        if folders[0].classes != folders[1].classes:
+            parser.error(f"{args.train_dir} and {args.val_dir} do not have the same classes")
+        data, model = [*folders], ResNet(64, 2, 3, stages=4, classes=len(folders[0].classes), large=True)
+    else:
+        data, model = [load(train=True), load(train=False)], ResNet()
+    train_data, val_data = data
+    workers = args.workers if args.train_dir else 0
     train_sampler = DistributedSampler(train_data, num_replicas=hvd.size(), rank=hvd.rank())
     val_sampler = DistributedSampler(val_data, num_replicas=hvd.size(), rank=hvd.rank())
     allreduce_batch_size = args.batch_size * args.batches_per_allreduce
-    train_loader = DataLoader(train_data, allreduce_batch_size, sampler=train_sampler, pin_memory=cuda)
-    val_loader = DataLoader(val_data, args.val_batch_size, sampler=val_sampler, pin_memory=cuda)
+    train_loader = DataLoader(
+        train_data, allreduce_batch_size, sampler=train_sampler, num_workers=workers, pin_memory=cuda
+    )
+    val_loader = DataLoader(val_data, args.val_batch_size, sampler=val_sampler, num_workers=workers, pin_memory=cuda)
 
-    model = ResNet().to(device)
+    model = model.to(device)
     # Horovod: scale learning rate by the number of ranks and of batches; Adasum does not need it.
     scale = args.batches_per_allreduce * hvd.size()
     if args.use_adasum:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import forks
 from tests.harness import run_scripts
@@ -83,6 +84,24 @@ def test_resnet_warms_up_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None
         losses.append(float(found[3]))
         assert (tmp_path / f"checkpoint-{epoch}.pth.tar").is_file()
     assert losses[1] < losses[0] / 2  # the second job has not begun anew
+
+
+def test_resnet_18_trains_on_folders_of_images(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install '.[examples]'")
+    for part in ("train", "val"):
+        for brightness, name in ((40, "dark"), (200, "light")):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for number in range(4):
+                image.new("RGB", (40 + number, 50), (brightness + number,) * 3).save(folder / f"{number}.jpeg")
+    options = ["--train-dir", "train", "--val-dir", "val", "--image-size", "32", "--workers", "1", "--base-lr", "0.002"]
+    lines = on_two_ranks("resnet.py", *options, "--epochs", "2", "--no-cuda", cwd=tmp_path)
+    losses = [float(re.findall(r"train loss ([\d.]+)", line)[0]) for line in lines]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    state = torch.load(tmp_path / "checkpoint-2.pth.tar")["model"]
+    of_18_layers = 11_689_512 - 513 * 998  # with a thousand classes, as published
+    assert sum(value.numel() for name, value in state.items() if name.endswith((".weight", ".bias"))) == of_18_layers
 
 
 def test_the_benchmark_says_how_fast_each_rank_and_all_are(tmp_path: Path) -> None:
