@@ -160,19 +160,19 @@ class Settings:
     """The settings of one process, read from its environment by `Settings.from_env`."""
 
     start_timeout: float = _row(
-        30.0, START, "How long every process of a job may take to come up before the start has failed.",
+        30.0, START, "Time limit for every process of a job to come up.",
         unit=SECONDS, flags=("--start-timeout",), variable="HOROVOD_START_TIMEOUT", least=0.001)
     job_secret_file: str = _row(
-        "", START, "File with a secret that the job's processes share, which only this user may read (mode 0600), on "
-        "each host. Launchers other than fusionrun need it on several hosts (docs/launchers.md).",
+        "", START, "File on each host with a secret that the job's processes share, readable by this user alone "
+        "(mode 0600). Launchers other than fusionrun need it on several hosts (docs/launchers.md).",
         variable="FUSION_JOB_SECRET_FILE", placeholder="FILE")
     insecure_rendezvous: bool = _row(
-        False, START, "Let a job of several hosts come up without a secret under launchers other than fusionrun: "
+        False, START, "Start of a job of several hosts without a secret, under launchers other than fusionrun: "
         "whoever reaches its rendezvous can take part in it.",
         unit=SWITCH, flags=("--insecure-rendezvous",), variable="FUSION_INSECURE_RENDEZVOUS",
         yaml="params.insecure_rendezvous")
     fusion_threshold: int = _row(
-        16 * MIB, FUSION, "Largest bucket: gradients are fused until it would grow beyond this (Horovod's is 128 MiB).",
+        16 * MIB, FUSION, "Largest bucket: gradients are fused up to this size (Horovod's is 128 MiB).",
         unit=BYTES, flags=("--fusion-threshold-mb",), variable="HOROVOD_FUSION_THRESHOLD",
         yaml="params.fusion_threshold_mb", bare=MIB)
     compression: str = _row(
@@ -180,34 +180,33 @@ class Settings:
         "topk(density=0.01); `fusionrun --check-build` lists them.",
         unit=CODEC, flags=("--compression",), variable="FUSION_COMPRESSION", yaml="params.compression")
     algorithm: str = _row(
-        "allreduce", FUSION, "How the ranks' work becomes one model, by a DistributedOptimizer: an algorithm such as "
-        "allreduce, ssp(staleness=4) or adpsgd.",
+        "allreduce", FUSION, "Training algorithm of a DistributedOptimizer, such as allreduce, ssp(staleness=4) or "
+        "adpsgd.",
         unit=ALGORITHM, flags=("--algorithm",), variable="FUSION_ALGORITHM", yaml="params.algorithm")
     overlap: str = _row(
-        "none", FUSION, "Whether step() of a DistributedOptimizer returns before the update is applied: forward (it is "
-        "when the next forward pass needs it), stale (one step late) or none.",
+        "none", FUSION, "When a DistributedOptimizer applies an update: none (before step() returns), forward (when "
+        "the next forward pass needs it) or stale (one step late).",
         flags=("--overlap",), variable="FUSION_OVERLAP", yaml="params.overlap", choices=("none", "forward", "stale"))
     check_parameters: int = _row(
-        0, FUSION, "After how many steps a DistributedOptimizer compares the ranks' parameters by digests, where they "
-        "are to be the same, and warns of ranks that differ (0: never).",
+        0, FUSION, "Steps after which a DistributedOptimizer compares the ranks' parameters by digests, where they "
+        "should be the same, and warns of ranks that differ (0: never).",
         unit=COUNT, variable="FUSION_CHECK_PARAMETERS", least=0)
     mirror_shards: bool = _row(
-        True, FUSION, "Whether what parameter shards remember is sent to another host, too, at each commit of an "
-        "elastic state, so that it survives the loss of its own.",
+        True, FUSION, "A copy of each parameter shard's state on another host, made at each commit of an elastic "
+        "state, so that it survives the loss of its own host.",
         unit=SWITCH, variable="FUSION_MIRROR_SHARDS")
     sparse_route: str = _row(
-        "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything to "
-        "everybody), or auto: the one that is expected to be faster.",
+        "auto", FUSION, "Way of selected elements between nodes: owners (each sums up a range), gather (everything "
+        "to everybody), or auto (the one that is predicted to be faster).",
         variable="FUSION_SPARSE_ROUTE", choices=("auto", "owners", "gather"))
     gpu_selection: str = _row(
-        "off", FUSION, "Whether gradients on a GPU are selected from there, by a worker that contributes alone for its "
-        "node, so that what is selected is copied to the host and not the whole gradient: auto (where it is possible, "
-        "with fusion_rt[cuda]) or off. It has never run on a GPU.",
+        "off", FUSION, "Selection of gradients on their GPU, by a worker that contributes alone for its node, so "
+        "that only the selection is copied to the host: auto (where it is possible, with fusion_rt[cuda]) or off. It "
+        "has never run on a GPU.",
         variable="FUSION_GPU_SELECTION", choices=("auto", "off"))
     dense_route: str = _row(
-        "auto", FUSION, "All-reduce between nodes of what is not compressed by selecting: ring, doubling (recursive; "
-        "of buckets up to FUSION_CHUNK_BYTES, larger ones go round the ring), or auto: the one that is expected to be "
-        "faster.",
+        "auto", FUSION, "All-reduce between nodes where no codec selects: ring, doubling (recursive; of buckets up "
+        "to FUSION_CHUNK_BYTES, larger ones go round the ring), or auto (the one that is predicted to be faster).",
         variable="FUSION_DENSE_ROUTE", choices=("auto", "ring", "doubling"))
     route_latency: float = _row(
         0.0, FUSION, "Latency of a message between daemons from which FUSION_DENSE_ROUTE=auto and "
@@ -219,31 +218,31 @@ class Settings:
         "two).",
         unit=BYTES, variable="FUSION_ROUTE_RATE", least=0)
     memory: str = _row(
-        "auto", FUSION, "How large tensors of a script's own get to its host's daemon: auto, the daemon reads and "
-        "writes them where they lie, if the kernel lets it, which `fusionrun --check-build` says; or copy, by way of "
-        "shared memory.",
+        "auto", FUSION, "Way of a script's large tensors to its host's daemon: auto (the daemon reads and writes "
+        "them in place, if the kernel allows it, which `fusionrun --check-build` says) or copy (through shared "
+        "memory).",
         variable="FUSION_MEMORY", choices=("auto", "copy"))
     shard_hosts: str = _row(
-        "", HOSTS, "Hosts, separated by commas, whose daemons keep parameter shards; those that are not among the "
-        "job's hosts get a daemon and no workers.",
+        "", HOSTS, "Hosts, separated by commas, whose daemons keep parameter shards. One that is not among the job's "
+        "hosts gets a daemon and no workers.",
         flags=("--shard-hosts",), variable="FUSION_SHARD_HOSTS", yaml="params.shard_hosts", placeholder="HOSTS",
         absent="every host that has workers")
     tolerate_losses: bool = _row(
-        False, STALLS, "Go on without workers and hosts that are lost, with an algorithm that can: any asynchronous "
-        "one, as long as the host keeps no parameter shard and more than half of the hosts are left.",
+        False, STALLS, "Go on without lost workers and hosts. The algorithm must be asynchronous, the host must keep "
+        "no parameter shard, and more than half of the hosts must be left.",
         unit=SWITCH, flags=("--tolerate-losses",), variable="FUSION_TOLERATE_LOSSES", yaml="params.tolerate_losses")
     stall_check: bool = _row(
-        True, STALLS, "Whether operations that wait for ranks are warned about and ended; off: they may wait for ever.",
+        True, STALLS, "Warnings about operations that wait for ranks, and their end after a limit. Without it they "
+        "may wait for ever.",
         unit=SWITCH, flags=("--stall-check",), off=("--no-stall-check",), variable="HOROVOD_STALL_CHECK_DISABLE",
         inverse=True, yaml="stall_check.enabled")
     stall_warning_time: float = _row(
-        60.0, STALLS, "How long an operation may wait for ranks that have not submitted it before a warning names them "
-        "(0: never).",
+        60.0, STALLS, "Time after which a warning names the ranks that have not submitted an operation (0: never).",
         unit=LIMIT, flags=("--stall-check-warning-time-seconds",), variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
         yaml="stall_check.warning_time_seconds")
     operation_timeout: float = _row(
-        600.0, STALLS, "How long an operation may wait for ranks that have not submitted it before it fails on all "
-        "ranks (0: never, which is Horovod's default).",
+        600.0, STALLS, "Time after which an operation fails on all ranks because some have not submitted it (0: "
+        "never, which is Horovod's default).",
         unit=LIMIT, flags=("--stall-check-shutdown-time-seconds",), variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         yaml="stall_check.shutdown_time_seconds")
     log_level: str = _row(
@@ -251,12 +250,13 @@ class Settings:
         flags=("--log-level",), variable="HOROVOD_LOG_LEVEL", yaml="logging.level",
         choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"))
     log_timestamp: bool = _row(
-        True, LOGGING, "Whether the daemons' log lines begin with the time.",
+        True, LOGGING, "The time at the beginning of each of the daemons' log lines.",
         unit=SWITCH, flags=("--log-with-timestamp", "--no-log-hide-timestamp"),
         off=("--log-without-timestamp", "--log-hide-timestamp"), variable="HOROVOD_LOG_HIDE_TIME", inverse=True,
         yaml="logging.with_timestamp")
     snapshot_every: float = _row(
-        0.0, DAEMON, "How often each daemon writes what its parameter shards have to --snapshot-directory (0: never).",
+        0.0, DAEMON, "Time between two snapshots of each daemon's parameter shards in --snapshot-directory (0: none "
+        "are written).",
         unit=SECONDS, flags=("--snapshot-every",), variable="FUSION_SNAPSHOT_EVERY", yaml="params.snapshot_every",
         least=0)
     snapshot_directory: str = _row(
@@ -267,8 +267,8 @@ class Settings:
         False, DAEMON, "Begin with the snapshots in --snapshot-directory instead of the first rank's parameters.",
         unit=SWITCH, flags=("--snapshot-restore",), variable="FUSION_SNAPSHOT_RESTORE", yaml="params.snapshot_restore")
     timeline_filename: str = _row(
-        "", TIMELINE, "File for Horovod's timeline of all operations on rank 0's node, or DYNAMIC: none until the "
-        "script calls start_timeline.",
+        "", TIMELINE, "File for Horovod's timeline of all operations on rank 0's node, or DYNAMIC (no timeline until "
+        "the script calls start_timeline).",
         flags=("--timeline-filename",), variable="HOROVOD_TIMELINE", yaml="timeline.filename", placeholder="FILE")
     timeline_mark_cycles: bool = _row(
         False, TIMELINE, "Mark the beginning of each step in the timeline, as CYCLE_START.",
@@ -278,79 +278,80 @@ class Settings:
         False, TIMELINE, "A timeline of each rank, in a file of its own: FILE with the rank before its suffix.",
         unit=SWITCH, flags=("--timeline-all-ranks",), variable="FUSION_TIMELINE_ALL_RANKS", yaml="timeline.all_ranks")
     timeline_steps: str = _row(
-        "", TIMELINE, "Steps that are in the timeline, counted from its start, from 0: A:B is from A up to, but "
-        "without, B; either may be left out.",
+        "", TIMELINE, "Steps in the timeline, counted from its start, from 0. A:B is from A up to, but without, B; "
+        "either may be left out.",
         flags=("--timeline-steps",), variable="FUSION_TIMELINE_STEPS", yaml="timeline.steps", placeholder="A:B",
         absent="all")
     timeline_max_bytes: int = _row(
-        GIB, TIMELINE, "Size at which a timeline's file is renamed, with .1 behind it, and begun anew; what had that "
-        "name is replaced (0: never).",
+        GIB, TIMELINE, "Size at which a timeline's file is renamed to FILE.1, replacing an older one, and begun anew "
+        "(0: never).",
         unit=BYTES, flags=("--timeline-max-bytes",), variable="FUSION_TIMELINE_MAX_BYTES", yaml="timeline.max_bytes",
         least=0)
     trace: bool = _row(
-        True, TIMELINE, "Whether every worker and daemon records what it does (docs/tracing.md).",
+        True, TIMELINE, "Records of every worker and daemon, for fusion-trace (docs/tracing.md).",
         unit=SWITCH, flags=("--trace",), off=("--no-trace",), variable="FUSION_TRACE", yaml="timeline.trace")
     trace_dir: str = _row(
-        "", TIMELINE, "Directory on each host in which every job has one for its records.",
+        "", TIMELINE, "Directory on each host for the records of all jobs.",
         flags=("--trace-dir",), variable="FUSION_TRACE_DIR", yaml="timeline.trace_dir", placeholder="DIR",
         absent="one for this user in /tmp (or TMPDIR)")
     trace_buffer: int = _row(
-        16 * MIB, TIMELINE, "Largest file of records of a process; the oldest are overwritten when it is full.",
+        16 * MIB, TIMELINE, "Largest file of records of a process. The newest records overwrite the oldest when it "
+        "is full.",
         unit=BYTES, flags=("--trace-buffer",), variable="FUSION_TRACE_BUFFER", yaml="timeline.trace_buffer",
         least=2 * MIB)
     trace_jobs: int = _row(
-        5, TIMELINE, "How many jobs' records are kept on a host, this one's included.",
+        5, TIMELINE, "Number of jobs whose records are kept on a host, this one included.",
         unit=COUNT, variable="FUSION_TRACE_JOBS", least=1)
     encryption: str = _row(
-        "auto", DAEMON, "What is encrypted between daemons: all, control (payloads travel in the clear, for trusted "
-        "networks), or auto: all, unless every daemon listens on loopback.",
+        "auto", DAEMON, "Encryption between daemons: all, control (payloads travel in the clear, for trusted "
+        "networks), or auto (all, unless every daemon listens on loopback).",
         flags=("--encryption",), variable="FUSION_ENCRYPTION", yaml="params.encryption",
         choices=("auto", "all", "control"))
     runtime_dir: str = _row(
         "", DAEMON, "Directory (mode 0700) for the daemons' sockets and logs.",
         variable="FUSION_RUNTIME_DIR", absent="one for this user in XDG_RUNTIME_DIR or /tmp")
     chunk_bytes: int = _row(
-        MIB, DAEMON, "Largest payload of a message between daemons; a bucket travels as a pipeline of them, "
-        "smaller on slow links.",
+        MIB, DAEMON, "Largest payload of a message between daemons. A bucket travels as a pipeline of such chunks, "
+        "smaller ones on slow links.",
         unit=BYTES, variable="FUSION_CHUNK_BYTES", least=4 * KIB)
     window_bytes: int = _row(
-        16 * MIB, DAEMON, "Payload a daemon may have under way to one peer for one bucket before the peer has to grant "
-        "more credit.",
+        16 * MIB, DAEMON, "Payload of one bucket that a daemon may have under way to one peer before the peer has to "
+        "grant more credit.",
         unit=BYTES, variable="FUSION_WINDOW_BYTES", least=4 * KIB)
     link_credit: int = _row(
-        16 * MIB, DAEMON, "Largest payload a daemon hands over to a connection before the peer has received some of "
-        "it, less on slow links; the rest waits, the most urgent first (0: nothing waits, and nothing overtakes).",
+        16 * MIB, DAEMON, "Largest payload that a connection may have under way before the peer has received some of "
+        "it, less on slow links. The rest waits, the most urgent first (0: nothing waits, and nothing overtakes).",
         unit=BYTES, variable="FUSION_LINK_CREDIT", least=0)
     priority: bool = _row(
-        True, FUSION, "Send those buckets first that the next forward pass needs first.",
+        True, FUSION, "Send the buckets first that the next forward pass needs first.",
         unit=SWITCH, variable="FUSION_PRIORITY")
     node_reduction: str = _row(
-        "daemon", FUSION, "What combines the gradients of a host's ranks: daemon, in the host's memory; nccl, on its "
-        "GPUs, before the daemon has them; auto, nccl where each rank has a GPU of its own; or gloo, for tests of "
-        "nccl's way without GPUs. nccl has never run on a GPU.",
+        "daemon", FUSION, "Place where the gradients of a host's ranks are combined: daemon (in the host's memory), "
+        "nccl (on its GPUs, before the daemon has them), auto (nccl where each rank has a GPU of its own), or gloo "
+        "(for tests of nccl's way without GPUs). nccl has never run on a GPU.",
         variable="FUSION_NODE_REDUCTION", choices=("auto", "nccl", "gloo", "daemon"))
     ports: range = _row(
-        range(0), DAEMON, "Ports that daemons, and rank 0 where it serves a store, listen on, for a firewall between "
-        "hosts: each takes the first free one. A daemon needs two.",
+        range(0), DAEMON, "Range of ports on which daemons listen, and rank 0 where it serves a store, for a "
+        "firewall between hosts. Each takes the first free one; a daemon needs two.",
         unit=PORTS, flags=("--ports",), variable="FUSION_PORTS", yaml="params.ports",
         absent="any that the system chooses")
     metrics_port: int = _row(
-        0, DAEMON, "Port of each host's loopback address on which its daemon serves metrics for Prometheus, to those "
-        "who have a token (0: none).",
+        0, DAEMON, "Port on each host's loopback address on which its daemon serves metrics for Prometheus to "
+        "readers who have a token (0: none).",
         unit=COUNT, flags=("--metrics-port",), variable="FUSION_METRICS_PORT", yaml="params.metrics_port", least=0,
         most=65535)
     metrics_token_file: str = _row(
-        "", DAEMON, "File with the token that readers of the metrics have to show, which only this user may read (mode "
-        "0600), on each host; without it every daemon draws one, and `fusiond status` tells it.",
+        "", DAEMON, "File on each host with the token that readers of the metrics must show, readable by this user "
+        "alone (mode 0600). Without it every daemon draws one, which `fusiond status` tells.",
         flags=("--metrics-token-file",), variable="FUSION_METRICS_TOKEN_FILE", yaml="params.metrics_token_file",
         placeholder="FILE")
     connections: int = _row(
-        0, DAEMON, "Payload connections to each peer daemon (0: one on a local network, and over a distance as many as "
-        "bandwidth x delay asks for; docs/distance.md).",
+        0, DAEMON, "Payload connections to each peer daemon (0: one on a local network, and over a distance as many "
+        "as bandwidth x delay needs; docs/distance.md).",
         unit=COUNT, variable="FUSION_CONNECTIONS", least=0)
     ring_order: str = _row(
-        "measured", DAEMON, "Order in which a ring visits hosts that are joined over a distance: measured, along the "
-        "fastest links, or given, as hosts were named. Sums are added up in that order.",
+        "measured", DAEMON, "Order in which a ring visits hosts over a distance: measured (along the fastest links) "
+        "or given (as hosts were named). Sums are added up in that order.",
         variable="FUSION_RING_ORDER", choices=("measured", "given"))
     io_threads: int = _row(
         1, DAEMON, "ZeroMQ I/O threads of a daemon.", unit=COUNT, variable="FUSION_IO_THREADS", least=1)
@@ -358,11 +359,11 @@ class Settings:
         2, DAEMON, "Threads of a daemon that reduce local buckets.",
         unit=COUNT, variable="FUSION_KERNEL_THREADS", least=1)
     heartbeat_interval: float = _row(
-        1.0, DAEMON, "How often a daemon's event loop tells its peers that it is alive.",
+        1.0, DAEMON, "Time between two signs of life of a daemon's event loop to its peers.",
         unit=SECONDS, variable="FUSION_HEARTBEAT_INTERVAL", least=0.01)
     heartbeat_timeout: float = _row(
-        10.0, DAEMON, "Silence after which a peer daemon is declared dead, at most; half of that where its "
-        "heartbeats are regular.",
+        10.0, DAEMON, "Longest silence before a peer daemon is declared dead; half of that where its heartbeats are "
+        "regular.",
         unit=SECONDS, variable="FUSION_HEARTBEAT_TIMEOUT", least=0.05)
 
     autotune: bool = _row(
@@ -371,38 +372,38 @@ class Settings:
         unit=SWITCH, flags=("--autotune",), off=("--no-autotune",), variable="HOROVOD_AUTOTUNE",
         yaml="autotune.enabled")
     autotune_log_file: str = _row(
-        "", AUTOTUNE, "CSV file for what was tried, written by rank 0.",
+        "", AUTOTUNE, "CSV file of all samples, written by rank 0.",
         flags=("--autotune-log-file",), variable="HOROVOD_AUTOTUNE_LOG", yaml="autotune.log_file", placeholder="FILE")
     autotune_warmup_samples: int = _row(
-        3, AUTOTUNE, "Samples that are dropped first.",
+        3, AUTOTUNE, "Number of first samples that are dropped.",
         unit=COUNT, flags=("--autotune-warmup-samples",), variable="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
         yaml="autotune.warmup_samples", least=0)
     autotune_steps_per_sample: int = _row(
-        10, AUTOTUNE, "Steps of a sample.",
+        10, AUTOTUNE, "Number of steps of a sample.",
         unit=COUNT, flags=("--autotune-steps-per-sample",), variable="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
         yaml="autotune.steps_per_sample", least=1)
     autotune_max_samples: int = _row(
-        20, AUTOTUNE, "Samples after which the search ends.",
+        20, AUTOTUNE, "Number of samples after which the search ends.",
         unit=COUNT, flags=("--autotune-bayes-opt-max-samples",), variable="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
         yaml="autotune.bayes_opt_max_samples", least=1)
     autotune_noise: float = _row(
-        0.8, AUTOTUNE, "Noise that is expected in samples, from 0 to 1: the more, the more samples measure the best "
+        0.8, AUTOTUNE, "Expected noise of samples, from 0 to 1. With more noise, more samples measure the best "
         "settings and the default again.",
         unit=NUMBER, flags=("--autotune-gaussian-process-noise",), variable="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
         yaml="autotune.gaussian_process_noise", least=0, most=1)
     autotune_directory: str = _row(
-        "", AUTOTUNE, "Directory of rank 0 in which what was found is kept, for the next job with the same hosts and "
-        "model.",
+        "", AUTOTUNE, "Directory on rank 0's host that keeps results for the next job with the same hosts and model.",
         flags=("--autotune-directory",), variable="FUSION_AUTOTUNE_DIRECTORY", yaml="autotune.directory",
         placeholder="DIR", absent="fusion_rt/autotune in XDG_CACHE_HOME or ~/.cache")
     autotune_keep_order: bool = _row(
-        False, AUTOTUNE, "Tune only what does not change in which order gradients are added up, so that results are, "
-        "bit by bit, those without tuning.",
+        False, AUTOTUNE, "Tune only settings that keep the order in which gradients are added up, so that results "
+        "equal those without tuning, bit by bit.",
         unit=SWITCH, flags=("--autotune-keep-order",), variable="FUSION_AUTOTUNE_KEEP_ORDER",
         yaml="autotune.keep_order")
     auto: str = _row(
-        "off", AUTOTUNE, "Choose by measured links and computing times, and say why: lossless (how gradients travel), "
-        "lossy (a codec, too), or async (besides these, updates one step late, or an algorithm with local steps).",
+        "off", AUTOTUNE, "Choose settings by measured links and computing times, and say why: lossless (how "
+        "gradients travel), lossy (a codec, too), or async (besides these, updates one step late, or an algorithm "
+        "with local steps).",
         flags=("--auto",), variable="FUSION_AUTO", yaml="params.auto", choices=("off", "lossless", "lossy", "async"))
     auto_every: int = _row(
         500, AUTOTUNE, "Steps after which --auto looks again (0: never).",
@@ -504,20 +505,20 @@ OF_LAUNCHER = (
          COUNT, flags=("--min-np", "--min-num-proc"), least=1, absent="that of -np"),
     Knob("max_num_proc", ELASTIC, "Largest number of workers.",
          COUNT, flags=("--max-np", "--max-num-proc"), least=1, absent="all slots of the hosts"),
-    Knob("elastic_timeout", ELASTIC, "How long to wait for enough hosts, at the start and after a change.",
+    Knob("elastic_timeout", ELASTIC, "Longest wait for enough hosts, at the start and after a change.",
          SECONDS, 600.0, flags=("--elastic-timeout",), variable="HOROVOD_ELASTIC_TIMEOUT", least=0.001),
-    Knob("reset_limit", ELASTIC, "How many changes of membership a job may see; a job that fails again and again ends "
-         "with the next one. That a lost worker's slot is filled again counts with its loss, as one.",
+    Knob("reset_limit", ELASTIC, "Largest number of changes of membership; the next one ends the job. A lost worker "
+         "and its replacement count as one.",
          COUNT, 100, flags=("--reset-limit",), least=0),
-    Knob("restart_workers", ELASTIC, "What becomes of the slot of a worker that fails: on-failure starts another one "
-         "in it while the others train on (at once, then after 1, 2 and 4 s; the slot is given up when five in a row "
-         "have not trained for 60 s); never leaves the host out, as Horovod does.",
+    Knob("restart_workers", ELASTIC, "Treatment of a failed worker's slot: on-failure starts another worker in it "
+         "while the others train on (at once, then after 1, 2 and 4 s; the slot is given up when five in a row have "
+         "not trained for 60 s); never leaves the host out, as Horovod does.",
          default="on-failure", flags=("--restart-workers",), choices=("on-failure", "never")),
-    Knob("newcomer_timeout", ELASTIC, "How long a worker that is started while others train has until its script comes "
-         "to the training function; one that takes longer hangs, is killed, and counts as one that fails.",
+    Knob("newcomer_timeout", ELASTIC, "Time limit for a worker that starts while others train to reach the training "
+         "function. A slower one is killed, and counts as failed.",
          SECONDS, 600.0, flags=("--newcomer-timeout",), least=0.001),
-    Knob("blacklist_cooldown_range", ELASTIC, "How many seconds a host that failed is left out, at first and at most; "
-         "twice as long each time.",
+    Knob("blacklist_cooldown_range", ELASTIC, "Seconds for which a failed host is left out, at first and at most; "
+         "each time twice as long.",
          default="10 300", flags=("--blacklist-cooldown-range",), placeholder="MIN MAX", many="2"),
     Knob("use_gloo", COMPATIBLE, "Horovod's controller without MPI, which comes closest to what fusionrun does.",
          SWITCH, flags=("--gloo",)),

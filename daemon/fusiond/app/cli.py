@@ -167,8 +167,7 @@ def stop(job: JobOption = "", node: NodeOption = -1) -> None:
 
 @app.command()
 def clean() -> None:
-    """Removes what dead daemons of this user have left on this host: sockets, locks, logs, and records of jobs that do
-    not run any more. Others are left alone."""
+    """Removes the sockets, locks, logs and records of dead daemons and ended jobs of this user on this host."""
     from fusion_rt.tracing import files
     from fusiond.host.leftovers import remove_dead
 

@@ -232,5 +232,5 @@ def test_the_help_has_every_flag_under_its_heading() -> None:
 
 def test_the_help_has_variables_and_defaults() -> None:
     text = " ".join(make_parser().format_help().split())
-    assert "none until the script calls start_timeline. (HOROVOD_TIMELINE)" in text
-    assert "before a warning names them (0: never). (HOROVOD_STALL_CHECK_TIME_SECONDS; default: 60 s)" in text
+    assert "(no timeline until the script calls start_timeline). (HOROVOD_TIMELINE)" in text
+    assert "have not submitted an operation (0: never). (HOROVOD_STALL_CHECK_TIME_SECONDS; default: 60 s)" in text

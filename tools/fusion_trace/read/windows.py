@@ -18,7 +18,7 @@ _FOREVER: Window = (-(1 << 62), 1 << 62)
 
 @dataclass(frozen=True)
 class Windows:
-    """What is to be read.
+    """The parts of a job's rings that are read.
 
     Attributes:
         of: by path; those that are missing are read wholly.
