@@ -22,6 +22,7 @@ WHOLE = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "examples/README.md": "examples/index.md",
 }
 SHOWN = {
     ".py": "python",
@@ -48,10 +49,6 @@ def on_files(files: Files, config: Any) -> Files:
         shown = _cells(text) if path.suffix == ".ipynb" else f"```{SHOWN[path.suffix]}\n{text}```\n"
         content = f"# {path.name}\n\n{shown}"
         files.append(File.generated(config, _page_of(path), content=content))
-    lines = [
-        f"- [{path.relative_to(ROOT / 'examples')}]({path.relative_to(ROOT / 'examples')}.md)" for path in _examples()
-    ]
-    files.append(File.generated(config, "examples/index.md", content="\n".join(["# Examples", "", *lines]) + "\n"))
     files.append(File.generated(config, "reference/commands.md", content=_commands()))
     return files
 
