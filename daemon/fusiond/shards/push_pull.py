@@ -99,6 +99,7 @@ class PushPullClients:
         self._codecs = codecs
         self._over = over
         self._clients: dict[Address, PushPullClient] = {}
+        self._of: dict[tuple[int, int], list[PushPullClient]] = {}  # by plan and local rank, in the order of buckets
         self.meters = Meters()
 
     def __iter__(self) -> Iterator[PushPullClient]:
@@ -113,7 +114,7 @@ class PushPullClients:
 
     def of(self, plan: int, rank: int) -> list[PushPullClient]:
         """Returns the clients of a local rank, in the order of buckets."""
-        return [client for (of, _, whose), client in self._clients.items() if (of, whose) == (plan, rank)]
+        return self._of.get((plan, rank), [])
 
     @property
     def idle(self) -> bool:
@@ -126,7 +127,9 @@ class PushPullClients:
         """A plan becomes active."""
         for bucket in state.plan.buckets:
             for rank in state.members.local:
-                self._clients[state.plan.id, bucket.index, rank] = PushPullClient(state, bucket, rank)
+                client = PushPullClient(state, bucket, rank)
+                self._clients[state.plan.id, bucket.index, rank] = client
+                self._of.setdefault((state.plan.id, rank), []).append(client)
 
     def drop(self, plan: int, why: str) -> None:
         """Drops a plan that is no longer active: workers that wait are told why."""
@@ -136,6 +139,7 @@ class PushPullClients:
                 sentence = f"rank {client.rank} was waiting for the home of bucket {bucket} of {group!r} when {why}"
                 self.fail(client, client.post, sentence)
         self._clients = {key: client for key, client in self._clients.items() if key[0] != plan}
+        self._of = {key: clients for key, clients in self._of.items() if key[0] != plan}
 
     # --- posts --------------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class HomeServer:
         self._wanted = wanted
         self._actions = Actions(here, codecs, clients, self.arrived, self._wake, passed)
         self._homes: dict[Address, HostedHome] = {}
+        self._of: dict[int, list[HostedHome]] = {}  # by plan
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # of those that are gone, who may come back
 
@@ -94,19 +95,21 @@ class HomeServer:
         home = Home(rank, len(state.members.set.ranks), DTYPES[bucket.dtype], bucket.numel, spans, leads, codec)
         home.present -= {position for position, rank in enumerate(state.members.set.ranks) if rank in self._gone}
         home.joined = {position for position, rank in enumerate(state.members.set.ranks) if rank in self._joined}
-        self._homes[state.plan.id, bucket.index, rank] = HostedHome(state, bucket, home)
+        hosted = HostedHome(state, bucket, home)
+        self._homes[state.plan.id, bucket.index, rank] = hosted
+        self._of.setdefault(state.plan.id, []).append(hosted)
 
     def drop(self, plan: int) -> None:
         """The plan is no longer active. Threads that are at its homes finish, and nothing comes of it."""
-        for key, hosted in self._homes.items():
-            if key[0] == plan:
-                hosted.waiting.clear()
-                hosted.later.clear()
+        for hosted in self._of.pop(plan, ()):
+            hosted.waiting.clear()
+            hosted.later.clear()
         self._homes = {key: hosted for key, hosted in self._homes.items() if key[0] != plan}
 
     def clear(self) -> None:
         """The job cannot go on."""
         self._homes.clear()
+        self._of.clear()
 
     # --- threads ------------------------------------------------------------------------------------------------------
 
@@ -252,8 +255,8 @@ class HomeServer:
     def occupied(self, plan: int, rank: int, clock: int | None) -> None:
         """A rank waits in another operation, after it has contributed so many clocks to the shards of a plan; None: it
         does not any more."""
-        for hosted in list(self):
-            if hosted.plan.plan.id == plan and rank in hosted.ranks:
+        for hosted in list(self._of.get(plan, ())):
+            if rank in hosted.ranks:
                 self.when_free(hosted, partial(self._occupy, hosted, hosted.ranks.index(rank), clock))
 
     def _occupy(self, hosted: HostedHome, position: int, clock: int | None) -> None:
