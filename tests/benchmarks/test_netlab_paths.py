@@ -224,11 +224,9 @@ class TestRelay:
                 found[peer] = sorted(map(float, told.split()))
 
         assert lab.relayed["packets"] == 40
-        late = 3e-3 * lab.relayed["late_ms_median"]  # by what the relay itself says
-        assert found[1][0] >= 0.04
-        assert found[1][5] < 0.042 + late
-        assert found[2][0] >= 0.1
-        assert found[2][5] < 0.102 + late
+        # The shortest: on a busy machine most are late, for want of a processor.
+        assert 0.04 <= found[1][0] < 0.045
+        assert 0.1 <= found[2][0] < 0.105
 
     def test_a_stream_carries_its_window_in_each_round_trip_and_no_more_than_the_link(self) -> None:
         with Netlab(2, path=Path(delay=0.02), congestion="cubic") as lab:
