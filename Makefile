@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/fusionrun -np 2 $(BIN)/python examples/digits.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
