@@ -44,16 +44,32 @@ class Job:
 
     def epoch(self, number: int, size: int) -> list[tuple[int, int]]:
         """Waits until all ranks have taken a step of an epoch; the step at which each began, and its process."""
+        return self._epoch(range(number, number + 1), size)[1]
 
-        def begun() -> dict[int, tuple[int, int]]:
+    def epoch_from(self, number: int, size: int) -> tuple[int, list[tuple[int, int]]]:
+        """The same of this epoch or a later one, and which it was: one that begins while a network falls apart may find
+        that out."""
+        return self._epoch(range(number, 100), size)
+
+    def _epoch(self, numbers: range, size: int) -> tuple[int, list[tuple[int, int]]]:
+        def begun() -> tuple[int, list[tuple[int, int]]] | None:
             found = [STARTED.fullmatch(line) for line in self.out]
             lines = [tuple(map(int, match.groups())) for match in found if match]
             assert self.process.poll() is None, "\n".join(self.out + self.err)
             assert all(mark == rank for mark, _, rank, _, _, _ in lines)
-            return {rank: (step, pid) for _, epoch, rank, of, step, pid in lines if (epoch, of) == (number, size)}
+            for number in sorted({epoch for _, epoch, _, of, _, _ in lines if of == size and epoch in numbers}):
+                ranks = {rank: (step, pid) for _, epoch, rank, of, step, pid in lines if (epoch, of) == (number, size)}
+                if len(ranks) == size:
+                    return number, [ranks[rank] for rank in range(size)]
+            return None
 
-        self._until(lambda: len(begun()) == size, f"epoch {number} with {size} workers", TIMEOUT_S)
-        return [begun()[rank] for rank in range(size)]
+        try:
+            found: tuple[int, list[tuple[int, int]]] = self._until(
+                begun, f"epoch {numbers[0]} with {size} workers", TIMEOUT_S
+            )
+        except AssertionError as error:
+            raise AssertionError("\n".join([str(error), *self.out, *self.err])) from None
+        return found
 
     def changes(self) -> list[str]:
         """The lines on changes of membership."""
