@@ -277,16 +277,23 @@ def count_hits(typing: Any, wire: Wire, counts: Lanes, value: Lanes, threshold: 
     return counts(wire, counts, value, types.int64), generate
 
 
-@intrinsic
-def sum_of(typing: Any, value: Lanes) -> Any:
-    """The sum of int32 lanes as an int64."""
+def _over_lanes(operation: str) -> Any:
+    """The function that combines int32 lanes into an int64 by LLVM's `llvm.vector.reduce.OPERATION`."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = arguments[0].type
-        name = f"llvm.vector.reduce.add.v{vector.count}i32"
-        function = builder.module.globals.get(name)
-        if function is None:
-            function = ir.Function(builder.module, ir.FunctionType(_ir.I32, [vector]), name)
-        return builder.zext(builder.call(function, arguments), _ir.I64)
+    @intrinsic
+    def combined(typing: Any, value: Lanes) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            vector = arguments[0].type
+            name = f"llvm.vector.reduce.{operation}.v{vector.count}i32"
+            function = builder.module.globals.get(name)
+            if function is None:
+                function = ir.Function(builder.module, ir.FunctionType(_ir.I32, [vector]), name)
+            return builder.zext(builder.call(function, arguments), _ir.I64)
 
-    return types.int64(value), generate
+        return types.int64(value), generate
+
+    return combined
+
+
+sum_of = _over_lanes("add")
+largest_of = _over_lanes("smax")

@@ -16,7 +16,20 @@ from numba.extending import models
 
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.kernels import _ir
-from fusion_rt.kernels._lanes import INFINITE, Lanes, Wire, add, lanes, load, maximum, scale, store, where_finite, zeros
+from fusion_rt.kernels._lanes import (
+    INFINITE,
+    Lanes,
+    Wire,
+    add,
+    lanes,
+    largest_of,
+    load,
+    maximum,
+    scale,
+    store,
+    where_finite,
+    zeros,
+)
 from fusion_rt.kernels._memory import peek8, peek64, peek_double, peek_float, poke8, poke32, poke64, poke_float
 
 # Numba's annotations describe ordinary functions; what these make of a function has another signature.
@@ -30,9 +43,8 @@ _WIDE, _SINGLE = Wire.wide(DTYPES["float32"]), Wire(DTYPES["float32"], 1)
 _WIDE_INTEGERS, _SINGLE_INTEGER = Wire(DTYPES["int32"], _WIDE.lanes), Wire(DTYPES["int32"], 1)
 _SCALE_BYTES = 4
 _LEAST_STEP = 2.0**-126
-_OF_MEAN = (
-    1.25  # of the mean magnitude, with int2: the best step for normal numbers, and no step leaves more than there was
-)
+# Of the mean magnitude, with int2: the best step for normal numbers, and no step leaves more than there was.
+_OF_MEAN = 1.25
 _BYTE, _BIT = ir.IntType(8), ir.IntType(1)
 
 
@@ -75,21 +87,6 @@ def _finite_magnitudes(typing: Any, wire: Wire, value: Lanes) -> Any:
         return builder.select(_is_finite(builder, arguments[1]), magnitude, _same(magnitude.type, 0))
 
     return result(wire, value), generate
-
-
-@intrinsic
-def _largest(typing: Any, value: Any) -> Any:
-    """The largest of int32 lanes as an int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = arguments[0].type
-        name = f"llvm.vector.reduce.smax.v{vector.count}i32"
-        function = builder.module.globals.get(name)
-        if function is None:
-            function = ir.Function(builder.module, ir.FunctionType(_ir.I32, [vector]), name)
-        return builder.zext(builder.call(function, arguments), _ir.I64)
-
-    return types.int64(value), generate
 
 
 @intrinsic
@@ -356,16 +353,16 @@ def _encoding(name: str, code: _Code) -> Any:
                 else:
                     peaks = maximum(peaks, _finite_magnitudes(_WIDE, value))
                 i += lanes(_WIDE)
-            peak, total = _largest(peaks), 0.0
+            peak, total = largest_of(peaks), 0.0
             if by_mean:
                 total = _total(sums)
             while i < high:
                 single, top = _accumulate(_SINGLE, residual, gradient, i, top, decay)
                 if by_mean:
-                    peak = max(peak, _largest(_magnitudes(_SINGLE, single)))
+                    peak = max(peak, largest_of(_magnitudes(_SINGLE, single)))
                     total += _total(_add_magnitudes(_SINGLE, _doubles(_SINGLE), single))
                 else:
-                    peak = max(peak, _largest(_finite_magnitudes(_SINGLE, single)))
+                    peak = max(peak, largest_of(_finite_magnitudes(_SINGLE, single)))
                 i += 1
             if by_mean:
                 size_of_one = numba.float32(_OF_MEAN * total / (high - low))
@@ -409,7 +406,7 @@ def _encoding(name: str, code: _Code) -> Any:
                     out += 1
                     bits, filled = 0, 0
             low = high
-        poke64(request, 10, max(_largest(tops), _largest(top)) >= INFINITE)
+        poke64(request, 10, max(largest_of(tops), largest_of(top)) >= INFINITE)
 
     encode.__name__ = f"{name}_encode"
     return encode
@@ -480,10 +477,10 @@ def onebit_encode(request):  # type: ignore[no-untyped-def]
             peaks = maximum(peaks, _magnitudes(_WIDE, value))
             sums = _add_magnitudes(_WIDE, sums, value)
             i += lanes(_WIDE)
-        peak, total = _largest(peaks), _total(sums)
+        peak, total = largest_of(peaks), _total(sums)
         while i < high:
             single, top = _accumulate(_SINGLE, residual, gradient, i, top, decay)
-            peak = max(peak, _largest(_magnitudes(_SINGLE, single)))
+            peak = max(peak, largest_of(_magnitudes(_SINGLE, single)))
             total += _total(_add_magnitudes(_SINGLE, _doubles(_SINGLE), single))
             i += 1
         mean = numba.float32(total / (high - low))
@@ -512,7 +509,7 @@ def onebit_encode(request):  # type: ignore[no-untyped-def]
                 out += 1
                 bits, filled = 0, 0
         low = high
-    poke64(request, 10, max(_largest(tops), _largest(top)) >= INFINITE)
+    poke64(request, 10, max(largest_of(tops), largest_of(top)) >= INFINITE)
 
 
 def onebit_decode(request):  # type: ignore[no-untyped-def]
