@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusion_rt import wire
 from fusion_rt.dist import membership
-from fusion_rt.dist.monitored import TAGS, MonitoredBarriers
+from fusion_rt.dist.arguments import Members, check_alike, checked_tag, combination, only, only_list, pairs, some
+from fusion_rt.dist.identity import GroupIdentity
+from fusion_rt.dist.monitored import MonitoredBarriers
 from fusion_rt.dist.sparse_sums import replace_by_sum
 from fusion_rt.dist.submission import (
     AwaitedMessage,
@@ -31,21 +33,7 @@ from fusion_rt.dist.submission import (
 from fusion_rt.dist.work import CollectiveError, FusionWork
 from fusion_rt.torch.core.tensors import dtype_name
 
-_OPS: dict[int, wire.Op] = {
-    hash(dist.ReduceOp.SUM): "sum",
-    hash(dist.ReduceOp.AVG): "average",
-    hash(dist.ReduceOp.PRODUCT): "product",
-    hash(dist.ReduceOp.MIN): "min",
-    hash(dist.ReduceOp.MAX): "max",
-    hash(dist.ReduceOp.BAND): "band",
-    hash(dist.ReduceOp.BOR): "bor",
-    hash(dist.ReduceOp.BXOR): "bxor",
-    hash(dist.ReduceOp.PREMUL_SUM): "sum",
-}
-"""By their hashes, which are their numbers: to look one up as such takes 3 µs, most of which its comparison does."""
-_PREMUL_SUM = hash(dist.ReduceOp.PREMUL_SUM)
 _NO_TIMEOUT = timedelta(0)
-_T = TypeVar("_T")
 
 
 def create(options: Any, backend_options: Any) -> FusionProcessGroup:
@@ -70,10 +58,7 @@ def create(options: Any, backend_options: Any) -> FusionProcessGroup:
     return FusionProcessGroup(opened, options.group_id, options.timeout)
 
 
-_Base: Any = dist.ProcessGroup  # whose overloads torch's stubs give for its own callers
-
-
-class FusionProcessGroup(_Base):  # type: ignore[misc]
+class FusionProcessGroup(GroupIdentity):
     """A process group whose operations run in the node's daemon.
 
     Args:
@@ -83,114 +68,18 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
     """
 
     def __init__(self, opened: membership.JoinedGroup, name: str, timeout: timedelta) -> None:
-        super().__init__(opened.rank, opened.size)
-        self._opened = opened
+        super().__init__(opened, name, timeout)
         self._id = opened.id
         self._ranks = opened.ranks  # of the job, by position in the group
-        self._position = opened.rank
-        self._members = len(opened.ranks)
-        order = sorted(range(self._members), key=self._ranks.__getitem__)
-        self._order = None if order == list(range(self._members)) else order
-        self._recorded = opened.recorder.open_group(name, self._ranks)
-        self.set_timeout(timeout)
+        self._members = Members(opened.ranks)
         self._own = OwnMessages()
         self._monitored = MonitoredBarriers(opened)
-        self._store: Any = opened.store
-
-    # --- about it -----------------------------------------------------------------------------------------------------
-
-    supports_splitting = False
-    supports_coalescing = False
-
-    def rank(self) -> int:
-        """Returns this worker's position in the group."""
-        return self._position
-
-    def size(self) -> int:
-        """Returns the number of members."""
-        return self._members
-
-    getRank = rank
-    getSize = size
-
-    def name(self) -> str:
-        """Returns the name of the backend."""
-        return "fusion"
-
-    getBackendName = name
-    _get_backend_name = name
-
-    @property
-    def group_name(self) -> str:
-        """c10d's name of the group."""
-        return self._recorded.name
-
-    def getGroupName(self) -> str:
-        """Returns c10d's name of the group."""
-        return self._recorded.name
-
-    def _set_group_name(self, name: str) -> None:
-        self._recorded.name = name
-
-    setGroupName = _set_group_name
-
-    @property
-    def group_desc(self) -> str:
-        """Name that the script gave the group."""
-        return self._recorded.description
-
-    def getGroupDesc(self) -> str:
-        """Returns what the script calls the group."""
-        return self._recorded.description
-
-    def _set_group_desc(self, description: str) -> None:
-        self._recorded.description = description
-
-    setGroupDesc = _set_group_desc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        # While torch 2.15 makes a group it attaches a recorder in C++ if there are any, and none fits one in Python.
-        if self not in dist.distributed_c10d._world.pg_names:
-            return []
-        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        return [torch.device(kind) for kind in kinds]
-
-    def _get_backend(self, device: torch.device) -> FusionProcessGroup:
-        """Returns this group, which is its own backend on every device."""
-        return self
-
-    def get_group_store(self) -> Any:
-        """Returns the store in which the members met."""
-        return self._store
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time-out of operations that are given none."""
-        self._seconds = self._recorded.seconds = timeout.total_seconds()
-
-    _set_default_timeout = set_timeout
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Does nothing: the daemon counts the operations of a group."""
-
-    def shutdown(self) -> None:
-        """Ends the group; what is under way in it fails."""
-        self._recorded.close()
-        self._opened.close()
-
-    def abort(self) -> None:
-        """Ends the group at once; what is under way in it fails. A flight record is written, where one is wanted."""
-        self._opened.abort()
-        self._recorded.close()
-
-    def __repr__(self) -> str:
-        return f"FusionProcessGroup(name={self.group_name!r}, rank={self._position}, size={self._members})"
 
     # --- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> FusionWork:
         """Replaces the tensor on every member by the elementwise combination of all members' tensors."""
-        tensor = _only(tensors, "allreduce", "tensor")
+        tensor = only(tensors, "allreduce", "tensor")
         reduction, seconds = self._combination(opts, op, timeout)
         if tensor.layout != torch.strided:
             return self._reduce_sparse(tensor, reduction, opts if hasattr(opts, "timeout") else None)
@@ -200,7 +89,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> FusionWork:
         """Replaces each tensor as `allreduce` does; tensors of one type travel together."""
-        tensors = _some(tensors, "allreduce_coalesced", "tensor list")
+        tensors = some(tensors, "allreduce_coalesced", "tensor list")
         reduction, seconds = self._combination(opts, op, timeout)
         return self._reduce_all("all_reduce_coalesced", tensors, reduction, seconds)
 
@@ -208,10 +97,10 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int = 0
     ) -> FusionWork:
         """Replaces the tensor on the root by the combination of all members' tensors."""
-        tensor = _only(tensors, "reduce", "tensor")
+        tensor = only(tensors, "reduce", "tensor")
         if isinstance(opts, int):
             opts, root = None, opts
-        root = self._root(root if opts is None else opts.rootRank, "reduce")
+        root = self._members.root(root if opts is None else opts.rootRank, "reduce")
         reduction, seconds = self._combination(opts, op, timeout)
         outputs = [tensor] if root == self._position else []
         part = self._reduction("reduce", [tensor], outputs, reduction, seconds, root=self._ranks[root])
@@ -221,13 +110,13 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None
     ) -> FusionWork:
         """Combines the members' lists of tensors; each member gets the combination of the tensors at its position."""
-        output = _only(outputs, "reduce_scatter", "output tensor")
-        given = inputs if isinstance(inputs[0], torch.Tensor) else _only_list(inputs, "reduce_scatter", "input")
-        self._check_count(given, "reduce_scatter", "input")
+        output = only(outputs, "reduce_scatter", "output tensor")
+        given = inputs if isinstance(inputs[0], torch.Tensor) else only_list(inputs, "reduce_scatter", "input")
+        self._members.check_count(given, "reduce_scatter", "input")
         reduction, seconds = self._combination(opts, op, timeout)
-        counts = tuple(tensor.numel() for tensor in self._in_order(given))
+        counts = tuple(tensor.numel() for tensor in self._members.in_order(given))
         uneven = counts if len(set(counts)) > 1 else ()
-        part = self._reduction("reducescatter", self._in_order(given), [output], reduction, seconds, uneven)
+        part = self._reduction("reducescatter", self._members.in_order(given), [output], reduction, seconds, uneven)
         return self._work("reduce_scatter", [part], [output], given)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> FusionWork:
@@ -241,8 +130,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         reduction, seconds = self._combination(opts, None, None)
         parts = []
         for output, given in zip(outputs, inputs, strict=True):
-            self._check_whole(given, output, "reduce_scatter", "input", "output")
-            parts.append(self._reduction("reducescatter", self._by_member(given), [output], reduction, seconds))
+            self._members.check_whole(given, output, "reduce_scatter", "input", "output")
+            parts.append(self._reduction("reducescatter", self._members.by_member(given), [output], reduction, seconds))
         return self._work("reduce_scatter", parts, list(outputs), inputs)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -252,10 +141,10 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0) -> FusionWork:
         """Replaces the tensor on every member by the root's."""
-        tensor = _only(tensors, "broadcast", "tensor")
+        tensor = only(tensors, "broadcast", "tensor")
         if isinstance(opts, int):
             opts, root = None, opts
-        root = self._root(root if opts is None else opts.rootRank, "broadcast")
+        root = self._members.root(root if opts is None else opts.rootRank, "broadcast")
         dtype, itemsize = moved_as([tensor])
         signature = signature_for("broadcast", self._id, dtype, tensor.nbytes // itemsize, root=self._ranks[root])
         given, taken = ([tensor], []) if root == self._position else (None, [tensor])
@@ -276,17 +165,17 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         """Gives every member its part of each member's tensor; parts are rows (all equal where no sizes are given)."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
-        takes = self._rows(output, output_split_sizes, "output")
-        gives = self._rows(input, input_split_sizes, "input")
+        takes = self._members.rows(output, output_split_sizes, "output")
+        gives = self._members.rows(input, input_split_sizes, "input")
         dtype, itemsize = moved_as([input, output])
         row = input.nbytes // input.shape[0] if input.numel() else output.nbytes // max(output.shape[0], 1)
         each = row // itemsize
         part = self._dealt(
             dtype,
-            [rows * each for rows in self._in_order(gives)],
-            self._by_member(input, gives),
-            [rows * each for rows in self._in_order(takes)],
-            self._by_member(output, takes),
+            [rows * each for rows in self._members.in_order(gives)],
+            self._members.by_member(input, gives),
+            [rows * each for rows in self._members.in_order(takes)],
+            self._members.by_member(output, takes),
             self._limit(opts, timeout),
         )
         return self._work("all_to_all", [part], [output], [input])
@@ -301,8 +190,8 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         """Gives every member the tensor at its position in each member's list."""
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
-        self._check_count(outputs, "alltoall", "output")
-        self._check_count(inputs, "alltoall", "input")
+        self._members.check_count(outputs, "alltoall", "output")
+        self._members.check_count(inputs, "alltoall", "input")
         part = self._exchanged(inputs, outputs, self._limit(opts, timeout))
         return self._work("all_to_all", [part], list(outputs), inputs)
 
@@ -312,18 +201,18 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0
     ) -> FusionWork:
         """Gives the root the tensors of all members."""
-        given = _only(inputs, "gather", "input tensor")
+        given = only(inputs, "gather", "input tensor")
         if isinstance(opts, int):
             opts, root = None, opts
-        root = self._root(root if opts is None else opts.rootRank, "gather")
+        root = self._members.root(root if opts is None else opts.rootRank, "gather")
         nothing = given.new_empty(0)
-        inputs = [given if position == root else nothing for position in range(self._members)]
-        taken: Sequence[torch.Tensor] = [nothing] * self._members
+        inputs = [given if position == root else nothing for position in range(self._members.count)]
+        taken: Sequence[torch.Tensor] = [nothing] * self._members.count
         if root == self._position:
             lists = [outputs] if outputs and isinstance(outputs[0], torch.Tensor) else outputs
-            taken = _only_list(lists, "gather", "output")
-            self._check_count(taken, "gather", "output")
-            _check_alike([given, *taken], "gather")
+            taken = only_list(lists, "gather", "output")
+            self._members.check_count(taken, "gather", "output")
+            check_alike([given, *taken], "gather")
         elif outputs and outputs[0] is not None and len(outputs[0]):
             raise ValueError("gather: requires empty output on non-root")
         part = self._exchanged(inputs, taken, self._limit(opts, timeout))
@@ -333,18 +222,18 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, root: int = 0
     ) -> FusionWork:
         """Gives every member the tensor at its position in the root's list."""
-        taken = _only(outputs, "scatter", "output tensor")
+        taken = only(outputs, "scatter", "output tensor")
         if isinstance(opts, int):
             opts, root = None, opts
-        root = self._root(root if opts is None else opts.rootRank, "scatter")
+        root = self._members.root(root if opts is None else opts.rootRank, "scatter")
         nothing = taken.new_empty(0)
-        outputs = [taken if position == root else nothing for position in range(self._members)]
-        given: Sequence[torch.Tensor] = [nothing] * self._members
+        outputs = [taken if position == root else nothing for position in range(self._members.count)]
+        given: Sequence[torch.Tensor] = [nothing] * self._members.count
         if root == self._position:
             lists = [inputs] if inputs and isinstance(inputs[0], torch.Tensor) else inputs
-            given = _only_list(lists, "scatter", "input")
-            self._check_count(given, "scatter", "input")
-            _check_alike([taken, *given], "scatter")
+            given = only_list(lists, "scatter", "input")
+            self._members.check_count(given, "scatter", "input")
+            check_alike([taken, *given], "scatter")
         elif inputs and inputs[0] is not None and len(inputs[0]):
             raise ValueError("scatter: requires empty input on non-root")
         return self._work("scatter", [self._exchanged(given, outputs, self._limit(opts, timeout))], [taken])
@@ -353,11 +242,11 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> FusionWork:
         """Gives every member the tensors of all members."""
-        given = _only(inputs, "allgather", "input tensor")
+        given = only(inputs, "allgather", "input tensor")
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else outputs
-        taken = _only_list(lists, "allgather", "output")
-        self._check_count(taken, "allgather", "output")
-        taken = self._in_order(taken)
+        taken = only_list(lists, "allgather", "output")
+        self._members.check_count(taken, "allgather", "output")
+        taken = self._members.in_order(taken)
         part = self._gathered([given], taken, self._limit(opts, timeout), [tensor.nbytes for tensor in taken])
         return self._work("all_gather", [part], lists, [given])
 
@@ -372,22 +261,22 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         seconds = self._limit(opts, None)
         parts = []
         for output, given in zip(outputs, inputs, strict=True):
-            self._check_whole(output, given, "allgather", "output", "input")
-            parts.append(self._gathered([given], self._by_member(output), seconds))
+            self._members.check_whole(output, given, "allgather", "output", "input")
+            parts.append(self._gathered([given], self._members.by_member(output), seconds))
         return self._work("all_gather", parts, list(outputs), inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> FusionWork:
         """Gives every member the lists of tensors of all members, which travel together."""
-        given = _some(inputs, "allgather_coalesced", "input tensor list")
-        self._check_count(outputs, "allgather_coalesced", "output")
+        given = some(inputs, "allgather_coalesced", "input tensor list")
+        self._members.check_count(outputs, "allgather_coalesced", "output")
         for member in outputs:
             if len(member) != len(given):
                 raise ValueError(
                     f"allgather_coalesced: invalid output lists: one has {len(member)} tensors for {len(given)} inputs"
                 )
-        taken = [tensor for member in self._in_order(outputs) for tensor in member]
+        taken = [tensor for member in self._members.in_order(outputs) for tensor in member]
         part = self._gathered(given, taken, self._limit(opts, None))
         return self._work("all_gather_coalesced", [part], list(outputs), given)
 
@@ -398,19 +287,19 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> FusionWork:
         """Sends a tensor to a member, which has to receive it with the same tag; also to this one itself."""
-        tensor = _only(tensors, "send", "tensor")
-        rank = self._peer(dstRank, "destination")
+        tensor = only(tensors, "send", "tensor")
+        rank = self._members.peer(dstRank, "destination")
         if rank == self._position:
             part = self._own.send(tag, tensor)
         else:
-            part = SentMessage(self._opened.here, self._id, self._ranks[rank], _checked_tag(tag), tensor, self._seconds)
+            part = SentMessage(self._opened.here, self._id, self._ranks[rank], checked_tag(tag), tensor, self._seconds)
         recorded = self._recorded.record_message("send", part, tensor, self._position, rank)
         return FusionWork(self._opened.completer, "send", [part], [tensor], recorded=recorded)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> FusionWork:
         """Receives what a member sends with the same tag, in the order in which it does."""
-        tensor = _only(tensors, "recv", "tensor")
-        rank = self._peer(srcRank, "source")
+        tensor = only(tensors, "recv", "tensor")
+        rank = self._members.peer(srcRank, "source")
         if rank == self._position:
             part = self._own.receive(tag, tensor)
         else:
@@ -420,7 +309,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> FusionWork:
         """Receives what any other member sends with the same tag, whichever comes first."""
-        tensor = _only(tensors, "recv", "tensor")
+        tensor = only(tensors, "recv", "tensor")
         part = self._awaited(None, tag, tensor)
         recorded = self._recorded.record_message("recv", part, tensor, None, self._position)
         return FusionWork(
@@ -433,12 +322,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         )
 
     def _awaited(self, rank: int | None, tag: int, tensor: torch.Tensor) -> Submission:
-        return AwaitedMessage(self._opened.here, self._id, rank, _checked_tag(tag), tensor, self._seconds)
-
-    def _peer(self, rank: int, what: str) -> int:
-        if not 0 <= rank < self._members:
-            raise ValueError(f"invalid {what} rank: {rank}; the group has ranks 0 to {self._members - 1}")
-        return rank
+        return AwaitedMessage(self._opened.here, self._id, rank, checked_tag(tag), tensor, self._seconds)
 
     # --- synchronisation ----------------------------------------------------------------------------------------------
 
@@ -497,12 +381,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         if opts is not None and not hasattr(opts, "reduceOp"):  # the overload with an op in its place
             opts, op = None, opts
         chosen = opts.reduceOp if opts is not None else dist.ReduceOp.SUM if op is None else op
-        number = hash(chosen)
-        known = _OPS.get(number)
-        if known is None:
-            raise RuntimeError(f"Cannot use {chosen} with the backend fusion, which knows no such ReduceOp")
-        factor = float(chosen.factor) if number == _PREMUL_SUM else 1.0  # type: ignore[union-attr]
-        return (known, factor), self._limit(opts, timeout)
+        return combination(chosen), self._limit(opts, timeout)
 
     def _reduce_all(
         self, title: str, tensors: list[torch.Tensor], reduction: tuple[wire.Op, float], seconds: float
@@ -523,7 +402,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
         def gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
             self.all_gather_single_coalesced(outputs, inputs, opts).wait()
 
-        replace_by_sum(tensor, self._members, gather)
+        replace_by_sum(tensor, self._members.count, gather)
         return self._work("all_reduce", [], [tensor])
 
     def _reduction(
@@ -538,7 +417,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
     ) -> Submission:
         op, factor = reduction
         if inputs[0].is_complex():
-            inputs, outputs = [_pairs(tensor, op) for tensor in inputs], [_pairs(tensor, op) for tensor in outputs]
+            inputs, outputs = [pairs(tensor, op) for tensor in inputs], [pairs(tensor, op) for tensor in outputs]
         dtype = inputs[0].dtype
         count = inputs[0].numel() if len(inputs) == 1 else sum(tensor.numel() for tensor in inputs)
         signature = signature_for(kind, self._id, dtype_name(dtype), count, op, factor, root)
@@ -569,7 +448,7 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
     def _exchanged(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], seconds: float) -> Submission:
         """Submits an alltoall of a tensor for each member, by position, and one from each."""
         dtype, itemsize = moved_as([*inputs, *outputs])
-        inputs, outputs = self._in_order(inputs), self._in_order(outputs)
+        inputs, outputs = self._members.in_order(inputs), self._members.in_order(outputs)
         splits = [tensor.nbytes // itemsize for tensor in inputs]
         receives = [tensor.nbytes // itemsize for tensor in outputs]
         return self._dealt(dtype, splits, inputs, receives, outputs, seconds)
@@ -594,118 +473,3 @@ class FusionProcessGroup(_Base):  # type: ignore[misc]
             receives=tuple(receives),
             seconds=seconds,
         )
-
-    def _rows(self, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str) -> Sequence[int]:
-        """Returns the number of rows of a tensor that are for, or from, each member, by position.
-
-        Raises:
-            ValueError: it cannot be dealt out so.
-        """
-        if not tensor.is_contiguous():
-            raise ValueError(f"all_to_all_single: the {what} tensor must be contiguous")
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if not sizes:
-            if rows % self._members:
-                raise ValueError(
-                    f"all_to_all_single: Tensor's dim 0 does not divide equally across group size: the {what} has "
-                    f"{rows} rows for {self._members} members"
-                )
-            return [rows // self._members] * self._members
-        if len(sizes) != self._members:
-            raise ValueError(
-                f"all_to_all_single: Number of tensor splits not equal to group size: {len(sizes)} for the {what}, and "
-                f"{self._members} members"
-            )
-        if sum(sizes) != rows:
-            raise ValueError(
-                f"all_to_all_single: Split sizes doesn't match total dim 0 size: {sum(sizes)} for the {what}, which "
-                f"has {rows} rows"
-            )
-        return sizes
-
-    def _in_order(self, by_position: Sequence[_T]) -> Sequence[_T]:
-        """Returns what belongs to the members in the daemon's order."""
-        return by_position if self._order is None else [by_position[position] for position in self._order]
-
-    def _by_member(self, tensor: torch.Tensor, rows: Sequence[int] | None = None) -> Sequence[torch.Tensor]:
-        """Returns the members' parts of a tensor, equal or of so many rows, in the daemon's order: itself if it is."""
-        if self._order is None:
-            return [tensor]
-        if rows is None:
-            return self._in_order(tensor.detach().view(self._members, -1).unbind())
-        return self._in_order(torch.split(tensor.detach(), list(rows)))
-
-    # --- arguments ----------------------------------------------------------------------------------------------------
-
-    def _root(self, root: int, operation: str) -> int:
-        if not 0 <= root < self._members:
-            raise ValueError(f"{operation}: invalid root rank: {root}; the group has ranks 0 to {self._members - 1}")
-        return root
-
-    def _check_count(self, given: Sequence[Any], operation: str, what: str) -> None:
-        if len(given) != self._members:
-            raise ValueError(
-                f"{operation}: invalid {what} tensor list: its length must be the size of the group, {self._members}, "
-                f"not {len(given)}"
-            )
-
-    def _check_whole(self, whole: torch.Tensor, part: torch.Tensor, operation: str, of: str, each: str) -> None:
-        if whole.numel() != part.numel() * self._members:
-            raise ValueError(
-                f"{operation}: the {of} tensor must have the {each} tensor's size times the size of the group, "
-                f"{part.numel()} x {self._members} elements, not {whole.numel()}"
-            )
-        if whole.dtype != part.dtype:
-            raise ValueError(
-                f"{operation}: the {of} tensor is of type {whole.dtype}, the {each} tensor of {part.dtype}"
-            )
-
-
-def _only(tensors: Any, operation: str, what: str) -> torch.Tensor:
-    """Returns the only tensor of a list, or a tensor itself."""
-    if isinstance(tensors, torch.Tensor):
-        return tensors
-    if len(tensors) != 1:
-        raise ValueError(f"{operation}: requires a single-element {what} list, not one of {len(tensors)}")
-    only: torch.Tensor = tensors[0]
-    return only
-
-
-def _only_list(lists: Sequence[Any], operation: str, what: str) -> Sequence[torch.Tensor]:
-    if len(lists) != 1:
-        raise ValueError(f"{operation}: requires a single-element {what} list, not one of {len(lists)}")
-    only: Sequence[torch.Tensor] = lists[0]
-    return only
-
-
-def _checked_tag(tag: int) -> int:
-    if not 0 <= tag < TAGS:
-        raise ValueError(f"invalid tag: {tag}; use one from 0 to {TAGS - 1}")
-    return tag
-
-
-def _some(tensors: Any, operation: str, what: str) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    if not tensors:
-        raise ValueError(f"{operation}: requires a non-empty {what}")
-    return list(tensors)
-
-
-def _check_alike(tensors: Sequence[torch.Tensor], operation: str) -> None:
-    """Raises `ValueError` unless all tensors have the first one's type and number of elements."""
-    first = tensors[0]
-    for tensor in tensors[1:]:
-        if tensor.dtype != first.dtype:
-            raise ValueError(f"{operation}: invalid tensor type: expected {first.dtype}, not {tensor.dtype}")
-        if tensor.numel() != first.numel():
-            raise ValueError(
-                f"{operation}: invalid tensor size: expected {tuple(first.shape)}, not {tuple(tensor.shape)}"
-            )
-
-
-def _pairs(tensor: torch.Tensor, op: wire.Op) -> torch.Tensor:
-    """Returns the real and imaginary parts of a complex tensor, as a view of it."""
-    if op not in ("sum", "average"):
-        raise ValueError(f"complex tensors have no {op}; use ReduceOp.SUM or ReduceOp.AVG")
-    return torch.view_as_real(tensor.detach())
