@@ -24,6 +24,11 @@ pytestmark = pytest.mark.multiprocess
 MODULES = (*forks.WORKER, "accelerate", "transformers.trainer", "fusion_rt.dist")
 ENVIRONMENT = {"HOROVOD_START_TIMEOUT": "120", "MASTER_ADDR": "127.0.0.1"}
 
+# The process groups of this rank's runs. DDP's reducer holds the last reference to one after `destroy_process_group`, and
+# ends it with Python's lock held; gloo's destructor waits for its threads then, one of which may need the lock to drop the
+# tensors of its last work: both wait forever (https://github.com/pytorch/pytorch/issues/56297).
+KEPT: list[Any] = []
+
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[Job]:
@@ -50,6 +55,7 @@ def run_example(name: str, backend: str, arguments: list[str]) -> dict[str, Any]
         def __init__(self, module: torch.nn.Module, *positional: Any, **keywords: Any) -> None:
             super().__init__(module, *positional, **keywords)
             seen.model, seen.backend = module, dist.get_backend(self.process_group)
+            KEPT.append(self.process_group)
 
     before, torch.nn.parallel.DistributedDataParallel = torch.nn.parallel.DistributedDataParallel, Watched  # type: ignore[misc]
     sys.argv = [name, "--backend", backend, *arguments]
