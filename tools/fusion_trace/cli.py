@@ -380,10 +380,17 @@ def report(
     what: What = None,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = "report.html",
     steps: StepsOption = "",
+    timeline: Annotated[
+        str,
+        typer.Option(
+            metavar="STEPS",
+            help="Steps of the timeline, A:B as in Python, at most 12; by default a typical one and the slowest.",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Writes one HTML page about a job, with charts: where steps go, overlap, stragglers, links, the critical path, and
-    what faster or slower links would do.
+    """Writes one HTML page about a job, with charts: where steps go, overlap, stragglers, links, the critical path, a
+    timeline of single steps, and what faster or slower links would do.
 
     The page needs no network and no other file. It is drawn by plotly, which is in the extra `trace`.
     """
@@ -395,7 +402,7 @@ def report(
     script = html_page.plotly_js()
     selected = parse_steps(steps)
     trace = load(what, selected)
-    found = analyse(trace, selected)
+    found = analyse(trace, selected, drawn=parse_steps(timeline, "--timeline") if timeline else None)
     text = html_page.render(trace.job, sections(found), script)
 
     def write() -> int:

@@ -20,11 +20,12 @@ import pytest
 from typer.testing import CliRunner
 
 from fusion_trace.analyse import critical_path, stragglers
-from fusion_trace.analyse.overlap import PARTS, partitions
+from fusion_trace.analyse.overlap import PARTS, by_step, partitions
 from fusion_trace.cli import app
+from fusion_trace.export import picture
 from fusion_trace.read import job
-from fusion_trace.read.choice import StepRange
-from fusion_trace.report import charts, figures, html_page
+from fusion_trace.read.choice import ChoiceError, StepRange
+from fusion_trace.report import charts, figures, html_page, timeline
 from fusion_trace.report.charts import plain
 from fusion_trace.report.curves import BANDWIDTHS, CHANGES
 from fusion_trace.report.figures import MOST_COLUMNS, Report, analyse
@@ -39,7 +40,7 @@ from tests.diagnosis import generator
 from tests.tools.synthetic import MS, Job, Straggler, simulate
 
 plotly = pytest.importorskip("plotly", reason="reports need plotly, which is in the extra `trace`")
-SECTIONS = ("overview", "ranks", "overlap", "stragglers", "links", "critical-path", "whatif")
+SECTIONS = ("overview", "ranks", "overlap", "stragglers", "links", "critical-path", "timeline", "whatif")
 HOSTILE = "<img src=x onerror=alert(1)>@@PLOTLY@@</script>"
 JOB = Job(
     nodes=4, steps=200, buckets=2, bandwidth=120e6, bucket_nbytes=1 << 20, chunk_nbytes=1 << 18, skews={1: 7 * MS},
@@ -176,6 +177,58 @@ def _by_rank(made: Made) -> list[list[Any]]:
     return [[part for part in found if part.rank == rank] for rank in range(4)]
 
 
+def test_the_timeline_has_a_typical_step_and_the_slowest_with_all_that_merge_would_draw(made: Made) -> None:
+    drawn, path = made.report.drawn, made.report.path
+    assert path is not None
+    lengths = {number: max(part.ns for part in its) for number, its in by_step(partitions(made.trace)).items()}
+    slowest = sorted(lengths, key=lambda number: -lengths[number])[:3]
+    assert [step.number for step in drawn] == list(dict.fromkeys([path.step.number, *slowest]))
+    step = drawn[0]
+    parts = [part for part in partitions(made.trace) if part.number == step.number]
+    begin = min(part.begin for part in parts)
+    assert step.ns == max(part.end for part in parts) - begin
+    expected = {
+        (track.name, each.name, max(each.begin - begin, 0), min(each.end - begin, step.ns))
+        for process in picture.draw(made.trace).processes
+        if process.name.startswith("rank 3 ")
+        for track in process.tracks
+        if track.name.partition(" (")[0] in ("script", "waits", "memory", "handed over")
+        for each in track.slices
+        if each.end > begin and each.begin < begin + step.ns
+    }
+    found = {(bar.track, bar.what, bar.begin, bar.begin + bar.ns) for bar in step.bars if bar.process == "rank 3"}
+    # Rows of what overlaps are numbered by what is there, which is less in a step than in the job.
+    assert {each[1:] for each in found} == {each[1:] for each in expected}
+    assert len(found) == len(expected) > 5
+    assert {bar.kind for bar in step.bars} >= {"forward", "backward", "reduce", "operation", "sending", "receiving"}
+    chart = made.charts["timeline-0"]
+    shown = [trace for trace in chart["data"] if trace["visible"]]
+    assert sum(len(trace["x"]) for trace in shown) == len(step.bars)
+    assert len(chart["layout"]["updatemenus"][0]["buttons"]) == len(drawn)
+
+
+def test_the_steps_of_the_timeline_can_be_chosen(tmp_path: Path) -> None:
+    simulate(SMALL).write(tmp_path)
+    trace = job.load([str(tmp_path)], "/nowhere")
+    assert [step.number for step in analyse(trace, measure=cheap, drawn=StepRange(3, 6)).drawn] == [3, 4, 5]
+    with pytest.raises(ChoiceError, match="--timeline: the trace has steps 1 to 13, and none of these"):
+        analyse(trace, measure=cheap, drawn=StepRange(40, 41))
+    shown = CliRunner().invoke(
+        app, ["report", str(tmp_path), "-o", str(tmp_path / "r.html"), "--steps", "2:", "--timeline", "7"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert '"steps":[7]' in (tmp_path / "r.html").read_text()
+
+
+def test_a_step_with_very_many_activities_keeps_the_longest(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MOST_BARS", 10)
+    whole = made.report.drawn[0]
+    parts = partitions(made.trace)
+    (short,) = timeline.find(made.trace, parts, StepRange(whole.number, whole.number + 1), 0)
+    assert (len(short.bars), short.left_out) == (10, len(whole.bars) - 10)
+    assert sorted(bar.ns for bar in short.bars) == sorted(bar.ns for bar in whole.bars)[-10:]
+
+
 def test_curves_are_what_whatif_says(made: Made) -> None:
     curves = made.report.curves
     recorded = understand(made.trace, StepRange(curves.steps[0], curves.steps[1] + 1))
@@ -196,11 +249,31 @@ def test_names_are_texts_and_nothing_else(made: Made) -> None:
     assert plain(HOSTILE) in json.dumps(made.charts, ensure_ascii=False)  # as plotly takes texts
 
 
+LOOK_CLOSER = """
+const range = () => document.getElementById("timeline-0").layout.xaxis.range.slice();
+const later = (ms) => new Promise((done) => setTimeout(done, ms));
+(async () => {
+  while (!document.body.dataset.drawn) await later(20);
+  const ranges = [], chart = document.getElementById("timeline-0");
+  document.querySelector(".zoom [data-do=in]").click();
+  await later(50);
+  ranges.push(range());
+  chart.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+  await later(50);
+  ranges.push(range());
+  location.hash = "step-" + chart.layout.meta.steps[1];
+  await later(200);
+  ranges.push(range());
+  document.body.dataset.ranges = JSON.stringify(ranges);
+})();
+"""
+
+
 @pytest.mark.multiprocess
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the command chromium (Debian's package)")
 def test_the_page_in_a_browser(made: Made, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    path.write_text(made.text, encoding="utf-8")
+    path.write_text(made.text.replace("</body>", f"<script>{LOOK_CLOSER}</script></body>"), encoding="utf-8")
     done = subprocess.run(
         ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
          f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom",
@@ -224,6 +297,11 @@ def test_the_page_in_a_browser(made: Made, tmp_path: Path) -> None:
     ):
         assert axis in words
     assert "without stragglers" in words  # a legend
+    first, second = made.report.drawn[0].ns / 1e6, made.report.drawn[1].ns / 1e6
+    ranges = json.loads(html.unescape(re.search(r'data-ranges="([^"]*)"', done.stdout)[1]))  # type: ignore[index]
+    assert ranges[0] == pytest.approx([first / 4, first * 3 / 4], abs=1e-4)  # closer, by the button
+    assert ranges[1] == pytest.approx([first * 3 / 8, first * 7 / 8], abs=1e-4)  # later, by a key
+    assert ranges[2] == pytest.approx([0, second], abs=1e-4)  # another step, by the address
 
 
 def test_the_command_writes_a_page_and_says_what_it_found(tmp_path: Path) -> None:

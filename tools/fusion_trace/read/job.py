@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -125,6 +125,14 @@ class JobTrace:
             if len(process.records)
         ]
         return (int(min(end[0] for end in ends)), int(max(end[1] for end in ends))) if ends else (0, 0)
+
+    def between(self, begin: int, end: int) -> JobTrace:
+        """Returns this trace with the records of a time only, from `begin` to before `end`, which are not copied."""
+        parts = []
+        for process in self.processes:
+            low, high = np.searchsorted(process.records["time"], (begin, end)).tolist()
+            parts.append(replace(process, records=process.records[low:high]))
+        return replace(self, processes=tuple(parts))
 
 
 def load(what: Sequence[str], root: str, chosen: StepRange = EVERY_STEP) -> JobTrace:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from fusion_trace.analyse.bucket_times import BucketTimes
 from fusion_trace.analyse.critical_path import Segment
 from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
 from fusion_trace.read.job import JobTrace
 from fusion_trace.report.curves import BANDWIDTHS, Curves
-from fusion_trace.report.figures import Column, RankTimes, Report
+from fusion_trace.report.figures import Column, RankTimes
+from fusion_trace.report.timeline import Bar, DrawnStep
 
 Chart = dict[str, Any]
 
@@ -29,6 +31,12 @@ _ACTIVITIES = {
     "wake-up": "#8a93a3", "other": "#c3c7cf", "hand-over": "#5b6474", "daemon": "#3d4451", "reduce": "#2b6ca3",
     "encode": "#5b9bd0", "decode": "#9cc4e4", "negotiation": "#8e5bb5", "queue": "#f0b429", "wire": "#d6453d",
     "unrecorded": "#e7e9ed",
+}  # fmt: skip
+_HAPPENINGS = {
+    "forward": _ACTIVITIES["forward"], "backward": _ACTIVITIES["backward"], "step()": _ACTIVITIES["step"],
+    "wait": COLOURS["exposed"], "copy": _ACTIVITIES["copy"], "apply": _ACTIVITIES["apply"], "handed over": "#d9dce2",
+    "operation": "#8a93a3", "reduce": _ACTIVITIES["reduce"], "encode": _ACTIVITIES["encode"],
+    "decode": _ACTIVITIES["decode"], "sending": "#f0b429", "receiving": "#c98a10", "blocked": "#1f2430",
 }  # fmt: skip
 _LINES = (("#2b6ca3", "solid"), ("#3f8f5f", "dot"), ("#f0b429", "solid"), ("#d6453d", "solid"))
 _SEQUENTIAL = [[0, "#f4f8fc"], [1, "#1c5a92"]]
@@ -166,9 +174,9 @@ def hidden_line(columns: Sequence[Column]) -> Chart:
     return {"data": data, "layout": _layout(260, showlegend=False, **axes)}
 
 
-def bucket_bars(report: Report) -> Chart:
+def bucket_bars(buckets: Sequence[BucketTimes]) -> Chart:
     """Draws how long the exchange of each bucket takes, and how long scripts wait for it."""
-    exchanged = [bucket for bucket in report.buckets if "run" in bucket.phases]
+    exchanged = [bucket for bucket in buckets if "run" in bucket.phases]
     shown = exchanged[:MOST_BUCKETS]
     rows = [plain(bucket.name) for bucket in shown]
     colours = {"run": COLOURS["overlapped"], "wait": COLOURS["exposed"]}
@@ -265,6 +273,71 @@ def path_chart(trace: JobTrace, segments: Sequence[Segment], begin: int) -> Char
         "yaxis": _axis("", type="category", categoryorder="array", categoryarray=rows, autorange="reversed"),
     }
     return {"data": data, "layout": _layout(190 + 30 * len(rows), barmode="overlay", **axes)}
+
+
+def timeline(steps: Sequence[DrawnStep]) -> Chart:
+    """Draws what happened in the step that is chosen in a menu: a row for each track of a process."""
+    kinds = [kind for kind in _HAPPENINGS if any(bar.kind == kind for step in steps for bar in step.bars)]
+    data, buttons = [], []
+    for place, step in enumerate(steps):
+        data += [_activity(step, kind, visible=not place) for kind in kinds]
+        visible = [index // len(kinds) == place for index in range(len(steps) * len(kinds))]
+        title = f"step {step.number}: {step.ns / 1e6:.2f} ms" + (f", {step.why}" if step.why else "")
+        buttons.append({"label": title, "method": "update", "args": [{"visible": visible}, _timeline_axes(step)]})
+    first = _timeline_axes(steps[0])
+    layout = _layout(
+        first["height"],
+        barmode="overlay",
+        dragmode="pan",
+        meta={"zoom": True, "steps": [step.number for step in steps]},
+        xaxis=_axis("ms since the step began", range=first["xaxis.range"]),
+        yaxis=_axis("", type="category", categoryorder="array", tickfont={"size": 11}, fixedrange=True)
+        | {name.removeprefix("yaxis."): value for name, value in first.items() if name.startswith("yaxis.")},
+        updatemenus=[{"buttons": buttons, "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 6}}],
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+    )
+    return {"data": data, "layout": layout}
+
+
+def _activity(step: DrawnStep, kind: str, visible: bool) -> Chart:
+    its = [bar for bar in step.bars if bar.kind == kind]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": kind,
+        "visible": visible,
+        "y": [_row(bar) for bar in its],
+        "base": [ms(bar.begin) for bar in its],
+        "x": [ms(bar.ns) for bar in its],
+        "width": 0.8,
+        "marker": {"color": _HAPPENINGS[kind], "line": {"width": 0}},
+        "text": [plain(bar.what) for bar in its],
+        "textposition": "none",
+        "hovertemplate": "%{y}: %{text}, %{x:.4f} ms from %{base:.4f} ms on<extra></extra>",
+    }
+
+
+def _row(bar: Bar) -> str:
+    return plain(f"{bar.process}: {bar.track}")
+
+
+def _timeline_axes(step: DrawnStep) -> Chart:
+    """Returns how the layout shows a step: its length, and its rows, of which the first of a process has its name."""
+    rows = {_row(bar): bar for bar in step.bars}
+    named: set[str] = set()
+    labels = []
+    for bar in rows.values():
+        track = "" if bar.track.endswith(")") else bar.track  # a further row of a track
+        labels.append(plain(track if bar.process in named else f"{bar.process}: {bar.track}"))
+        named.add(bar.process)
+    return {
+        "xaxis.range": [0, ms(step.ns)],
+        "yaxis.categoryarray": [*rows],
+        "yaxis.tickvals": [*rows],
+        "yaxis.ticktext": labels,
+        "yaxis.range": [len(rows) - 0.5, -0.5],
+        "height": 200 + 18 * len(rows),
+    }
 
 
 def curve_chart(curves: Curves) -> Chart:

@@ -19,7 +19,9 @@ from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operations import operations
 from fusion_trace.read.spans import Span
+from fusion_trace.report import timeline
 from fusion_trace.report.curves import STEPS, Curves, sweep
+from fusion_trace.report.timeline import DrawnStep
 from fusion_trace.simulate.model import CodecCosts
 
 MOST_COLUMNS = 240  # of charts over steps; with more steps, a column stands for several
@@ -82,6 +84,7 @@ class Report:
         buckets, links: as `bucket_times.find` and `link_figures.link_figures` have them.
         path: the critical path of the step of median length; None without steps.
         curves: what-ifs.
+        drawn: steps of the timeline.
     """
 
     trace: JobTrace
@@ -95,15 +98,23 @@ class Report:
     links: tuple[LinkFigures, ...]
     path: Path | None
     curves: Curves
+    drawn: tuple[DrawnStep, ...]
 
 
 def analyse(
-    trace: JobTrace, chosen: StepRange = EVERY_STEP, measure: Callable[[str], CodecCosts] | None = None
+    trace: JobTrace,
+    chosen: StepRange = EVERY_STEP,
+    measure: Callable[[str], CodecCosts] | None = None,
+    drawn: StepRange | None = None,
 ) -> Report:
     """Analyses a job from all sides.
 
     Args:
         measure: what a codec costs, as in `curves.sweep`.
+        drawn: steps of the timeline, as in `timeline.find`.
+
+    Raises:
+        ChoiceError: no step of `drawn` is among those that were chosen.
     """
     parts = partitions(trace, chosen)
     every = operations(trace)
@@ -123,6 +134,8 @@ def analyse(
         links=link_figures(trace, every.chunks_of(inside), span),
         path=paths[0] if paths else None,
         curves=sweep(trace, _around(parts, middle), measure),
+        # Last, since it asks for the operations of other traces, of which few are kept.
+        drawn=() if middle is None else timeline.find(trace, parts, drawn, middle),
     )
 
 

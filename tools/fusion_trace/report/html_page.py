@@ -18,6 +18,10 @@ from fusion_trace.read.ring_reader import TraceError
 from fusion_trace.report.sections import Section
 from fusion_trace.report.wording import Table
 
+_ZOOM = (
+    ("in", "closer", "+"), ("out", "less close", "&minus;"), ("left", "earlier", "&larr;"),
+    ("right", "later", "&rarr;"), ("all", "the whole step", "whole step"),
+)  # fmt: skip
 _LEVEL = 9  # of gzip: a second, for 40 kB less than at 6
 
 
@@ -67,10 +71,20 @@ def _section(section: Section) -> str:
         lines.append(f"<div{beside}>")
         for place, chart in enumerate(section.charts):
             height = int(chart["layout"]["height"])
+            if chart["layout"].get("meta", {}).get("zoom"):
+                lines.append(_zoom_buttons(f"{section.id}-{place}"))
             lines.append(f'<div class="chart" id="{section.id}-{place}" style="min-height:{height}px"></div>')
         lines.append("</div>")
     lines += [_table(table) for table in section.tables]
     return "\n".join([*lines, "</section>"])
+
+
+def _zoom_buttons(chart: str) -> str:
+    """Returns the buttons over a chart that can be looked at more closely, for who has neither a wheel nor keys."""
+    buttons = (
+        f'<button type="button" data-do="{do}" aria-label="{label}">{sign}</button>' for do, label, sign in _ZOOM
+    )
+    return f'<div class="zoom" data-chart="{chart}">{"".join(buttons)}</div>'
 
 
 def _table(table: Table) -> str:

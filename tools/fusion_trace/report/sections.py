@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fusion_trace.analyse import critical_path
+from fusion_trace.analyse.link_figures import LinkFigures
 from fusion_trace.analyse.overlap import PARTS
-from fusion_trace.report import charts, overlap_page, stragglers_page, summary_page
+from fusion_trace.report import charts, overlap_page, stragglers_page, summary_page, timeline
 from fusion_trace.report.charts import Chart
 from fusion_trace.report.curves import BANDWIDTHS
 from fusion_trace.report.figures import Report
@@ -50,6 +51,7 @@ def sections(report: Report) -> tuple[Section, ...]:
         _stragglers(report),
         _links(report),
         _path(report),
+        _timeline(report),
         _whatif(report),
     )
 
@@ -124,7 +126,10 @@ def _overlap(report: Report) -> Section:
     if overlapped + exposed:
         hidden = overlapped / (overlapped + exposed)
         told = Told(f"{share(hidden)} of all communication is hidden behind computation.", "", False)
-    shown = report.buckets[: charts.MOST_BUCKETS]
+    # What a script has done once, such as a broadcast of each parameter, is no part of a step.
+    often = [bucket for bucket in report.buckets if bucket.plan or bucket.times > 1] or report.buckets
+    once = len(report.buckets) - len(often)
+    shown = often[: charts.MOST_BUCKETS]
     phases = ("fill", "run", "queue", "wire", "wait", "apply")
     rows = tuple(
         (
@@ -139,9 +144,16 @@ def _overlap(report: Report) -> Section:
         "overlap",
         "Overlap, step by step and bucket by bucket",
         told=(told,),
-        about=("A bucket whose exchange takes long and for which nobody waits is hidden; the last ones seldom are.",),
-        charts=(charts.hidden_line(report.columns), charts.bucket_bars(report)),
-        tables=(shortened(Table("Buckets (medians)", head, rows), len(report.buckets)),),
+        about=(
+            "A bucket whose exchange takes long and for which nobody waits is hidden; the last ones seldom are."
+            + (
+                f" Not listed: {count(once, 'tensor')} exchanged only once, which `fusion-trace buckets` has."
+                if once
+                else ""
+            ),
+        ),
+        charts=(charts.hidden_line(report.columns), charts.bucket_bars(often)),
+        tables=(shortened(Table("Buckets (medians)", head, rows), len(often)),),
     )
 
 
@@ -180,7 +192,7 @@ def _links(report: Report) -> Section:
             trace.host_of(link.source), trace.host_of(link.target), size(link.nbytes), str(link.chunks),
             share(link.busy),
             "" if link.bandwidth is None else f"{link.bandwidth * 8e-6:,.0f} Mbit/s",
-            "" if link.latency is None else duration(link.latency * 1e9),
+            _latency(link),
             "not known" if link.clock_error < 0 else duration(link.clock_error),
         )
         for link in sorted(links, key=lambda link: -link.nbytes)[:MOST_ROWS]
@@ -215,6 +227,13 @@ def _links(report: Report) -> Section:
     )
 
 
+def _latency(link: LinkFigures) -> str:
+    if link.latency is None:
+        return ""
+    ns = link.latency * 1e9
+    return f"below {duration(link.clock_error)}" if ns < link.clock_error else duration(ns)
+
+
 def _path(report: Report) -> Section:
     path = report.path
     assert path is not None  # there are whole steps
@@ -240,6 +259,21 @@ def _path(report: Report) -> Section:
         charts=(charts.path_chart(report.trace, path.segments, path.step.begin),),
         tables=(Table(table.title, table.columns, (*table.rows, whole), table.left),),
     )
+
+
+def _timeline(report: Report) -> Section:
+    ranks = max(len({part.rank for part in report.ranks}), 1)
+    about = [
+        "All that was recorded of a step; the menu has others, and --timeline A:B draws those you name. Turn the "
+        "wheel, press + and -, or use the buttons to look closer; drag, or press the arrow keys, to move; press 0 for "
+        "the whole step.",
+    ]
+    if ranks > timeline.MOST_RANKS:
+        about.append(f"Drawn are the first {timeline.MOST_RANKS} ranks, and the daemons of their nodes.")
+    if any(step.left_out for step in report.drawn):
+        most = max(report.drawn, key=lambda step: step.left_out)
+        about.append(f"What is shortest is left out: {most.left_out} activities of step {most.number}, for instance.")
+    return Section("timeline", "Timeline of single steps", about=tuple(about), charts=(charts.timeline(report.drawn),))
 
 
 def _whatif(report: Report) -> Section:
