@@ -54,6 +54,19 @@ def test_those_who_are_ended_because_the_job_has_failed_are_not_told_to_have_die
     assert [(each.what, each.number) for each in endings.find(trace).dead] == [("rank", 3)]
 
 
+def test_an_epoch_that_has_failed_is_no_failure_of_a_job_that_goes_on() -> None:
+    trace = killed(ranks=(3,))
+    daemon = trace.daemons[0]
+    (over,) = daemon.records[:1].copy()
+    over["kind"], over["extra"], over["peer"] = Kind.GONE, 2, 0xFFFF
+    records = np.concatenate([daemon.records[:1], [over], daemon.records[1:]])
+    others = tuple(process for process in trace.processes if process is not daemon)
+    trace = dataclasses.replace(trace, processes=(*others, dataclasses.replace(daemon, records=records)))
+    found = endings.find(trace)
+    assert found.failure == ""
+    assert [(each.what, each.number) for each in found.dead] == [("rank", 3)]
+
+
 def test_a_job_that_ended_well_has_no_dead() -> None:
     found = endings.find(make(SHAPE).trace)
     assert (found.dead, found.failure, found.failed) == ((), "", 0)

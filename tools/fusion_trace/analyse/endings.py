@@ -70,6 +70,9 @@ def find(trace: JobTrace) -> Endings:
             key = ("node" if row["extra"] == 1 else "rank"), int(row["peer"])
             if key not in dead or at < dead[key].at:
                 dead[key] = _dead(trace, *key, at, why, node)
+    # An elastic job goes on after an epoch that has failed.
+    began = max((int(its["time"][-1]) for d in trace.daemons.values() if len(its := d.of(Kind.RUN_BEGIN))), default=0)
+    failures = [each for each in failures if each[0] >= began]
     # Once the job has failed, whoever started it ends all that are left.
     over = min(failures, default=(None, ""))[0]
     dead = {key: each for key, each in dead.items() if over is None or each.at <= over + _SAME}
