@@ -152,7 +152,8 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
 
 
 class EpochOver(msgspec.Struct, frozen=True, tag="epoch_over"):
-    """Reports that an epoch has failed. `lost`: nodes that this daemon takes for lost; `reason`: a sentence."""
+    """Reports that an epoch has failed. `reason`: a sentence; `lost`: nodes that this daemon takes for lost, or has not
+    reached in time when the epoch was to begin."""
 
     number: int
     lost: tuple[int, ...]

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -218,9 +219,9 @@ class Daemon:
             host = order.topology.hosts[node]
             self.fail(f"node {node} (host {host}) was given up before by host {self._host}; it needs another daemon")
 
-    def _formation_failed(self, number: int, reason: str) -> None:
+    def _formation_failed(self, number: int, reason: str, unreached: Sequence[int]) -> None:
         if self._config.elastic and self._mesh is not None and number:
-            tell_starter(bootstrap.EpochOver(number, tuple(self._mesh.lost), reason))
+            tell_starter(bootstrap.EpochOver(number, (*self._mesh.lost, *unreached), reason))
 
     # --- coming up and ending -----------------------------------------------------------------------------------------
 

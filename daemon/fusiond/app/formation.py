@@ -9,7 +9,7 @@ threads or late messages would still have it do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -59,7 +59,7 @@ class Shell:
         probe: knows the links.
         began: when the daemon began (s, by the monotonic clock).
         statistics: returns the data of `fusiond status`.
-        failed: called with a formation's number and the reason why it cannot go on.
+        failed: called with a formation's number, the reason why it cannot go on, and the nodes that never came up.
         workers, pool: once the daemon runs.
         memory: what codecs remember, on the way from one formation to the next.
     """
@@ -75,7 +75,7 @@ class Shell:
     probe: LinkProbe
     began: float
     statistics: Callable[[], dict[str, object]]
-    failed: Callable[[int, str], None]
+    failed: Callable[[int, str, Sequence[int]], None]
 
     def __post_init__(self) -> None:
         self.workers: Workers
@@ -106,6 +106,7 @@ class Formation:
         self.number = number
         self._absent = absent
         self._is_over = False
+        self._unreached: Sequence[int] = ()
         self._shell = shell
         self._links: dict[int, WorkerLink] = {}  # by rank
         self.membership = Membership(topology, node, absent, wire.first_epoch(number))
@@ -230,7 +231,7 @@ class Formation:
 
     def _failed(self, reason: str) -> None:
         if not self._is_over:
-            self._shell.failed(self.number, reason)
+            self._shell.failed(self.number, reason, self._unreached)
 
     # --- coming up ----------------------------------------------------------------------------------------------------
 
@@ -274,7 +275,8 @@ class Formation:
         slowest, around = time_of(ring_order(nodes, links), links)
         return around / len(nodes), slowest
 
-    def _start_failed(self, error: str) -> None:
+    def _start_failed(self, error: str, unreached: Sequence[int]) -> None:
+        self._unreached = unreached
         self.ending.fail(error)
         self.ending.check_over()
 

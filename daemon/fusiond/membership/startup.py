@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from fusion_rt import wire
@@ -33,7 +33,7 @@ class Starting:
         loop, mesh: time, and the peers; None in a job of one node.
         probe: knows the links.
         started: called with the `Start` and the links' seconds a byte by node, when all nodes are up.
-        failed: called with a sentence when they are not in time.
+        failed: called with a sentence when they are not in time, and the nodes that could not be reached.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Starting:
         mesh: Mesh | None,
         probe: LinkProbe,
         started: Callable[[wire.Start, Mapping[int, float]], None],
-        failed: Callable[[str], None],
+        failed: Callable[[str, Sequence[int]], None],
     ) -> None:
         self._config = config
         self._settings = settings
@@ -210,10 +210,11 @@ class Starting:
     def _timed_out(self) -> None:
         who = self._membership.missing()
         hosts = self._config.topology.hosts
-        if self._mesh is not None and (nodes := self._mesh.missing()):
+        nodes = [] if self._mesh is None else self._mesh.missing()
+        if nodes:
             missing = ", ".join(f"{node} (host {hosts[node]})" for node in nodes)
             who = f"the daemons of nodes {missing} could not be reached from host {hosts[self._config.node]}"
-        self._failed(f"the job did not come up within {self._settings.start_timeout:g} s: {who}")
+        self._failed(f"the job did not come up within {self._settings.start_timeout:g} s: {who}", nodes)
 
 
 def _path(one: int, other: int, link: CostModel) -> wire.Path:

@@ -28,6 +28,28 @@ def lab() -> Iterator[Netlab]:
         yield lab
 
 
+def test_a_host_that_is_cut_off_from_the_beginning_is_left_out_until_it_is_reached(
+    start: Callable[..., Job], fusionrun, lab: Netlab
+) -> None:
+    fusionrun.forks_daemons = False
+    hosts = [host.name for host in lab.hosts]
+    with lab.cut_off(0):  # and not from the launcher
+        job = start(
+            *("-np", "3", "--min-np", "1", "-H", ",".join(hosts), "--start-timeout", "4"),
+            *("--rsh-agent", lab.agent, "--network-interface", "eth0"),
+            command=(sys.executable, WORKER),
+            **FAST,
+        )
+        number, ((_, second), (_, third)) = job.epoch_from(2, 2)
+    _, begun = job.epoch_from(number + 1, 3)
+    assert [pid for _, pid in begun][:2] == [second, third], "who has trained stays"
+    assert job.stop() == 0, job.err
+    changes = "\n".join(job.changes())
+    assert f": 2 workers on hosts {hosts[1]}, {hosts[2]} (" in changes, changes
+    assert "the job did not come up within 4 s" in changes, changes
+    assert f"host {hosts[0]} was added" in changes, changes
+
+
 def test_hosts_that_are_cut_off_are_left_behind_and_come_back(
     start: Callable[..., Job], fusionrun, lab: Netlab
 ) -> None:
