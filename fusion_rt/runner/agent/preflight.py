@@ -69,9 +69,11 @@ def _directory(job: Job) -> str:
 
 def _command(job: Job) -> str:
     command = os.fsdecode(job.command[0])
-    if shutil.which(command) is None:
-        return f"the command {command!r} is not there, or not executable (PATH={os.environ.get('PATH', '')})"
-    return ""
+    if shutil.which(command) is not None:
+        return ""
+    if command.endswith(".py") and os.path.exists(command):
+        return f"the command {command!r} is a script that is not executable; write: python {command}"
+    return f"the command {command!r} is not there, or not executable (PATH={os.environ.get('PATH', '')})"
 
 
 def _runtime_root(path: str) -> str:

@@ -27,6 +27,7 @@ from fusion_rt.runner.decisions.worker_states import WorkerState, WorkerStates
 _TICK_S = 0.25
 _KILL_S = 5.0  # seconds that an agent has to kill a worker
 _MEET_S = 5.0  # seconds that a new host, or a worker that begins with another, has before others are spoken of without
+_TELL_S = 5.0  # seconds after which it is said that the job waits for workers
 _CRASHES = 2  # of a host's daemon: one may be an accident, the next is taken for the host's fault
 
 
@@ -46,6 +47,7 @@ class Epochs:
         self.number = 0
         self._is_running = False
         self._since = clock()  # when the epoch before was over
+        self._has_told = False  # that the job waits for workers
         self._over = False
         self.due = clock()
         self._hosts = HostStates(limits, control, clock)
@@ -95,12 +97,14 @@ class Epochs:
         self._newcomers.lose(host)
         seconds = self._blacklist.add(host)
         had_workers = self._workers.lose(host)
+        left_out = f"the host is left out for {seconds:.0f} s"
         if had_workers or self.number == 0:
             self._workers.note(failure)
-        if not had_workers:
-            self._control.say(f"fusionrun: {in_short(failure)}; the host is left out for {seconds:.0f} s")
-        else:
+        if had_workers:
+            self._workers.reasons[-1] += f"; {left_out}"
             self._break()
+        elif not self._none_is_left:  # else the job ends, and says why
+            self._control.say(f"fusionrun: {in_short(failure)}; {left_out}")
         self._look()
 
     def daemon_up(self, host: str, serial: int, endpoint: Endpoint) -> None:
@@ -261,7 +265,7 @@ class Epochs:
             if workers.is_finishing or not self._may_go_on:
                 self._end([] if workers.is_done else [*workers.failures, *workers.errors])
             else:
-                self._is_running, self._since = False, self._clock()
+                self._is_running, self._since, self._has_told = False, self._clock(), False
         if not self._is_running and not self._over:
             self._gather()
         if not self._over:
@@ -276,8 +280,7 @@ class Epochs:
         if not first and not self._may_go_on:
             self._end([*self._workers.failures, MembershipFailure("no worker is left that could go on")])
             return
-        found = self._next.found
-        if first and found and not self._hosts.present and all(host.name in self._blacklist for host in found):
+        if first and self._none_is_left:
             self._end(self._workers.failures)
             return
         before = self._workers.places
@@ -288,12 +291,28 @@ class Epochs:
         if places is not None and places.size >= need and not still:
             self._begin(places)
         elif self._clock() >= self._since + self._limits.timeout and not self._hosts.are_starting:
-            listening = self._next.available(self._hosts.listens)
-            slots = ", ".join(f"{host.name}:{host.slots}" for host in listening) or "none"
             self._fail(
-                f"the job needs {need} workers, and the slots there are ({slots}) did not suffice for "
+                f"the job needs {need} workers, and the slots there are ({self._slots()}) did not suffice for "
                 f"{self._limits.timeout:g} s (--elastic-timeout)"
             )
+        elif self._clock() >= self._since + _TELL_S and not self._has_told:
+            self._has_told = True
+            self._control.say(
+                f"fusionrun: waiting for {need} workers; the slots there are ({self._slots()}) do not suffice; at most "
+                f"{self._limits.timeout:g} s (--elastic-timeout)"
+            )
+
+    def _slots(self) -> str:
+        """The slots of hosts that could be in an epoch now, in words."""
+        hosts = self._next.available(self._hosts.listens)
+        return ", ".join(f"{host.name}:{host.slots}" for host in hosts) or "none"
+
+    @property
+    def _none_is_left(self) -> bool:
+        """Tells whether no host can take part, before any epoch has begun."""
+        found = self._next.found
+        none = not self._hosts.present and all(host.name in self._blacklist for host in found)
+        return self.number == 0 and bool(found) and none
 
     def _begin(self, places: Places) -> None:
         """Begins an epoch: workers that have asked get their places, and in its free slots others are started."""

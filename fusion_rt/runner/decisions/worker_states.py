@@ -132,7 +132,7 @@ class WorkerStates:
 
     def reason(self) -> str:
         """The last that is known of why the epoch is over, or nothing."""
-        return self.reasons[-1] if self.reasons else self._first_error()
+        return in_short(self.failures[-1]) if self.failures else self._first_error()
 
     def tell_change(self, number: int, places: Places, found: Sequence[Host]) -> str:
         """A line on the next epoch: who is in it, and why.
@@ -156,8 +156,9 @@ class WorkerStates:
         now = {*slots, *places.names}
         reasons += [f"host {host} was removed" for host in before if host not in now]
         why = "; ".join(dict.fromkeys(reasons)) or self._first_error()
-        hosts = ", ".join(places.names)
-        return f"fusionrun: epoch {number}: {places.size} workers on hosts {hosts} ({why})"
+        workers = "1 worker" if places.size == 1 else f"{places.size} workers"
+        hosts = ("host " if len(places.names) == 1 else "hosts ") + ", ".join(places.names)
+        return f"fusionrun: membership epoch {number}: {workers} on {hosts} ({why})"
 
     def _rank(self, place: Place) -> int:
         assert self.places is not None

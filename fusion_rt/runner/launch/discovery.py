@@ -80,10 +80,9 @@ class Discovery:
         try:
             child = await _start(children, self._words)
         except OSError as error:
-            raise FusionError(f"{self._name} cannot be run: {error.strerror}") from None
+            raise FusionError(f"{self._name} cannot be run: {_why(self._words[0], error)}") from None
         try:
-            both = asyncio.gather(_text(child.stdout), _text(child.stderr), asyncio.shield(child.exit))
-            stdout, stderr, status = await asyncio.wait_for(both, self._timeout)
+            stdout, stderr, status = await asyncio.wait_for(_outcome(child), self._timeout)
         except asyncio.TimeoutError:
             raise FusionError(f"{self._name} did not end within {self._timeout:g} s (--start-timeout)") from None
         finally:
@@ -120,6 +119,20 @@ async def _start(children: Children, words: Sequence[str]) -> Child:
         if error.errno != errno.ENOEXEC or words[0] == _SHELL:
             raise
         return await _start(children, [_SHELL, *words])  # a script without a first line that names its interpreter
+
+
+def _why(name: str, error: OSError) -> str:
+    """Says why a script cannot be run; the kernel's word for a missing interpreter is that of a missing script."""
+    if error.errno == errno.ENOENT and os.path.exists(name):
+        return "the interpreter that its first line names is not there" if os.sep in name else f"write ./{name}"
+    return error.strerror or str(error)
+
+
+async def _outcome(child: Child) -> tuple[str, str, int]:
+    """Returns what a script prints, and its exit status."""
+    # In tasks of its own, that end with this: whoever cancels it hears of no exception that nobody has seen.
+    stdout, stderr, status = await asyncio.gather(_text(child.stdout), _text(child.stderr), asyncio.shield(child.exit))
+    return stdout, stderr, status
 
 
 async def _text(reader: Reader) -> str:

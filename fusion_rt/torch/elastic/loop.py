@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from fusion_rt.core.errors import HorovodInternalError, HostsUpdatedInterrupt
 from fusion_rt.local import elastic
+from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.elastic.survival import Survival, move
+
+_log = logging.getLogger("fusion_rt.elastic")
 
 
 class Passage:
@@ -48,6 +52,8 @@ class Passage:
         else:
             state.sync()
         self._has_values = True
+        if self._why and runtime().rank == 0:
+            _log.warning("%d ranks go on from the last commit, since %s", runtime().size, self._why.splitlines()[0])
 
     def leave(self, interruption: HorovodInternalError | HostsUpdatedInterrupt) -> None:
         """Notes why this rank leaves the epoch, and what it takes with it: after an error its last commit."""

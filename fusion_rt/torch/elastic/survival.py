@@ -10,6 +10,7 @@ operation of the script's own had failed), is new, or if what they have complete
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.ops.objects import allgather_object
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
 from fusion_rt.torch.sync.synchroniser import Outcome, When, enter_all, everyone
+
+_log = logging.getLogger("fusion_rt.elastic")
 
 
 class Report(NamedTuple):
@@ -182,6 +185,8 @@ class Survival:
         for exchange in dropped:
             exchanges.end(exchange)
         self._state._on_survived()
+        if runtime().rank == 0:
+            _log.warning("a rank was lost: the step that was under way is left out, and %d go on", runtime().size)
 
     def _move(self, why: HorovodInternalError, daemon: str, dropped: Sequence[Exchange]) -> None:
         move(self._agent, str(why))

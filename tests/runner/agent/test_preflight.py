@@ -62,6 +62,14 @@ def test_a_missing_command_is_told(host: Host, command: bytes) -> None:
     assert problem.startswith(f"the command {command.decode()!r} is not there, or not executable (PATH=")
 
 
+def test_a_script_for_a_command_is_told_with_what_to_write(host: Host, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "train.py").write_text("pass")
+    (problem,) = host.problems(directory=os.fsencode(work), command=(b"train.py",))
+    assert problem == "the command 'train.py' is a script that is not executable; write: python train.py"
+
+
 def test_a_command_is_looked_for_in_the_working_directory(host: Host, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()

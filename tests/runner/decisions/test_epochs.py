@@ -268,7 +268,9 @@ def test_a_killed_worker_costs_the_others_an_epoch_and_is_replaced_meanwhile() -
     assert world.places.ranks == {("a", 1): 0, ("b", 0): 1, ("c", 0): 2}
     assert world.places.absent == ()
     assert world.waiting == [("a", 1), ("b", 0), ("c", 0)]
-    assert world.said == ["fusionrun: epoch 2: 3 workers on hosts a, b, c (rank 0 on host a was killed by SIGKILL)"]
+    assert world.said == [
+        "fusionrun: membership epoch 2: 3 workers on hosts a, b, c (rank 0 on host a was killed by SIGKILL)"
+    ]
     world.start_up()
     world.wait(100)
     assert world.calls[2:] == [], "nobody waits for the new one"
@@ -278,7 +280,7 @@ def test_a_killed_worker_costs_the_others_an_epoch_and_is_replaced_meanwhile() -
     assert world.calls[3:] == [("begin", 3)]
     assert world.places.ranks == {("a", 1): 0, ("a", 0): 1, ("b", 0): 2, ("c", 0): 3}
     assert world.places.topology.ranks[0] == (1, 0), "all have their old local_rank"
-    assert world.said[1:] == ["fusionrun: epoch 3: 4 workers on hosts a, b, c (host a has 2 workers now)"]
+    assert world.said[1:] == ["fusionrun: membership epoch 3: 4 workers on hosts a, b, c (host a has 2 workers now)"]
 
 
 def test_a_host_without_workers_gets_another_daemon_and_keeps_its_number() -> None:
@@ -300,7 +302,7 @@ def test_a_host_without_workers_gets_another_daemon_and_keeps_its_number() -> No
     world.ask(error="")
     assert world.places.topology.hosts == ("a", "b")
     assert world.places.topology.ranks == ((1,), (0,))
-    assert world.said[-1] == "fusionrun: epoch 3: 2 workers on hosts b, a (host a was added)"
+    assert world.said[-1] == "fusionrun: membership epoch 3: 2 workers on hosts b, a (host a was added)"
 
 
 def test_several_newcomers_are_let_in_at_once_and_a_slow_one_later() -> None:
@@ -413,8 +415,8 @@ def test_a_host_that_is_cut_off_is_not_waited_for() -> None:
     assert world.epochs.number == 1
     world.wait(0.5)
     assert world.calls[-2:] == [("drop", "c"), ("begin", 2)]
-    why = "host c: its agent does not answer, and other hosts cannot reach it"
-    assert world.said == [f"fusionrun: epoch 2: 2 workers on hosts a, b ({why})"]
+    why = "host c: its agent does not answer, and other hosts cannot reach it; the host is left out for 10 s"
+    assert world.said == [f"fusionrun: membership epoch 2: 2 workers on hosts a, b ({why})"]
     world.start_up()
     world.wait(COOLDOWN_S + 1)
     assert world.calls[-1] == ("connect", "c")
@@ -532,7 +534,9 @@ def test_without_replacements_a_failed_worker_costs_its_host_and_nobody_else() -
     assert world.places is not None
     assert world.places.ranks == {("b", 0): 0, ("c", 0): 1}
     assert world.waiting == [("b", 0), ("c", 0)]
-    assert world.said == ["fusionrun: epoch 2: 2 workers on hosts b, c (rank 0 on host a was killed by SIGKILL)"]
+    assert world.said == [
+        "fusionrun: membership epoch 2: 2 workers on hosts b, c (rank 0 on host a was killed by SIGKILL)"
+    ]
 
 
 def test_a_host_comes_back_after_its_cooldown() -> None:
@@ -557,7 +561,7 @@ def test_a_host_comes_back_after_its_cooldown() -> None:
     assert world.places is not None
     assert world.places.ranks == {("b", 0): 0, ("a", 0): 1}
     assert world.waiting == [("b", 0), ("a", 0)]
-    assert world.said[-1] == "fusionrun: epoch 3: 2 workers on hosts b, a (host a was added)"
+    assert world.said[-1] == "fusionrun: membership epoch 3: 2 workers on hosts b, a (host a was added)"
 
 
 def test_a_job_of_which_no_worker_is_left_fails_with_the_first_cause() -> None:
@@ -605,8 +609,8 @@ def test_a_crashed_daemon_is_replaced_and_its_workers_come_back_with_what_they_h
     assert world.places.ranks == {("a", 0): 0}
     assert world.waiting == [("a", 0)]
     assert world.said == [
-        "fusionrun: epoch 2: 1 workers on hosts b (the daemon of host a was killed by SIGKILL)",
-        "fusionrun: epoch 3: 1 workers on hosts a (rank 0 on host b was killed by SIGKILL; host a was added)",
+        "fusionrun: membership epoch 2: 1 worker on host b (the daemon of host a was killed by SIGKILL)",
+        "fusionrun: membership epoch 3: 1 worker on host a (rank 0 on host b was killed by SIGKILL; host a was added)",
     ]
 
 
@@ -658,7 +662,7 @@ def test_an_error_that_all_workers_survive_is_the_reason_if_there_is_no_other() 
     world.ask(error="shapes differ")
     world.up()
     assert world.said == [
-        "fusionrun: epoch 2: 2 workers on hosts a, b (rank 0 on host a could not go on: shapes differ)"
+        "fusionrun: membership epoch 2: 2 workers on hosts a, b (rank 0 on host a could not go on: shapes differ)"
     ]
 
 
@@ -721,7 +725,9 @@ def test_slots_that_come_and_go_are_news() -> None:
     assert world.places.ranks == {("a", 0): 0, ("a", 1): 1}
     assert world.waiting == [("a", 0), ("a", 1)]
     assert ("release", "b") in world.calls
-    assert world.said == ["fusionrun: epoch 2: 2 workers on hosts a (host a has 2 workers now; host b was removed)"]
+    assert world.said == [
+        "fusionrun: membership epoch 2: 2 workers on host a (host a has 2 workers now; host b was removed)"
+    ]
 
 
 def test_a_worker_without_a_slot_is_removed_while_its_host_stays() -> None:
@@ -731,7 +737,7 @@ def test_a_worker_without_a_slot_is_removed_while_its_host_stays() -> None:
     world.ask(error="")
     assert ("remove", "a", (1,)) in world.calls
     assert world.waiting == [("a", 0), ("b", 0)]
-    assert world.said == ["fusionrun: epoch 2: 2 workers on hosts a, b (host a has room for 1 now)"]
+    assert world.said == ["fusionrun: membership epoch 2: 2 workers on hosts a, b (host a has room for 1 now)"]
 
 
 def test_a_newcomer_for_which_there_is_no_room_any_more_is_removed() -> None:
@@ -774,7 +780,13 @@ def test_a_job_waits_no_longer_than_it_may() -> None:
     world.wait(100)
     assert world.ended is None, "a still trains"
     world.ask()
-    world.wait(59)
+    world.wait(4)
+    waits = (
+        "fusionrun: waiting for 2 workers; the slots there are (a:1) do not suffice; at most 60 s (--elastic-timeout)"
+    )
+    assert waits not in world.said
+    world.wait(55)
+    assert world.said.count(waits) == 1
     assert world.ended is None
     world.wait(2)
     assert world.last_words() == (
@@ -986,7 +998,9 @@ def test_a_job_that_has_no_state_yet_may_begin_again() -> None:
     assert world.places is not None
     assert world.places.names == ("a", "b")
     assert world.waiting == []
-    assert world.said == ["fusionrun: epoch 2: 2 workers on hosts a, b (rank 0 on host c was killed by SIGKILL)"]
+    assert world.said == [
+        "fusionrun: membership epoch 2: 2 workers on hosts a, b (rank 0 on host c was killed by SIGKILL)"
+    ]
     world.fail("a")
     world.fail("b", status=3)
     assert world.last_words() == "fusionrun: rank 0 on host a was killed by SIGKILL"
@@ -1089,6 +1103,7 @@ def test_hosts_that_all_fail_at_the_start_end_the_job() -> None:
     world.lose("b")
     assert world.ended is not None
     assert tell(world.ended) == ["fusionrun: host a: it burns", "fusionrun: host b: it burns"]
+    assert world.said == ["fusionrun: host a: it burns; the host is left out for 10 s"], "b is not waited for"
 
 
 def test_an_agent_that_does_not_answer_is_not_waited_for() -> None:

@@ -73,7 +73,7 @@ class Job:
 
     def changes(self) -> list[str]:
         """The lines on changes of membership."""
-        return [line for line in self.err if line.startswith("fusionrun: epoch ")]
+        return [line for line in self.err if line.startswith("fusionrun: membership epoch ")]
 
     def stop(self) -> int:
         """Has the workers end well."""

@@ -38,9 +38,9 @@ def test_a_killed_worker_is_replaced_and_the_others_keep_the_state(start, runtim
     assert job.stop() == 0, job.err
     lost, came = job.changes()
     assert lost.startswith(
-        "fusionrun: epoch 2: 1 workers on hosts 127.0.0.1 (rank 0 on host localhost was killed by SIGKILL"
+        "fusionrun: membership epoch 2: 1 worker on host 127.0.0.1 (rank 0 on host localhost was killed by SIGKILL"
     )
-    assert came == "fusionrun: epoch 3: 2 workers on hosts 127.0.0.1, localhost (host localhost was added)"
+    assert came == "fusionrun: membership epoch 3: 2 workers on hosts 127.0.0.1, localhost (host localhost was added)"
     assert os.listdir(runtime_dir) == []
 
 
@@ -72,8 +72,8 @@ def test_hosts_come_and_go_as_the_script_says(start, fusionrun, until, runtime_d
     until(lambda: words in job.out, "the word of the worker without a place")
     assert job.stop() == 0, job.err
     assert job.changes() == [
-        "fusionrun: epoch 2: 2 workers on hosts localhost, 127.0.0.1 (host 127.0.0.1 was added)",
-        "fusionrun: epoch 3: 1 workers on hosts 127.0.0.1 (host localhost was removed)",
+        "fusionrun: membership epoch 2: 2 workers on hosts localhost, 127.0.0.1 (host 127.0.0.1 was added)",
+        "fusionrun: membership epoch 3: 1 worker on host 127.0.0.1 (host localhost was removed)",
     ]
     assert os.listdir(runtime_dir) == []
 
@@ -105,7 +105,7 @@ def test_a_script_that_fails_on_import_ends_the_job_with_its_error(fusionrun, ru
     fusionrun.real_daemon = True
     done = fusionrun("-np", "2", "--min-np", "1", sys.executable, "-c", "import no_such_module")
     assert done.returncode == 1
-    assert "fusionrun: epoch 2" not in done.stderr
+    assert "fusionrun: membership epoch 2" not in done.stderr
     assert re.search(r"rank \d on host localhost failed first: ModuleNotFoundError: .*no_such_module", done.stderr)
 
 

@@ -61,6 +61,19 @@ def test_a_script_that_fails_is_told_with_its_own_words(script, body: str, compl
     assert not isinstance(caught.value, SettingError), "the flags are right: exit status 1, not 2"
 
 
+def test_a_script_that_is_there_and_cannot_be_run_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "hosts.sh"
+    path.write_text("#!/no/such/interpreter\necho a\n")
+    path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    for words, why in (
+        (str(path), "the interpreter that its first line names is not there"),
+        ("hosts.sh", "write ./hosts.sh"),
+    ):
+        with pytest.raises(FusionError, match=f"cannot be run: {why}"):
+            discover(words, 1, 30)
+
+
 def test_what_is_no_script_is_told() -> None:
     with pytest.raises(FusionError, match="'/no/such/script' cannot be run: No such file or directory"):
         discover("/no/such/script", 1, 30)

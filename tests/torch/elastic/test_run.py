@@ -140,6 +140,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     all other ranks have the values already."""
 
     def run(state: Recorder, train: Callable[..., str], others_skip: bool = True) -> list[str]:
+        monkeypatch.setattr(loop, "runtime", lambda: SimpleNamespace(rank=0, size=2))
         monkeypatch.setattr(loop, "move", lambda agent, why: state.log.append(f"move ({why})"))
         monkeypatch.setattr(loop.Survival, "join", lambda _, skips_sync, has_values: (skips_sync and others_skip, 0))
         loop.train(train, state, SimpleNamespace(expected=None))  # type: ignore[arg-type]
@@ -151,9 +152,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 LAST = ["on_reset", "sync", "train"]
 
 
-def test_an_error_leads_to_the_next_epoch_however_often(launched: Callable[..., list[str]]) -> None:
+def test_an_error_leads_to_the_next_epoch_however_often(
+    launched: Callable[..., list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
     log = launched(Leaving(), play(*(HorovodInternalError(text) for text in "ab"), "done"))
     assert log == ["sync", "train", "restore", "move (a)", *LAST[:-1], "train", "restore", "move (b)", *LAST]
+    assert caplog.messages == [f"2 ranks go on from the last commit, since {why}" for why in "ab"]
 
 
 def test_new_hosts_lead_to_the_next_epoch_with_the_values_as_they_are(launched: Callable[..., list[str]]) -> None:
