@@ -18,7 +18,10 @@ from fusion_rt.choice.prediction import Conditions, Prediction, predict, rate_te
 from fusion_rt.core.cost import CostModel
 
 _LITTLE = 0.2  # share of a step that may be communication before the advice looks further
-_TENSORS = 32  # equal gradients that a model is taken to have: more, and less waits at the end of a step
+_TENSORS = (
+    32  # gradients that a model is taken to have, each with half the bytes of the fourth one before it: most bytes
+)
+_HALVED = 4  # of real models are in few tensors, and codecs send small tensors whole
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def conditions_of(
         step: seconds of a step on one host alone.
         largest_chunk: bytes of the largest message between daemons.
     """
-    tensors = (round(model / _TENSORS),) * _TENSORS
+    weights = [2.0 ** (-place / _HALVED) for place in range(_TENSORS)]
+    tensors = tuple(round(model * weight / sum(weights)) for weight in weights)
     around = None if ring is None else CostModel(*ring)
     return Conditions(len(slots), max(slots), *link, step, tensors, largest_chunk, ring=around)
 
@@ -147,7 +151,8 @@ def _verdict(advice: Advice) -> str:
     what = (
         "It sends less of each gradient"
         if advice.way.algorithm == ALLREDUCE
-        else f"It exchanges parameters every {chosen.setting.period} steps instead of gradients in each"
+        else f"It exchanges parameters every {chosen.setting.period} steps instead of gradients in each, "
+        "which is for jobs of many times that"
     )
     return (
         f"{advice.nodes} hosts pay off with {name}: {speed:.2f} x the speed of one host. Dense gradients {verb} "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from fusion_rt.choice.advice import WAYS, advise, conditions_of, tell
@@ -54,6 +56,14 @@ def test_the_way_that_changes_least_is_taken_where_it_hardly_waits(mbit: float, 
     place = NAMES.index(chosen)
     assert all(share > 0.2 for share in shares[:place])
     assert shares[place] <= 0.2 or advice.chosen.step == min(one.step for one in advice.predictions)
+
+
+def test_a_larger_model_never_takes_less_time() -> None:
+    """Codecs send small tensors whole; that must not make a model of many of them look slower than a larger one."""
+    sizes = [0.6e6 * 1.25**place for place in range(24)]
+    for place, name in enumerate(NAMES):
+        steps = [advised(25.0, computing=0.03, model=size)[1].predictions[place].step for size in sizes]
+        assert all(more >= 0.9 * less for less, more in pairwise(steps)), (name, steps)
 
 
 def test_what_is_told_where_dense_gradients_do_not_pay_off() -> None:
