@@ -99,6 +99,9 @@ def _split(text: str, kind: str) -> tuple[str, dict[str, Any]]:
                 arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
                 if len(arguments) == len(keywords):  # none is there twice
                     return name, arguments
+            case ast.Call(func=ast.Name(id=name)):
+                shown = text[:MAX_TEXT]
+                wrong = f"each argument of {article} {kind} has its name, {name}(argument=value), unlike {shown!r}"
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # all that such text can raise
         raise SpecError(wrong) from error
     raise SpecError(wrong)

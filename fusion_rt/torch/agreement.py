@@ -13,6 +13,7 @@ import torch
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.process_sets import ProcessSet, global_process_set, takes_part
 from fusion_rt.torch.core.runtime import Runtime, after_join, before_join, runtime
+from fusion_rt.torch.core.tensors import dtype_name
 from fusion_rt.torch.ops.objects import broadcast_object
 from fusion_rt.torch.sync.synchroniser import Synchroniser, everyone
 
@@ -110,8 +111,9 @@ def _agree(chosen: Iterable[Synchroniser], model: torch.nn.Module | None) -> Non
 
 
 def average_buffers(model: torch.nn.Module) -> None:
-    """Replaces the model's buffers of floating type, such as BatchNorm's, by their mean over all ranks."""
-    _average(buffer for buffer in model.buffers() if buffer.is_floating_point())
+    """Replaces the model's buffers of floating type, such as BatchNorm's, by their mean over all ranks. To be called on
+    all ranks, at the same place."""
+    _average((buffer for buffer in model.buffers() if buffer.is_floating_point()), name="average_buffers")
 
 
 @contextmanager
@@ -156,13 +158,18 @@ def staleness() -> dict[str, Any]:
     return runtime().client.staleness()
 
 
-def _average(tensors: Iterable[torch.Tensor], ranks: ProcessSet = global_process_set) -> None:
-    """Replaces tensors by their means over the ranks that have them, but those that have joined."""
+def _average(
+    tensors: Iterable[torch.Tensor], ranks: ProcessSet = global_process_set, name: str = "average of parameters"
+) -> None:
+    """Replaces tensors by their means over the ranks that have them, but those that have joined. `name`: of what is
+    done, in warnings and traces."""
     if not takes_part(ranks):
         return
     found = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in found):
-        ops.grouped_allreduce_([t for t in found if t.dtype == dtype], op=ops.Average, process_set=ranks)
-    share = (ranks.size() or 1) / float(ops.allreduce(torch.ones(1), op=ops.Sum, process_set=ranks))
+        alike = [tensor for tensor in found if tensor.dtype == dtype]
+        ops.grouped_allreduce_(alike, name=f"{name}, {dtype_name(dtype)}", op=ops.Average, process_set=ranks)
+    taking_part = ops.allreduce(torch.ones(1), name=f"{name}: ranks", op=ops.Sum, process_set=ranks)
+    share = (ranks.size() or 1) / float(taking_part)
     if share != 1.0:
         torch._foreach_mul_(found, share)

@@ -215,9 +215,13 @@ def check_codec(optimizer: torch.optim.Optimizer, text: str, op: wire.Op) -> Non
     """Raises `CodecError` for a codec that cannot be used with `op`, and warns of momentum that would count twice."""
     codec = codecs.parse(text)
     codec.check_use(op)
-    if codec.has_momentum() and any(group.get("momentum") for group in optimizer.param_groups):
+    if not codec.has_momentum():
+        return
+    groups = optimizer.param_groups
+    if any(group.get("momentum") or (group.get("betas") or (0.0,))[0] for group in groups):
+        asked = "betas=(0, ...)" if any("betas" in group for group in groups) else "momentum=0"
         warnings.warn(
             f"the codec {codec.name} has a momentum, and the optimizer another: the update would have both; give the "
-            f"optimizer momentum=0",
+            f"optimizer {asked}, or the codec no momentum",
             stacklevel=3,
         )

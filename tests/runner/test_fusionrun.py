@@ -27,8 +27,9 @@ def test_all_workers_run_and_their_output_is_marked(fusionrun) -> None:
     result = fusionrun.python("import os, sys; print('hello'); print('trouble', file=sys.stderr)", np=3)
     assert result.returncode == 0
     assert sorted(result.stdout.splitlines()) == [f"[{rank}]<stdout>:hello" for rank in range(3)]
-    lines = [line for line in result.stderr.splitlines() if "fusiond" not in line]
-    assert sorted(lines) == [f"[{rank}]<stderr>:trouble" for rank in range(3)]
+    lines = sorted(line for line in result.stderr.splitlines() if "fusiond" not in line)
+    assert lines[:3] == [f"[{rank}]<stderr>:trouble" for rank in range(3)]
+    assert [line.partition(",")[0] for line in lines[3:]] == ["fusionrun: warning: no worker has joined the job"]
 
 
 def test_two_hosts_are_two_nodes_and_uneven_slots_work(fusionrun) -> None:

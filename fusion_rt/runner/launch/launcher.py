@@ -89,6 +89,7 @@ class Launch:
         self._interrupt = 0  # the signal that ended the job
         self._stopping = False
         self._has_output = False
+        self._has_joined = False
         self._over = asyncio.Event()
         self._crash: BaseException | None = None
         self._tasks: list[asyncio.Task[None]] = []  # that end with the job
@@ -302,11 +303,22 @@ class Launch:
             return
         self._stopping = True
         self._note("stopping" if self.failures or self._interrupt else "all workers ended")
+        if not (self.failures or self._interrupt or self._has_joined) and self._is_of_several:
+            self._warn(
+                f'no worker has joined the job, by hvd.init() or init_process_group("fusion"): {self.topology.size} '
+                "processes ran the script, and had nothing to do with each other"
+            )
         self._decisions.close()
         self._over.set()
         if self._agents.stop_workers(grace):
             self._set_timer(grace + END_S, self._give_up)
         self._stop_the_rest()
+
+    @property
+    def _is_of_several(self) -> bool:
+        """Tells whether several workers run a Python script; other commands, such as `hostname`, need not join."""
+        program = os.path.basename(os.fsdecode(self._plan.command[0]))
+        return self.topology.size > 1 and program.startswith("python")
 
     def _stop_the_rest(self) -> None:
         if self._agents.stop_the_rest():
@@ -362,6 +374,7 @@ class Launch:
             self._stop(TERM_GRACE)
 
     def _on_phase(self, host: str, epoch: int, phase: str) -> None:
+        self._has_joined = self._has_joined or phase == "joined"
         if self._plan.elastic is None:
             self._reach(phases.OF_DAEMON[phase], host)
         else:

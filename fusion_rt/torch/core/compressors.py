@@ -9,7 +9,6 @@ is, name one with arguments. A compressor that a script brings runs in the worke
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -79,8 +78,7 @@ class _EveryCodec(type):
         try:
             return _maker(CODECS[name])
         except KeyError:
-            near = difflib.get_close_matches(name, dir(cls), 1, 0.0)[0]
-            raise AttributeError(f"there is no compression {name!r}; did you mean {near!r}?") from None
+            raise AttributeError(f"there is no compression {name!r}") from None  # Python adds the nearest of `dir`
 
     def __dir__(cls) -> list[str]:
         return sorted({"none", *CODECS.names()})

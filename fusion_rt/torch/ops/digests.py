@@ -69,7 +69,8 @@ class Digests:
         if different and not self._differs:
             warnings.warn(f"the ranks' parameters differ since a step between {step - self._every} and {step} of this "
                           f"membership: {different} from most ranks; what ranks do to them beside the optimizer's "
-                          "steps has to be the same on all", stacklevel=5)  # fmt: skip
+                          "steps has to be the same on all, and hvd.broadcast_parameters makes them equal at the "
+                          "beginning", stacklevel=5)  # fmt: skip
         self._differs = bool(different)
 
 

@@ -11,6 +11,7 @@ import torch
 import fusion_rt.torch as hvd
 from fusion_rt.codecs import CODECS, CodecError, parse
 from fusion_rt.torch.core.compressors import codec_of
+from fusion_rt.torch.optimizer import check_codec
 
 
 def test_every_codec_has_a_function() -> None:
@@ -44,10 +45,33 @@ def test_arguments_that_cannot_be_used(args: tuple[Any, ...], arguments: dict[st
 
 
 def test_a_codec_that_does_not_exist() -> None:
-    with pytest.raises(AttributeError, match="there is no compression 'topkk'; did you mean 'topk'"):
+    with pytest.raises(AttributeError, match=r"there is no compression 'topkk'$"):
         hvd.Compression.topkk(0.1)
 
 
 def test_statistics_need_a_job() -> None:
     with pytest.raises(ValueError, match="init"):
         hvd.compression_stats()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "asked"),
+    [
+        (torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9), "momentum=0"),
+        (torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()), r"betas=\(0, ...\)"),
+    ],
+    ids=["SGD", "AdamW"],
+)
+def test_a_codec_with_momentum_beside_the_optimizers_own_is_warned_of(
+    optimizer: torch.optim.Optimizer, asked: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"the update would have both; give the optimizer {asked}"):
+        check_codec(optimizer, "topk(density=0.1, momentum=0.9)", "average")
+
+
+def test_a_codec_with_momentum_beside_an_optimizer_without_is_not(recwarn: pytest.WarningsRecorder) -> None:
+    parameters = [*torch.nn.Linear(2, 2).parameters()]
+    for optimizer in (torch.optim.SGD(parameters, lr=0.1), torch.optim.Adam(parameters, betas=(0.0, 0.99))):
+        check_codec(optimizer, "topk(density=0.1, momentum=0.9)", "average")
+        check_codec(optimizer, "topk(density=0.1)", "average")
+    assert not recwarn.list

@@ -20,6 +20,9 @@ def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -
     for plan in plans:
         about = f"{count(len(plan.buckets), 'bucket')}, {size(plan.nbytes)}"
         out.print(f"plan {plan.number}: {about}, {duration(plan.at - trace.span[0])} after the first record")
+    # What a script has done once, such as a broadcast of each parameter, would bury what is in every step.
+    often = [bucket for bucket in found if bucket.plan or bucket.times > 1] or found
+    once, found = len(found) - len(often), often
     if not found:
         out.print("nothing was exchanged")
     else:
@@ -47,4 +50,6 @@ def show(trace: JobTrace, plans: Sequence[Plan], found: Sequence[BucketTimes]) -
             out.print()
         if found[MOST:]:
             out.print(f"and {len(found) - MOST} more (--json has them all)")
+        if once:
+            out.print(f"and {count(once, 'tensor')} exchanged only once (--json has them)")
     problems(out, trace.problems)

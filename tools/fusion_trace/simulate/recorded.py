@@ -383,8 +383,8 @@ def _codec(found: Sequence[Operation], sent: float, nbytes: int, nodes: int, cos
     runs = sum(len(op.daemons) for op in found)
     per_step = sum(op.nbytes * len(op.daemons) for op in found)
     contribute = sum(seconds) / per_step if seconds and runs else 0.0
-    if 0.45 < share < 0.55 and not seconds:
-        return "fp16", replace(costs, codecs={**costs.codecs, "fp16": CodecCosts(0.5)})
+    if 0.45 < share < 0.55:  # nobody selects half of all elements
+        return "fp16", replace(costs, codecs={**costs.codecs, "fp16": CodecCosts(0.5, contribute=contribute)})
     text = f"topk(density={min(max(share, 1e-4), 1.0):.4g})"
     # What daemons did with chunks was the codec's work, most of it with a few of them, and not a sum of dense values.
     came = sum(chunk.nbytes for op in found for chunk in op.chunks if chunk.received is not None)
