@@ -107,7 +107,7 @@ class Phase(msgspec.Struct, frozen=True, tag="phase"):
     phase: PhaseName
 
 
-class PeerTable(msgspec.Struct, frozen=True):
+class PeerTable(msgspec.Struct, frozen=True, tag="peer_table"):
     """Every node's endpoint, by node index."""
 
     endpoints: tuple[Endpoint, ...]
@@ -160,8 +160,13 @@ class EpochOver(msgspec.Struct, frozen=True, tag="epoch_over"):
     reason: str
 
 
-Order: TypeAlias = PeerTable | Reform | Abandon
-"""Messages of a starter to a daemon after its configuration: `PeerTable`, or, in an elastic job, the others."""
+class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
+    """Tells a daemon that its starter ends the workers: that they die is no news from now on."""
+
+
+Order: TypeAlias = PeerTable | Reform | Abandon | Farewell
+"""Messages of a starter to a daemon after its configuration: `PeerTable`, or, in an elastic job, `Reform` and
+`Abandon`; and, in any, `Farewell`."""
 Report: TypeAlias = Phase | Reformed | EpochOver
 """Messages of a daemon to its starter, after its endpoint."""
 _T = TypeVar("_T")

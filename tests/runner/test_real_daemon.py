@@ -98,8 +98,9 @@ def test_a_killed_daemon_is_the_last_line(fusionrun) -> None:
 def test_ctrl_c_in_the_middle_of_training_leaves_nothing(fusionrun) -> None:
     process, everything = start_training(fusionrun)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
+    assert "ERROR" not in err, "what was ordered is no error"
     assert not [p for p in everything if p.is_running()]
     assert os.listdir(fusionrun.runtime_dir) == []
 

@@ -146,8 +146,8 @@ class Daemon:
         try:
             watch_signals(self._loop, self)
             if self._config.attached or self._mesh is not None:
-                kind = bootstrap.Reform | bootstrap.Abandon if self._config.elastic else bootstrap.PeerTable
-                StandardInput(self._loop, self._stdin, self._stdin_start, kind, self)
+                orders = bootstrap.Reform | bootstrap.Abandon if self._config.elastic else bootstrap.PeerTable
+                StandardInput(self._loop, self._stdin, self._stdin_start, orders | bootstrap.Farewell, self)
             self._loop.run()
         except Exception as error:  # everybody gets to read it, instead of a daemon that is just gone
             said = str(error) if isinstance(error, FusionError) else quoted(traceback.format_exc())
@@ -256,6 +256,8 @@ class Daemon:
                 self._mesh.connect(order)
             case bootstrap.Reform():
                 self._reform(order)
+            case bootstrap.Farewell():
+                self._formation.ending.farewell()
             case bootstrap.Abandon(number, reason):
                 if number == self._formation.number:
                     self.fail(reason)

@@ -80,13 +80,19 @@ class Ending:
         self._failed = failed
         self._trace = trace
         self._stopped = False  # somebody has asked for the end
+        self._is_ended = False  # the starter ends the workers
         self._ended: set[int] = set()  # peers that have ended because their workers were done
 
     # --- who is gone --------------------------------------------------------------------------------------------------
 
+    def farewell(self) -> None:
+        """Notes that whoever started this daemon ends the job: what dies from now on was meant to."""
+        self._is_ended = True
+
     def worker_lost(self, rank: int, error: str) -> None:
         """Handles a failed worker: the job goes on without it, or fails."""
-        self._trace.record(Kind.GONE, error, peer=rank, extra=_WORKER)
+        if not self._is_ended:
+            self._trace.record(Kind.GONE, error, peer=rank, extra=_WORKER)
         self.losses.worker_lost(rank, error)
         self._loop.call_later(_FREED, _free_memory)
 
@@ -106,7 +112,8 @@ class Ending:
     def peer_lost(self, node: int, why: str) -> None:
         """Handles a peer that cannot be heard any more."""
         if not self.failure:
-            if node in self.losses.views.view.nodes and not (self.is_over() or self._has_left(node)):
+            left = self.is_over() or self._is_ended or self._has_left(node)
+            if node in self.losses.views.view.nodes and not left:
                 self._trace.record(Kind.GONE, why, peer=node, extra=_NODE)
             self.losses.peer_lost(node, why)
 
@@ -177,10 +184,12 @@ class Ending:
         if self.failure:
             return
         self.failure = error
-        self._trace.record(Kind.GONE, error, extra=_JOB)
+        if not self._is_ended:
+            self._trace.record(Kind.GONE, error, extra=_JOB)
         self.exit_code = 1
         self.losses.views.end()
-        _log.log(logging.ERROR if tell_peers else logging.INFO, "%s", error)  # an error is logged where it happened
+        is_news = tell_peers and not self._is_ended  # an error is logged where it happened
+        _log.log(logging.ERROR if is_news else logging.INFO, "%s", error)
         self._engine().fail_job(error)
         self._loop.call_later(_FREED, _free_memory)
         self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory

@@ -18,7 +18,7 @@ from typing import Any
 from fusion_rt.core.errors import FusionError, WireError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.address import listen_address
-from fusion_rt.host.bootstrap import Abandon, DaemonConfig, StartError
+from fusion_rt.host.bootstrap import Abandon, DaemonConfig, Farewell, StartError
 from fusion_rt.local import elastic
 from fusion_rt.runner.agent import preflight, worker_variables
 from fusion_rt.runner.agent.daemon_process import Daemon
@@ -311,6 +311,7 @@ class Agent:
     async def _end(self, grace: float) -> None:
         """Ends the workers, then the daemon, then whatever else is left, files of killed daemons included."""
         if self._daemon is not None:
+            self._daemon.tell(Farewell())
             await child_processes.end_descendants([self._daemon.pid], grace, self._hurry)
             await self._daemon.close(_DAEMON_S)
         survivors = await child_processes.end_descendants([], 0.0, self._hurry)

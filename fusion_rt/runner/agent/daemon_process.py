@@ -12,13 +12,11 @@ from typing import Any
 from fusion_rt.core.errors import WireError
 from fusion_rt.host.bootstrap import (
     DAEMON_COMMAND,
-    Abandon,
     DaemonConfig,
     Endpoint,
     EpochOver,
-    PeerTable,
+    Order,
     Phase,
-    Reform,
     Reformed,
     StartError,
     decode_line,
@@ -157,8 +155,8 @@ class Daemon:
     def has_ended(self) -> bool:
         return self._child.exit.done()
 
-    def tell(self, order: PeerTable | Reform | Abandon) -> None:
-        """Tells it where its peers listen, or into which epoch it goes."""
+    def tell(self, order: Order) -> None:
+        """Tells it where its peers listen, into which epoch it goes, or that its workers are ended."""
         self._stdin.send_now(order)
 
     async def last_status(self) -> int:

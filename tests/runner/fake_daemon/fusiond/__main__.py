@@ -10,6 +10,7 @@ from fusion_rt.host.bootstrap import (
     DaemonConfig,
     Endpoint,
     EpochOver,
+    Farewell,
     PeerTable,
     Phase,
     Reform,
@@ -45,7 +46,9 @@ def main():
     say(Endpoint(config.node, os.getpid(), config.address, 1000 + config.node, 2000 + config.node, "k" * 40))
     if config.elastic:
         for line in sys.stdin.buffer:
-            order = decode_line(line, Reform | Abandon)
+            order = decode_line(line, Reform | Abandon | Farewell)
+            if isinstance(order, Farewell):
+                continue
             if isinstance(order, Reform):
                 say(Reformed(order.number))
                 say(Phase("started"))
@@ -56,7 +59,10 @@ def main():
         line = sys.stdin.buffer.readline()
         if not line:
             return
-        table = decode_line(line, PeerTable)
+        table = decode_line(line, PeerTable | Farewell)
+        if isinstance(table, Farewell):
+            sys.stdin.buffer.read()
+            return
         assert [endpoint.node for endpoint in table.endpoints] == list(range(len(config.topology.hosts)))
         print("peers:", *(endpoint.control_port for endpoint in table.endpoints), file=sys.stderr, flush=True)
     if word == "die":
