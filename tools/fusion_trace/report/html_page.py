@@ -13,6 +13,7 @@ import html
 import json
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 
 from fusion_trace.read.ring_reader import TraceError
 from fusion_trace.report.sections import Section
@@ -25,23 +26,23 @@ _ZOOM = (
 _LEVEL = 9  # of gzip: a second, for 40 kB less than at 6
 
 
-def plotly_js() -> str:
-    """Returns the script of the installed plotly.
+def plotly_js() -> Path:
+    """Returns the file of the installed plotly's script. It is not read yet: an analysis needs the memory before.
 
     Raises:
         TraceError: it is not installed.
     """
     try:
-        from plotly.offline import get_plotlyjs
+        import plotly
     except ImportError as error:
         raise TraceError(f"a report needs the package plotly ({error}): pip install plotly") from error
-    return str(get_plotlyjs())
+    return Path(plotly.__path__[0], "package_data", "plotly.min.js")
 
 
-def render(job: str, sections: Sequence[Section], script: str) -> str:
+def render(job: str, sections: Sequence[Section], script: Path) -> str:
     """Returns the page. `script`: plotly.js."""
     charts = {f"{section.id}-{place}": chart for section in sections for place, chart in enumerate(section.charts)}
-    packed = base64.b64encode(gzip.compress(script.encode(), _LEVEL, mtime=0)).decode()
+    packed = base64.b64encode(gzip.compress(script.read_bytes(), _LEVEL, mtime=0)).decode()
     template = files("fusion_trace.report").joinpath("template.html").read_text("utf-8")
     parts = {
         "TITLE": html.escape(f"fusion_rt: job {job}"),
