@@ -266,6 +266,22 @@ const later = (ms) => new Promise((done) => setTimeout(done, ms));
   location.hash = "step-" + chart.layout.meta.steps[1];
   await later(200);
   ranges.push(range());
+  const area = chart.querySelector(".nsewdrag"), box = area.getBoundingClientRect();
+  const finger = (place, identifier) => new Touch(
+    { identifier, target: area, clientX: box.left + place * box.width, clientY: box.top + 5 }
+  );
+  const touch = (name, ...places) => area.dispatchEvent(
+    new TouchEvent(name, { bubbles: true, cancelable: true, touches: places.map(finger) })
+  );
+  touch("touchstart", 0.4, 0.6);
+  touch("touchmove", 0.3, 0.7);
+  await later(50);
+  touch("touchend", 0.3);
+  ranges.push(range());
+  touch("touchmove", 0.1);
+  await later(50);
+  touch("touchend");
+  ranges.push(range());
   document.body.dataset.ranges = JSON.stringify(ranges);
 })();
 """
@@ -304,6 +320,8 @@ def test_the_page_in_a_browser(made: Made, tmp_path: Path) -> None:
     assert ranges[0] == pytest.approx([first / 4, first * 3 / 4], abs=1e-4)  # closer, by the button
     assert ranges[1] == pytest.approx([first * 3 / 8, first * 7 / 8], abs=1e-4)  # later, by a key
     assert ranges[2] == pytest.approx([0, second], abs=1e-4)  # another step, by the address
+    assert ranges[3] == pytest.approx([second / 4, second * 3 / 4], abs=1e-4)  # closer, by two fingers
+    assert ranges[4] == pytest.approx([second * 0.35, second * 0.85], abs=1e-4)  # later, by the one that is left
 
 
 def test_the_command_writes_a_page_and_says_what_it_found(tmp_path: Path) -> None:

@@ -265,8 +265,8 @@ def _timeline(report: Report) -> Section:
     ranks = max(len({part.rank for part in report.ranks}), 1)
     about = [
         "All that was recorded of a step; the menu has others, and --timeline A:B draws those you name. Turn the "
-        "wheel, press + and -, or use the buttons to look closer; drag, or press the arrow keys, to move; press 0 for "
-        "the whole step.",
+        "wheel, spread two fingers, press + and -, or use the buttons to look closer; drag, or press the arrow keys, "
+        "to move; press 0 for the whole step.",
     ]
     if ranks > timeline.MOST_RANKS:
         about.append(f"Drawn are the first {timeline.MOST_RANKS} ranks, and the daemons of their nodes.")
