@@ -65,7 +65,8 @@ class Shape:
     Attributes:
         exchange: ring or owners.
         waits: where scripts wait for buckets: backward, or step.
-        loss: whether a number is reduced after each step, negotiated each time, and waited for.
+        loss: whether a number is reduced after each step, negotiated each time, and waited for; `direct`: it goes
+            from every node to every other one, whatever `exchange` is.
         noise: of all computing, standard deviation of its logarithm; `host_noise`: common to the ranks of a host;
             `common`: to all ranks; `uneven`: of ranks' speeds, always.
         hiccups: by how likely a rank stands still in a step, for `hiccup` ns on average.
@@ -87,6 +88,7 @@ class Shape:
     exchange: str = "ring"
     waits: str = "backward"
     loss: bool = False
+    direct: bool = False
     noise: float = 0.02
     host_noise: float = 0.0
     common: float = 0.0
@@ -367,7 +369,8 @@ class _Run:
                 begun[name, node] = self._begin(name, node, step, parts)
         ended = dict(begun)
         if nodes > 1:
-            (self._around if shape.exchange == "ring" else self._to_owners)(step, list(given), begun, ended)
+            around = shape.exchange == "ring" and not (shape.direct and shape.buckets + 1 in given)
+            (self._around if around else self._to_owners)(step, list(given), begun, ended)
         answered = {}
         for (name, node), end in ended.items():
             end += self._work(node, step, 2 * US, 17 * node + name)

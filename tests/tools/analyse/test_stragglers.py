@@ -165,8 +165,10 @@ def test_a_rank_that_was_stopped_while_it_waited_is_named_for_it() -> None:
     assert finding.lost == pytest.approx(made.cost, rel=0.02)
 
 
-def test_a_slow_host_of_a_ring_is_named_and_not_its_links() -> None:
-    shape = dataclasses.replace(SHAPE, nodes=4, bucket_nbytes=1 << 22)
+@pytest.mark.parametrize("small", [{}, {"loss": True, "direct": True}], ids=["buckets", "and small messages"])
+def test_a_slow_host_of_a_ring_is_named_and_not_its_links(small: dict[str, bool]) -> None:
+    """Links that carry small messages only take much longer for a byte than a slow one that carries buckets."""
+    shape = dataclasses.replace(SHAPE, nodes=4, bucket_nbytes=1 << 22, **small)
     fault = Fault("link", (1.0,) * shape.steps, links=frozenset({(1, 2), (2, 3)}), factor=10.0)
     made = make(shape, fault)
     (finding,) = find(made.trace)

@@ -36,6 +36,7 @@ from fusion_trace.read.job import JobTrace
 
 WORTH_TELLING = 0.02  # of the time of all steps, that a finding costs
 CLEARLY = 0.3  # of what is usual: daemons and links that differ by less are alike
+_ALIKE = 0.1  # of the bytes of the link that carries most in a step: links that carry less are not compared with it
 LIKELY = 0.01  # chance, of any of its kind, up to which a finding is told
 SINGULAR = 5.0  # times what anybody else costs, and
 SINGULAR_COST = 0.04  # of the time: then it is told, though it may be chance
@@ -171,9 +172,15 @@ class _Inquiry:
         wire = self.used.wire
         if not wire.shape[1]:
             return
+        carried = np.stack([self._by_step(self.step_of, its) for its in self.used.nbytes.T], 1)
+        # Small messages are short of latency, not of bandwidth: how long a byte of theirs takes says nothing of others.
+        alike = carried >= _ALIKE * carried.max(1, keepdims=True)
         rate = np.vstack(
-            [_usual_rate(self.used.rate, self.used.links), np.full((1, wire.shape[1]), np.nan)]
-        )  # for those of no step
+            [
+                _usual_rate(np.where(alike, self.used.rate, np.nan), self.used.links),
+                np.full((1, wire.shape[1]), np.nan),  # for those of no step
+            ]
+        )
         usual = rate[self.step_of] * self.used.nbytes
         yield from self._resource("wire", wire, usual, wire, self.used.error)
 
