@@ -120,11 +120,11 @@ class Reducer:
 
     def whole(self, sources: Sequence[Operand], outputs: Sequence[Operand]) -> None:
         """Does everything at once, for a process set on one node: prescales, combines, postscales."""
-        self._reduce(sources, outputs, self.prescale, self.postscale, self.divisor)
+        self._reduce_anywhere(sources, outputs, self.prescale, self.postscale, self.divisor)
 
     def local(self, sources: Sequence[Operand], target: Array) -> None:
         """Computes this node's contribution: prescaled and combined, not postscaled."""
-        self._reduce(sources, (target,), self.prescale, 1.0, 1)
+        self._reduce_anywhere(sources, (target,), self.prescale, 1.0, 1)
 
     def combine(self, first: Array, second: Array, target: Array) -> None:
         """Combines two partial results."""
@@ -159,32 +159,28 @@ class Reducer:
         plain = self.op == "sum" and self.dtype.name in _NATIVE and self.prescale == self.postscale == 1
         return elements > _TINY or not plain
 
-    def _reduce(
+    def _reduce_anywhere(
         self, sources: Sequence[Operand], outputs: Sequence[Operand], prescale: float, postscale: float, divisor: int
     ) -> None:
-        if not (are_here(sources) and are_here(outputs)):
+        if are_here(sources) and are_here(outputs):
+            self._reduce(sources, outputs, prescale, postscale, divisor)
+        else:
             how = {"prescale": prescale, "postscale": postscale}
             ordinary.reduce(self.op, self.dtype, sources, outputs, **how, divisor=divisor)
-            return
+
+    def _reduce(
+        self, sources: Sequence[Array], outputs: Sequence[Array], prescale: float, postscale: float, divisor: int
+    ) -> None:
+        op, dtype = self.op, self.dtype
         if self.widens:
-            cpu.reduce_widened(self.op, sources, outputs, prescale, postscale, divisor)
-            return
-        if (
-            len(sources[0]) > _TINY
-            or self.op != "sum"
-            or self.dtype.name not in _NATIVE
-            or (prescale, postscale) != (1, 1)
-        ):
-            cpu.reduce(
-                self.op,
-                self.dtype,
-                sources,
-                outputs,
-                prescale=prescale,
-                postscale=postscale,
-                divisor=divisor,
-            )
-            return
+            cpu.reduce_widened(op, sources, outputs, prescale, postscale, divisor)
+        elif len(sources[0]) > _TINY or op != "sum" or dtype.name not in _NATIVE or (prescale, postscale) != (1, 1):
+            cpu.reduce(op, dtype, sources, outputs, prescale=prescale, postscale=postscale, divisor=divisor)
+        else:
+            self._add_few(sources, outputs, divisor)
+
+    @staticmethod
+    def _add_few(sources: Sequence[Array], outputs: Sequence[Array], divisor: int) -> None:
         # A loss or a metric: the same bits as the kernel's, for a third of what calling it costs (3 against 10 µs).
         total = sources[0] if len(sources) == 1 else sources[0] + sources[1]
         for source in sources[2:]:

@@ -48,9 +48,6 @@ from fusiond.point_to_point.messaging import Messaging
 from fusiond.shards import ParameterService
 from fusiond.workers.connections import WorkerLink
 
-_MAX_EARLY = 4096  # operations of which peers may have sent chunks before our workers submitted them
-_MAX_EARLY_BYTES = 1 << 32  # of these chunks
-
 
 class Engine:
     """All operations of a node.
@@ -163,8 +160,7 @@ class Engine:
     ) -> None:
         """The links are measured. Ways between nodes are chosen by `route` and `links` (each link by its two nodes, the
         lower first, where some are far), which are the same on all of them."""
-        executor = self._exchanges.executor
-        executor.cost, executor.route, executor.links = cost, route, dict(links or {})
+        self._exchanges.executor.measured(cost, route, dict(links or {}))
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 

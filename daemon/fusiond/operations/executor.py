@@ -28,7 +28,7 @@ from fusiond.core.contribution import Contribution
 from fusiond.core.effects import Effects
 from fusiond.core.participants import Members
 from fusiond.core.result import Result
-from fusiond.core.tracing import about_key, recorded_jobs
+from fusiond.core.tracing import About, about_key, recorded_jobs
 from fusiond.operations.staging import Scratch, Staging
 from fusiond.operations.thread_work import INLINE_WORK, ThreadWork
 from fusiond.transport.flow_control import FlowPort
@@ -40,6 +40,7 @@ class Operation:
 
     Attributes:
         since: when it last made progress (s); `begun`: when it began here.
+        about: it, as records have it.
         parts: of the local members, by rank.
         recipe: of the first part that came; None for a planned bucket.
         asked: the coordinator has been asked.
@@ -62,6 +63,7 @@ class Operation:
     members: Members
     since: float
     begun: float = field(init=False)
+    about: About = field(init=False)
     parts: dict[int, Contribution] = field(default_factory=dict)
     recipe: Recipe | None = None
     asked: bool = False
@@ -88,6 +90,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         self.begun = self.since
+        self.about = about_key(self.key)
 
     @property
     def kind(self) -> str:
@@ -153,9 +156,6 @@ class Executor:
         failed: Callable[[Operation, BaseException], None],
         trace: Instrument = NULL,
     ) -> None:
-        self.cost = CostModel()
-        self.route = self.cost.rounded()
-        self.links: dict[tuple[int, int], CostModel] = {}
         self._orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # of positions, by nodes
         self._topology = topology
         self._node = node
@@ -168,6 +168,14 @@ class Executor:
         self._trace = trace
         self._all_reduce = algorithms.AllReduce()  # of tensors outside a plan
         self._scratch = Scratch()
+        self._kernels: set[str] = set()  # names of types of which they are here
+        self.measured(CostModel(), CostModel().rounded(), {})
+
+    def measured(self, cost: CostModel, route: CostModel, links: dict[tuple[int, int], CostModel]) -> None:
+        """The links are measured: see the attributes of these names."""
+        self.cost, self.route, self.links = cost, route, links
+        most = self._settings.chunk_bytes
+        self._chunk_bytes, self._whole_nbytes = cost.chunk_bytes(most), route.chunk_bytes(most)
 
     def start_tensor(
         self, operation: Operation, recipe: Recipe, rows: Sequence[int], splits: Sequence[Sequence[int]]
@@ -217,7 +225,7 @@ class Executor:
     def limits(self, tuning: wire.Tuning) -> tuple[int, int]:
         """Returns the bytes of the largest chunk, and those that may be under way to a peer."""
         settings = self._settings
-        chunk_bytes = min(tuning.chunk_bytes or self.cost.chunk_bytes(settings.chunk_bytes), settings.chunk_bytes)
+        chunk_bytes = min(tuning.chunk_bytes or self._chunk_bytes, settings.chunk_bytes)
         return chunk_bytes, tuning.window_bytes or settings.window_bytes
 
     def reduce_at_once(self, operation: Operation, recipe: Recipe) -> None:
@@ -253,13 +261,12 @@ class Executor:
         selected = contributions[0].selected if len(contributions) == 1 else None
         factors = operation.parts[min(operation.parts)].rescale if operation.parts else ()
         if not codec.lossless:  # else it does next to nothing
-            record_codec(codec, self._trace, about_key(operation.key))
+            record_codec(codec, self._trace, operation.about)
         first = partial(codec.scale_residual, factors) if factors else None  # a job that comes before all others
         sparse, dense = self._settings.sparse_route, tuning.exchange or self._settings.dense_route
-        most = self._settings.chunk_bytes
         ordered = self.links and self._settings.ring_order == "measured"
         order = self._order(tuple(operation.members.nodes)) if ordered else ()
-        whole = most if dense == "doubling" else self.route.chunk_bytes(most)
+        whole = self._settings.chunk_bytes if dense == "doubling" else self._whole_nbytes
 
         def exchange(port: Port) -> Exchange:
             work = Work(
@@ -280,9 +287,12 @@ class Executor:
 
     def _kernels_for(self, reducer: Reducer, elements: int) -> Job | None:
         """Returns a job that loads or compiles the kernel of a reduction, in seconds perhaps; None if it is there."""
-        if not reducer.needs_kernel(elements) or self._outside.has_kernels(reducer.dtype):
+        if reducer.dtype.name in self._kernels or not reducer.needs_kernel(elements):
             return None
-        return partial(cpu.prepare, [reducer.dtype])
+        if not self._outside.has_kernels(reducer.dtype):
+            return partial(cpu.prepare, [reducer.dtype])
+        self._kernels.add(reducer.dtype.name)
+        return None
 
     def _start(
         self,
@@ -314,7 +324,7 @@ class Executor:
             lambda: self._exchange_finished(operation),
             self._trace,
         )
-        what = about_key(operation.key)
+        what = operation.about
         size = next((part.values.nbytes for part in operation.parts.values()), 0)
         self._trace.record(Kind.RUN_BEGIN, what.name, size, what.clock, what.plan)
         operation.exchange = make(operation.port)
@@ -381,7 +391,7 @@ class Executor:
         assert operation.port is not None
         operation.since = operation.heard[node] = self._outside.clock()
         position = operation.members.nodes.index(node)
-        name, clock, plan = about_key(operation.key)
+        name, clock, plan = operation.about
         self._trace.record(Kind.REDUCE_BEGIN, name, len(payload), clock, plan, 0, node)
         operation.taking = True
         operation.exchange.receive(position, chunk, payload)
@@ -420,7 +430,7 @@ class Executor:
     def _deliver(self, operation: Operation, results: Sequence[Result]) -> None:
         """Gives workers their results: nothing of the operation is under way any more."""
         del self._operations[operation.key]
-        name, clock, plan = about_key(operation.key)
+        name, clock, plan = operation.about
         self._trace.record(Kind.RUN_END, name, 0, clock, plan)
         inline = None if operation.shared is None else operation.shared.tobytes()
         ranks = [rank for rank in operation.members.local if rank in operation.parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from fusiond.collectives.base import Job
@@ -40,21 +41,16 @@ class ThreadWork:
             then: gets the exception that a job raised. What it begins counts as under way without a gap.
         """
         self._under_way[plan] += 1
-
-        def done(error: BaseException | None) -> None:
-            then(error)
-            self._done(plan)
-
         if jobs and nbytes > INLINE_WORK:
-            self._run_jobs(jobs, done)
+            self._run_jobs(jobs, partial(self._done, plan, then))
             return
         try:
             for job in jobs:
                 job()
         except Exception as error:  # reported like one from a thread
-            done(error)
+            self._done(plan, then, error)
         else:
-            done(None)
+            self._done(plan, then, None)
 
     def when_quiet(self, plan: int, then: Act) -> None:
         """Calls `then` when no job of a plan is under way: at once, or as soon as those that are have ended."""
@@ -78,18 +74,24 @@ class ThreadWork:
         """Forgets all that wait for a plan to be quiet."""
         self._quiet.clear()
 
-    def _done(self, plan: int) -> None:
+    def _done(self, plan: int, then: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        then(error)
         self._under_way[plan] -= 1
         if self._under_way[plan]:
             return
         del self._under_way[plan]
-        asked = [then for of, then in self._quiet if of == plan]
+        if self._quiet:
+            self._tell_of(plan)
+        if self._all_quiet and not self._under_way.total():
+            all_asked, self._all_quiet = self._all_quiet, []
+            for act in all_asked:
+                act()
+
+    def _tell_of(self, plan: int) -> None:
+        """No job of a plan is under way any more."""
+        asked = [act for of, act in self._quiet if of == plan]
         if asked:
             self._quiet = [quiet for quiet in self._quiet if quiet[0] != plan]
-            for then in asked:
-                then()
+            for act in asked:
+                act()
             self.resume(plan)
-        if not self._under_way.total():
-            all_asked, self._all_quiet = self._all_quiet, []
-            for then in all_asked:
-                then()
