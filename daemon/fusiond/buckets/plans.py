@@ -21,7 +21,7 @@ from fusiond.algorithms import Algorithm, HomeAlgorithm
 from fusiond.buckets import codec_state
 from fusiond.buckets.codec_state import State
 from fusiond.buckets.recipes import reducer_of
-from fusiond.buckets.worker_selection import selected
+from fusiond.buckets.worker_selection import Selected, selected
 from fusiond.collectives.base import Array, Reducer
 from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
@@ -77,6 +77,21 @@ class PlanState:
         return [bucket.codec for bucket in self.buckets]
 
 
+@dataclass(frozen=True)
+class PlanMemory:
+    """A plan's segment in the arena of a worker.
+
+    Attributes:
+        position: the worker's in the plan's process set.
+        segment: all of it (uint8).
+        values: the elements of each bucket.
+    """
+
+    position: int
+    segment: Array
+    values: tuple[Array, ...]
+
+
 class Plans:
     """All active plans, by id.
 
@@ -89,7 +104,7 @@ class Plans:
         self._team = team
         self._memory_of_codecs = memory
         self._plans: dict[int, PlanState] = {}
-        self._memory: dict[tuple[int, int], Array] = {}  # plan and rank: the plan's segment in that worker's arena
+        self._memory: dict[tuple[int, int], PlanMemory] = {}  # by plan and rank
         self._waiting: dict[tuple[int, str], State] = {}  # process set and group: loaded before there was a plan
 
     def __iter__(self) -> Iterator[PlanState]:
@@ -234,7 +249,11 @@ class Plans:
         state = self._plans.get(plan)
         if state is None or len(memory) < state.plan.nbytes or rank not in state.members.local:
             raise RequestError(f"rank {rank} offers memory for plan {plan}, which is not its active plan")
-        self._memory[plan, rank] = memory
+        values = []
+        for found in state.buckets:
+            storage, offset = found.reducer.dtype.storage, found.bucket.offset
+            values.append(memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage))
+        self._memory[plan, rank] = PlanMemory(state.members.set.ranks.index(rank), memory, tuple(values))
 
     def drop_memory(self, rank: int, plan: int) -> None:
         """A worker has dropped that segment."""
@@ -263,11 +282,9 @@ class Plans:
         found = state.buckets[ready.bucket]
         if ready.rescale or ready.share != wire.OWN:
             _check_terms(rank, ready, state, found)
-        storage = found.reducer.dtype.storage
-        offset = found.bucket.offset
-        values = memory[offset : offset + found.bucket.numel * storage.itemsize].view(storage)
+        values = memory.values[ready.bucket]
         part = Contribution(
-            state.members.set.ranks.index(rank),
+            memory.position,
             values,
             ready.handle,
             values,
@@ -282,10 +299,7 @@ class Plans:
             gives_up=ready.gives_up,
         )
         if ready.tray:
-            whose = f"bucket {ready.bucket} of plan {ready.plan} on rank {rank}"
-            if len(state.members.local) > 1 and ready.share != wire.OF_NODE:
-                raise RequestError(f"{whose} was selected by its worker, which is not the only one of its node")
-            part.selected = selected(whose, found.codec, memory, ready.tray, state.plan.nbytes)
+            part.selected = _selected(rank, ready, state, found, memory.segment)
         return state, found, part
 
     def statistics(self) -> list[Mapping[str, object]]:
@@ -349,6 +363,14 @@ def _told(sums: Counter[str]) -> dict[str, float]:
         "seconds": float(sums["seconds"]),
         "residual_norm": math.sqrt(sums["squared_norm"]),
     }
+
+
+def _selected(rank: int, ready: wire.Ready, state: PlanState, found: BucketState, segment: Array) -> Selected:
+    """Returns what a worker has selected itself. Raises `RequestError` where it cannot have done so."""
+    whose = f"bucket {ready.bucket} of plan {ready.plan} on rank {rank}"
+    if len(state.members.local) > 1 and ready.share != wire.OF_NODE:
+        raise RequestError(f"{whose} was selected by its worker, which is not the only one of its node")
+    return selected(whose, found.codec, segment, ready.tray, state.plan.nbytes)
 
 
 def _check_terms(rank: int, ready: wire.Ready, state: PlanState, found: BucketState) -> None:

@@ -86,19 +86,8 @@ class Agreement:
         """Something has changed about an operation that has not started: goes on if everything local is there."""
         if operation.exchange is not None or operation.asked or operation.disputed:
             return
-        if len(operation.parts) < len(operation.members.local):
-            if not self._participants.joined or operation.kind == "join":
-                return
-            refusal = self._refused_after_join(operation)
-            if refusal:
-                self._outcomes.everywhere(operation.key, f"{operation.what}: {refusal}")
-                return
-            away = self._participants.away(operation.members)
-            if any(rank not in operation.parts and rank not in away for rank in operation.members.local):
-                return
-            if not operation.parts:
-                self._relay(operation)
-                return
+        if len(operation.parts) < len(operation.members.local) and not self._goes_on_without(operation):
+            return
         if operation.kind == "join" and any(r.parts and r is not operation for r in self._global_operations()):
             return  # a rank may join before its operations are done; everybody stays joined until they are
         if operation.key.plan:
@@ -106,6 +95,22 @@ class Agreement:
         else:
             assert operation.recipe is not None
             self._agree(operation, operation.recipe)
+
+    def _goes_on_without(self, operation: Operation) -> bool:
+        """Returns whether an operation begins here although some local ranks have not submitted it: they have joined.
+        One that all of them have joined without is relayed."""
+        if not self._participants.joined or operation.kind == "join":
+            return False
+        refusal = self._refused_after_join(operation)
+        if refusal:
+            self._outcomes.everywhere(operation.key, f"{operation.what}: {refusal}")
+            return False
+        away = self._participants.away(operation.members)
+        if any(rank not in operation.parts and rank not in away for rank in operation.members.local):
+            return False
+        if not operation.parts:
+            self._relay(operation)
+        return bool(operation.parts)
 
     def lose(self, new: Sequence[int]) -> None:
         """Ranks are lost, and the process sets know. What was under way and needs them fails on all ranks."""

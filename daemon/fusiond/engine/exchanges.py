@@ -206,16 +206,8 @@ class Exchanges:
             RequestError: the worker has contributed to this run of the bucket.
         """
         key = OpKey(state.plan.process_set, state.plan.id, bucket.name, part.clock)
-        if why := self._outcomes.why(key):
-            if part.selected is not None:
-                part.selected.disown()
-            self._outcomes.refuse(rank, part.handle, why)
-            return
-        if part.gives_up:
-            who = self._context.topology.describe([rank])
-            sentence = f"{who} {StepGivenUp.SAYS}: {part.gives_up}; all ranks have to skip this batch"
-            self._outcomes.everywhere(key, sentence)
-            self._outcomes.refuse(rank, part.handle, sentence)
+        if (why := self._outcomes.why(key)) or part.gives_up:
+            self._refuse(rank, key, part, why)
             return
         operation = self.agreement.operation(key, state.members)
         if rank in operation.parts:
@@ -225,6 +217,16 @@ class Exchanges:
         self.agreement.advance(operation)
         if self._homes.occupied.plans:
             self._homes.occupied.look(rank)
+
+    def _refuse(self, rank: int, key: OpKey, part: Contribution, why: str) -> None:
+        """A worker's contribution cannot be taken, or its worker gives the step up."""
+        if not why:
+            who = self._context.topology.describe([rank])
+            why = f"{who} {StepGivenUp.SAYS}: {part.gives_up}; all ranks have to skip this batch"
+            self._outcomes.everywhere(key, why)
+        elif part.selected is not None:
+            part.selected.disown()
+        self._outcomes.refuse(rank, part.handle, why)
 
     # --- from the peers -----------------------------------------------------------------------------------------------
 
@@ -254,13 +256,18 @@ class Exchanges:
             return
         if node not in operation.members.nodes:
             return
+        if chunk.digest == operation.digest and operation.started:
+            self.executor.receive(operation, node, chunk, payload)
+        else:
+            self._take_early(operation, node, chunk, payload)
+
+    def _take_early(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
+        """A chunk waits until the workers here have come that far, unless it does not fit what they submitted."""
         if operation.digest and not chunk.key.plan and chunk.digest != operation.digest:
             if not operation.disputed:
                 self._disagree(operation)
         elif chunk.key.plan and operation.exchange is not None and chunk.digest != operation.digest:
             self.agreement.disagree_about_passes(operation, node, chunk)
-        elif operation.started:
-            self.executor.receive(operation, node, chunk, payload)
         else:
             self._check_credit(operation, node, len(payload))
             operation.early.append((node, chunk, payload))

@@ -329,25 +329,28 @@ class Executor:
         self._trace.record(Kind.RUN_BEGIN, what.name, size, what.clock, what.plan)
         operation.exchange = make(operation.port)
         operation.port.lends = operation.exchange.lends
-        staging = operation.staging
         nbytes: float = operation.exchange.local_nbytes if operation.is_here else math.inf
         small = nbytes <= INLINE_WORK
         jobs = operation.exchange.jobs(1 if small else tuning.threads or settings.kernel_threads)
         jobs = recorded_jobs(jobs, self._trace, what, operation.exchange.local_nbytes)
         before = [job for job in (compiles, first) if job is not None]
-        if compiles is not None or (before and jobs and not small) or staging is not None:
-            operation.working = True
-            stages = deque(stage for stage in (staging.reads if staging else [], jobs) if stage)
-            then = partial(self._next_stage, operation, stages, nbytes)
-            self._work.do(operation.key.plan, [partial(_one_by_one, before)], math.inf, then)
-        else:
-            operation.working = bool(jobs) and not small
-            nbytes = nbytes if jobs else 0  # else there is at most a residual to be scaled
-            self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
+        if compiles is not None or (before and jobs and not small) or operation.staging is not None:
+            self._do_in_stages(operation, before, jobs, nbytes)
+            return
+        operation.working = bool(jobs) and not small
+        nbytes = nbytes if jobs else 0  # else there is at most a residual to be scaled
+        self._work.do(operation.key.plan, [*before, *jobs], nbytes, partial(self._jobs_done, operation))
 
     def _stage(self, operation: Operation) -> Staging:
         operation.staging = Staging(self._scratch)
         return operation.staging
+
+    def _do_in_stages(self, operation: Operation, before: Sequence[Job], jobs: Sequence[Job], nbytes: float) -> None:
+        operation.working = True
+        reads = operation.staging.reads if operation.staging else []
+        stages = deque(stage for stage in (reads, jobs) if stage)
+        then = partial(self._next_stage, operation, stages, nbytes)
+        self._work.do(operation.key.plan, [partial(_one_by_one, before)], math.inf, then)
 
     def _next_stage(
         self, operation: Operation, stages: deque[Sequence[Job]], nbytes: float, error: BaseException | None

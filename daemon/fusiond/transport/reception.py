@@ -331,24 +331,15 @@ class Reception:
         try:
             for link, upto in zip(peer.links, received, strict=False):
                 link.out.acknowledge(upto)
-            if peer.pipe is not None:
-                peer.follow(self._awake())
-            peer.sending.go_on()
-            if serial and not peer.incoming[0].accept(serial):
-                return
             if not serial and not isinstance(message, _UNNUMBERED):
                 raise WireError(f"its {type(message).__name__} has no number")
-            due = serial and peer.has_come(len(data))
-            peer.suspicion.heard(self._awake())
-            if about_connection := self._handlers.get(type(message)):
-                about_connection(peer, message)
-            else:
-                self.on_message(peer.node, message)
         except WireError as error:
             self._lose(peer.node, str(error))
             return
-        if due and peer.owed:
-            peer.mention(wire.Ack())
+        if peer.pipe is not None:
+            peer.follow(self._awake())
+        peer.sending.go_on()
+        self._hand_on(peer, 0, serial, len(data), message)
 
     def _take_payload(self, routing_id: bytes, frame: zmq.Frame, rest: list[zmq.Frame]) -> None:
         descriptor = descriptor_of(frame)
@@ -373,22 +364,31 @@ class Reception:
             peer.heard_on[holder.number] = descriptor
             self._payload.heard(descriptor)
             return
+        payload = rest[0].buffer
+        self._hand_on(peer, holder.number, serial, len(frame.buffer) + len(payload), message, payload)
+
+    def _hand_on(
+        self, peer: Peer, number: int, serial: int, nbytes: int, message: wire.PeerMessage, *payload: memoryview
+    ) -> None:
+        """Hands a message that has not come before on; tells the peer that it has come, if no other message does."""
         try:
-            if not peer.incoming[holder.number].accept(serial):
+            if serial and not peer.incoming[number].accept(serial):
                 return
+            due = serial and peer.has_come(nbytes)
+            if isinstance(message, _WITH_PAYLOAD):
+                name, clock, plan = about(message)
+                size = len(payload[0])
+                self._trace.record(Kind.RECEIVED, name, size, clock, plan, peer.number_of(serial, number), peer.node)
+                peer.received_chunks += 1
+                peer.received_bytes += size
+            peer.suspicion.heard(self._awake())
+            if about_connection := self._handlers.get(type(message)):
+                about_connection(peer, message)
+            else:
+                self.on_message(peer.node, message, *payload)
         except WireError as error:
             self._lose(peer.node, str(error))
             return
-        assert isinstance(message, _WITH_PAYLOAD)
-        payload = rest[0].buffer
-        due = peer.has_come(len(frame.buffer) + len(payload))
-        name, clock, plan = about(message)
-        number = peer.number_of(serial, holder.number)
-        self._trace.record(Kind.RECEIVED, name, len(payload), clock, plan, number, peer.node)
-        peer.suspicion.heard(self._awake())
-        peer.received_chunks += 1
-        peer.received_bytes += len(payload)
-        self.on_message(peer.node, message, payload)
         if due and peer.owed:
             peer.mention(wire.Ack())
 
