@@ -26,6 +26,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic import mirrors
+from fusion_rt.torch.elastic.commits import Saver
 from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.sync import carried
 from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state
@@ -36,12 +37,14 @@ from fusion_rt.torch.sync.wrapped import Wrapped
 _OWN = "own"  # what replicas know besides the script's optimizer
 
 
-class DistributedHandler:
+class DistributedHandler(Saver):
     """Saves, restores and syncs a distributed optimizer.
 
     Args:
         value: the optimizer.
     """
+
+    _saves = ("_saved", "_kept", "_mirrored")
 
     def __init__(self, value: Wrapped) -> None:
         self.value = value
@@ -52,7 +55,7 @@ class DistributedHandler:
 
     def save(self) -> None:
         """Saves the present state. What is under way is taken first, which may change the parameters."""
-        self._drain()
+        self.drain()
         self._saved: dict[str, Any] = {"plain": copy.deepcopy(self.value.plain_state_dict())}
         self._saved[_OWN] = copy.deepcopy(self.value.own_state())
         self._kept = self._checkpoint.carry() if self._pending is None else self._pending
@@ -68,6 +71,15 @@ class DistributedHandler:
         if self._mirrors and self._checkpoint.has_shards and mirrors.are_possible():
             kept = None if self._checkpoint.is_arriving else self._kept
             self._mirrored = mirrors.exchange({} if kept is None else kept.homes)
+
+    @property
+    def carries(self) -> bool:
+        """Tells whether nodes remember something of their own at a commit; the same on all ranks."""
+        return self._checkpoint.carries
+
+    def forget(self) -> None:
+        """Forgets what was kept: it is of another commit than that from which all go on."""
+        self._pending, self._mirrored = None, {}
 
     def restore(self) -> None:
         """Restores what was saved; codecs and homes go back in `deal`."""
@@ -96,7 +108,7 @@ class DistributedHandler:
             HorovodInternalError: a rank is gone.
         """
         self.value._sync.when.discard()
-        self._drain()
+        self.drain()
         mine = self._checkpoint.carry() if self._pending is None else self._pending
         if leaving and self._checkpoint.carries:
             mine = _summed(self._checkpoint, mine)
@@ -140,7 +152,8 @@ class DistributedHandler:
     def _checkpoint(self) -> Checkpoint:
         return self.value._sync.checkpoint
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Waits for what is under way, and takes it, which may change the parameters."""
         self.value._sync.when.drain()
 
 

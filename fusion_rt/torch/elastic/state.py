@@ -17,10 +17,12 @@ import torch
 
 from fusion_rt.core.errors import HostsUpdatedInterrupt
 from fusion_rt.local import elastic
+from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import rank
+from fusion_rt.torch.elastic.commits import Commits, Saver, agreed
 from fusion_rt.torch.elastic.distributed import DistributedHandler
 from fusion_rt.torch.elastic.sampler import ElasticSampler, Standing
-from fusion_rt.torch.ops.objects import broadcast_object
+from fusion_rt.torch.ops.objects import allgather_object, broadcast_object
 from fusion_rt.torch.sync.broadcasting import broadcast_optimizer_state, broadcast_parameters
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.wrapped import Wrapped
@@ -94,9 +96,11 @@ class State:
             HostsUpdatedInterrupt: they have, on all ranks.
             HorovodInternalError: a rank is gone.
         """
+        self._begin_commit()
         self.save()
         self.commits += 1
         self._mirror()
+        self._end_commit()
         self.check_host_updates()
         exchanges.restart()
 
@@ -146,8 +150,18 @@ class State:
             HorovodInternalError: a rank is gone.
         """
 
+    def _begin_commit(self) -> None:
+        """Keeps what was saved before, until all ranks have saved anew."""
+
     def _mirror(self) -> None:
         """Has other nodes keep what only this one has of what was saved. An operation on all ranks.
+
+        Raises:
+            HorovodInternalError: a rank is gone.
+        """
+
+    def _end_commit(self) -> None:
+        """Drops what was saved before, when all ranks have saved anew. An operation on all ranks.
 
         Raises:
             HorovodInternalError: a rank is gone.
@@ -231,6 +245,7 @@ class TorchState(ObjectState):
         kwargs = {"model": model, "optimizer": optimizer, **kwargs}
         handlers = {name: handler for name, value in kwargs.items() if (handler := _handler_of(value))}
         self._handlers: dict[str, _Handler | DistributedHandler] = {}
+        self._commits, self._plain = Commits(), _PlainValues(self)
         plain = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(broadcast_object, rank, **plain)
         for name, handler in handlers.items():
@@ -246,11 +261,14 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
+        if self._commits.is_open:  # and nobody has all of it
+            self._take_back()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
+        self._agree_about_commit()
         for distributed in self._distributed():
             distributed.sync(self._root)
             distributed.deal()
@@ -265,9 +283,55 @@ class TorchState(ObjectState):
         for sampler in self._samplers():
             sampler.reset()  # a sync that would do it may be skipped
 
+    def _begin_commit(self) -> None:
+        if self._carries:
+            self._commits.begin()
+            for saver in self._savers():
+                saver.set_aside()
+            for distributed in self._distributed():
+                distributed.drain()
+            ops.barrier()  # what any rank has sent to homes is in them, on all nodes, before any of them is saved
+
     def _mirror(self) -> None:
         for distributed in self._distributed():
             distributed.mirror()
+
+    def _end_commit(self) -> None:
+        if self._commits.is_open:
+            self._commits.complete()
+            ops.barrier()
+            self._settle(self._commits.last)
+
+    @property
+    def _carries(self) -> bool:
+        """Tells whether nodes remember what others do not have; the same on all ranks."""
+        return any(distributed.carries for distributed in self._distributed())
+
+    def _agree_about_commit(self) -> None:
+        """Has all ranks go on from the same commit. An operation on all ranks."""
+        if not self._carries:
+            return
+        number = agreed(allgather_object(self._commits.held, "elastic.commits"), self._root)
+        if number not in self._commits.held:
+            for distributed in self._distributed():
+                distributed.forget()
+        elif number != self._commits.last:
+            self._take_back()
+            self.restore()
+        self._settle(number)
+
+    def _take_back(self) -> None:
+        self._commits.is_open = False
+        for saver in self._savers():
+            saver.take_back()
+
+    def _settle(self, number: int) -> None:
+        self._commits.settle(number)
+        for saver in self._savers():
+            saver.drop_aside()
+
+    def _savers(self) -> list[Saver]:
+        return [self._plain, *self._handlers.values()]
 
     def _hand_over(self) -> None:
         for distributed in self._distributed():
@@ -299,7 +363,24 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
 
-class _Handler:
+class _PlainValues(Saver):
+    """Plain values, which an `ObjectState` saves by itself."""
+
+    _saves = ("saved",)
+
+    def __init__(self, state: ObjectState) -> None:
+        self._state = state
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        return self._state._saved_state
+
+    @saved.setter
+    def saved(self, values: dict[str, Any]) -> None:
+        self._state._saved_state = values
+
+
+class _Handler(Saver):
     """Saves, restores and syncs something that has a `state_dict`."""
 
     def __init__(self, value: Any) -> None:
