@@ -542,6 +542,13 @@ class Client:
         told: dict[str, Any] = json.loads(self.wait(operation).inline or b"{}")
         return told
 
+    def traffic(self) -> dict[str, int]:
+        """Returns the bytes of payload that this node has `sent` to other nodes, and `received`."""
+        operation = self.channel.begin("traffic")
+        self._send(wire.TrafficRequest(operation.handle))
+        told: dict[str, int] = json.loads(self.wait(operation).inline or b"{}")
+        return told
+
     # --- the arena ----------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Region:

@@ -35,7 +35,7 @@ from fusion_rt.torch.core.basics import (
     start_timeline,
     stop_timeline,
 )
-from fusion_rt.torch.core.compressors import Compression, compression_stats
+from fusion_rt.torch.core.compressors import Compression, compression_stats, network_stats
 from fusion_rt.torch.core.process_sets import (
     ProcessSet,
     add_process_set,
@@ -159,6 +159,7 @@ __all__ = [
     "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
+    "network_stats",
     "poll",
     "rank",
     "reducescatter",

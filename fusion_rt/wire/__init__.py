@@ -106,6 +106,7 @@ from fusion_rt.wire.local import (
     StopTimeline,
     Submit,
     ToolMessage,
+    TrafficRequest,
     Welcome,
     WorkerMessage,
 )
@@ -292,6 +293,7 @@ __all__ = [
     "Text",
     "ToolMessage",
     "Traffic",
+    "TrafficRequest",
     "Tuning",
     "Up",
     "Verdict",

@@ -231,6 +231,12 @@ class StalenessRequest(msgspec.Struct, tag="staleness", array_like=True):
     handle: Count
 
 
+class TrafficRequest(msgspec.Struct, tag="traffic", array_like=True):
+    """Asks how many bytes this node has sent to others and received; the result is JSON."""
+
+    handle: Count
+
+
 class StartTimeline(msgspec.Struct, tag="timeline", array_like=True):
     """Asks for a timeline in the file `path` (absolute), on the daemon's host.
 
@@ -301,8 +307,9 @@ class JobRingRequest(msgspec.Struct, tag="job_ring", array_like=True):
 ToolMessage: TypeAlias = StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 WorkerMessage: TypeAlias = (
     Hello | AddSegment | DropSegment | OpenGroup | CloseGroup | Submit | SendTo | ReceiveFrom | Propose | Ready
-    | AwaitsAnswers | SaveState | LoadState | CompressionRequest | StalenessRequest | StartTimeline | StopTimeline
-    | Ping | Bye | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
+    | AwaitsAnswers | SaveState | LoadState | CompressionRequest | StalenessRequest | TrafficRequest
+    | StartTimeline | StopTimeline | Ping | Bye
+    | StatusRequest | StopRequest | HangRequest | JobRequest | JobRingsRequest | JobRingRequest
 )  # fmt: skip
 
 # --- daemon to worker -------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_defaults_are_not_written() -> None:
         ("tuned(fast=1)", "which 1 is not"),
         ("tuned(where=None)", "which None is not"),
         ("needy", "the thing needy needs size; write needy(size=...)"),
-        ("tuned(4)", "a thing is written as 'name' or 'name(argument=value, ...)', not as 'tuned(4)'"),
+        ("tuned(4)", "each argument of a thing has its name, tuned(argument=value), unlike 'tuned(4)'"),
         ("tuned(rate=1, rate=2)", "a thing is written as"),
         ("tuned(rate=1+1)", "a thing is written as"),
         ("tuned(rate=__import__('os'))", "a thing is written as"),

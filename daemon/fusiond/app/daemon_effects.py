@@ -61,6 +61,7 @@ class DaemonEffects:
         self.warn: Callable[[str], None] = partial(_log.warning, "%s")
         send_payload: Callable[..., bool] = _no_peers if mesh is None else mesh.send_payload
         self.to_node: Callable[[int, wire.PeerMessage], None] = _no_peers if mesh is None else mesh.send
+        self.traffic: Callable[[], tuple[int, int]] = (lambda: (0, 0)) if mesh is None else mesh.traffic
         self.send_chunk = send_payload
         self.send_piece = partial(send_payload, urgency=_OF_PARCELS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ class WorkerDispatch:
         self._begin_epoch = begin_epoch
         self.handlers: dict[type[Any], Callable[..., None]] = {
             wire.Ping: lambda link, _: effects.workers.send(link, wire.Pong()),
+            wire.TrafficRequest: self._tell_traffic,
             wire.StartTimeline: self._start_timeline,
             wire.StopTimeline: self._stop_timeline,
             **tools.handlers(),
@@ -78,6 +80,10 @@ class WorkerDispatch:
 
         self.handlers.update(of_engine)
         self.handlers[wire.Submit] = submit
+
+    def _tell_traffic(self, link: WorkerLink, asked: wire.TrafficRequest) -> None:
+        told = dict(zip(("sent", "received"), self._effects.traffic(), strict=True))
+        self._effects.workers.send(link, wire.Done(asked.handle, json.dumps(told).encode()))
 
     def end(self) -> None:
         """Ends this formation here: its workers are heard until they leave, and nothing comes of what they say."""

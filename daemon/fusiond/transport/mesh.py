@@ -312,6 +312,11 @@ class Mesh:
             "peers": [peer.statistics(now) for peer in self._peers.values()],
         }
 
+    def traffic(self) -> tuple[int, int]:
+        """Returns the bytes of payload that were sent to peers, and received."""
+        peers = self._peers.values()
+        return sum(peer.sent_bytes for peer in peers), sum(peer.received_bytes for peer in peers)
+
     def figures(self) -> tuple[wire.LinkFigures, ...]:
         """Returns the figures of the links to all peers."""
         return tuple(peer.figures() for peer in self._peers.values())

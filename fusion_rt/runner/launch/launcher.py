@@ -318,7 +318,7 @@ class Launch:
     def _is_of_several(self) -> bool:
         """Tells whether several workers run a Python script; other commands, such as `hostname`, need not join."""
         program = os.path.basename(os.fsdecode(self._plan.command[0]))
-        return self.topology.size > 1 and program.startswith("python")
+        return self.topology.size > 1 and program.startswith("python") and not self._plan.function
 
     def _stop_the_rest(self) -> None:
         if self._agents.stop_the_rest():

@@ -237,6 +237,21 @@ def test_statistics(text: str) -> None:
         assert group["selected"] == group["asked"] == 3 * sum(round(0.05 * n) for n in buckets_of(optimizer))
 
 
+@on_ranks
+def test_a_node_counts_what_it_has_sent_and_received() -> None:
+    hvd.barrier()
+    before = hvd.network_stats()
+    hvd.allreduce(torch.ones(50_000), name="counted")
+    hvd.barrier()
+    now = hvd.network_stats()
+    sent, received = (now[way] - before[way] for way in ("sent", "received"))
+    several = hvd.size() > hvd.local_size()
+    # Between nodes each sends at least half of the tensor, and no more than twice all of it.
+    assert sent >= 100_000 * several
+    assert received >= 100_000 * several
+    assert max(sent, received) <= 500_000 * several
+
+
 def buckets_of(optimizer: Any) -> list[int]:
     """Elements that are selected from, for each bucket."""
     return [
