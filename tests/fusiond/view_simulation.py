@@ -7,6 +7,7 @@ Messages arrive in an order that the seed decides, as in `simulation`, and somet
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from fusion_rt import wire
@@ -32,19 +33,15 @@ class ViewNode(Node):
         self.losses = Losses(job.topology, node, job.settings.tolerate_losses, self.membership, self, self)
         config = DaemonConfig("simulated", node, job.topology, attached=False)
         loop = mesh = cast(Any, self)  # as much of both as these use
+        fail = partial(self.fail, tell_peers=True)
         probe = LinkProbe(self.clock)
-        self._starting = Starting(
-            config, job.settings, self.membership, loop, mesh, probe, self._started, self._unreached
-        )
+        self._starting = Starting(config, job.settings, self.membership, loop, mesh, probe, self._started, fail)
         self._dispatch = PeerDispatch(
             job.topology, self.membership, self.losses, self._starting, loop, self, anybody={}, members={}
         )
         self._dispatch.engine_begins(self.engine)
         self.deaf: set[int] = set()  # peers that its mesh has given up
         self.dead = False
-
-    def _unreached(self, error: str, nodes: Sequence[int]) -> None:
-        self.fail(error, tell_peers=True)
 
     @property
     def going_on(self) -> bool:

@@ -106,7 +106,6 @@ class Formation:
         self.number = number
         self._absent = absent
         self._is_over = False
-        self._unreached: Sequence[int] = ()
         self._shell = shell
         self._links: dict[int, WorkerLink] = {}  # by rank
         self.membership = Membership(topology, node, absent, wire.first_epoch(number))
@@ -231,7 +230,7 @@ class Formation:
 
     def _failed(self, reason: str) -> None:
         if not self._is_over:
-            self._shell.failed(self.number, reason, self._unreached)
+            self._shell.failed(self.number, reason, self.starting.unreached())
 
     # --- coming up ----------------------------------------------------------------------------------------------------
 
@@ -275,8 +274,7 @@ class Formation:
         slowest, around = time_of(ring_order(nodes, links), links)
         return around / len(nodes), slowest
 
-    def _start_failed(self, error: str, unreached: Sequence[int]) -> None:
-        self._unreached = unreached
+    def _start_failed(self, error: str) -> None:
         self.ending.fail(error)
         self.ending.check_over()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from fusion_rt import wire
@@ -22,6 +22,7 @@ from fusiond.transport.mesh import Mesh
 from fusiond.transport.probe import FEW, LinkProbe
 
 _log = logging.getLogger("fusiond")
+_LATE = 0.8  # of the start's time-out
 
 
 class Starting:
@@ -33,7 +34,7 @@ class Starting:
         loop, mesh: time, and the peers; None in a job of one node.
         probe: knows the links.
         started: called with the `Start` and the links' seconds a byte by node, when all nodes are up.
-        failed: called with a sentence when they are not in time, and the nodes that could not be reached.
+        failed: called with a sentence when they are not in time.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Starting:
         mesh: Mesh | None,
         probe: LinkProbe,
         started: Callable[[wire.Start, Mapping[int, float]], None],
-        failed: Callable[[str, Sequence[int]], None],
+        failed: Callable[[str], None],
     ) -> None:
         self._config = config
         self._settings = settings
@@ -214,7 +215,13 @@ class Starting:
         if nodes:
             missing = ", ".join(f"{node} (host {hosts[node]})" for node in nodes)
             who = f"the daemons of nodes {missing} could not be reached from host {hosts[self._config.node]}"
-        self._failed(f"the job did not come up within {self._settings.start_timeout:g} s: {who}", nodes)
+        self._failed(f"the job did not come up within {self._settings.start_timeout:g} s: {who}")
+
+    def unreached(self) -> list[int]:
+        """Returns the nodes that have not come up, though the time for that is as good as over. (Another node's clock
+        may be the first to say that it is.)"""
+        is_late = time.monotonic() - self._began >= _LATE * self._settings.start_timeout
+        return self._mesh.missing() if self._mesh is not None and is_late and not self._membership.started else []
 
 
 def _path(one: int, other: int, link: CostModel) -> wire.Path:

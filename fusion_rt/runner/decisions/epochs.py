@@ -8,6 +8,7 @@ those who have asked. Who comes back, or is new, begins in the background (`newc
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ from fusion_rt.runner.decisions.worker_states import WorkerState, WorkerStates
 _TICK_S = 0.25
 _KILL_S = 5.0  # seconds that an agent has to kill a worker
 _MEET_S = 5.0  # seconds that a new host, or a worker that begins with another, has before others are spoken of without
+_HEAR_S = 2.0  # seconds that daemons have to say whom they have not reached, after the first of them
 _TELL_S = 5.0  # seconds after which it is said that the job waits for workers
 _CRASHES = 2  # of a host's daemon: one may be an accident, the next is taken for the host's fault
 
@@ -48,6 +50,8 @@ class Epochs:
         self._is_running = False
         self._since = clock()  # when the epoch before was over
         self._has_told = False  # that the job waits for workers
+        self._heard_of: set[str] = set()  # hosts whose daemons have said that the last epoch is over
+        self._split_at = math.inf  # when one of them said first whom it had not reached as the epoch began
         self._over = False
         self.due = clock()
         self._hosts = HostStates(limits, control, clock)
@@ -146,9 +150,12 @@ class Epochs:
                 self._look()
 
     def missed(self, host: str, number: int, nodes: tuple[int, ...]) -> None:
-        """The daemon of a host takes others for lost."""
+        """The epoch is over at the daemon of a host, which takes others for lost, or has not reached them."""
         places = self._workers.places
         if number == self.number and places is not None and host in places.names:
+            self._heard_of.add(host)
+            if nodes and not self._workers.is_up:
+                self._split_at = min(self._split_at, self._clock())
             for name in places.names:
                 if places.node_of(name) in nodes:
                     self._hosts.miss(name, host)
@@ -283,6 +290,8 @@ class Epochs:
         if first and self._none_is_left:
             self._end(self._workers.failures)
             return
+        if self._may_hear_more:
+            return
         before = self._workers.places
         self._hosts.part(before.names if before is not None else ())
         places = self._next.who_have_asked() if self._start.is_over else self._next.all_slots(listening=True)
@@ -301,6 +310,15 @@ class Epochs:
                 f"fusionrun: waiting for {need} workers; the slots there are ({self._slots()}) do not suffice; at most "
                 f"{self._limits.timeout:g} s (--elastic-timeout)"
             )
+
+    @property
+    def _may_hear_more(self) -> bool:
+        """Tells whether an epoch has not come up since hosts did not reach each other, and not all have said whom: on
+        half of that the wrong ones would be left out."""
+        places = self._workers.places
+        waits = [host for host in (places.names if places else ()) if self._hosts.listens(host)]
+        is_split = self._split_at <= self._clock() < self._split_at + _HEAR_S
+        return is_split and not self._heard_of.issuperset(waits)
 
     def _slots(self) -> str:
         """The slots of hosts that could be in an epoch now, in words."""
@@ -335,6 +353,7 @@ class Epochs:
             if place not in before:
                 self._newcomers.take(place)
         self._is_running, self._next.workers, self._is_abandoned = True, WorkerStates(places), False
+        self._heard_of, self._split_at = set(), math.inf
         self._control.begin(self.number, places, endpoints, [place for place in asking if place in places.ranks])
 
     def _see_off(self, places: Places) -> None:

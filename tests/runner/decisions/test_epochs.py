@@ -464,6 +464,33 @@ def test_of_hosts_that_miss_each_other_the_larger_part_goes_on() -> None:
     assert ("a", 0) in world.waiting
 
 
+def test_of_hosts_that_never_came_up_together_those_are_left_out_that_the_most_have_not_reached() -> None:
+    """One daemon's word is not enough: a has reached nobody, and c is heard first."""
+    world = World("a:1,b:1,c:1", Limits(3, 1))
+    world.up(started=False)
+    world.epochs.missed("c", 1, (0,))
+    world.epochs.answered("a")
+    world.ask()
+    assert world.epochs.number == 1, "others may have more to say"
+    world.epochs.missed("a", 1, (1, 2))
+    assert world.epochs.number == 1
+    world.epochs.missed("b", 1, (0,))
+    for host in "abc":
+        world.epochs.answered(host)
+    assert world.places is not None
+    assert (world.epochs.number, world.places.names) == (2, ("b", "c"))
+
+
+def test_a_daemon_that_does_not_say_whom_it_has_not_reached_is_not_waited_for() -> None:
+    world = World("a:1,b:1,c:1", Limits(3, 1))
+    world.up(started=False)
+    world.epochs.missed("c", 1, (0,))
+    world.epochs.answered("a")
+    world.ask()
+    world.wait(3)
+    assert world.epochs.number == 2
+
+
 def test_a_word_about_a_daemon_that_is_replaced_is_not_about_the_new_one() -> None:
     world = World("a:1,b:1", Limits(2, 2))
     world.up()
