@@ -185,7 +185,7 @@ class Agent:
         )
         if job.elastic:
             directory = os.path.join(root, f"{job.job}.agent{job.elastic}")
-            self._workers.server = WorkerServer(directory, self._workers.slots, self._on_rejoin)
+            self._workers.server = WorkerServer(directory, self._workers.connectable, self._on_rejoin)
         self._environ, self._root = environ, root
         await self._channel.send(agent_messages.Ready())
         if job.epoch is not None:

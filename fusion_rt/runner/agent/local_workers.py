@@ -79,6 +79,11 @@ class LocalWorkers:
         """Returns the slots that have a worker."""
         return list(self._workers)
 
+    def connectable(self) -> list[int]:
+        """Returns the slots whose workers may connect. One that was ended before it had begun with anything may have
+        connected just then: the launcher is told that it has ended, and must not hear that it asks for a place."""
+        return [slot for slot, worker in self._workers.items() if not worker.is_unused]
+
     async def give_places(self, epoch: Epoch, socket: str, waiting: tuple[int, ...] = ()) -> None:
         """Tells the workers that wait their places in an epoch, and starts new workers in the other slots.
 

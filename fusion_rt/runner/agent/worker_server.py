@@ -29,7 +29,7 @@ class WorkerServer:
         directory: is made, for this user alone, and holds the socket. Its lock is this process's as long as it lives:
             of an agent that was killed, the directory is removed by the next daemon that starts (see
             `fusiond.host.leftovers`).
-        slots: is asked which slots have a worker now.
+        slots: is asked which slots have a worker now that may connect.
         on_rejoin: is told the slot of a worker that asks for a place, and its message.
 
     Attributes:
