@@ -62,7 +62,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What pytest says of these tests."""
     directory = tmp_path_factory.mktemp("hanging")
     (directory / "pytest.ini").write_text(CONFIG)
-    (directory / "conftest.py").write_text((TESTS / "conftest.py").read_text() + "\ntime_limit.GRACE_S = 2.0\n")
+    (directory / "conftest.py").write_text((TESTS / "conftest.py").read_text() + "\ntime_limit.GRACE_S = 6.0\n")
     (directory / "test_hanging.py").write_text(HANGING)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-n", "1", "--dist", "loadgroup"]
     environment = {**os.environ, "COLUMNS": "200"}  # so that nothing is cut off
