@@ -130,8 +130,9 @@ def _in_words(row: Comparison) -> str:
     more = row.after > row.before
     if row.measure == SHARE:
         return f"spikes are {'more' if more else 'less'} frequent ({row.before:.1%} of steps, then {row.after:.1%})"
-    ends = sorted(abs(row.relative(ns) or 0.0) for ns in (row.low, row.high))
-    by = f"{abs(row.relative(row.difference) or 0.0):.1%} ({ends[0]:.1%} to {ends[1]:.1%})"
+    low, high = sorted(abs(row.relative(ns) or 0.0) for ns in (row.low, row.high))
+    interval = f"{low:.1%} to {high:.1%}" if math.isfinite(high) else f"at least {low:.1%}"
+    by = f"{abs(row.relative(row.difference) or 0.0):.1%} ({interval})"
     how = "slower" if more else "faster"
     return {
         "median": f"steps are {how} by {by}",

@@ -11,7 +11,7 @@ from fusion_trace.read.job import JobTrace
 from fusion_trace.read.operation_index import NEVER
 from fusion_trace.read.span_columns import union_of
 from fusion_trace.read.spans import Span
-from fusion_trace.simulate.recorded import link_speed
+from fusion_trace.simulate.links import link_speed
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,10 @@ def as_document(trace: JobTrace, recorded: Recorded, change: Change, found: Answ
         "ranks": recorded.nodes * recorded.workers,
         "steps": len(recorded.every),
         "replayed_steps": list(recorded.numbers),
-        "links": [{"bandwidth": link.bandwidth, "latency": link.latency} for link in recorded.links],
+        "links": [
+            {"bandwidth": link.bandwidth, "latency": link.latency, "burst": link.burst}
+            for link in found.models[0].recorded.links
+        ],
         "codec": recorded.codec,
         "change": {name: value for name, value in asdict(change).items() if value not in (None, "", False)},
         "recorded": asdict(found.recorded),
@@ -40,12 +43,14 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 120
-    rates = [link.bandwidth * 8e-6 for link in recorded.links]
-    latencies = [link.latency * 1e6 for link in recorded.links]
+    links = found.models[0].recorded.links
+    rates = [link.bandwidth * 8e-6 for link in links]
+    latencies = [link.latency * 1e6 for link in links]
+    burst = max(link.burst for link in links)
     console.print(
         f"{trace.job}: {recorded.nodes} nodes, {recorded.nodes * recorded.workers} ranks, {len(recorded.every)} steps; "
         f"links {min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} to "
-        f"{max(latencies):.0f} us; codec {recorded.codec}"
+        f"{max(latencies):.0f} us{f' after bursts of {burst / 1e3:.0f} kB' if burst else ''}; codec {recorded.codec}"
     )
     table = Table()
     for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):

@@ -2,7 +2,8 @@
 
 A recording is replayed by several models: as its costs were found, with all costs of daemons 2, 4 and 8 times as high
 (of many of them a recording says nothing, where they are hidden behind a link or behind computing), with links 10 %
-faster and slower, and with links that carry urgent buckets first. Those that replay what was recorded nearly as well as
+faster and slower, with links that carry urgent buckets first, and with links that let bursts pass, where something
+speaks for that. Those that replay what was recorded nearly as well as
 the best of them are as good as each other, whatever they say of something else: the interval of a prediction holds what
 all of them say. Each is corrected by the error of its replay, once as a factor and once as a sum, since nobody knows
 which. To that comes by how much steps scatter.
@@ -125,7 +126,16 @@ def calibrate(recorded: Recorded, measure: Measure | None = None) -> tuple[Model
 
 
 def _ways(recorded: Recorded) -> list[tuple[str, Recorded, float]]:
-    ways = [("as found", recorded, 1.0)]
+    ways = _with_links("", recorded)
+    if recorded.bursty is not None:
+        for factor, words in ((1.0, "bursts"), (2.0, "larger bursts"), (0.5, "smaller bursts")):
+            links = tuple(replace(link, burst=link.burst * factor) for link in recorded.bursty)
+            ways += _with_links(f"links that let {words} pass", replace(recorded, links=links))
+    return ways
+
+
+def _with_links(which: str, recorded: Recorded) -> list[tuple[str, Recorded, float]]:
+    ways = [("", recorded, 1.0)]
     for scale in (2.0, 4.0, 8.0):
         ways.append((f"daemons' costs x {scale:g}", replace(recorded, costs=scaled(recorded.costs, scale)), scale))
     if recorded.nodes > 1:
@@ -134,7 +144,7 @@ def _ways(recorded: Recorded) -> list[tuple[str, Recorded, float]]:
             ways.append((words, replace(recorded, links=links), 1.0))
         links = tuple(replace(link, discipline="priority") for link in recorded.links)
         ways.append(("urgent buckets first", replace(recorded, links=links), 1.0))
-    return ways
+    return [(" and ".join(filter(None, (which, words))) or "as found", its, scale) for words, its, scale in ways]
 
 
 def scaled(costs: Costs, scale: float) -> Costs:

@@ -25,15 +25,19 @@ class Link:
         bandwidth: bytes of payload a second.
         latency: seconds from a byte's departure to its arrival, one way.
         discipline: what leaves first of what waits: `fifo`, or `priority` (buckets by their number, smaller first).
+        burst: bytes that pass at once after a pause in which as many could have passed: the size of a token bucket.
     """
 
     bandwidth: float
     latency: float = 50e-6
     discipline: str = "fifo"
+    burst: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not self.latency >= 0 or self.discipline not in ("fifo", "priority"):
             raise ValueError(f"there is no link of {self.bandwidth} bytes/s, {self.latency} s and {self.discipline!r}")
+        if not self.burst >= 0:
+            raise ValueError(f"there is no link with bursts of {self.burst} bytes")
 
     @property
     def byte(self) -> float:

@@ -1,10 +1,10 @@
 """Simulates links: a message waits for its turn, travels, and arrives.
 
 A node has one network card, with a queue in each direction. A message takes its length divided by the bandwidth in the
-sender's; its first byte arrives after the latency, and from then on it takes its turn in the receiver's, so late that
-it does not end before its last byte has come. So between two equal links a message passes through both at the same
-time, as packets do; many senders to one receiver share its link, and a slow sender takes little of a fast receiver's.
-Nothing is lost, and TCP's congestion control is ideal.
+sender's, less what a burst lets pass at once; its first byte arrives after the latency, and from then on it takes its
+turn in the receiver's, so late that it does not end before its last byte has come. So between two equal links a message
+passes through both at the same time, as packets do; many senders to one receiver share its link, and a slow sender
+takes little of a fast receiver's. Nothing is lost, and TCP's congestion control is ideal.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Message:
         priority: smaller ones leave first, where that counts.
         then: called with `arguments` when its last byte has come.
         sent, arrived: seconds; when it was handed to the link, and when it had come.
+        earliest: seconds; when its last byte is at the next card.
     """
 
     source: int
@@ -37,6 +38,7 @@ class Message:
     arguments: tuple[Any, ...]
     sent: float = 0.0
     arrived: float = 0.0
+    earliest: float = 0.0
 
 
 @dataclass(slots=True)
@@ -66,6 +68,8 @@ class _Card:
         ended: Callable[[Message], None],
     ) -> None:
         self.byte = link.byte
+        self._burst = link.burst * link.byte  # s
+        self._paid = 0.0  # when everything that has passed would have passed without bursts
         self._by_priority = link.discipline == "priority"
         self._waiting: list[tuple[int, int, Message]] = []
         self._busy = False
@@ -83,7 +87,9 @@ class _Card:
         self._busy = bool(self._waiting)
         if self._busy:
             message = heapq.heappop(self._waiting)[2]
-            ends = self._simulator.now + (message.nbytes + HEAD_NBYTES) * self.byte
+            now = self._simulator.now
+            self._paid = max(self._paid, now - self._burst) + (message.nbytes + HEAD_NBYTES) * self.byte
+            ends = max(now, self._paid, message.earliest)
             self._simulator.at(ends, self._pass, message)
             self._begun(message, ends)
 
@@ -128,7 +134,9 @@ class Network:
     def _depart(self, message: Message, departed: float) -> None:
         down = self._down[message.target]
         begins = max(self.simulator.now, departed - (message.nbytes + HEAD_NBYTES) * down.byte)
-        self.simulator.at(begins + self.links[message.source].latency, down.put, message)
+        latency = self.links[message.source].latency
+        message.earliest = departed + latency
+        self.simulator.at(begins + latency, down.put, message)
 
     def _arrive(self, message: Message) -> None:
         message.arrived = self.simulator.now

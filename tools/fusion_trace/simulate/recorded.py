@@ -2,8 +2,7 @@
 
 * A worker's program: in each of its steps, what it computed between the events that were recorded, what it submitted,
   and what it waited for; the waits themselves are left out, since they are what the simulation is about.
-* Links: chunks that followed each other without a gap say how many bytes a second pass; those that found the link
-  empty, what else a chunk takes.
+* Links: see `links`.
 * Costs: the time of kernels for each chunk, as a part for the chunk and one for each byte; the way to the daemon and
   back. What was not recorded is taken from `Costs`.
 """
@@ -24,16 +23,15 @@ from fusion_rt.tracing.format import NOBODY, Kind
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.chunks import Chunk
 from fusion_trace.read.job import JobTrace, Process
-from fusion_trace.read.operation_index import Ints
 from fusion_trace.read.operations import Operation, Operations, Step, operations, pairs, steps_of, within
 from fusion_trace.read.spans import union
+from fusion_trace.simulate.links import links_of
 from fusion_trace.simulate.model import Bucket, CodecCosts, Costs, Link
 from fusion_trace.simulate.programs import Action, Compute, Submit, Wait
 
 S = 1e9  # ns
 MOST_STEPS = 60  # that are replayed: the simulator handles every message of each
-_ROUNDS = 8
-_LEAST_CHUNK = 16 * 1024  # bytes; of smaller ones the time says nothing about the bandwidth
+_MOST_OPERATIONS = 20_000  # of a job, in which links are looked for where the chosen steps sent nothing large
 
 
 class NotRecorded(FusionError):
@@ -72,6 +70,7 @@ class Recorded:
         names, buckets: what was submitted.
         tensors: of the plan, in its order; empty where it was not recorded.
         links: by node.
+        bursty: by node, the same links if they let bursts pass; None if nothing speaks for that.
         costs: of the daemons.
         codec: a text that stands for what buckets were encoded with; its costs are in `costs`.
         chunk_bytes: the largest payload.
@@ -90,6 +89,7 @@ class Recorded:
     buckets: tuple[Bucket, ...]
     tensors: tuple[Tensor, ...]
     links: tuple[Link, ...]
+    bursty: tuple[Link, ...] | None
     costs: Costs
     codec: str
     chunk_bytes: int
@@ -150,7 +150,7 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
     if not any(isinstance(event, Submit) for program in programs for step in program for event in step):
         raise NotRecorded("no worker has handed anything to its daemon in these steps")
     chunks = [chunk for op in found for chunk in op.chunks]
-    links = _links(chunks, nodes, problems)
+    links, bursty = links_of(chunks, nodes, lambda: _all_chunks(every), problems)
     costs = _costs(found, trace, defaults, problems)
     sent = float(sum(chunk.nbytes for chunk in chunks if chunk.sent is not None)) / len(numbers)
     plans = sum(b.nbytes for b in buckets)
@@ -167,6 +167,7 @@ def understand(trace: JobTrace, chosen: StepRange = EVERY_STEP, defaults: Costs 
         buckets=buckets,
         tensors=_tensors(trace, index),
         links=links,
+        bursty=bursty,
         costs=costs,
         codec=codec,
         chunk_bytes=max((chunk.nbytes for chunk in chunks), default=2 << 20),
@@ -198,6 +199,13 @@ def _handed_over_in(
         place = np.searchsorted(begin, time, "right") - 1
         found |= (place >= 0) & (time < end[np.maximum(place, 0)])
     return found
+
+
+def _all_chunks(every: Operations) -> list[Chunk]:
+    """Returns the chunks of the whole job, such as those of the first parameters, or of as much as can be looked at."""
+    chosen = np.zeros(len(every), bool)
+    chosen[:_MOST_OPERATIONS] = True
+    return [chunk for _, op in every.some(chosen) for chunk in op.chunks]
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -265,63 +273,7 @@ def _tensors(trace: JobTrace, index: Mapping[str, int]) -> tuple[Tensor, ...]:
     return ()
 
 
-# --- links and costs --------------------------------------------------------------------------------------------------
-
-
-def _links(chunks: Sequence[Chunk], nodes: Sequence[int], problems: list[str]) -> tuple[Link, ...]:
-    """Returns the link of each node: the faster of what it sends and what it receives, since the slower one is some
-    other node's doing."""
-    flown = [c for c in chunks if c.sent is not None and c.received is not None]
-    if not flown:
-        if len(nodes) > 1:
-            problems.append("no chunk was seen at both ends of a link: links of 10 Gbit/s and 50 us are assumed")
-        return tuple(Link(10e9 / 8) for _ in nodes)
-    found = []
-    for node in nodes:
-        sides = [
-            link_speed(*(np.array([getattr(c, of) for c in its], np.int64) for of in ("sent", "received", "nbytes")))
-            for its in ([c for c in flown if c.source == node], [c for c in flown if c.target == node])
-        ]
-        known = [side for side in sides if side is not None]
-        if not known:
-            problems.append(
-                f"node {node} has sent and received nothing large: how fast its link is cannot be told, and 10 Gbit/s "
-                "are assumed"
-            )
-        found.append(Link(max((s[0] for s in known), default=10e9 / 8), min((s[1] for s in known), default=50e-6)))
-    return tuple(found)
-
-
-def link_speed(sent_at: Ints, came_at: Ints, sizes: Ints) -> tuple[float, float] | None:
-    """Returns bytes a second, and latency (s), of what passes through one network card in one direction, one after the
-    other.
-
-    A chunk is on the link from when it was handed over, or the one before it had come, until it has come itself. What
-    of that is latency is found by turns with the bandwidth. Medians over bytes and a low quantile leave out those that
-    were held up elsewhere.
-
-    Args:
-        sent_at, came_at: of each chunk, ns; sizes: in bytes; of shape (n,).
-    """
-    order = np.argsort(came_at, kind="stable")
-    sent, came, nbytes = sent_at[order] / S, came_at[order] / S, sizes[order].astype(float)
-    large = nbytes >= _LEAST_CHUNK
-    if not large.any():
-        return None
-    before = np.concatenate([[-np.inf], came[:-1]])
-    latency, byte = 0.0, 0.0
-    for _ in range(_ROUNDS):
-        took = np.maximum(came - np.maximum(sent + latency, before), 1e-9)
-        byte = _middle((took / np.maximum(nbytes, 1))[large], nbytes[large])
-        latency = max(float(np.quantile(came - sent - nbytes * byte, 0.05)), 0.0)
-    return 1 / byte, latency
-
-
-def _middle(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
-    """Returns the median, by weight."""
-    order = np.argsort(values)
-    values, weights = values[order], weights[order]
-    return float(np.interp(0.5, (np.cumsum(weights) - weights / 2) / weights.sum(), values))
+# --- costs ------------------------------------------------------------------------------------------------------------
 
 
 def _costs(found: Sequence[Operation], trace: JobTrace, defaults: Costs, problems: list[str]) -> Costs:

@@ -1,0 +1,94 @@
+"""Links, as they are found from chunks: rates, latencies, and bursts that pass at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fusion_trace.read.chunks import Chunk
+from fusion_trace.simulate.links import links_of
+from fusion_trace.simulate.model import HEAD_NBYTES, Link
+from fusion_trace.simulate.network import Network
+from fusion_trace.simulate.simulator import Simulator
+
+CHUNK = 170_000
+
+
+def exchanged(link: Link, steps: int = 60, pause: float = 0.08) -> list[Chunk]:
+    """Returns the chunks of a job of two nodes, of which the second is the slower one: when its chunk has come, another
+    one of its own follows, and one of the first's."""
+    simulator = Simulator()
+    network = Network(simulator, (link, link))
+    chunks: list[Chunk] = []
+    rng = np.random.default_rng(1)
+
+    def send(source: int, target: int, then: bool = False) -> None:
+        began, number = simulator.now, len(chunks)
+
+        def came() -> None:
+            noise = rng.exponential(0.0005)
+            time = simulator.now + noise
+            chunks.append(Chunk(source, target, number, CHUNK, None, round(began * 1e9), round(time * 1e9), None))
+            if then:
+                send(0, 1)
+                send(1, 0)
+
+        network.send(source, target, CHUNK, 0, came)
+
+    at = 1.0
+    for _ in range(steps):
+        simulator.at(at, send, 0, 1)
+        simulator.at(at + 0.06, send, 1, 0, True)
+        at += 0.08 + pause + 2 * CHUNK * link.byte * rng.uniform(0.5, 1.0)
+    simulator.run()
+    return chunks
+
+
+def test_of_what_follows_a_pause_as_much_as_the_burst_passes_at_once() -> None:
+    link = Link(1e6, 0.0, burst=100_000)
+    simulator = Simulator()
+    network, came = Network(simulator, (link, link)), []
+    for at in (1.0, 1.0, 5.0):
+        simulator.at(at, network.send, 0, 1, 150_000 - HEAD_NBYTES, 0, lambda: came.append(simulator.now))
+    simulator.run()
+    assert came == pytest.approx([1.05, 1.2, 5.05])
+
+
+def test_a_burst_larger_than_a_message_lets_it_pass_after_the_latency() -> None:
+    link = Link(1e6, 0.01, burst=1_000_000)
+    simulator = Simulator()
+    network, came = Network(simulator, (link, link)), []
+    simulator.at(2.0, network.send, 0, 1, 150_000, 0, lambda: came.append(simulator.now))
+    simulator.run()
+    assert came == pytest.approx([2.01])
+
+
+@pytest.mark.parametrize("rate", [2.4e6, 12e6])
+def test_a_shaper_of_which_steps_see_little_but_the_burst_is_found_with_its_rate(rate: float) -> None:
+    problems: list[str] = []
+    plain, bursty = links_of(exchanged(Link(rate, 0.0, burst=125_000)), [0, 1], list, problems)
+    assert plain[0].bandwidth > 1.4 * rate  # as it seems to be
+    assert bursty is not None
+    for link in bursty:
+        assert link.bandwidth == pytest.approx(rate, rel=0.1)
+        assert link.burst == pytest.approx(125_000, rel=0.15)
+    assert not problems
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.002])
+def test_links_without_bursts_are_found_as_before(latency: float) -> None:
+    plain, bursty = links_of(exchanged(Link(2.4e6, latency)), [0, 1], list, [])
+    for link in plain:
+        assert link.bandwidth == pytest.approx(2.4e6, rel=0.05)
+    assert bursty is None or all(link.burst < 30_000 for link in bursty)
+
+
+def test_links_are_looked_for_in_the_whole_job_where_steps_send_nothing_large() -> None:
+    small = [Chunk(n, 1 - n, 0, 1000, None, 0, 50_000, None) for n in (0, 1)]
+    problems: list[str] = []
+    plain, _ = links_of(small, [0, 1], lambda: exchanged(Link(2.4e6, 0.0)), problems)
+    assert [link.bandwidth for link in plain] == pytest.approx([2.4e6, 2.4e6], rel=0.05)
+    plain, bursty = links_of(small, [0, 1], lambda: small, problems)
+    assert [link.bandwidth for link in plain] == [10e9 / 8] * 2
+    assert bursty is None
+    assert "node 1 has sent and received nothing large" in problems[1]

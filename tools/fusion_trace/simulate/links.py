@@ -1,0 +1,155 @@
+"""Finds out what links are like, from when chunks were sent and when they had come.
+
+Chunks that followed each other without a gap say how many bytes a second pass; those that found the link empty, what
+else a chunk takes. Many links have a shaper (`tc`, and those of clouds): what comes after a pause passes at once, up to
+so many bytes, and only then the rate holds (a token bucket). A job whose steps send no more than such a burst seems to
+have links that are several times as fast as they are. So there are two answers, and replays tell which one is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fusion_trace.read.chunks import Chunk
+from fusion_trace.read.operation_index import Ints
+from fusion_trace.simulate.model import Link
+
+S = 1e9  # ns
+_ROUNDS = 8
+_LEAST_CHUNK = 16 * 1024  # bytes; of smaller ones the time says nothing about the bandwidth
+_MOST_CHUNKS = 2000  # that a burst is looked for in
+_RATES = np.geomspace(0.04, 1.2, 32)  # of what they seem to be: bursts make links seem faster
+_BURSTS = np.geomspace(16e3, 8e6, 20)  # bytes
+_FINER = (np.geomspace(0.75, 1.33, 11), np.geomspace(0.95, 1.05, 11))  # of the best of these
+_BETTER = 0.8  # of the error without bursts: links are taken for bursty only if they explain so much more
+_Times = NDArray[np.float64]
+
+
+def links_of(
+    chunks: Iterable[Chunk], nodes: Sequence[int], others: Callable[[], Iterable[Chunk]], problems: list[str]
+) -> tuple[tuple[Link, ...], tuple[Link, ...] | None]:
+    """Returns the link of each node; and the same links if they let bursts pass, where something speaks for that.
+
+    A node's link is the faster of what it sends and what it receives, since the slower one is some other node's doing.
+
+    Args:
+        others: returns more chunks, which are looked at if these say nothing of a node's link.
+    """
+    directions = _directions(chunks, nodes)
+    if len(nodes) > 1 and not all(any(_is_large(side) for side in sides) for sides in directions):
+        directions = _directions(others(), nodes)
+    found = []
+    for node, sides in zip(nodes, directions, strict=True):
+        known = [speed for side in sides if (speed := link_speed(*side)) is not None]
+        if not known and len(nodes) > 1:
+            problems.append(
+                f"node {node} has sent and received nothing large: how fast its link is cannot be told, and 10 Gbit/s "
+                "are assumed"
+            )
+        found.append(Link(max((s[0] for s in known), default=10e9 / 8), min((s[1] for s in known), default=50e-6)))
+    bursty = [_bursty(link, sides) for link, sides in zip(found, directions, strict=True)]
+    if not any(bursty):
+        return tuple(found), None
+    return tuple(found), tuple(better or link for better, link in zip(bursty, found, strict=True))
+
+
+_Direction = tuple[Ints, Ints, Ints]
+"""When chunks were sent and had come (ns), and their bytes; in the order in which they were sent."""
+
+
+def _directions(chunks: Iterable[Chunk], nodes: Sequence[int]) -> list[tuple[_Direction, _Direction]]:
+    """Returns what each node sent, and what it received."""
+    flown = [c for c in chunks if c.sent is not None and c.received is not None]
+    flown.sort(key=lambda chunk: chunk.sent or 0)
+
+    def direction(its: Sequence[Chunk]) -> _Direction:
+        sent, came, nbytes = (
+            np.array([getattr(c, of) for c in its], np.int64) for of in ("sent", "received", "nbytes")
+        )
+        return sent, came, nbytes
+
+    return [
+        (direction([c for c in flown if c.source == node]), direction([c for c in flown if c.target == node]))
+        for node in nodes
+    ]
+
+
+def _is_large(direction: _Direction) -> bool:
+    return bool((direction[2] >= _LEAST_CHUNK).any())
+
+
+def link_speed(sent_at: Ints, came_at: Ints, sizes: Ints) -> tuple[float, float] | None:
+    """Returns bytes a second, and latency (s), of what passes through one network card in one direction, one after the
+    other.
+
+    A chunk is on the link from when it was handed over, or the one before it had come, until it has come itself. What
+    of that is latency is found by turns with the bandwidth. Medians over bytes and a low quantile leave out those that
+    were held up elsewhere.
+
+    Args:
+        sent_at, came_at: of each chunk, ns; sizes: in bytes; of shape (n,).
+    """
+    order = np.argsort(came_at, kind="stable")
+    sent, came, nbytes = sent_at[order] / S, came_at[order] / S, sizes[order].astype(float)
+    large = nbytes >= _LEAST_CHUNK
+    if not large.any():
+        return None
+    before = np.concatenate([[-np.inf], came[:-1]])
+    latency, byte = 0.0, 0.0
+    for _ in range(_ROUNDS):
+        took = np.maximum(came - np.maximum(sent + latency, before), 1e-9)
+        byte = _middle((took / np.maximum(nbytes, 1))[large], nbytes[large])
+        latency = max(float(np.quantile(came - sent - nbytes * byte, 0.05)), 0.0)
+    return 1 / byte, latency
+
+
+def _middle(values: _Times, weights: _Times) -> float:
+    """Returns the median, by weight."""
+    order = np.argsort(values)
+    values, weights = values[order], weights[order]
+    return float(np.interp(0.5, (np.cumsum(weights) - weights / 2) / weights.sum(), values))
+
+
+# --- bursts -----------------------------------------------------------------------------------------------------------
+
+
+def _bursty(link: Link, sides: Sequence[_Direction]) -> Link | None:
+    """Returns the link as one that lets bursts pass, or None if that explains little more of when chunks came.
+
+    Both directions together tell it: one in which chunks always find the bucket full does not tell the rate.
+    """
+    known = [_seconds(*(column[-_MOST_CHUNKS:] for column in side)) for side in sides if _is_large(side)]
+
+    def wrong(bandwidth: float, burst: float) -> float:
+        return sum(_error(side, bandwidth, burst, link.latency) for side in known)
+
+    rates = link.bandwidth * _RATES
+    without = min(wrong(rate, 0.0) for rate in rates)
+    error, rate, burst = min((wrong(rate, burst), rate, burst) for rate in rates for burst in _BURSTS)
+    for near in _FINER:
+        pairs = [(rate * one, burst * other) for one in near for other in near]
+        error, rate, burst = min((wrong(*pair), *pair) for pair in pairs)
+    return replace(link, bandwidth=float(rate), burst=float(burst)) if error < _BETTER * without else None
+
+
+def _seconds(sent: Ints, came: Ints, nbytes: Ints) -> tuple[_Times, _Times, _Times]:
+    return (sent - sent[0]) / S, (came - sent[0]) / S, nbytes.astype(float)
+
+
+def _error(side: tuple[_Times, _Times, _Times], bandwidth: float, burst: float, latency: float) -> float:
+    """Returns by how much a token bucket is wrong of when a byte came (s), in the mean.
+
+    Its latency is at most `latency`: otherwise the time of what passes after a burst could be taken for it.
+    A message has been paid for when the one before has, or when the bucket was last full, and its bytes' time: with
+    sums of those times this is a running maximum.
+    """
+    sent, came, nbytes = side
+    took = nbytes / bandwidth
+    spent = np.cumsum(took)
+    paid = spent + np.maximum.accumulate(sent - burst / bandwidth - (spent - took))
+    late = came - np.maximum(sent, paid)
+    return float(np.average(np.abs(late - np.clip(np.quantile(late, 0.05), 0.0, latency)), weights=nbytes))
