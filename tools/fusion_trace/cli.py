@@ -573,7 +573,7 @@ def whatif(
         lambda: whatif_page.as_document(trace, recorded, change, found),
         lambda: whatif_page.show(trace, recorded, change, found),
     )
-    if found.refused and change != Change():
+    if found.refused:
         raise typer.Exit(4)
 
 

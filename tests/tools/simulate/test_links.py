@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fusion_trace.read.chunks import Chunk
-from fusion_trace.simulate.links import links_of
+from fusion_trace.simulate.links import links_of, one_shaper
 from fusion_trace.simulate.model import HEAD_NBYTES, Link
 from fusion_trace.simulate.network import Network
 from fusion_trace.simulate.simulator import Simulator
@@ -92,3 +92,21 @@ def test_links_are_looked_for_in_the_whole_job_where_steps_send_nothing_large() 
     assert [link.bandwidth for link in plain] == [10e9 / 8] * 2
     assert bursty is None
     assert "node 1 has sent and received nothing large" in problems[1]
+
+
+def directions(chunks: list[Chunk]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    its = [sorted((c for c in chunks if c.source == n), key=lambda c: c.sent or 0) for n in (0, 1)]
+    return [tuple(np.array([getattr(c, of) for c in each]) for of in ("sent", "received", "nbytes")) for each in its]  # type: ignore[misc]
+
+
+def test_two_directions_that_differ_only_in_how_they_use_their_bursts_have_one_shaper() -> None:
+    found = one_shaper(directions(exchanged(Link(2.4e6, 0.0, burst=125_000))))
+    assert found is not None
+    assert found.bandwidth == pytest.approx(2.4e6, rel=0.1)
+
+
+@pytest.mark.parametrize("burst", [0, 125_000])
+def test_two_directions_of_different_rates_have_not(burst: int) -> None:
+    fast, slow = (directions(exchanged(Link(rate, 0.0, burst=burst)))[1] for rate in (12e6, 2.4e6))
+    found = one_shaper([fast, slow])
+    assert found is None

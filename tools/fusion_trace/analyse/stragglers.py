@@ -33,6 +33,10 @@ from fusion_trace.analyse.gaps import unseen
 from fusion_trace.analyse.ledger import Ledger, Resources, ledger, resources
 from fusion_trace.read.choice import EVERY_STEP, StepRange
 from fusion_trace.read.job import JobTrace
+from fusion_trace.read.operation_index import NEVER
+from fusion_trace.read.operations import operations
+from fusion_trace.simulate.links import one_shaper
+from fusion_trace.simulate.model import Link
 
 WORTH_TELLING = 0.02  # of the time of all steps, that a finding costs
 CLEARLY = 0.3  # of what is usual: daemons and links that differ by less are alike
@@ -115,6 +119,7 @@ class _Inquiry:
         self.step_of = book.step_of_operation()
         self.whole = float(book.end[-1] - book.begin[0])
         self.totals: dict[str, tuple[Floats, Floats]] = {}  # by cause: what each took in each step, and the others
+        self.least = 0.0  # ns that the steps take at least, since a shaper passes no more bytes in less
 
     def findings(self) -> tuple[Finding, ...]:
         suspects = [*self._ranks(), *self._daemons(), *self._negotiations(), *self._links()]
@@ -182,7 +187,22 @@ class _Inquiry:
             ]
         )
         usual = rate[self.step_of] * self.used.nbytes
-        yield from self._resource("wire", wire, usual, wire, self.used.error)
+        slow = list(self._resource("wire", wire, usual, wire, self.used.error))
+        if slow and (shaper := self._shaper()) is not None:
+            sources = np.array([source for source, _ in self.used.links])
+            busiest = np.max([carried[:, sources == node].sum(1) for node in set(sources.tolist())], 0)
+            self.least = float(busiest.sum()) / shaper.bandwidth * 1e9
+            return
+        yield from slow
+
+    def _shaper(self) -> Link | None:
+        """Returns what all links have in common, if they seem to differ only since some use up what they may send at
+        once after a pause."""
+        chunks = operations(self.trace).chunks
+        flown = chunks.kept((chunks.sent != NEVER) & (chunks.received != NEVER))
+        flown = flown.kept(np.argsort(flown.sent, kind="stable"))
+        its = [flown.kept((flown.source == source) & (flown.target == target)) for source, target in self.used.links]
+        return one_shaper([(each.sent, each.received, each.nbytes) for each in its])
 
     def _resource(
         self, cause: str, took: Floats, usual: Floats, most: Floats, error: Floats | None = None
@@ -318,6 +338,7 @@ class _Inquiry:
         suspects = [member for unit in divided for member in unit.members]
         of_unit = [place for place, unit in enumerate(divided) for _ in unit.members]
         ends = replay(self.book, self.used, suspects, subsets[:, of_unit])[:, -1]
+        ends = np.maximum(ends, ends[0] - max(self.whole - self.least, 0.0))
         saved = {tuple(subset): float(ends[0] - end) for subset, end in zip(subsets.tolist(), ends, strict=True)}
         places = {id(unit): place for place, unit in enumerate(divided)}
         return [_shapley(saved, places[id(unit)], len(divided)) if id(unit) in places else 0.0 for unit in units]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -9,7 +10,7 @@ from statistics import fmean
 from fusion_rt.core.errors import FusionError
 from fusion_trace.read.choice import StepRange
 from fusion_trace.read.job import JobTrace
-from fusion_trace.simulate.calibration import MOST_WRONG, Model, calibrate
+from fusion_trace.simulate.calibration import Figure, Model, answer
 from fusion_trace.simulate.changes import Change
 from fusion_trace.simulate.changes import replay as simulated
 from fusion_trace.simulate.model import FRAMED, CodecCosts
@@ -41,6 +42,7 @@ class Curves:
     Attributes:
         curves: none where `why_not` says why there are none.
         bandwidth: of the recorded links, bits a second of Ethernet frames, the mean.
+        faster: a bandwidth about ten times as high (0: there is none in `BANDWIDTHS`), and `told`: the step with it.
         step: what the replayed steps took, seconds; `error`: by which share their replay is too long.
         steps: the first and the last that were replayed.
         codec: with which it was recorded.
@@ -50,6 +52,8 @@ class Curves:
     curves: tuple[Curve, ...] = ()
     why_not: str = ""
     bandwidth: float = 0.0
+    faster: float = 0.0
+    told: Figure | None = None
     step: float = 0.0
     error: float = 0.0
     steps: tuple[int, int] = (0, 0)
@@ -73,23 +77,26 @@ def sweep(trace: JobTrace, middle: StepRange, measure: Callable[[str], CodecCost
         )
     try:
         recorded = understand(trace, middle)
-        best = calibrate(recorded, measure)[0]
+        found = answer(recorded, Change(), measure)
+        best = found.models[0]
+        bandwidth = fmean(link.bandwidth for link in best.recorded.links) * 8 * FRAMED
+        faster = min(BANDWIDTHS, key=lambda each: abs(math.log(each / bandwidth / 10)))
+        if not found.refused:
+            found = answer(recorded, Change(bandwidth=faster), measure)
     except FusionError as error:
         return Curves(why_not=str(error))
     known = Curves(
-        bandwidth=fmean(link.bandwidth for link in recorded.links) * 8 * FRAMED,
+        bandwidth=bandwidth,
+        faster=faster if 3 < faster / bandwidth < 30 else 0.0,
+        told=found.changed.step if found.changed else None,
         step=recorded.step_seconds,
         error=best.error,
         steps=(recorded.numbers[0], recorded.numbers[-1]),
         codec=recorded.codec,
         problems=recorded.problems,
     )
-    if abs(best.error) > MOST_WRONG:
-        return replace(
-            known,
-            why_not=f"the best replay of what was recorded is {abs(best.error):.0%} too "
-            f"{'long' if best.error > 0 else 'short'}, so that it predicts nothing",
-        )
+    if found.refused:
+        return replace(known, why_not=found.refused)
     changes = [(title, change) for title, change in CHANGES if not (change.codec and recorded.codec != "dense")]
     try:
         curves = tuple(Curve(title, _seconds(best, change, measure)) for title, change in changes)

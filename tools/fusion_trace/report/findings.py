@@ -7,7 +7,6 @@ from statistics import fmean
 
 from fusion_trace.analyse.stragglers import Finding
 from fusion_trace.report import stragglers_page
-from fusion_trace.report.curves import BANDWIDTHS
 from fusion_trace.report.figures import Report
 from fusion_trace.report.wording import duration, share
 
@@ -82,10 +81,11 @@ def _straggler(report: Report, straggler: Finding) -> str:
 
 
 def _faster_links(report: Report) -> str:
-    """Says what the first curve predicts for links with ten times the bandwidth, if it does."""
+    """Says what is predicted for links with about ten times the bandwidth, if it can be."""
     curves = report.curves
-    if not curves.curves or not BANDWIDTHS[0] <= curves.bandwidth * 10 <= BANDWIDTHS[-1]:
+    if curves.told is None or not curves.faster:
         return ""
-    rate = min(BANDWIDTHS, key=lambda each: abs(each - curves.bandwidth * 10))
-    seconds = curves.curves[0].seconds[BANDWIDTHS.index(rate)]
-    return f" With links of {rate / 1e9:g} Gbit/s a step would take {duration(seconds * 1e9)}, by the simulator."
+    low, value, high = (duration(each * 1e9) for each in (curves.told.low, curves.told.value, curves.told.high))
+    return (
+        f" With links of {curves.faster / 1e9:g} Gbit/s a step would take {value} ({low} to {high}), by the simulator."
+    )

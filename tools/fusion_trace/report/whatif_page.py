@@ -50,7 +50,7 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     console.print(
         f"{trace.job}: {recorded.nodes} nodes, {recorded.nodes * recorded.workers} ranks, {len(recorded.every)} steps; "
         f"links {min(rates):,.0f} to {max(rates):,.0f} Mbit/s of payload, {min(latencies):.0f} to "
-        f"{max(latencies):.0f} us{f' after bursts of {burst / 1e3:.0f} kB' if burst else ''}; codec {recorded.codec}"
+        f"{max(latencies):.0f} us{f' after bursts of {burst / 1e3:.0f} kB' if burst else ''}; {_encoded(recorded)}"
     )
     table = Table()
     for column in ("", "ms a step", "kept waiting, ms", "MB sent by a node"):
@@ -74,6 +74,14 @@ def show(trace: JobTrace, recorded: Recorded, change: Change, found: Answer) -> 
     for problem in recorded.problems:
         console.print(f"Note: {problem}.")
     problems(console, trace.problems)
+
+
+def _encoded(recorded: Recorded) -> str:
+    """Says what is known of the codec: its name is not recorded."""
+    if recorded.codec in ("dense", "fp16"):
+        return f"codec {recorded.codec}"
+    dense = 2 * (recorded.nodes - 1) * sum(bucket.nbytes for bucket in recorded.buckets)
+    return f"sent: {recorded.sent / dense:.2g} of the bytes of a dense all-reduce"
 
 
 def _row(table: Table, title: str, found: Estimate) -> None:

@@ -28,8 +28,10 @@ from fusion_trace.simulate.recorded import Recorded
 
 MOST_WRONG = 0.15  # of the best replay
 NEARLY = 0.05  # more than the best replay's error
-LEAST = 0.03  # of a figure: replays of recordings of which everything is known are as far off
+LEAST = 0.03  # of what was recorded, or of a longer figure: replays of which everything is known are as far off
 WIDEST = 0.15  # half of what models say, of its middle; beyond that they disagree
+VAGUE = 0.3  # half of an interval, of its middle; beyond that a prediction is of no use
+_NAMED = 3  # models, in a sentence
 _SCALED = ("send", "receive", "control", "io_send", "io_receive", "local", "job", "reduce", "copy", "apply")
 _OF_CODECS = ("contribute", "pack", "unpack", "add", "conclude", "write")
 Measure = Callable[[str], CodecCosts]
@@ -115,7 +117,10 @@ def answer(recorded: Recorded, change: Change, measure: Measure | None = None) -
     spread = _spread([p for pair in corrected for p in pair], middle)
     if spread.step.width > WIDEST:
         return replace(found, refused=_not_told(kept, spread.step))
-    return replace(found, changed=_widened(spread, recorded))
+    changed = _widened(spread, recorded)
+    if changed.step.width > VAGUE:
+        return replace(found, refused=_too_vague(changed.step))
+    return replace(found, changed=changed)
 
 
 def calibrate(recorded: Recorded, measure: Measure | None = None) -> tuple[Model, ...]:
@@ -203,12 +208,19 @@ def _spread(found: Sequence[Prediction], middle: Prediction) -> Estimate:
 
 
 def _widened(told: Estimate, recorded: Recorded) -> Estimate:
-    more = math.hypot(LEAST, _scatter(recorded))
+    scatter = _scatter(recorded)
+    was = _recorded(recorded)
 
-    def wider(figure: Figure, share: float) -> Figure:
-        return Figure(figure.value, figure.low * (1 - share), figure.high * (1 + share))
+    def wider(figure: Figure, whole: float) -> Figure:
+        more = math.hypot(LEAST * max(figure.value, whole), scatter * figure.value)
+        return Figure(figure.value, max(figure.low - more, 0.0), figure.high + more)
 
-    return Estimate(wider(told.step, more), wider(told.exposed, more), wider(told.sent, LEAST))
+    sent = told.sent
+    return Estimate(
+        wider(told.step, was.step.value),
+        wider(told.exposed, was.exposed.value),
+        Figure(sent.value, sent.low * (1 - LEAST), sent.high * (1 + LEAST)),
+    )
 
 
 def _recorded(recorded: Recorded) -> Estimate:
@@ -241,8 +253,16 @@ def _too_wrong(error: float) -> str:
     )
 
 
+def _too_vague(step: Figure) -> str:
+    return (
+        f"it would be {step.low * 1e3:.3g} to {step.high * 1e3:.3g} ms: the steps of this recording differ too much, "
+        "or are too long beside that; a longer recording, or one of a job that is more alike, would tell"
+    )
+
+
 def _not_told(kept: Sequence[Model], step: Figure) -> str:
-    words = ", ".join(each.what for each in kept)
+    words = ", ".join(each.what for each in kept[:_NAMED])
+    words += f", and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
     return (
         f"what was recorded does not tell: these models replay it equally well ({words}), and say {step.low * 1e3:.3g} "
         f"to {step.high * 1e3:.3g} ms; a recording in which the changed part is not hidden behind another would tell"

@@ -122,34 +122,68 @@ def _bursty(link: Link, sides: Sequence[_Direction]) -> Link | None:
 
     Both directions together tell it: one in which chunks always find the bucket full does not tell the rate.
     """
-    known = [_seconds(*(column[-_MOST_CHUNKS:] for column in side)) for side in sides if _is_large(side)]
-
-    def wrong(bandwidth: float, burst: float) -> float:
-        return sum(_error(side, bandwidth, burst, link.latency) for side in known)
-
-    rates = link.bandwidth * _RATES
-    without = min(wrong(rate, 0.0) for rate in rates)
-    error, rate, burst = min((wrong(rate, burst), rate, burst) for rate in rates for burst in _BURSTS)
-    for near in _FINER:
-        pairs = [(rate * one, burst * other) for one in near for other in near]
-        error, rate, burst = min((wrong(*pair), *pair) for pair in pairs)
-    return replace(link, bandwidth=float(rate), burst=float(burst)) if error < _BETTER * without else None
+    known = [_seconds(side) for side in sides if _is_large(side)]
+    error, bursty = _token_bucket(known, link)
+    return bursty if error < _BETTER * _without(known, link) else None
 
 
-def _seconds(sent: Ints, came: Ints, nbytes: Ints) -> tuple[_Times, _Times, _Times]:
+def one_shaper(directions: Sequence[_Direction]) -> Link | None:
+    """Returns one token bucket that explains when the chunks of several links came, in place of different rates.
+
+    Links behind equal shapers seem to differ if one carries its bytes after pauses and another one at once. None: a
+    rate for each of them explains more.
+    """
+    found = [(side, Link(*speed)) for side in directions if (speed := link_speed(*side)) is not None]
+    if len(found) < 2:
+        return None
+    known = [_seconds(side) for side, _ in found]
+    fastest = max((link for _, link in found), key=lambda link: link.bandwidth)
+    error, bursty = _token_bucket(known, replace(fastest, latency=min(link.latency for _, link in found)))
+    each = sum(_without([side], link) for side, (_, link) in zip(known, found, strict=True))
+    return bursty if error < _BETTER * each else None
+
+
+_Side = tuple[_Times, _Times, _Times]
+
+
+def _seconds(side: _Direction) -> _Side:
+    sent, came, nbytes = (column[-_MOST_CHUNKS:] for column in side)
     return (sent - sent[0]) / S, (came - sent[0]) / S, nbytes.astype(float)
 
 
-def _error(side: tuple[_Times, _Times, _Times], bandwidth: float, burst: float, latency: float) -> float:
-    """Returns by how much a token bucket is wrong of when a byte came (s), in the mean.
+def _without(known: Sequence[_Side], link: Link) -> float:
+    """Returns what the best rate leaves (s), if nothing passes at once."""
+    rates = link.bandwidth * _RATES
+    return float(_wrong(known, rates, np.zeros(len(rates)), link.latency).min())
 
-    Its latency is at most `latency`: otherwise the time of what passes after a burst could be taken for it.
-    A message has been paid for when the one before has, or when the bucket was last full, and its bytes' time: with
-    sums of those times this is a running maximum.
+
+def _token_bucket(known: Sequence[_Side], link: Link) -> tuple[float, Link]:
+    """Returns what the best bucket leaves (s), and the link with it."""
+    error, rate, burst = np.inf, link.bandwidth, 1.0
+    for rates, bursts in ((_RATES, _BURSTS), *((near, near) for near in _FINER)):
+        each, other = (axis.ravel() for axis in np.meshgrid(rate * rates, burst * bursts))
+        wrong = _wrong(known, each, other, link.latency)
+        best = int(wrong.argmin())
+        error, rate, burst = float(wrong[best]), float(each[best]), float(other[best])
+    return error, replace(link, bandwidth=rate, burst=burst)
+
+
+def _wrong(known: Sequence[_Side], rates: _Times, bursts: _Times, latency: float) -> _Times:
+    """Returns by how much token buckets are wrong of when a byte came (s), in the mean; of shape (buckets,).
+
+    A message has been paid for its bytes' time after the one before, or after the bucket was last full. What is left in
+    it is taken from when the one before has come, so that a rate that is a little wrong does not add up. The latency
+    is at most `latency`: otherwise the time of what passes after a burst could be taken for it.
     """
-    sent, came, nbytes = side
-    took = nbytes / bandwidth
-    spent = np.cumsum(took)
-    paid = spent + np.maximum.accumulate(sent - burst / bandwidth - (spent - took))
-    late = came - np.maximum(sent, paid)
-    return float(np.average(np.abs(late - np.clip(np.quantile(late, 0.05), 0.0, latency)), weights=nbytes))
+    total = np.zeros(len(rates))
+    byte, full = 1 / rates, bursts / rates
+    for sent, came, nbytes in known:
+        late = np.empty((len(sent), len(rates)))
+        paid = np.full(len(rates), -np.inf)
+        for place, (begin, end, n) in enumerate(zip(sent.tolist(), came.tolist(), nbytes.tolist(), strict=True)):
+            paid = np.maximum(paid, begin - full) + n * byte
+            late[place] = end - np.maximum(begin, paid)
+            paid = np.where(paid > begin, max(end - latency, begin), paid)
+        least = np.clip(np.quantile(late, 0.05, axis=0), 0.0, latency)
+        total += np.average(np.abs(late - least), axis=0, weights=nbytes)
+    return total
