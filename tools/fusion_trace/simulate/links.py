@@ -26,6 +26,7 @@ _RATES = np.geomspace(0.04, 1.2, 32)  # of what they seem to be: bursts make lin
 _BURSTS = np.geomspace(16e3, 8e6, 20)  # bytes
 _FINER = (np.geomspace(0.75, 1.33, 11), np.geomspace(0.95, 1.05, 11))  # of the best of these
 _BETTER = 0.8  # of the error without bursts: links are taken for bursty only if they explain so much more
+_MUCH_BETTER = 0.5  # of the error of a rate for each link: 0.24 to 0.37 behind equal shapers, else 0.65 and more
 _Times = NDArray[np.float64]
 
 
@@ -140,7 +141,7 @@ def one_shaper(directions: Sequence[_Direction]) -> Link | None:
     fastest = max((link for _, link in found), key=lambda link: link.bandwidth)
     error, bursty = _token_bucket(known, replace(fastest, latency=min(link.latency for _, link in found)))
     each = sum(_without([side], link) for side, (_, link) in zip(known, found, strict=True))
-    return bursty if error < _BETTER * each else None
+    return bursty if error < _MUCH_BETTER * each else None
 
 
 _Side = tuple[_Times, _Times, _Times]
