@@ -199,8 +199,8 @@ def _bucket_seconds(
         return local + cost.doubling(int(travels), nodes) - latencies, latencies
     cost = conditions.ring or cost
     latencies = cost.ring(0, nodes)
-    # The last chunk passes through all nodes alone, twice; in half of the hops others are still under way.
-    last = (nodes - 1) * min(chunk, travels / nodes) * cost.seconds_per_byte
+    # The last of several chunks passes through all nodes alone, twice; in half of the hops others are still under way.
+    last = (nodes - 1) * min(chunk, max(travels / nodes - chunk, 0.0)) * cost.seconds_per_byte
     return local + cost.ring(int(travels), nodes) - latencies, latencies + last
 
 

@@ -58,6 +58,7 @@ _SOURCES = (Path(__file__), *(_HERE / part for part in _PARTS), Path(dtypes.__fi
 _COMPILER = "fusion_rt.kernels._kernels"
 _COMPILE_TIMEOUT_S = 300.0
 _DIGEST_BYTES = 32
+_NAMED = 3  # kernels, in a message
 _MADV_DONTNEED = 4  # as in <sys/mman.h>
 
 _log = logging.getLogger(__name__)
@@ -112,6 +113,11 @@ class MachineCode:
                 else:
                     self.link(kernel, code)
             if missing:
+                _log.warning(
+                    "this installation compiles %d kernels for their first use, which takes seconds (%s)",
+                    len(missing),
+                    ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else ""),
+                )
                 for kernel, code in _compile(missing):
                     self._write(kernel, code)
                     self.link(kernel, code)

@@ -280,6 +280,7 @@ class Mesh:
             self._trace.record(Kind.QUEUED, what.name, nbytes, what.clock, what.plan, 1, node)
         peer.sent_chunks += 1
         peer.sent_bytes += nbytes
+        peer.probed_bytes += nbytes if isinstance(message, wire.Probe) else 0
         return borrowed
 
     def _posted(self, peer: Peer, sent: tuple[About, int], link: PayloadLink) -> None:
@@ -313,9 +314,10 @@ class Mesh:
         }
 
     def traffic(self) -> tuple[int, int]:
-        """Returns the bytes of payload that were sent to peers, and received."""
+        """Returns the bytes of payload that were sent to peers, and received; without probes that measure links."""
         peers = self._peers.values()
-        return sum(peer.sent_bytes for peer in peers), sum(peer.received_bytes for peer in peers)
+        sent = sum(peer.sent_bytes - peer.probed_bytes for peer in peers)
+        return sent, sum(peer.received_bytes for peer in peers)
 
     def figures(self) -> tuple[wire.LinkFigures, ...]:
         """Returns the figures of the links to all peers."""

@@ -203,6 +203,7 @@ class Peer:
         control_from: routing id under which its control messages come.
         heard_on: descriptors of its connections to this node, by number.
         asked_at: `sent` of the last heartbeat to it.
+        probed_bytes: of those sent, what measured the link.
         owed, owed_bytes: received since it was last sent an acknowledgement.
         owes_from: so many of these bytes are acknowledged without a message to ride on.
         stride: largest number of connections that it may have in one direction.
@@ -232,6 +233,7 @@ class Peer:
     asked_at: int = 0
     sent_chunks: int = 0
     sent_bytes: int = 0
+    probed_bytes: int = 0
     received_chunks: int = 0
     received_bytes: int = 0
     stride: int = 1

@@ -140,8 +140,9 @@ def network_stats() -> dict[str, int]:
     """Returns the bytes that this node's daemon has `sent` to other nodes so far, and `received`.
 
     They are the payload of all messages of this node's workers and shards, with any algorithm and codec, as it was
-    sent. Headers of TCP and Ethernet are not counted. Both are 0 in a job of one node. In an elastic job what was
-    exchanged with nodes that are gone is not counted any more. Any rank of a node may ask.
+    sent. Neither headers of TCP and Ethernet nor the messages that measure links are counted. Both are 0 in a job of
+    one node. In an elastic job what was exchanged with nodes that are gone is not counted any more. Any rank of a node
+    may ask.
 
     Raises:
         ValueError: before `init`.
