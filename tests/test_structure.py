@@ -20,7 +20,6 @@ KNOWN_LARGE: set[str] = set()
 KNOWN_MODULE_NAMES: set[str] = {
     "_kernels",
     "basics",
-    "clocks",
     "coding",
     "elastic",
     "process_sets",

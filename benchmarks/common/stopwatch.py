@@ -57,7 +57,7 @@ def measure_fusion() -> Clock:
     """Puts stopwatches around the functions of fusion_rt that run in a step."""
     import torch
 
-    from fusion_rt import client
+    from fusion_rt.client.channel import Channel
     from fusion_rt.local import packets
     from fusion_rt.torch.sync import backward, in_backward, wrapped
 
@@ -69,7 +69,7 @@ def measure_fusion() -> Clock:
     clock.measure(wrapped.Wrapped, "zero_grad", "python")
     clock.measure(torch, "_foreach_copy_", "copy")
     clock.measure(packets, "receive", "wait", busy="python")
-    clock.measure(client.Client, "ready", "wait", busy="python")
+    clock.measure(Channel, "ready", "wait", busy="python")
     torch.optim.SGD([torch.zeros(1)])  # torch wraps `step` of a class when the first is made: the script's own, too
     clock.measure(torch.optim.SGD, "step", "script")
     clock.measure(torch.optim.SGD, "zero_grad", "script")

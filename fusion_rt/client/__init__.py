@@ -1,10 +1,10 @@
 """A worker's side of the local channel: submits operations to the node's daemon and waits for them. Knows no torch.
 
-`client.py` has the interface; `joining.py` connects; `channel.py` sends, receives and ends operations; `clocks.py`
-numbers the operations of a name; `operation.py` has the operation and the terms of a planned bucket.
+`client.py` has the interface, and `messages.py` the part of it for messages between ranks; `joining.py` connects;
+`channel.py` numbers, sends, receives and ends operations.
 """
 
+from fusion_rt.client.channel import Operation, terms
 from fusion_rt.client.client import Client
-from fusion_rt.client.operation import Operation, Terms
 
-__all__ = ["Client", "Operation", "Terms"]
+__all__ = ["Client", "Operation", "terms"]

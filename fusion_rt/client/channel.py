@@ -1,4 +1,4 @@
-"""The worker's end of the connection to the daemon: messages, operations under way, and their ends.
+"""The worker's end of the connection to the daemon: messages, operations under way, their clocks, and their ends.
 
 There is no thread: a thread that waits reads the socket, for itself and for every other one that waits. A message that
 completes an operation costs one `recv`, and a worker that computes costs nothing.
@@ -17,25 +17,131 @@ import socket
 import struct
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 from fusion_rt import wire
 from fusion_rt.client import joining
-from fusion_rt.client.operation import Operation
 from fusion_rt.core.errors import FusionError, HorovodInternalError, failure_of
 from fusion_rt.host.arena import Segment
 from fusion_rt.local import packets
-from fusion_rt.tracing.format import Kind
+from fusion_rt.tracing.format import Flush, Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 _LOOK = 0.5  # seconds
 _TIMEVAL = struct.pack("ll", 0, int(_LOOK * 1e6))
-_WAIT_BEGIN, _WAIT_END, _DONE = int(Kind.WAIT_BEGIN), int(Kind.WAIT_END), int(Kind.DONE)
+_SUBMITTED, _DONE = int(Kind.SUBMITTED), int(Kind.DONE)
+_WAIT_BEGIN, _WAIT_END = int(Kind.WAIT_BEGIN), int(Kind.WAIT_END)
+_MAX_NAMES = 1 << 20  # in a process set; they take about 100 MB
+_CLOCKS_OF_A_JOIN = 1 << 24  # clocks between one join and the next
 
 _NEVER_FREED: list[object] = []
 """Memory of operations whose end nobody has told: freed, it could be somebody else's when the daemon writes into it."""
+
+terms = partial(wire.Ready, 0, 0, 0, 0)
+"""Makes the message about a worker's part of a planned bucket; `Channel.ready` sets the fields that say which."""
+
+
+class Operation:
+    """An operation under way.
+
+    Attributes:
+        name: the tensor's name, for messages to people.
+        done: whether it has ended, with a result or an error.
+        error: why it failed, or None.
+        inline: the result, when it is small.
+        output: private copy-on-write mapping of the result, when the daemon has sent one (allgather, alltoall).
+        sizes: rows received from each rank (allgather, alltoall), or the answer of an operation without data.
+        missing: of one whose time was up: the ranks that had not submitted it.
+        plan: the answer to a proposal.
+        release: called when it ends, by the thread that reads its answer, when all but `done` is set.
+        keeps: owns memory that the daemon reads and writes until it has ended.
+        about: the name, clock and plan under which it is recorded.
+    """
+
+    done = False
+    error: str | None = None
+    inline: bytes | None = None
+    output: Segment | None = None
+    sizes: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    plan: wire.Plan | None = None
+    release: Callable[[Operation], None] | None = None
+    keeps: object = None
+
+    def __init__(self, handle: int, name: str) -> None:
+        self.handle = handle
+        self.name = name
+        self.about = (name, 0, 0)
+
+
+class Clocks:
+    """Counts the operations of each name in a process set, and those of each bucket in a plan.
+
+    A name is remembered as long as its process set: the clock of its next operation has to be the same on all ranks,
+    and no rank knows which names the others have under way, or are about to use again. Only the count is kept, without
+    `first`, since small integers take no memory of their own. The number of names is limited, since a script that gives
+    each operation a name of its own would fill the memory.
+
+    The operations of a group are counted together, whatever their kinds, and no join begins that count anew.
+
+    Args:
+        first: the first clock of each name.
+
+    Attributes:
+        joins: number of times that all ranks have joined.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.joins = 0
+        self._first = self._began = first
+        self._groups: dict[int, Iterator[int]] = {}
+        # By process set and name; or by plan, less than 0, and bucket.
+        self._counts: defaultdict[int, dict[str | int, int]] = defaultdict(dict)
+
+    def next(self, owner: int, name: str | int) -> int:
+        """Returns the clock of the next operation of a name in a process set, or of a bucket in a plan (-its id).
+
+        Raises:
+            FusionError: too many names have been used.
+        """
+        counts = self._counts[owner]
+        if len(counts) >= _MAX_NAMES and name not in counts:
+            raise FusionError(
+                f"operations of {_MAX_NAMES} different names have been submitted, and {name!r} would be one more; an "
+                "operation that comes again and again keeps its name, without the number of a step in it, or has none"
+            )
+        return self._first + counts.get(name, 0)
+
+    def count(self, owner: int, name: str | int) -> int:
+        """Returns the clock of this operation, and counts it: the next one has the next clock."""
+        counts = self._counts[owner]
+        before = counts.get(name, 0)
+        counts[name] = before + 1
+        return self._first + before
+
+    def open_group(self, group: int) -> None:
+        """Begins to count the operations of a group."""
+        self._groups[group] = itertools.count(self._began)
+
+    def count_in_group(self, group: int) -> int:
+        """Returns the clock of this operation of a group, and counts it. Threads may call it at the same time."""
+        return next(self._groups[group])
+
+    def joined(self) -> None:
+        """Starts all counts anew once all ranks have joined, since they have not taken the same number of steps."""
+        self.joins += 1
+        self._first += _CLOCKS_OF_A_JOIN
+        self._counts.clear()
+
+    def remove(self, process_set: int) -> None:
+        """Forgets the names of a process set that was removed, or a group that was closed; none will have its id."""
+        self._counts.pop(process_set, None)
+        self._groups.pop(process_set, None)
 
 
 class Awaited(Protocol):
@@ -55,6 +161,7 @@ class Channel:
 
     Attributes:
         socket: the connection.
+        clocks: of this worker's operations.
         failure: why the job is over for this worker, or None.
         told: the daemon has told that; else it is gone, or silent.
         reading: a thread reads the socket.
@@ -64,6 +171,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self.socket = sock
+        self.clocks = Clocks(0)
         self.failure: str | None = None
         self.told = False
         self.reading = False
@@ -74,7 +182,7 @@ class Channel:
         self._handles = itertools.count(1)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._waiting = 0  # threads that another one reads for
+        self._waiting = 0  # threads that wait for the one that reads
         self._silent = 0.0  # seconds for which somebody has waited, and nothing has come
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, limit, _TIMEVAL)
@@ -89,6 +197,29 @@ class Channel:
             raise HorovodInternalError(self.failure)
         operation = Operation(next(self._handles), name)
         self._operations[operation.handle] = operation
+        return operation
+
+    def ready(
+        self, name: str, plan: int, bucket: int, message: wire.Ready, nbytes: int = 0, flush: Flush = Flush.STEP
+    ) -> Operation:
+        """Submits this worker's part of a planned bucket, which is in the arena.
+
+        Args:
+            name: of the bucket, for messages to people.
+            plan, bucket: ids of the plan and of the bucket in it.
+            message: made by `terms`; sent with what says which part it is.
+            nbytes, flush: its size, and why it is submitted now; only recorded.
+
+        Raises:
+            HorovodInternalError: the job has failed.
+        """
+        operation = self.begin(name)
+        # A home begins with its seed, which is not counted: the first contribution has the same clock.
+        clock = (self.clocks.next if message.kind == "seed" else self.clocks.count)(-plan, bucket)
+        message.handle, message.plan, message.bucket, message.clock = operation.handle, plan, bucket, clock
+        label, _, _ = operation.about = (f"bucket {bucket}", clock, plan)
+        self.trace.record(_SUBMITTED, label, nbytes, clock, plan, flush)
+        self.send(packets.Packet(wire.encode(message)))
         return operation
 
     def send(self, packet: packets.Packet) -> None:
@@ -181,7 +312,9 @@ class Channel:
         """Fails with this message, and waits until no thread reads the socket, which can be used again then."""
         self.fail(message, daemon_goes_on=True)
         if self._lock.acquire(timeout=_LOOK):  # not for ever: this may be a signal's handler, and the thread that reads
+            self._waiting += 1
             self._changed.wait_for(lambda: not self.reading, 2 * _LOOK)
+            self._waiting -= 1
             self._lock.release()
 
     def close(self) -> None:
@@ -233,7 +366,8 @@ class Channel:
     def _stop_reading(self) -> None:
         with self._lock:
             self.reading = False
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     def _heard_nothing(self) -> None:
         """Counts another `_LOOK` seconds of silence: pings the daemon after a third of the patience, fails after it."""
@@ -271,14 +405,9 @@ class Channel:
         return True
 
     def _handle(self, message: wire.DaemonMessage, fd: int) -> None:
-        if isinstance(message, wire.JobFailed):
-            self.told = self.failure is None
-            self.fail(message.message)
+        if not isinstance(message, (wire.Done, wire.Planned, wire.Failed)):
+            self._handle_unasked(message)
             return
-        if isinstance(message, wire.Pong):
-            return
-        if isinstance(message, (wire.Welcome, wire.Status)):
-            raise FusionError(f"the daemon sent {type(message).__name__}, which nobody asked for")
         operation = self._operations.pop(message.handle, None)
         if operation is None:
             if fd >= 0:
@@ -306,3 +435,10 @@ class Channel:
         if self._waiting:
             with self._lock:
                 self._changed.notify_all()
+
+    def _handle_unasked(self, message: wire.Pong | wire.JobFailed | wire.Welcome | wire.Status) -> None:
+        if isinstance(message, wire.JobFailed):
+            self.told = self.failure is None
+            self.fail(message.message)
+        elif not isinstance(message, wire.Pong):
+            raise FusionError(f"the daemon sent {type(message).__name__}, which nobody asked for")

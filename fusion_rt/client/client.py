@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from fusion_rt import wire
 from fusion_rt.client import joining
-from fusion_rt.client.channel import Channel
-from fusion_rt.client.clocks import Clocks
-from fusion_rt.client.operation import Operation, Terms
+from fusion_rt.client.channel import Channel, Clocks, Operation
+from fusion_rt.client.messages import Messages, Where, placed
 from fusion_rt.client.own_memory import OwnMemory
 from fusion_rt.core.dtypes import DTYPES
 from fusion_rt.core.errors import FusionError, HorovodInternalError
@@ -28,11 +26,7 @@ from fusion_rt.local import array_codec, packets
 from fusion_rt.tracing.format import Flush, Kind
 from fusion_rt.tracing.recorder import Instrument
 
-_SUBMITTED, _DONE = int(Kind.SUBMITTED), int(Kind.DONE)  # see `channel.py`
-_UNANSWERED = 32  # small messages sent after another that the daemon need not say that it has
-
-Where: TypeAlias = tuple[int, int] | wire.Address
-"""The place of a tensor: segment id and offset in the arena, or its address."""
+_SUBMITTED = int(Kind.SUBMITTED)  # see `channel.py`
 
 
 class Client:
@@ -52,6 +46,8 @@ class Client:
         welcome: the daemon's answer to `Hello`.
         process_sets: by id.
         own_memory: says which tensors the daemon takes where they lie.
+        messages: from one rank to another.
+        wait, poll: the channel's.
 
     Raises:
         DaemonGone: the daemon ends without an answer.
@@ -74,6 +70,7 @@ class Client:
         self._formation = formation
         sock = joining.connect(path, timeout, listened) if previous is None else previous.channel.socket
         self.channel: Channel = Channel(sock, rank)
+        self.wait, self.poll = self.channel.wait, self.channel.poll
         self.arena = Arena(self._offer, self._drop)
         self.own_memory = OwnMemory(packets.peer_credentials(sock)[0])
         self._in_flight: set[tuple[int, str]] = set()
@@ -90,10 +87,8 @@ class Client:
             raise
         self.own_memory.welcome(self.welcome.by_address)
         self.channel.patience = self.welcome.patience
-        self._clocks = Clocks(wire.first_clock(self.welcome.epoch))
-        self._messages: dict[int, dict[str, Iterator[int]]] = {}  # numbers of the next ones, by group, and the ranks
-        self._unanswered = 0
-        self._answered: Operation | None = None  # the last small message of which the daemon is to say that it has it
+        self.channel.clocks = Clocks(wire.first_clock(self.welcome.epoch))
+        self.messages = Messages(self.channel, rank, wire.first_clock(self.welcome.epoch))
         self.topology: Topology = self.welcome.topology
         self.process_sets = {GLOBAL_SET: ProcessSet(GLOBAL_SET, tuple(range(self.topology.size)))}
 
@@ -128,7 +123,7 @@ class Client:
     @property
     def joins(self) -> int:
         """Number of times that all ranks have joined."""
-        return self._clocks.joins
+        return self.channel.clocks.joins
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -186,12 +181,12 @@ class Client:
                 f"an operation named {name!r} was submitted on rank {self.rank} while an earlier one of that name was "
                 "still under way; wait for it with synchronize(), or give each its own name"
             )
-        clock = self._clocks.next(process_set, name)
+        clock = self.channel.clocks.next(process_set, name)
         operation = self.channel.begin(name)
         operation.keeps = keeps
-        submit = wire.Submit(operation.handle, name, clock, signature, _placed(place), inline, splits)
+        submit = wire.Submit(operation.handle, name, clock, signature, placed(place), inline, splits)
         packet = packets.Packet(wire.encode(submit))
-        self._clocks.count(process_set, name)
+        self.channel.clocks.count(process_set, name)
         if unnamed:
             operation.release = release
         else:
@@ -217,10 +212,10 @@ class Client:
             raise FusionError(f"rank {self.rank} has not opened group {signature.process_set}, or has closed it")
         if receives and signature.kind != "alltoall":
             signature, receives = _with_rows(signature, receives), ()
-        clock = self._clocks.count_in_group(signature.process_set)
+        clock = self.channel.clocks.count_in_group(signature.process_set)
         operation = self.channel.begin(key)
         operation.release, operation.keeps = release, keeps
-        where, target = _placed(place), _placed(into)
+        where, target = placed(place), placed(into)
         submit = wire.Submit(operation.handle, key, clock, signature, where, inline, splits, receives, target, seconds)
         nbytes = _nbytes_of(signature) if inline is None else len(inline)
         self._sent(operation, key, clock, nbytes, packets.Packet(wire.encode(submit)))
@@ -251,7 +246,7 @@ class Client:
         self.wait(operation)
         group = wire.group_id(key)
         self.process_sets[group] = ProcessSet(group, members)
-        self._clocks.open_group(group)
+        self.channel.clocks.open_group(group)
         self._groups[group] = key
         return group
 
@@ -265,184 +260,19 @@ class Client:
         del self.process_sets[group]
         self._send(wire.CloseGroup(operation.handle, group))
         self.wait(operation)
-        self._clocks.remove(group)
-        self._messages.pop(group, None)
-
-    def ready(
-        self,
-        name: str,
-        plan: int,
-        bucket: int,
-        terms: Terms | None = None,
-        nbytes: int = 0,
-        flush: Flush = Flush.STEP,
-    ) -> Operation:
-        """Submits this worker's part of a planned bucket, which is in the arena.
-
-        Args:
-            name: of the bucket, for messages to people.
-            plan, bucket: ids of the plan and of the bucket in it.
-            terms: go with it.
-            nbytes, flush: its size, and why it is submitted now; only recorded.
-
-        Raises:
-            HorovodInternalError: the job has failed.
-        """
-        terms = terms or Terms()
-        clock = self._clocks.next(-plan, bucket) if terms.kind == "seed" else self._clocks.count(-plan, bucket)
-        operation = self.channel.begin(name)
-        about = operation.about = (f"bucket {bucket}", clock, plan)
-        self.channel.trace.record(_SUBMITTED, about[0], nbytes, clock, plan, flush)
-        message = wire.Ready(operation.handle, plan, bucket, clock, *terms)
-        self.channel.send(packets.Packet(wire.encode(message)))
-        return operation
+        self.channel.clocks.remove(group)
+        self.messages.forget(group)
 
     def awaits_answers(self, plan: int) -> None:
         """Tells that this worker waits for all that it has posted to the homes of a plan, and posts nothing until then,
         where homes would think that it goes on."""
         self._send(wire.AwaitsAnswers(plan))
 
-    def next_clock(self, plan: int, bucket: int) -> int:
-        """The clock of the next `ready` of a planned bucket."""
-        return self._clocks.next(-plan, bucket)
-
     def propose(self, proposal: wire.Proposal) -> Operation:
         """Asks for a plan; the answer is the operation's `plan`."""
         operation = self.channel.begin(proposal.group)
         self._send(wire.Propose(operation.handle, proposal))
         return operation
-
-    def send_to(
-        self,
-        group: int,
-        rank: int,
-        tag: int,
-        *,
-        inline: bytes | None = None,
-        place: Where | None = None,
-        nbytes: int = 0,
-        seconds: float = 0.0,
-        release: Callable[[Operation], None] | None = None,
-        keeps: object = None,
-    ) -> Operation:
-        """Sends a message to one rank of a group, which has to receive it with `receive_from`.
-
-        A message that is `inline` is away when this returns, and its operation has ended, unless too many of them have
-        not been received. Any other one has ended when the other rank has it: only then may its memory be used again.
-
-        Args:
-            group: id of the process set.
-            rank: whom it is for, in the job.
-            tag: 0 or more; only a receive with the same tag takes it.
-            inline: the message, at most `wire.MAX_INLINE` bytes.
-            place: else the place of its `nbytes` bytes, in the arena or in this process's own memory.
-            seconds: after which it fails unless it was received; 0: as long as any operation may wait.
-            release: see `Operation`; not called where the operation has ended when this returns.
-            keeps: see `submit`.
-
-        Raises:
-            HorovodInternalError: the job has failed.
-            ValueError: it is for this rank itself.
-        """
-        self._not_myself(rank)
-        name = f"message {self.rank} to {rank}"
-        if inline is not None and self._needs_no_answer():
-            if self.channel.failure is not None:
-                raise HorovodInternalError(self.channel.failure)
-            operation = Operation(0, name)
-            operation.done = True
-        else:
-            operation = self.channel.begin(name)
-            operation.release = release
-            operation.keeps = keeps
-            if inline is not None:
-                self._answered = operation
-        clock = self._number(group, name)
-        operation.about = (name, clock, 0)
-        nbytes = nbytes if inline is None else len(inline)
-        self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
-        self._send(wire.SendTo(operation.handle, group, rank, tag, clock, nbytes, _placed(place), inline, seconds))
-        if operation.done:
-            self.channel.trace.record(_DONE, name, 0, clock)
-        return operation
-
-    def receive_from(
-        self,
-        group: int,
-        rank: int | None,
-        tag: int,
-        nbytes: int,
-        *,
-        place: Where | None = None,
-        seconds: float = 0.0,
-        release: Callable[[Operation], None] | None = None,
-        keeps: object = None,
-    ) -> Operation:
-        """Receives a message of at most `nbytes` bytes: the first with this tag that no other receive has taken.
-
-        The operation's `sizes` are the rank, in the job, that has sent it, and its bytes.
-
-        Args:
-            group: id of the process set.
-            rank: who sends it, in the job; None: any rank of the group.
-            tag: of the message.
-            place: where it goes, in the arena or in this process's own memory; None: it is the operation's `inline`,
-                and is not longer than `wire.MAX_INLINE`.
-            seconds: after which it fails unless the message is there; 0: as long as any operation may wait.
-            release: see `Operation`.
-            keeps: see `submit`.
-
-        Raises:
-            HorovodInternalError: the job has failed.
-            ValueError: it is from this rank itself.
-        """
-        source = wire.ANYBODY if rank is None else rank
-        self._not_myself(source)
-        name = f"message to {self.rank}" if rank is None else f"message {rank} to {self.rank}"
-        operation = self.channel.begin(name)
-        operation.release = release
-        operation.keeps = keeps
-        clock = self._number(group, name)
-        operation.about = (name, clock, 0)
-        self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
-        self._send(wire.ReceiveFrom(operation.handle, group, source, tag, clock, nbytes, _placed(place), seconds))
-        return operation
-
-    def _number(self, group: int, name: str) -> int:
-        """Returns the number of a message between two ranks. Threads may ask for it concurrently."""
-        of_group = self._messages.get(group) or self._messages.setdefault(group, {})
-        numbers = of_group.get(name)
-        if numbers is None:
-            first = wire.first_clock(self.welcome.epoch)
-            numbers = of_group.setdefault(name, itertools.count(first))
-        return next(numbers)
-
-    def _not_myself(self, rank: int) -> None:
-        if rank == self.rank:
-            raise ValueError(f"rank {rank} can neither send to itself nor receive from itself")
-
-    def _needs_no_answer(self) -> bool:
-        """Counts a small message, and returns whether the daemon need not say that it has it.
-
-        It says so of some of them, and of all as long as it has not said it of the last of these: so it has never more
-        than a few that it was not asked to keep.
-        """
-        if self._answered is not None and not self.poll(self._answered):
-            return False
-        self._unanswered = (self._unanswered + 1) % _UNANSWERED
-        return self._unanswered > 0
-
-    def poll(self, operation: Operation) -> bool:
-        """Returns whether the operation has ended; reads what has arrived, without waiting."""
-        return self.channel.poll(operation)
-
-    def wait(self, operation: Operation) -> Operation:
-        """Waits until the operation has ended.
-
-        Raises:
-            HorovodInternalError: it failed, on all ranks.
-        """
-        return self.channel.wait(operation)
 
     def join(self) -> int:
         """Waits until every rank has joined; until then this one contributes nothing to the others' all-reduces.
@@ -453,7 +283,7 @@ class Client:
             HorovodInternalError: it failed, on all ranks.
         """
         last = self.wait(self.submit("join", wire.Signature("join"))).sizes[0]
-        self._clocks.joined()
+        self.channel.clocks.joined()
         return last
 
     def add_process_set(self, ranks: Sequence[int]) -> ProcessSet:
@@ -477,7 +307,7 @@ class Client:
         members = self.process_sets[process_set].ranks
         self.wait(self.submit("process_set", wire.Signature("remove_process_set", ranks=members)))
         del self.process_sets[process_set]
-        self._clocks.remove(process_set)
+        self.channel.clocks.remove(process_set)
 
     # --- codec state, timeline, statistics ----------------------------------------------------------------------------
 
@@ -612,10 +442,6 @@ class Client:
 @lru_cache(maxsize=4096)
 def _with_rows(signature: wire.Signature, rows: tuple[int, ...]) -> wire.Signature:
     return msgspec.structs.replace(signature, rows=rows)
-
-
-def _placed(where: Where | None) -> wire.Place | wire.Address | None:
-    return wire.Place(*where) if isinstance(where, tuple) else where
 
 
 def _nbytes_of(signature: wire.Signature) -> int:

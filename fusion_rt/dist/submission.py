@@ -186,7 +186,7 @@ class SentMessage(Submission):
             inline = contents(tensor)
         else:
             place = place_of(here, tensor) or self._staged(here, nbytes, [tensor])
-        operation = here.client.send_to(
+        operation = here.client.messages.send_to(
             group,
             rank,
             tag,
@@ -221,7 +221,7 @@ class AwaitedMessage(Submission):
         self._is_there = place is not None
         if nbytes > wire.MAX_INLINE and place is None:
             place = self._staged(here, nbytes, ())
-        here.client.receive_from(
+        here.client.messages.receive_from(
             group, rank, tag, nbytes, place=place, seconds=seconds, release=self._ended, keeps=tensor
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.client import Client
+from fusion_rt.client import Client, terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.core.topology import ProcessSet
 from fusion_rt.host.arena import Segment
@@ -89,7 +89,7 @@ def test_a_proposal_is_answered_with_a_plan(daemon: Daemon, client: Client) -> N
     segment.view[3] = 9
     assert theirs.view[3] == 9
     theirs.close()
-    ready = client.ready("opt.0", 1, 0)
+    ready = client.channel.ready("opt.0", 1, 0, terms())
     assert daemon.receive() == wire.Ready(ready.handle, 1, 0, 0)
 
 
@@ -174,7 +174,7 @@ def test_a_worker_that_leaves_with_answers_unread_still_says_bye(daemon: Daemon)
 def test_a_small_message_needs_no_answer_but_every_so_often(daemon: Daemon, client: Client) -> None:
     handles = []
     for number in range(70):
-        operation = client.send_to(0, 0, 5, inline=b"abcd")
+        operation = client.messages.send_to(0, 0, 5, inline=b"abcd")
         sent = daemon.receive()
         assert isinstance(sent, wire.SendTo)
         assert (sent.clock, sent.rank, sent.tag, sent.inline) == (number, 0, 5, b"abcd")
@@ -186,13 +186,13 @@ def test_a_small_message_needs_no_answer_but_every_so_often(daemon: Daemon, clie
     for handle in handles[63:]:
         daemon.send(wire.Done(handle))
     client.wait(operation)
-    assert client.send_to(0, 0, 5, inline=b"abcd").done
+    assert client.messages.send_to(0, 0, 5, inline=b"abcd").done
 
 
 def test_messages_are_counted_by_group_and_rank_from_any_thread(daemon: Daemon, client: Client) -> None:
     def send(group: int) -> None:
         for _ in range(100):
-            client.send_to(group, 0, 0, place=(1, 0), nbytes=4)
+            client.messages.send_to(group, 0, 0, place=(1, 0), nbytes=4)
 
     threads = [threading.Thread(target=send, args=(group,)) for group in (0, 0, 3)]
     for thread in threads:
@@ -209,7 +209,7 @@ def test_messages_are_counted_by_group_and_rank_from_any_thread(daemon: Daemon, 
 
 
 def test_a_receive_tells_who_sent_what(daemon: Daemon, client: Client) -> None:
-    operation = client.receive_from(0, None, 3, 8, seconds=2.5)
+    operation = client.messages.receive_from(0, None, 3, 8, seconds=2.5)
     assert daemon.receive() == wire.ReceiveFrom(operation.handle, 0, wire.ANYBODY, 3, 0, 8, None, 2.5)
     daemon.send(wire.Done(operation.handle, b"abc", (0, 3)))
     assert client.wait(operation).inline == b"abc"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fusion_rt.client.clocks import Clocks
+from fusion_rt.client.channel import Clocks
 from fusion_rt.core.errors import FusionError
 
 
@@ -45,7 +45,7 @@ def test_a_name_costs_little_more_than_its_text(first: int) -> None:
 
 
 def test_more_names_than_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusion_rt.client.clocks._MAX_NAMES", 3)
+    monkeypatch.setattr("fusion_rt.client.channel._MAX_NAMES", 3)
     clocks = Clocks(0)
     for step in range(3):
         clocks.count(0, f"loss.{step}")

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from fusion_rt import wire
-from fusion_rt.client import Terms
+from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch import ops
 from fusion_rt.torch.core.runtime import runtime
@@ -69,7 +69,7 @@ class AtStep(When):
         self.survives = not (self._algorithm.at_homes or self._algorithm.overlaps)
         self._weights = Weights()  # as the last step left them; noted where something else depends on them
         self._flights: list[Outstanding] = []  # in the order in which they were posted
-        self._said = Terms()  # with each bucket
+        self._said = terms()  # with each bucket
         self._graph_task = -1  # of the last gradient
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -125,9 +125,9 @@ class AtStep(When):
         """Returns the record of what has been posted."""
         return Outstanding(buckets)
 
-    def _contribution(self, values: bool, piece: int) -> Terms:
+    def _contribution(self, values: bool, piece: int) -> wire.Ready:
         """Returns the terms that are sent with this rank's values of a fragment."""
-        return Terms(samples=self.samples if values else 0)
+        return terms(samples=self.samples if values else 0)
 
     def _share_of_mean(self, flight: Outstanding) -> float:
         """Returns the factor by which results are multiplied."""
@@ -182,7 +182,7 @@ class AtStep(When):
 
     def agree(self) -> None:
         if self._algorithm.at_shards:
-            self._exchange(Terms(kind="ask"), take=True)
+            self._exchange(terms(kind="ask"), take=True)
 
     def settled(self) -> None:
         self.note_weights()
@@ -218,7 +218,7 @@ class AtStep(When):
         if self._algorithm.at_shards:
             self._give_parameters("seed")  # the others have the same, as scripts see to
 
-    def terms(self, slots: Sequence[Slot]) -> Terms:
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         return self._said  # residuals of parameters, or of their changes, are not rescaled when the rate changes
 
     def plan_given_up(self, anew: bool) -> None:
@@ -231,12 +231,12 @@ class AtStep(When):
             for slot in self.sync.slots:
                 assert slot.view is not None
                 slot.view.copy_(slot.first_value() if kind == "seed" else slot.parameter.detach())
-            self._exchange(Terms(kind=kind), take=False)
+            self._exchange(terms(kind=kind), take=False)
 
-    def _exchange(self, terms: Terms, take: bool) -> None:
+    def _exchange(self, said: wire.Ready, take: bool) -> None:
         """Says something about each bucket that is no contribution, and waits for the answers. All that was posted has
         to have been answered."""
-        self._said = terms
+        self._said = said
         buckets = self.sync.plan.buckets
         for bucket in buckets:
             bucket.announce()
@@ -293,8 +293,10 @@ class AtHomes(AtStep):
                 "schedulers), or take an algorithm whose ranks take their own steps"
             )
 
-    def _contribution(self, values: bool, piece: int) -> Terms:
-        return super()._contribution(values, piece)._replace(rates=tuple(self.sync.trained.group_rates()))
+    def _contribution(self, values: bool, piece: int) -> wire.Ready:
+        said = super()._contribution(values, piece)
+        said.rates = tuple(self.sync.trained.group_rates())
+        return said
 
     def drain(self) -> None:
         self._check_weights()  # nothing is under way after a step
@@ -304,9 +306,9 @@ class AtHomes(AtStep):
         self._arguments = arguments_of(optimizer)
         return msgspec.structs.replace(self.sync.options.reduction, optimizer=optimizer_spec(optimizer))
 
-    def terms(self, slots: Sequence[Slot]) -> Terms:
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         if self._said.kind == "post":
-            return self._said._replace(rescale=self.sync.checkpoint.rescale(slots))
+            self._said.rescale = self.sync.checkpoint.rescale(slots)
         return self._said
 
 
@@ -374,14 +376,14 @@ class LocalSteps(AtStep):
         """After a loss: the steps of this rank were its own, and stay."""
         self._agreed = False
 
-    def _contribution(self, values: bool, piece: int) -> Terms:
+    def _contribution(self, values: bool, piece: int) -> wire.Ready:
         """Returns terms that weigh what was done since this fragment's last post, by its samples, and by its samples a
         step."""
         taken, seen = self._sent.get(piece, (0, 0))
         self._sent[piece] = self._taken, self._seen
         samples = self._seen - seen
         weight = samples * samples // max(self._taken - taken, 1)
-        return Terms(samples=min(max(weight, 1), _MAX_WEIGHT))
+        return terms(samples=min(max(weight, 1), _MAX_WEIGHT))
 
     def _flight(self, buckets: Sequence[Bucket], piece: int) -> Outstanding:
         contributors = None
@@ -489,7 +491,7 @@ class AdasumAtStep(LocalSteps):
     def own_state(self) -> None:
         return None
 
-    def terms(self, slots: Sequence[Slot]) -> Terms:
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         return When.terms(self, slots)
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusion_rt import wire
-from fusion_rt.client import Operation, Terms
+from fusion_rt.client import Operation, terms
 from fusion_rt.core.errors import HorovodInternalError, failure_of
 from fusion_rt.torch import ops
 from fusion_rt.torch.core import device
@@ -45,7 +45,7 @@ class Carriage:
     posted: Posted
     applied: Applied
     compressor: Any
-    terms: Callable[[Sequence[Slot]], Terms]
+    terms: Callable[[Sequence[Slot]], wire.Ready]
 
     def is_direct(self, slot: Slot) -> bool:
         """Tells whether a slot's `p.grad` may be its place in the arena."""
@@ -153,7 +153,7 @@ class Bucket:
 
     def send(self) -> None:
         """Starts to submit this step's part; a parameter without value contributes zeros."""
-        _ = self._here.client.ready  # asked for first, because a forked child has none
+        _ = self._here.client.channel  # asked for first, because a forked child has none
         if self._on_device:
             self._follow_gradients()
         if self.rows is not None:
@@ -238,8 +238,9 @@ class Bucket:
     def announce(self) -> None:
         """Sends the message that says what this worker contributes."""
         said = None if self.selection is None else self.selection.terms()
-        said = (said or self.carriage.terms(self.slots))._replace(urgency=self.urgency, share=self._share)
-        self._operation = self._here.client.ready(*self._identity, said, self.nbytes, self.flush)
+        said = said or self.carriage.terms(self.slots)
+        said.urgency, said.share = self.urgency, self._share
+        self._operation = self._here.client.channel.ready(*self._identity, said, self.nbytes, self.flush)
 
     def give_up(self, why: str) -> None:
         """Reports that this rank has no part of this step, so that all ranks fail it if possible. `why`: a sentence."""
@@ -249,7 +250,7 @@ class Bucket:
         if self.node is not None and self.node.reduces:
             self.node.give_up(why)
         self._share = wire.OWN
-        self._operation = self._here.client.ready(*self._identity, Terms(gives_up=why))
+        self._operation = self._here.client.channel.ready(*self._identity, terms(gives_up=why))
         self.sent = True
 
     def post(self, wait: bool) -> bool:
@@ -334,7 +335,7 @@ class Bucket:
 
     def _record(self, kind: int) -> None:
         _, plan, index = self._identity
-        self._here.trace.record(kind, self._label, 0, self._here.client.next_clock(plan, index), plan)
+        self._here.trace.record(kind, self._label, 0, self._here.client.channel.clocks.next(-plan, index), plan)
 
     # --- and back -----------------------------------------------------------------------------------------------------
 
@@ -404,7 +405,7 @@ class Bucket:
     def await_end(self, operation: Operation) -> None:
         """Waits until an exchange has ended; raises `HorovodInternalError` if it failed."""
         try:
-            self._here.client.wait(operation)
+            self._here.client.channel.wait(operation)
         except HorovodInternalError as error:
             if self.node is not None and self._share != wire.OWN:
                 self.node.give_up(str(error))  # whoever waits for this rank in the node is told

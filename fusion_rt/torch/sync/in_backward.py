@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from fusion_rt.client import Terms
+from fusion_rt import wire
+from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
 from fusion_rt.core.traceback_format import quoted
 from fusion_rt.torch import ops
@@ -372,9 +373,9 @@ class InBackward(When):
 
     # --- what the synchroniser says -----------------------------------------------------------------------------------
 
-    def terms(self, slots: Sequence[Slot]) -> Terms:
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         checkpoint = self.sync.checkpoint
-        return Terms(checkpoint.rescale(slots) if checkpoint.remembers else (), passes=self.reduced + 1)
+        return terms(checkpoint.rescale(slots) if checkpoint.remembers else (), passes=self.reduced + 1)
 
     def planned(self) -> None:
         buckets = self.sync.plan.buckets

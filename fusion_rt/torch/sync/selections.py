@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from fusion_rt import algorithms, codecs, wire
-from fusion_rt.client import Terms
 from fusion_rt.codecs import layout_of
 from fusion_rt.codecs.selecting import Selecting
 from fusion_rt.codecs.worker_selection import ALIGNMENT, Shape, Tray
@@ -43,7 +43,7 @@ class BucketSelector:
         self._starts, self._prescale = starts, prescale
         self._gradient: torch.Tensor | None = None  # all of them, on the device
         self._places: list[torch.Tensor] = []
-        self._now: Terms | None = None  # what is said of what has been selected
+        self._now: wire.Ready | None = None  # what is said of what has been selected
 
     @property
     def here(self) -> bool:
@@ -65,7 +65,7 @@ class BucketSelector:
             ]
         return self._places
 
-    def start(self, add_owed: Callable[[torch.Tensor], None], terms: Terms) -> device.Copying:
+    def start(self, add_owed: Callable[[torch.Tensor], None], terms: wire.Ready) -> device.Copying:
         """Queues a step with what has been put there, and what is owed."""
         assert self._gradient is not None
         add_owed(self._gradient)
@@ -73,14 +73,14 @@ class BucketSelector:
             self._gradient.mul_(self._prescale)
         return self.follow(self._gradient, terms)
 
-    def follow(self, values: torch.Tensor, terms: Terms) -> device.Copying:
+    def follow(self, values: torch.Tensor, terms: wire.Ready) -> device.Copying:
         """Queues a step with these values (1-D), which have been scaled."""
-        self._now = terms._replace(tray=self._memory.offset)
+        self._now = replace(terms, tray=self._memory.offset)
         with torch.no_grad():
             self._memory.start(values, self._now.rescale)
         return self._memory
 
-    def terms(self) -> Terms | None:
+    def terms(self) -> wire.Ready | None:
         """Returns the terms of the last selection, once; None if there is none."""
         now, self._now = self._now, None
         return now

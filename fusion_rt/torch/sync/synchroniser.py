@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fusion_rt import wire
-from fusion_rt.client import Terms
+from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.settings import Settings
 from fusion_rt.torch import ops
@@ -235,10 +235,10 @@ class When:
     def planned(self) -> None:
         """Called when there is a new plan."""
 
-    def terms(self, slots: Sequence[Slot]) -> Terms:
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         """Returns the terms that are sent with a bucket of these slots."""
         checkpoint = self.sync.checkpoint
-        return Terms(checkpoint.rescale(slots) if checkpoint.remembers else ())
+        return terms(checkpoint.rescale(slots) if checkpoint.remembers else ())
 
     def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
         """Returns the urgency of each bucket, in the order of their arrival: all alike, since `step()` waits for all of

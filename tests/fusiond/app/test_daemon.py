@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.client import Client
+from fusion_rt.client import Client, terms
 from fusion_rt.core.errors import FusionError, HorovodInternalError
 from fusion_rt.core.topology import Topology
 from fusion_rt.host.bootstrap import DaemonConfig, Endpoint, StartError, decode_line, encode_line, job_directory
@@ -156,7 +156,7 @@ def test_a_plan_from_proposal_to_result(running: Daemons) -> None:
         array = np.frombuffer(segment.view, np.float32)
         for clock in range(3):
             array[:] = client.rank + clock
-            client.wait(client.ready("opt.0", plan.id, 0))
+            client.wait(client.channel.ready("opt.0", plan.id, 0, terms()))
         total = float(array[0])
         del array
         client.arena.drop_segment(segment_id)

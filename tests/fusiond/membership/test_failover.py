@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from fusion_rt import wire
-from fusion_rt.client import Client
+from fusion_rt.client import Client, terms
 from fusion_rt.core.errors import HorovodInternalError
 from tests.fusiond.processes import JOB, TIMEOUT_S, Daemons, kill, together
 
@@ -56,7 +56,7 @@ class Trainer:
             while not self._stop:
                 self._array[:] = 1
                 time.sleep(COMPUTING_S)
-                self.client.wait(self.client.ready("model.0", self._plan.id, 0))
+                self.client.wait(self.client.channel.ready("model.0", self._plan.id, 0, terms()))
                 with self.step:
                     self.steps += 1
                     self.step.notify_all()
@@ -92,7 +92,7 @@ class Trainer:
         plan = self._propose(process_set.id, 0, "allreduce", "small")
         array = self._memory(plan)
         array[:] = self.client.rank
-        self.client.wait(self.client.ready("small.0", plan.id, 0))
+        self.client.wait(self.client.channel.ready("small.0", plan.id, 0, terms()))
         assert array[0] == sum(ranks) / len(ranks)
         gossip = self._propose(0, 1, "adpsgd")
         assert gossip.id > plan.id > self._plan.id

@@ -47,14 +47,14 @@ def exchange(client: Client) -> tuple[list[bytes], list[tuple[int, ...]]]:
     for tag, nbytes in enumerate(sizes):
         data = of(client.rank, nbytes)
         if nbytes <= wire.MAX_INLINE:
-            sends.append(client.send_to(0, other, tag, inline=data))
-            receives.append((client.receive_from(0, None if tag == 4 else other, tag, nbytes), None))
+            sends.append(client.messages.send_to(0, other, tag, inline=data))
+            receives.append((client.messages.receive_from(0, None if tag == 4 else other, tag, nbytes), None))
             continue
         region, place = put(client, data)
         regions.append(region)
-        sends.append(client.send_to(0, other, tag, place=place, nbytes=nbytes))
+        sends.append(client.messages.send_to(0, other, tag, place=place, nbytes=nbytes))
         into, place = put(client, bytes(nbytes))
-        receives.append((client.receive_from(0, other, tag, nbytes, place=place), into))
+        receives.append((client.messages.receive_from(0, other, tag, nbytes, place=place), into))
     for operation in sends:
         client.wait(operation)
     got = []
@@ -77,8 +77,8 @@ def test_ranks_exchange_messages_of_all_sizes(daemons: Daemons) -> None:
 def test_more_sends_than_are_kept_are_received_in_order(daemons: Daemons) -> None:
     def many(client: Client) -> list[int]:
         other = 1 - client.rank
-        sends = [client.send_to(0, other, 0, inline=number.to_bytes(4, "big")) for number in range(3000)]
-        got = [client.receive_from(0, other, 0, 4) for _ in sends]
+        sends = [client.messages.send_to(0, other, 0, inline=number.to_bytes(4, "big")) for number in range(3000)]
+        got = [client.messages.receive_from(0, other, 0, 4) for _ in sends]
         for operation in sends:
             client.wait(operation)
         return [int.from_bytes(client.wait(operation).inline or b"", "big") for operation in got]
@@ -96,19 +96,21 @@ def failed(wait: Callable[[], object]) -> str:
 def test_a_rank_neither_sends_to_itself_nor_waits_longer_than_it_wants(daemons: Daemons) -> None:
     client = daemons.join()[0]
     with pytest.raises(ValueError, match="rank 0 can neither send to itself nor receive from itself"):
-        client.send_to(0, 0, 0, inline=b"x")
+        client.messages.send_to(0, 0, 0, inline=b"x")
     with pytest.raises(ValueError, match="rank 0 can neither send to itself nor receive from itself"):
-        client.receive_from(0, 0, 0, 4)
-    operation = client.receive_from(0, 1, 3, 4, seconds=0.2)
+        client.messages.receive_from(0, 0, 0, 4)
+    operation = client.messages.receive_from(0, 1, 3, 4, seconds=0.2)
     assert "has waited 0.2 s: rank 1" in failed(lambda: client.wait(operation))
-    assert "rank 2 is not in group 0" in failed(lambda: client.wait(client.receive_from(0, 2, 3, 4)))
+    assert "rank 2 is not in group 0" in failed(lambda: client.wait(client.messages.receive_from(0, 2, 3, 4)))
 
 
 def test_who_waits_for_a_rank_that_dies_is_told_which(daemons: Daemons) -> None:
-    dying = daemons.worker_process(1, "print('here', flush=True); client.wait(client.receive_from(0, 0, 1, 4))")
+    dying = daemons.worker_process(
+        1, "print('here', flush=True); client.wait(client.messages.receive_from(0, 0, 1, 4))"
+    )
     client = daemons.join([0])[0]
-    operation = client.receive_from(0, 1, 0, 4)
-    client.send_to(0, 1, 5, inline=b"kept")
+    operation = client.messages.receive_from(0, 1, 0, 4)
+    client.messages.send_to(0, 1, 5, inline=b"kept")
     kill(dying)
     text = failed(lambda: client.wait(operation))
     assert "rank 1 (host " in text

@@ -290,19 +290,19 @@ def test_only_what_is_selected_goes_into_the_arena() -> None:
         train(model, optimizer, range(2))
         buckets = optimizer._sync.plan.buckets
         seen: list[torch.Tensor] = []
-        client = basics.runtime().client
-        ready = client.ready
+        channel = basics.runtime().client.channel
+        ready = channel.ready
 
         def spy(*arguments: Any) -> Any:
             seen.append(torch.cat([slot.view.flatten() for slot in buckets[arguments[2]].slots]).clone())
             return ready(*arguments)
 
         before = [torch.cat([slot.view.flatten() for slot in bucket.slots]).clone() for bucket in buckets]
-        client.ready = spy  # type: ignore[assignment, method-assign]
+        channel.ready = spy  # type: ignore[assignment, method-assign]
         try:
             train(model, optimizer, range(2, 3))
         finally:
-            del client.ready
+            del channel.ready
         assert len(seen) == len(buckets)
         assert all(any(torch.equal(place, was) for was in before) for place in seen)
         stats = hvd.compression_stats()[optimizer._sync.name]
