@@ -73,10 +73,8 @@ class Operation:
     release: Callable[[Operation], None] | None = None
     keeps: object = None
 
-    def __init__(self, handle: int, name: str) -> None:
-        self.handle = handle
-        self.name = name
-        self.about = (name, 0, 0)
+    def __init__(self, handle: int, name: str, about: tuple[str, int, int]) -> None:
+        self.handle, self.name, self.about = handle, name, about
 
 
 class Clocks:
@@ -187,15 +185,15 @@ class Channel:
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, limit, _TIMEVAL)
 
-    def begin(self, name: str) -> Operation:
-        """Registers a new operation, which the caller is about to submit.
+    def begin(self, name: str, about: tuple[str, int, int] | None = None) -> Operation:
+        """Registers a new operation, which the caller is about to submit. `about`: see `Operation`.
 
         Raises:
             HorovodInternalError: the job has failed.
         """
         if self.failure is not None:
             raise HorovodInternalError(self.failure)
-        operation = Operation(next(self._handles), name)
+        operation = Operation(next(self._handles), name, about or (name, 0, 0))
         self._operations[operation.handle] = operation
         return operation
 
@@ -213,11 +211,11 @@ class Channel:
         Raises:
             HorovodInternalError: the job has failed.
         """
-        operation = self.begin(name)
         # A home begins with its seed, which is not counted: the first contribution has the same clock.
         clock = (self.clocks.next if message.kind == "seed" else self.clocks.count)(-plan, bucket)
+        label = f"bucket {bucket}"
+        operation = self.begin(name, (label, clock, plan))
         message.handle, message.plan, message.bucket, message.clock = operation.handle, plan, bucket, clock
-        label, _, _ = operation.about = (f"bucket {bucket}", clock, plan)
         self.trace.record(_SUBMITTED, label, nbytes, clock, plan, flush)
         self.send(packets.Packet(wire.encode(message)))
         return operation

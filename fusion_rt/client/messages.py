@@ -75,7 +75,7 @@ class Messages:
         if inline is not None and self._needs_no_answer():
             if self._channel.failure is not None:
                 raise HorovodInternalError(self._channel.failure)
-            operation = Operation(0, name)
+            operation = Operation(0, name, (name, 0, 0))
             operation.done = True
         else:
             operation = self._channel.begin(name)

@@ -27,7 +27,8 @@ from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.overlap.later import Later, chosen_overlap
 from fusion_rt.torch.sync.parameters import Groups, are_shards, groups_of, names_of, optimizer_spec
 from fusion_rt.torch.sync.strategies import Differences, OuterStep, applied, posted
-from fusion_rt.torch.sync.synchroniser import Synchroniser, When
+from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.when import When
 from fusion_rt.torch.sync.wrapped import Wrapped, checked_passes, rewrap, wrap
 
 _DistributedOptimizer = Wrapped  # under this name of Horovod's, other libraries import it

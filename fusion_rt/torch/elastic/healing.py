@@ -7,7 +7,7 @@ import torch
 from fusion_rt.torch.core.process_sets import global_process_set
 from fusion_rt.torch.ops.objects import broadcast_all
 from fusion_rt.torch.sync.broadcasting import broadcast_step
-from fusion_rt.torch.sync.synchroniser import When
+from fusion_rt.torch.sync.when import When
 
 
 def heal(part: When, root: int, is_behind: bool) -> None:

@@ -24,7 +24,8 @@ from fusion_rt.torch.elastic.sampler import Standing
 from fusion_rt.torch.elastic.state import State
 from fusion_rt.torch.ops.objects import allgather_object
 from fusion_rt.torch.sync.exchanges import Exchange, exchanges
-from fusion_rt.torch.sync.synchroniser import Outcome, When, enter_all, everyone
+from fusion_rt.torch.sync.synchroniser import enter_all, everyone
+from fusion_rt.torch.sync.when import Outcome, When
 
 _log = logging.getLogger("fusion_rt.elastic")
 

@@ -33,8 +33,9 @@ from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.parameters import arguments_of, optimizer_spec
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Synchroniser, When, no_pass
+from fusion_rt.torch.sync.synchroniser import Synchroniser
 from fusion_rt.torch.sync.weights import Weights, not_finite
+from fusion_rt.torch.sync.when import TOO_MANY, Closure, When
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -59,6 +60,7 @@ class Outstanding:
 class AtStep(When):
     """Exchanges when the script calls `step()`, or every so many times: what both kinds of that have in common."""
 
+    sync: Synchroniser
     own_gradients = True
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
@@ -468,7 +470,7 @@ class AdasumAtStep(LocalSteps):
 
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
         super().arrived(slot, parameter)
-        if self.backward() is None:
+        if self.backward is None or self.backward() is None:
             if self.passes_left <= 0:
                 raise AssertionError(TOO_MANY)
             backward.enter(self)
@@ -486,7 +488,7 @@ class AdasumAtStep(LocalSteps):
 
     def ended(self) -> None:
         self.passes_left = self.passes
-        self.backward = no_pass
+        self.backward = None
 
     def own_state(self) -> None:
         return None

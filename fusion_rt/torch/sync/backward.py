@@ -19,7 +19,7 @@ import torch
 
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.sync.exchanges import exchanges
-from fusion_rt.torch.sync.synchroniser import When
+from fusion_rt.torch.sync.when import When
 
 _POLL = 1e-3  # seconds
 

@@ -7,7 +7,6 @@ call of `_foreach_copy_` instead of a `copy_` from Python for each tensor, and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +27,8 @@ from fusion_rt.tracing.format import Flush, Kind
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _FULL, _COPY_BEGIN, _COPY_END = int(Kind.FULL), int(Kind.COPY_BEGIN), int(Kind.COPY_END)
+_AT_STEP = Flush.STEP
 _APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
-_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Bucket:
         self.rows = rows
         self.missing = len(slots)
         self.patient = self.sent = False
-        self.flush = Flush.STEP
+        self.flush = _AT_STEP
         self.urgency = 0
         self.nbytes = 0 if flat is None else flat.nbytes
         self.node: NodeReduction | None = None
@@ -128,6 +127,7 @@ class Bucket:
         self.owed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.copying: device.Copying | None = None
         self._here = here
+        self._channel, self._trace = here.client.channel, here.trace
         self._identity = identity
         self._label = f"bucket {identity[2]}"
         self._on_device = not all(device.layer.is_host(slot.parameter) for slot in slots)
@@ -141,19 +141,28 @@ class Bucket:
         """Resets the state for the next step."""
         self.missing = len(self.slots) + self.patient
         self.sent = False
-        self.flush = Flush.STEP
+        self.flush = _AT_STEP
         self._operation = self.copying = self._combining = self._rows_of_all = None
 
     def fill(self) -> None:
         """Records that the last gradient of this step has come."""
+        _, plan, index = self._identity
         if self.rows is None:
-            self._record(_FULL)
+            self._trace.record(_FULL, self._label, 0, self._channel.clocks.next(-plan, index), plan)
 
     # --- to the daemon ------------------------------------------------------------------------------------------------
 
     def send(self) -> None:
         """Starts to submit this step's part; a parameter without value contributes zeros."""
         _ = self._here.client.channel  # asked for first, because a forked child has none
+        if torch.is_grad_enabled():  # it is not in hooks, and `no_grad` takes 20 us with cold caches
+            with torch.no_grad():
+                self._send()
+        else:
+            self._send()
+        self.sent = True
+
+    def _send(self) -> None:
         if self._on_device:
             self._follow_gradients()
         if self.rows is not None:
@@ -164,7 +173,6 @@ class Bucket:
             self._select(self.selection)
         else:
             self._fill_arena()
-        self.sent = True
 
     def _follow_gradients(self) -> None:
         """Has what is queued from now on come after the gradients, which may be computed on several streams, and after
@@ -181,11 +189,11 @@ class Bucket:
         values: list[torch.Tensor] = []
         remote: list[tuple[torch.Tensor, torch.Tensor]] = []
         for slot in self.slots:
-            view = slot.view
-            if slot.direct and (value := slot.parameter.grad) is not None and not value.is_sparse:
+            parameter, view = slot.parameter, slot.view
+            if slot.direct and (value := parameter.grad) is not None and not value.is_sparse:
                 if value is not view:  # as `outgoing` does; but a call for each of so many would take twice as long
                     slot.sparse = 0
-                    slot.parameter.grad = view
+                    parameter.grad = view
                     views.append(view)  # type: ignore[arg-type]
                     values.append(value)
                 continue
@@ -201,13 +209,12 @@ class Bucket:
                 values.append(value)
             else:
                 remote.append((view, value))
-        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # `no_grad` takes 20 us with cold caches
-            if views:
-                self._copy(views, values)
-            if remote:
-                self.copying = device.layer.copy(*zip(*remote, strict=True))
-                return
-        self.submit()
+        if views:
+            self._copy(views, values)
+        if remote:
+            self.copying = device.layer.copy(*zip(*remote, strict=True))
+        else:
+            self.submit()
 
     def outgoing(self, slot: Slot) -> torch.Tensor | None:
         """Returns the value to copy into a slot's view; the view itself if it is there already, None for zeros."""
@@ -240,7 +247,7 @@ class Bucket:
         said = None if self.selection is None else self.selection.terms()
         said = said or self.carriage.terms(self.slots)
         said.urgency, said.share = self.urgency, self._share
-        self._operation = self._here.client.channel.ready(*self._identity, said, self.nbytes, self.flush)
+        self._operation = self._channel.ready(*self._identity, said, self.nbytes, self.flush)
 
     def give_up(self, why: str) -> None:
         """Reports that this rank has no part of this step, so that all ranks fail it if possible. `why`: a sentence."""
@@ -250,7 +257,7 @@ class Bucket:
         if self.node is not None and self.node.reduces:
             self.node.give_up(why)
         self._share = wire.OWN
-        self._operation = self._here.client.channel.ready(*self._identity, terms(gives_up=why))
+        self._operation = self._channel.ready(*self._identity, terms(gives_up=why))
         self.sent = True
 
     def post(self, wait: bool) -> bool:
@@ -283,9 +290,8 @@ class Bucket:
     def _select(self, selection: BucketSelector) -> None:
         assert self.flat is not None
         self._share = wire.OWN
-        with torch.no_grad():
-            self._stage(selection.places(self.flat, [slot.parameter for slot in self.slots]))
-            self.copying = selection.start(self._add_owed, self.carriage.terms(self.slots))
+        self._stage(selection.places(self.flat, [slot.parameter for slot in self.slots]))
+        self.copying = selection.start(self._add_owed, self.carriage.terms(self.slots))
         self.owed.clear()
 
     def _send_in_node(self, node: NodeReduction, gradients: bool) -> None:
@@ -329,13 +335,11 @@ class Bucket:
             values[start : start + place.numel()].add_(value.to(values.device))
 
     def _copy(self, places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        self._record(_COPY_BEGIN)
-        torch._foreach_copy_(places, values)
-        self._record(_COPY_END)
-
-    def _record(self, kind: int) -> None:
         _, plan, index = self._identity
-        self._here.trace.record(kind, self._label, 0, self._here.client.channel.clocks.next(-plan, index), plan)
+        clock = self._channel.clocks.next(-plan, index)
+        self._trace.record(_COPY_BEGIN, self._label, 0, clock, plan)
+        torch._foreach_copy_(places, values)
+        self._trace.record(_COPY_END, self._label, 0, clock, plan)
 
     # --- and back -----------------------------------------------------------------------------------------------------
 
@@ -354,7 +358,7 @@ class Bucket:
 
     def has_answer(self) -> bool:
         """Tells whether nothing of this step has to be waited for any more."""
-        return self._operation is None or self._here.client.poll(self._operation)
+        return self._operation is None or self._channel.poll(self._operation)
 
     def await_answer(self) -> None:
         """Waits for the answer of a home that does not expect this worker to wait, and may do without it then."""
@@ -371,7 +375,7 @@ class Bucket:
         """Waits for an operation that was handed over, and applies its results as `receive` does."""
         self.await_end(operation)
         _, clock, plan = operation.about
-        record = self._here.trace.record
+        record = self._trace.record
         record(_APPLY_BEGIN, self._label, 0, clock, plan)
         if slots := [slot for slot in self.slots if slot.sparse or not slot.direct]:
             self._take(slots, share, operation.sizes == (1,))
@@ -405,7 +409,7 @@ class Bucket:
     def await_end(self, operation: Operation) -> None:
         """Waits until an exchange has ended; raises `HorovodInternalError` if it failed."""
         try:
-            self._here.client.channel.wait(operation)
+            self._channel.wait(operation)
         except HorovodInternalError as error:
             if self.node is not None and self._share != wire.OWN:
                 self.node.give_up(str(error))  # whoever waits for this rank in the node is told

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fusion_rt.core.errors import HorovodInternalError, StepGivenUp
-from fusion_rt.torch.sync.synchroniser import Outcome, When
+from fusion_rt.torch.sync.when import Outcome, When
 
 
 class Exchange:

@@ -21,7 +21,8 @@ from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.parameters import Named, Trained
 from fusion_rt.torch.sync.slots import Slot, memory_order
 from fusion_rt.torch.sync.strategies import Applied, Posted
-from fusion_rt.torch.sync.synchroniser import Synchroniser, When
+from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.when import When
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -101,6 +102,7 @@ class HandedTensors(Trained):
 class HandedOver(When):
     """Exchanges gradients as they are handed over, until whoever does that says that it was the last."""
 
+    sync: Synchroniser
     hears = False
     eager = True
 

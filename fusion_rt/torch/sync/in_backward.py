@@ -36,7 +36,8 @@ from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
 from fusion_rt.torch.sync.exchanges import exchanges
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import TOO_MANY, Closure, Outcome, Synchroniser, When, no_pass
+from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.when import TOO_MANY, Closure, Outcome, When
 from fusion_rt.tracing.format import Kind
 
 _GRADIENT = int(Kind.GRADIENT)
@@ -68,14 +69,16 @@ class InBackward(When):
         reduced: how often gradients have been reduced since the last step.
     """
 
+    sync: Synchroniser
     eager = True
 
     def __init__(self, sync: Synchroniser, passes: int) -> None:
         super().__init__(sync, passes)
         self.pass_number = self.reduced = self._passes = 0
+        self._steps = sync.steps
         self._kept: list[Slot] = []  # to whose next result earlier ones are added
         self._in_parts: set[str] = set()  # names of parameters whose gradient comes several times in a backward pass
-        self._closing: Bucket | None = None  # sent when a backward pass has ended, and so succeeds if all ranks' have
+        self._said = terms()  # with each bucket
         self._skipping = False  # inside skip_synchronize()
         self._is_left_out = False  # the step under way: after a loss, or it has been taken by others
         self._counts = True  # it does for a `GradScaler`
@@ -89,7 +92,7 @@ class InBackward(When):
     def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
         number = self.pass_number
         if number == slot.seen or not number:
-            if self.backward() is None:
+            if self.backward is None or self.backward() is None:
                 self._backward_begins()
             number = self.pass_number
             if self.passes_left > 1:
@@ -98,10 +101,8 @@ class InBackward(When):
                 self._arrived_again(slot)
                 return
         slot.seen = number
-        sync = self.sync
-        steps = sync.steps
+        sync, steps, bucket = self.sync, self._steps, slot.bucket
         steps.trace.record(_GRADIENT, slot.name, slot.nbytes, steps.number)
-        bucket = slot.bucket
         if bucket is None:
             sync.arrivals.append(slot)
             return
@@ -176,7 +177,7 @@ class InBackward(When):
 
     @property
     def _pass_failed(self) -> bool:
-        return self.backward is not no_pass and self.backward() is None
+        return self.backward is not None and self.backward() is None
 
     def _pass_has_failed(self) -> None:
         """Handles a backward pass that has raised, while the script goes on. If gradients were to be reduced at its
@@ -191,7 +192,7 @@ class InBackward(When):
             self.sync.begin()
         if self.passes_left > 1:
             self.passes_left -= 1
-            self.backward, self.pass_number = no_pass, 0
+            self.backward, self.pass_number = None, 0
         else:
             self._give_up()
 
@@ -278,7 +279,7 @@ class InBackward(When):
     def zeroed(self) -> None:
         """Called when the script resets its gradients. Raises `AssertionError` while they are being reduced."""
         sync = self.sync
-        if self._pass_failed or self._pass_was_raised():
+        if self._pass_failed or (sys.exc_info()[1] is not None and self._pass_was_raised()):
             self._pass_has_failed()
         elif not sync.idle:
             if any(bucket.sent for bucket in sync.plan.buckets):
@@ -308,7 +309,10 @@ class InBackward(When):
 
     def _reduce(self) -> None:
         """Reduces what has not been sent yet, and waits until every `p.grad` is the reduced gradient."""
-        exchanges.run([self], self._exchange)
+        if exchanges.survive is None:
+            self._exchange()
+        else:
+            exchanges.run([self], self._exchange)
 
     def _exchange(self) -> None:
         began, sync = time.perf_counter(), self.sync
@@ -375,16 +379,16 @@ class InBackward(When):
 
     def terms(self, slots: Sequence[Slot]) -> wire.Ready:
         checkpoint = self.sync.checkpoint
-        return terms(checkpoint.rescale(slots) if checkpoint.remembers else (), passes=self.reduced + 1)
+        if checkpoint.remembers:
+            self._said.rescale = checkpoint.rescale(slots)
+        self._said.passes = self.reduced + 1
+        return self._said
 
     def planned(self) -> None:
         buckets = self.sync.plan.buckets
-        self._closing = buckets[-1] if buckets else None
+        self.closing = buckets[-1] if buckets else None
         for bucket in buckets:
             bucket.patient = any(slot.name in self._in_parts for slot in bucket.slots)
-
-    def holds_back(self, bucket: Bucket) -> bool:
-        return bucket is self._closing
 
     def sending(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
@@ -397,10 +401,10 @@ class InBackward(When):
             slot.kept = None
         self._kept.clear()
         self.passes_left = self.passes
-        self.backward, self.pass_number = no_pass, 0
+        self.backward, self.pass_number = None, 0
 
     def plan_given_up(self, anew: bool) -> None:
-        self._closing = None
+        self.closing = None
         if anew and exchanges.survive is None:  # else what has been reduced is still to be stepped with
             self.reduced = 0
 

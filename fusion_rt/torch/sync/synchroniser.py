@@ -2,26 +2,21 @@
 
 It owns slots, buckets, arrived gradients, pending copies and counters. It delegates to three strategies, which the
 algorithm and the options have chosen: *what* is posted, how the answer is *applied* (`strategies.py`), and *when* that
-happens (`When`).
+happens (`when.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 
-from fusion_rt import wire
-from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.settings import Settings
 from fusion_rt.torch import ops
@@ -35,14 +30,10 @@ from fusion_rt.torch.sync.options import Options, Where
 from fusion_rt.torch.sync.parameters import Named, Trained
 from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot, in_order
+from fusion_rt.torch.sync.when import When
 from fusion_rt.tracing.format import Flush
 
-TOO_MANY = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-    "backward_passes_per_step to accumulate gradients locally."
-)
-Closure: TypeAlias = Callable[[], Any]
-
+_WHEN_FULL = Flush.FULL
 _serial = itertools.count()
 _all: weakref.WeakSet[Synchroniser] = weakref.WeakSet()
 
@@ -66,209 +57,6 @@ class OptimizerStatistics:
     nbytes: int
     waited_seconds: float
     last_waited_seconds: float
-
-
-def no_pass() -> None:
-    """Substitutes for a reference to a backward pass while none is running."""
-
-
-class Outcome(enum.Enum):
-    """The use that was made of an exchange's results: a step was taken, none was, or that is not known yet."""
-
-    TAKEN = "taken"
-    REFUSED = "refused"
-    OPEN = "open"
-
-
-class When:
-    """A strategy that decides when an optimizer's synchroniser exchanges, and so what `step()` and its like do.
-
-    Args:
-        sync: the synchroniser, which asks this one.
-
-    Attributes:
-        hears: autograd tells it of gradients; see `slots.GradientHooks`.
-        eager: buckets are sent as soon as they are complete.
-        own_gradients: `p.grad` is this rank's own until `step()`, so that a `GradScaler` has to call that in any case.
-        may_be_late: updates can be applied one step late.
-        keeps_context: a script's compressor's context of a gradient is needed after the step.
-        local: ranks have parameters of their own.
-        delays: updates are applied later than `step()`, which `finish` puts an end to.
-        survives: an exchange that a loss leaves unfinished can be left out, so that the ranks that are left go on.
-        outcome: what became of the last exchange that ended well; see `Outcome`.
-        passes: backward passes that make up a gradient.
-        samples: how many samples the next gradients come from, for algorithms that weigh them.
-        serial: the synchroniser's.
-        passes_left: backward passes until gradients are complete, where they are counted.
-        backward: a reference to the backward pass that runs, or has failed; else `no_pass`.
-    """
-
-    hears = True
-    eager = own_gradients = may_be_late = keeps_context = local = delays = survives = False
-    outcome = Outcome.TAKEN
-
-    def __init__(self, sync: Synchroniser, passes: int) -> None:
-        self.sync = sync
-        self.passes = self.passes_left = passes
-        self.backward: Callable[[], object | None] = no_pass
-        self.samples = 1
-        self.serial = sync.serial
-
-    def slot(self, named: Named) -> Slot:
-        """Makes the slot of a parameter."""
-        return Slot(self, named)
-
-    # --- what autograd says; see `slots.GradientHooks` ----------------------------------------------------------------
-
-    def arriving(self, slot: Slot, gradients: Any) -> None:
-        """Called when autograd is about to add to `p.grad`."""
-
-    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Called when autograd has added to `p.grad`."""
-        raise NotImplementedError
-
-    def lose(self, slot: Slot) -> None:
-        """Called when the parameter belongs to another optimizer from now on."""
-        self.sync.lost = slot.name
-
-    def backward_ends(self) -> bool:
-        """Ends a backward pass that this strategy has entered. Returns whether gradients are to be reduced now."""
-        self.passes_left -= 1
-        self.backward = no_pass
-        return False
-
-    def backward_returns(self) -> None:
-        """Reduces gradients, all of which have been computed. Raises `HorovodInternalError`."""
-
-    def pass_is_gone(self) -> None:
-        """Called when a backward pass that this strategy has entered has ended, well or not."""
-
-    # --- what the script calls ----------------------------------------------------------------------------------------
-
-    def step(self, optimizer: Any, closure: Closure | None) -> Any:
-        """Takes a step. See `Wrapped.step`."""
-        raise NotImplementedError
-
-    def synchronize(self) -> None:
-        """Sees to it that gradients are reduced, where that is done before `step()`."""
-
-    def skip_synchronize(self) -> AbstractContextManager[None]:
-        """A context in which `step()` does not synchronise, where it would."""
-        return contextlib.nullcontext()
-
-    def zeroed(self) -> None:
-        """Called when the script resets its gradients."""
-
-    def discard(self) -> None:
-        """Forgets what has arrived since the last exchange, and what is under way."""
-
-    def finish(self) -> None:
-        """Applies updates that wait for the next forward pass. Raises `HorovodInternalError`."""
-
-    def finish_or_drop(self) -> None:
-        """Applies what waits, or warns that its reduction failed."""
-
-    def drain(self) -> None:
-        """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
-
-    def agree(self) -> None:
-        """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
-
-    def settled(self) -> None:
-        """Called when parameters have become those that all ranks have agreed upon."""
-
-    def note_weights(self) -> None:
-        """Called when parameters were set back to earlier values."""
-
-    def reseed(self) -> None:
-        """Goes on from the parameters as they are. To be called on all ranks."""
-
-    def set_passes(self, passes: int) -> None:
-        """Sets how many backward passes make up a gradient, from the next step on."""
-        self.passes = passes
-
-    # --- after a loss, where the ranks that are left go on; see `exchanges.py` ----------------------------------------
-
-    def note_left_out(self) -> None:
-        """Called when the exchange that the script waits for was left out, in the membership that follows: parameters
-        and optimizer stay as they were before it."""
-
-    def note_known(self, outcome: Outcome) -> None:
-        """Called instead where other ranks have had its results. If these have made them take a step, parameters and
-        optimizer have been set to what came of it."""
-        self.note_left_out()
-
-    def drop_under_way(self) -> None:
-        """Called when an exchange was left out that the script does not wait for."""
-
-    # --- in checkpoints -----------------------------------------------------------------------------------------------
-
-    def own_state(self) -> dict[str, Any] | None:
-        """Returns this strategy's state for checkpoints, the same on all ranks; None if there is none."""
-        return None
-
-    def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Resumes from an `own_state` and the parameters that belong to it."""
-
-    def rejoin(self, own: Mapping[str, Any]) -> None:
-        """Goes on after a join of all ranks, with the `own_state` of the one that joined last."""
-        self.load_own_state(own)
-
-    def homes_are_loaded(self) -> None:
-        """Called when homes have a checkpoint's parameters, which the model has, too, or is about to."""
-
-    # --- what the synchroniser says -----------------------------------------------------------------------------------
-
-    def begins(self) -> None:
-        """Called when a step begins."""
-
-    def reduction(self) -> wire.Reduction:
-        """Returns the reduction to propose."""
-        return self.sync.options.reduction
-
-    def tuned(self, tuning: wire.Tuning | None) -> None:
-        """Called before a plan with this tuning is made."""
-
-    def check_sparse(self, slot: Slot) -> None:
-        """Raises `ValueError` if this strategy cannot exchange a sparse gradient."""
-
-    def planned(self) -> None:
-        """Called when there is a new plan."""
-
-    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
-        """Returns the terms that are sent with a bucket of these slots."""
-        checkpoint = self.sync.checkpoint
-        return terms(checkpoint.rescale(slots) if checkpoint.remembers else ())
-
-    def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
-        """Returns the urgency of each bucket, in the order of their arrival: all alike, since `step()` waits for all of
-        them, and less urgent than operations that a script waits for by themselves."""
-        return [1] * len(buckets)
-
-    def submitting(self) -> None:
-        """Called before the unsent rest of this step is sent."""
-
-    def sending(self, bucket: Bucket) -> None:
-        """Called before a bucket is sent."""
-
-    def holds_back(self, bucket: Bucket) -> bool:
-        """Tells whether a full bucket still waits for the end of the backward pass."""
-        return False
-
-    def await_flights(self) -> None:
-        """Waits until nothing of earlier steps is being reduced."""
-
-    def ended(self) -> None:
-        """Called when a step has ended, well or not."""
-
-    def plan_given_up(self, anew: bool) -> None:
-        """Called before the plan is dropped. `anew`: because the membership has changed."""
-
-    def watched(self) -> None:
-        """Called before the set of parameters changes."""
-
-    def released(self) -> None:
-        """Called when the optimizer is gone."""
 
 
 class Synchroniser:
@@ -357,7 +145,7 @@ class Synchroniser:
             self._move_selections()
         self.idle = False
         self.steps.first_gradient()
-        self.when.begins()
+        self.when.stepped = False
 
     def advance(self, bucket: Bucket) -> None:
         """Sends the bucket if it is complete, and what was on its way from a device, in the midst of a backward pass,
@@ -369,8 +157,8 @@ class Synchroniser:
                 bucket.fill()
                 if self.when.eager:
                     for full in self._full(bucket):
-                        if not self.when.holds_back(full):
-                            full.flush = Flush.FULL
+                        if full is not self.when.closing:
+                            full.flush = _WHEN_FULL
                             self._send(full)
             while self.copying and self.copying[0].post(wait=False):
                 self.copying.popleft()
@@ -388,7 +176,8 @@ class Synchroniser:
         try:
             if self.failure is not None:
                 raise self.failure
-            self.when.submitting()
+            if self.when.guarded:
+                self.when.unguard()
             if not self.plan.made:
                 self.make_plan()
             for bucket in self.plan.buckets if buckets is None else buckets:

@@ -18,7 +18,8 @@ from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.sync.checkpoint import KEY
 from fusion_rt.torch.sync.options import Options
 from fusion_rt.torch.sync.parameters import Trained, TrainedShards, are_shards
-from fusion_rt.torch.sync.synchroniser import OptimizerStatistics, Synchroniser, When
+from fusion_rt.torch.sync.synchroniser import OptimizerStatistics, Synchroniser
+from fusion_rt.torch.sync.when import When
 from fusion_rt.tracing.format import Kind
 
 _OWN = "fusion_rt_local"

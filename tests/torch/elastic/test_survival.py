@@ -24,7 +24,8 @@ from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.elastic import survival
 from fusion_rt.torch.elastic.survival import Conclusion, Report, conclude
 from fusion_rt.torch.sync.overlap.flights import Flight
-from fusion_rt.torch.sync.synchroniser import Outcome, Synchroniser
+from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.when import Outcome
 from tests.torch.elastic.jobs import ElasticJob, Worker, same
 
 HERE = {"a": 3}

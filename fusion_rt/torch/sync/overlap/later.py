@@ -35,7 +35,8 @@ from fusion_rt.torch.sync.overlap.guards import make_guard
 from fusion_rt.torch.sync.overlap.updates import Update
 from fusion_rt.torch.sync.overlap.uses import Uses
 from fusion_rt.torch.sync.slots import Slot
-from fusion_rt.torch.sync.synchroniser import Closure, Outcome, Synchroniser, no_pass
+from fusion_rt.torch.sync.synchroniser import Synchroniser
+from fusion_rt.torch.sync.when import Closure, Outcome
 from fusion_rt.tracing.format import Kind
 
 WAYS = ("none", "forward", "stale")
@@ -50,7 +51,6 @@ class Later(InBackward):
         late: updates are applied one step late; else when the next forward pass needs them.
 
     Attributes:
-        stepped: a step has been asked for, and, as far as is known, nothing has been computed for the next one.
     """
 
     keeps_context = True  # needed when a flight lands
@@ -58,7 +58,6 @@ class Later(InBackward):
 
     def __init__(self, sync: Synchroniser, passes: int, late: bool) -> None:
         super().__init__(sync, passes)
-        self.stepped = False
         self.eager = self.may_be_late = not late
         self._asked_late = self._late = late
         self._uses = Uses()
@@ -67,7 +66,6 @@ class Later(InBackward):
         self._last: Flight | None = None  # the plan's last, which fails if a rank has given the step up
         self._under_way: Exchange | None = None  # that of the flights, until it is known how it has ended
         self._applying = False
-        self._guarded: list[tuple[Slot, torch.Tensor | None]] = []  # with this rank's gradients
         self._lock = threading.RLock()  # forward passes may run on several threads
         watching.watch(self)
 
@@ -75,9 +73,6 @@ class Later(InBackward):
     def waits(self) -> bool:
         """True if an update has not been applied."""
         return bool(self._flights)
-
-    def begins(self) -> None:
-        self.stepped = False
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -426,11 +421,11 @@ class Later(InBackward):
         """Puts guards where gradients are, instead of waiting for them."""
         if self.eager and not exchanges.next_is_left_out:
             self._submit_early()
-        self.backward = no_pass
+        self.backward = None
         for slot in self.sync.slots:
             if slot.guard is None:
                 slot.guard = make_guard(slot, self._await_gradients)
-            self._guarded.append((slot, slot.parameter.grad))
+            self.guarded.append((slot, slot.parameter.grad))
             slot.parameter.grad, slot.closed = slot.guard, True
 
     def _submit_early(self) -> None:
@@ -446,10 +441,9 @@ class Later(InBackward):
         if not (self.sync.idle or self._applying) and self.passes_left <= 0:
             self._reduce()
 
-    def submitting(self) -> None:
-        """Puts this rank's gradients back where guards are."""
-        while self._guarded:
-            slot, gradient = self._guarded.pop()
+    def unguard(self) -> None:
+        while self.guarded:
+            slot, gradient = self.guarded.pop()
             if slot.parameter.grad is slot.guard:
                 slot.parameter.grad = gradient
                 slot.closed = slot.bucket is not None and slot.bucket.sent
@@ -462,7 +456,7 @@ class Later(InBackward):
     # --- what the synchroniser says -----------------------------------------------------------------------------------
 
     def ended(self) -> None:
-        guarded, self._guarded = self._guarded, []
+        guarded, self.guarded = self.guarded, []
         for slot, gradient in guarded:
             if slot.parameter.grad is slot.guard:
                 slot.parameter.grad = gradient

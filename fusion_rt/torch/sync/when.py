@@ -1,0 +1,225 @@
+"""The strategy that decides when an optimizer's synchroniser exchanges: its interface, and what most strategies have.
+
+Strategies are in `in_backward.py`, `overlap/later.py`, `at_step.py` and `handed.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+
+from fusion_rt import wire
+from fusion_rt.client import terms
+from fusion_rt.torch.sync.buckets import Bucket
+from fusion_rt.torch.sync.parameters import Named
+from fusion_rt.torch.sync.slots import Slot
+
+TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally."
+)
+Closure: TypeAlias = Callable[[], Any]
+
+
+class Outcome(enum.Enum):
+    """The use that was made of an exchange's results: a step was taken, none was, or that is not known yet."""
+
+    TAKEN = "taken"
+    REFUSED = "refused"
+    OPEN = "open"
+
+
+class When:
+    """A strategy that decides when an optimizer's synchroniser exchanges, and so what `step()` and its like do.
+
+    Args:
+        sync: the synchroniser (`synchroniser.py`, which imports this), which asks this one.
+
+    Attributes:
+        hears: autograd tells it of gradients; see `slots.GradientHooks`.
+        eager: buckets are sent as soon as they are complete.
+        own_gradients: `p.grad` is this rank's own until `step()`, so that a `GradScaler` has to call that in any case.
+        may_be_late: updates can be applied one step late.
+        keeps_context: a script's compressor's context of a gradient is needed after the step.
+        local: ranks have parameters of their own.
+        delays: updates are applied later than `step()`, which `finish` puts an end to.
+        survives: an exchange that a loss leaves unfinished can be left out, so that the ranks that are left go on.
+        outcome: what became of the last exchange that ended well; see `Outcome`.
+        passes: backward passes that make up a gradient.
+        samples: how many samples the next gradients come from, for algorithms that weigh them.
+        serial: the synchroniser's.
+        closing: the bucket that is sent only when a backward pass has ended, and so succeeds if all ranks' have.
+        stepped: a step has been asked for, and, as far as is known, nothing has been computed for the next one.
+        guarded: slots whose `p.grad` is a guard now, and this rank's gradients.
+        passes_left: backward passes until gradients are complete, where they are counted.
+        backward: a reference to the backward pass that runs, or has failed; else None.
+    """
+
+    hears = True
+    eager = own_gradients = may_be_late = keeps_context = local = delays = survives = False
+    outcome = Outcome.TAKEN
+
+    def __init__(self, sync: Any, passes: int) -> None:
+        self.sync = sync
+        self.passes = self.passes_left = passes
+        self.backward: Callable[[], object | None] | None = None
+        self.samples = 1
+        self.closing: Bucket | None = None
+        self.stepped = False
+        self.guarded: list[tuple[Slot, torch.Tensor | None]] = []
+        self.serial = sync.serial
+
+    def slot(self, named: Named) -> Slot:
+        """Makes the slot of a parameter."""
+        return Slot(self, named)
+
+    # --- what autograd says; see `slots.GradientHooks` ----------------------------------------------------------------
+
+    def arriving(self, slot: Slot, gradients: Any) -> None:
+        """Called when autograd is about to add to `p.grad`."""
+
+    def arrived(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """Called when autograd has added to `p.grad`."""
+        raise NotImplementedError
+
+    def lose(self, slot: Slot) -> None:
+        """Called when the parameter belongs to another optimizer from now on."""
+        self.sync.lost = slot.name
+
+    def backward_ends(self) -> bool:
+        """Ends a backward pass that this strategy has entered. Returns whether gradients are to be reduced now."""
+        self.passes_left -= 1
+        self.backward = None
+        return False
+
+    def backward_returns(self) -> None:
+        """Reduces gradients, all of which have been computed. Raises `HorovodInternalError`."""
+
+    def pass_is_gone(self) -> None:
+        """Called when a backward pass that this strategy has entered has ended, well or not."""
+
+    # --- what the script calls ----------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Any, closure: Closure | None) -> Any:
+        """Takes a step. See `Wrapped.step`."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Sees to it that gradients are reduced, where that is done before `step()`."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """A context in which `step()` does not synchronise, where it would."""
+        return contextlib.nullcontext()
+
+    def zeroed(self) -> None:
+        """Called when the script resets its gradients."""
+
+    def discard(self) -> None:
+        """Forgets what has arrived since the last exchange, and what is under way."""
+
+    def finish(self) -> None:
+        """Applies updates that wait for the next forward pass. Raises `HorovodInternalError`."""
+
+    def finish_or_drop(self) -> None:
+        """Applies what waits, or warns that its reduction failed."""
+
+    def drain(self) -> None:
+        """Takes the answer to what is under way. Raises `ValueError` if the script has set a parameter since."""
+
+    def agree(self) -> None:
+        """Takes the homes' copy, if there is one. To be called on all ranks, between two barriers."""
+
+    def settled(self) -> None:
+        """Called when parameters have become those that all ranks have agreed upon."""
+
+    def note_weights(self) -> None:
+        """Called when parameters were set back to earlier values."""
+
+    def reseed(self) -> None:
+        """Goes on from the parameters as they are. To be called on all ranks."""
+
+    def set_passes(self, passes: int) -> None:
+        """Sets how many backward passes make up a gradient, from the next step on."""
+        self.passes = passes
+
+    # --- after a loss, where the ranks that are left go on; see `exchanges.py` ----------------------------------------
+
+    def note_left_out(self) -> None:
+        """Called when the exchange that the script waits for was left out, in the membership that follows: parameters
+        and optimizer stay as they were before it."""
+
+    def note_known(self, outcome: Outcome) -> None:
+        """Called instead where other ranks have had its results. If these have made them take a step, parameters and
+        optimizer have been set to what came of it."""
+        self.note_left_out()
+
+    def drop_under_way(self) -> None:
+        """Called when an exchange was left out that the script does not wait for."""
+
+    # --- in checkpoints -----------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any] | None:
+        """Returns this strategy's state for checkpoints, the same on all ranks; None if there is none."""
+        return None
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Resumes from an `own_state` and the parameters that belong to it."""
+
+    def rejoin(self, own: Mapping[str, Any]) -> None:
+        """Goes on after a join of all ranks, with the `own_state` of the one that joined last."""
+        self.load_own_state(own)
+
+    def homes_are_loaded(self) -> None:
+        """Called when homes have a checkpoint's parameters, which the model has, too, or is about to."""
+
+    # --- what the synchroniser says -----------------------------------------------------------------------------------
+
+    def reduction(self) -> wire.Reduction:
+        """Returns the reduction to propose."""
+        reduction: wire.Reduction = self.sync.options.reduction
+        return reduction
+
+    def tuned(self, tuning: wire.Tuning | None) -> None:
+        """Called before a plan with this tuning is made."""
+
+    def check_sparse(self, slot: Slot) -> None:
+        """Raises `ValueError` if this strategy cannot exchange a sparse gradient."""
+
+    def planned(self) -> None:
+        """Called when there is a new plan."""
+
+    def terms(self, slots: Sequence[Slot]) -> wire.Ready:
+        """Returns the terms that are sent with a bucket of these slots."""
+        checkpoint = self.sync.checkpoint
+        return terms(checkpoint.rescale(slots) if checkpoint.remembers else ())
+
+    def urgencies(self, buckets: Sequence[Bucket]) -> Sequence[int]:
+        """Returns the urgency of each bucket, in the order of their arrival: all alike, since `step()` waits for all of
+        them, and less urgent than operations that a script waits for by themselves."""
+        return [1] * len(buckets)
+
+    def unguard(self) -> None:
+        """Puts this rank's gradients back where guards are, before the unsent rest of this step is sent."""
+
+    def sending(self, bucket: Bucket) -> None:
+        """Called before a bucket is sent."""
+
+    def await_flights(self) -> None:
+        """Waits until nothing of earlier steps is being reduced."""
+
+    def ended(self) -> None:
+        """Called when a step has ended, well or not."""
+
+    def plan_given_up(self, anew: bool) -> None:
+        """Called before the plan is dropped. `anew`: because the membership has changed."""
+
+    def watched(self) -> None:
+        """Called before the set of parameters changes."""
+
+    def released(self) -> None:
+        """Called when the optimizer is gone."""
