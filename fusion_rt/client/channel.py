@@ -102,18 +102,17 @@ class Clocks:
         self._counts: defaultdict[int, dict[str | int, int]] = defaultdict(dict)
 
     def next(self, owner: int, name: str | int) -> int:
-        """Returns the clock of the next operation of a name in a process set, or of a bucket in a plan (-its id).
+        """Returns the clock of the next operation of a name in a process set, or of a bucket in a plan (-its id)."""
+        return self._first + self._counts[owner].get(name, 0)
 
-        Raises:
-            FusionError: too many names have been used.
-        """
-        counts = self._counts[owner]
+    def check(self, process_set: int, name: str) -> None:
+        """Raises `FusionError` if too many names have been used for this one to be another."""
+        counts = self._counts[process_set]
         if len(counts) >= _MAX_NAMES and name not in counts:
             raise FusionError(
                 f"operations of {_MAX_NAMES} different names have been submitted, and {name!r} would be one more; an "
                 "operation that comes again and again keeps its name, without the number of a step in it, or has none"
             )
-        return self._first + counts.get(name, 0)
 
     def count(self, owner: int, name: str | int) -> int:
         """Returns the clock of this operation, and counts it: the next one has the next clock."""
@@ -226,23 +225,29 @@ class Channel:
         Raises:
             HorovodInternalError: the daemon is gone, or takes nothing any more.
         """
-        waited = 0.0
-        while True:
-            try:
-                packet.send(self.socket)
-            except BlockingIOError:  # it has not read what was sent before
-                waited += _LOOK
-                if self.failure is None and not (self.patience and waited >= self.patience):
-                    continue
+        try:
+            packet.send(self.socket)
+        except (BlockingIOError, ConnectionError) as error:
+            self._send_again(packet, error)
+
+    def _send_again(self, packet: packets.Packet, error: OSError) -> None:
+        """Sends a message that could not be sent at once. Raises as `send`."""
+        waited = _LOOK
+        while isinstance(error, BlockingIOError):  # the daemon has not read what was sent before
+            if self.failure is not None or (self.patience and waited >= self.patience):
                 packet.close()
                 self._fail_as_silent()
-            except (BrokenPipeError, ConnectionError):
-                packet.close()
-                self.read_available()  # the daemon's last message may have the reason
-                self.fail(joining.lost(self._rank))
+                raise HorovodInternalError(self.failure) from None
+            try:
+                packet.send(self.socket)
+            except (BlockingIOError, ConnectionError) as again:
+                error, waited = again, waited + _LOOK
             else:
                 return
-            raise HorovodInternalError(self.failure) from None
+        packet.close()
+        self.read_available()  # the daemon's last message may have the reason
+        self.fail(joining.lost(self._rank))
+        raise HorovodInternalError(self.failure) from None
 
     def poll(self, operation: Operation) -> bool:
         """Returns whether the operation has ended; reads what has arrived, without waiting."""
@@ -408,23 +413,18 @@ class Channel:
             return
         operation = self._operations.pop(message.handle, None)
         if operation is None:
-            if fd >= 0:
-                os.close(fd)
-            if self.failure is None:
-                raise FusionError(f"the daemon answered operation {message.handle}, which is not under way")
-            return  # the operation has failed meanwhile
+            self._handle_late(message.handle, fd)
+            return
         operation.keeps = None
         if isinstance(message, wire.Done):
-            operation.inline = message.inline
-            operation.sizes = message.sizes
+            operation.inline, operation.sizes = message.inline, message.sizes
             if message.nbytes:
                 operation.output = Segment.open(fd, message.nbytes, private=True)
                 operation.output.close_fd()
         elif isinstance(message, wire.Planned):
             operation.plan = message.plan
         else:
-            operation.error = message.message
-            operation.missing = message.missing
+            operation.error, operation.missing = message.message, message.missing
         if operation.release is not None:
             operation.release(operation)
         name, clock, plan = operation.about
@@ -433,6 +433,13 @@ class Channel:
         if self._waiting:
             with self._lock:
                 self._changed.notify_all()
+
+    def _handle_late(self, handle: int, fd: int) -> None:
+        """Drops the answer of an operation that has failed meanwhile."""
+        if fd >= 0:
+            os.close(fd)
+        if self.failure is None:
+            raise FusionError(f"the daemon answered operation {handle}, which is not under way")
 
     def _handle_unasked(self, message: wire.Pong | wire.JobFailed | wire.Welcome | wire.Status) -> None:
         if isinstance(message, wire.JobFailed):

@@ -181,6 +181,7 @@ class Client:
                 f"an operation named {name!r} was submitted on rank {self.rank} while an earlier one of that name was "
                 "still under way; wait for it with synchronize(), or give each its own name"
             )
+        self.channel.clocks.check(process_set, name)
         clock = self.channel.clocks.next(process_set, name)
         operation = self.channel.begin(name)
         operation.keeps = keeps

@@ -50,7 +50,7 @@ def test_more_names_than_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyP
     for step in range(3):
         clocks.count(0, f"loss.{step}")
     with pytest.raises(FusionError, match=r"3 different names have been submitted, and 'loss\.3' would be one more"):
-        clocks.next(0, "loss.3")
+        clocks.check(0, "loss.3")
     assert [clocks.next(0, "loss.2"), clocks.next(1, "loss.3"), clocks.next(-1, 3)] == [1, 0, 0]
 
 

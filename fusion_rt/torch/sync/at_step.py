@@ -473,7 +473,7 @@ class AdasumAtStep(LocalSteps):
         if self.backward is None or self.backward() is None:
             if self.passes_left <= 0:
                 raise AssertionError(TOO_MANY)
-            backward.enter(self)
+            backward.running().add(self)
         if slot.bucket is None:
             self.sync.arrivals.append(slot)
 

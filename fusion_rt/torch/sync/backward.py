@@ -44,19 +44,14 @@ class BackwardPass:
         if len(due) == 1:
             due[0].backward_returns()
         elif due:
-            due.sort(key=lambda participant: participant.serial)
-            together = functools.partial(_return_together, due)
-            if any(participant.delays for participant in due):
-                together()
-            else:
-                exchanges.run(due, together)
+            _return_all(due)
 
     def _end_with_outer(self, node: Any) -> None:
         """Has the pass end with the one that runs this node, of which it is a part."""
 
         def node_has_run(*_: Any) -> None:
             handle.remove()
-            outer = _running()
+            outer = running()
             for participant in self.participants:
                 outer.add(participant)
 
@@ -67,6 +62,15 @@ class BackwardPass:
         if participant not in self.participants:
             self.participants.append(participant)
         participant.backward = weakref.ref(self, functools.partial(_forget, weakref.ref(participant)))
+
+
+def _return_all(due: list[When]) -> None:
+    due.sort(key=lambda participant: participant.serial)
+    together = functools.partial(_return_together, due)
+    if any(participant.delays for participant in due):
+        together()
+    else:
+        exchanges.run(due, together)
 
 
 def _return_together(due: list[When]) -> None:
@@ -94,11 +98,6 @@ def _return_together(due: list[When]) -> None:
 _passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()  # by graph task
 
 
-def enter(participant: When) -> None:
-    """Adds a participant to the backward pass that calls this from a hook."""
-    _running().add(participant)
-
-
 def leaves_of_failed(error: BaseException) -> list[torch.Tensor]:
     """Returns the leaves of the graph of the backward pass that raised this; none if it comes from elsewhere."""
     engine = torch.autograd.graph._engine_run_backward.__code__
@@ -114,7 +113,8 @@ def leaves_of_failed(error: BaseException) -> list[torch.Tensor]:
     return [node.variable for node in seen if hasattr(node, "variable")]
 
 
-def _running() -> BackwardPass:
+def running() -> BackwardPass:
+    """Returns the backward pass that calls this from a hook."""
     task = torch._C._current_graph_task_id()
     found = _passes.get(task)
     if found is None:

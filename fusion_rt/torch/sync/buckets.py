@@ -412,12 +412,16 @@ class Bucket:
             self._channel.wait(operation)
         except HorovodInternalError as error:
             if self.node is not None and self._share != wire.OWN:
-                self.node.give_up(str(error))  # whoever waits for this rank in the node is told
-                if self._combining is not None and self._combining.why:
-                    raise failure_of(f"{error}: {self._combining.why}") from error
+                self._fail_in_node(self.node, error)
             raise
         if self.selection is not None:
             self.selection.correct()
+
+    def _fail_in_node(self, node: NodeReduction, error: HorovodInternalError) -> None:
+        """Tells whoever waits for this rank in the node. Raises `HorovodInternalError` if that knows more."""
+        node.give_up(str(error))
+        if self._combining is not None and self._combining.why:
+            raise failure_of(f"{error}: {self._combining.why}") from error
 
     def abandon(self) -> None:
         """Waits for the exchange, and ignores its results."""

@@ -121,7 +121,7 @@ class InBackward(When):
                 self.sync.begin()
             except HorovodInternalError as error:
                 self.sync.idle, self.sync.failure = False, error
-        backward.enter(self)
+        backward.running().add(self)
         if self.passes_left <= 1:
             self._passes += 1
             self.pass_number = self._passes
