@@ -101,6 +101,7 @@ class Bucket:
         node: the reduction that combines it with those of other ranks of the node, in some steps.
         selection: the selector from it, if this worker selects.
         owed: places in the bucket, and what is to be added there (both 1-D) to what is sent next.
+        direct: results stay where they are, since that is where `p.grad` is.
         copying: what is sent is on its way to the arena, and then to be posted.
     """
 
@@ -117,6 +118,7 @@ class Bucket:
         self.carriage = carriage
         self.flat = flat
         self.rows = rows
+        self.direct = all(carriage.is_direct(slot) and not slot.sparse for slot in slots)
         self.missing = len(slots)
         self.patient = self.sent = False
         self.flush = _AT_STEP
@@ -157,12 +159,8 @@ class Bucket:
         _ = self._here.client.channel  # asked for first, because a forked child has none
         if torch.is_grad_enabled():  # it is not in hooks, and `no_grad` takes 20 us with cold caches
             with torch.no_grad():
-                self._send()
-        else:
-            self._send()
-        self.sent = True
-
-    def _send(self) -> None:
+                self.send()
+            return
         if self._on_device:
             self._follow_gradients()
         if self.rows is not None:
@@ -173,6 +171,7 @@ class Bucket:
             self._select(self.selection)
         else:
             self._fill_arena()
+        self.sent = True
 
     def _follow_gradients(self) -> None:
         """Has what is queued from now on come after the gradients, which may be computed on several streams, and after
@@ -213,8 +212,10 @@ class Bucket:
             self._copy(views, values)
         if remote:
             self.copying = device.layer.copy(*zip(*remote, strict=True))
-        else:
+        elif self.owed:
             self.submit()
+        else:
+            self.announce()
 
     def outgoing(self, slot: Slot) -> torch.Tensor | None:
         """Returns the value to copy into a slot's view; the view itself if it is there already, None for zeros."""
@@ -222,6 +223,7 @@ class Bucket:
         if value is not None and value is not slot.view:
             if self.carriage.applied.to_gradients:
                 slot.sparse = value.sparse_dim() if value.is_sparse else 0
+                self.direct = self.direct and not slot.sparse
             if value.is_sparse:
                 value = value.to_dense()
         if slot.direct:
@@ -377,11 +379,12 @@ class Bucket:
         _, clock, plan = operation.about
         record = self._trace.record
         record(_APPLY_BEGIN, self._label, 0, clock, plan)
-        if slots := [slot for slot in self.slots if slot.sparse or not slot.direct]:
-            self._take(slots, share, operation.sizes == (1,))
+        if not self.direct:
+            self._take(share, operation.sizes == (1,))
         record(_APPLY_END, self._label, 0, clock, plan)
 
-    def _take(self, slots: Sequence[Slot], share: float, added: bool) -> None:
+    def _take(self, share: float, added: bool) -> None:
+        slots = [slot for slot in self.slots if slot.sparse or not slot.direct]
         landings = [self._landing(slot) for slot in slots]
         elsewhere = [(to, slot.view) for slot, to in zip(slots, landings, strict=True) if to is not slot.view]
         with torch.no_grad():
