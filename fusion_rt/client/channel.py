@@ -216,38 +216,44 @@ class Channel:
         operation = self.begin(name, (label, clock, plan))
         message.handle, message.plan, message.bucket, message.clock = operation.handle, plan, bucket, clock
         self.trace.record(_SUBMITTED, label, nbytes, clock, plan, flush)
-        self.send(packets.Packet(wire.encode(message)))
+        self.send(wire.encode(message))
         return operation
 
-    def send(self, packet: packets.Packet) -> None:
-        """Sends a message; threads may send concurrently, since a packet is sent as a whole.
+    def send(self, message: bytes, fd: int = -1) -> None:
+        """Sends a message and the descriptor that goes along, if any, which is closed; threads may send concurrently,
+        since a packet is sent as a whole.
 
         Raises:
             HorovodInternalError: the daemon is gone, or takes nothing any more.
         """
-        try:
-            packet.send(self.socket)
-        except (BlockingIOError, ConnectionError) as error:
-            self._send_again(packet, error)
-
-    def _send_again(self, packet: packets.Packet, error: OSError) -> None:
-        """Sends a message that could not be sent at once. Raises as `send`."""
-        waited = _LOOK
-        while isinstance(error, BlockingIOError):  # the daemon has not read what was sent before
-            if self.failure is not None or (self.patience and waited >= self.patience):
-                packet.close()
-                self._fail_as_silent()
-                raise HorovodInternalError(self.failure) from None
+        if fd < 0 and len(message) <= wire.MAX_PACKET:
             try:
-                packet.send(self.socket)
-            except (BlockingIOError, ConnectionError) as again:
-                error, waited = again, waited + _LOOK
+                self.socket.send(message)
+            except (BlockingIOError, ConnectionError):
+                pass  # the next attempt waits, or tells why not
             else:
                 return
-        packet.close()
-        self.read_available()  # the daemon's last message may have the reason
-        self.fail(joining.lost(self._rank))
-        raise HorovodInternalError(self.failure) from None
+        self._send_packet(packets.Packet(message, fd))
+
+    def _send_packet(self, packet: packets.Packet) -> None:
+        """Sends what is more than a short message, or could not be sent at once. Raises as `send`."""
+        waited = 0.0
+        while True:
+            try:
+                packet.send(self.socket)
+            except BlockingIOError:  # it has not read what was sent before
+                waited += _LOOK
+                if self.failure is None and not (self.patience and waited >= self.patience):
+                    continue
+                packet.close()
+                self._fail_as_silent()
+            except ConnectionError:
+                packet.close()
+                self.read_available()  # the daemon's last message may have the reason
+                self.fail(joining.lost(self._rank))
+            else:
+                return
+            raise HorovodInternalError(self.failure) from None
 
     def poll(self, operation: Operation) -> bool:
         """Returns whether the operation has ended; reads what has arrived, without waiting."""

@@ -80,7 +80,7 @@ class Client:
         offered = (0, b"") if offer is None else (offer.address, offer.text)
         hello = wire.Hello(wire.PROTOCOL_VERSION, job, rank, os.getpid(), stack_signal, *offered, formation)
         try:
-            self._say_hello(packets.Packet(wire.encode(hello), stacks_fd))
+            self._say_hello(wire.encode(hello), stacks_fd)
             self.welcome = joining.await_welcome(sock, rank, timeout, previous is not None, formation)
         except BaseException:
             sock.close()
@@ -92,9 +92,9 @@ class Client:
         self.topology: Topology = self.welcome.topology
         self.process_sets = {GLOBAL_SET: ProcessSet(GLOBAL_SET, tuple(range(self.topology.size)))}
 
-    def _say_hello(self, hello: packets.Packet) -> None:
+    def _say_hello(self, hello: bytes, fd: int) -> None:
         try:
-            self.channel.send(hello)
+            self.channel.send(hello, fd)
         except HorovodInternalError as error:
             if self.channel.told:
                 raise
@@ -186,14 +186,14 @@ class Client:
         operation = self.channel.begin(name)
         operation.keeps = keeps
         submit = wire.Submit(operation.handle, name, clock, signature, placed(place), inline, splits)
-        packet = packets.Packet(wire.encode(submit))
+        message = wire.encode(submit)
         self.channel.clocks.count(process_set, name)
         if unnamed:
             operation.release = release
         else:
             self._in_flight.add(identity)
             operation.release = lambda _: self._in_flight.discard(identity)
-        self._sent(operation, name, clock, _nbytes_of(signature) if inline is None else len(inline), packet)
+        self._sent(operation, name, clock, _nbytes_of(signature) if inline is None else len(inline), message)
         return operation
 
     def _submit_in_group(
@@ -219,13 +219,13 @@ class Client:
         where, target = placed(place), placed(into)
         submit = wire.Submit(operation.handle, key, clock, signature, where, inline, splits, receives, target, seconds)
         nbytes = _nbytes_of(signature) if inline is None else len(inline)
-        self._sent(operation, key, clock, nbytes, packets.Packet(wire.encode(submit)))
+        self._sent(operation, key, clock, nbytes, wire.encode(submit))
         return operation
 
-    def _sent(self, operation: Operation, name: str, clock: int, nbytes: int, packet: packets.Packet) -> None:
+    def _sent(self, operation: Operation, name: str, clock: int, nbytes: int, message: bytes) -> None:
         operation.about = (name, clock, 0)
         self.channel.trace.record(_SUBMITTED, name, nbytes, clock, 0, Flush.ALONE)
-        self.channel.send(packet)
+        self.channel.send(message)
 
     def open_group(self, key: str, ranks: Sequence[int]) -> int:
         """Opens a group of these ranks, of which this one is a member, and returns its id, the same on all of them.
@@ -437,7 +437,7 @@ class Client:
         self.channel.socket.close()
 
     def _send(self, message: wire.WorkerMessage, fd: int = -1) -> None:
-        self.channel.send(packets.Packet(wire.encode(message), fd))
+        self.channel.send(wire.encode(message), fd)
 
 
 @lru_cache(maxsize=4096)

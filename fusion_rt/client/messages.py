@@ -9,7 +9,6 @@ from typing import TypeAlias
 from fusion_rt import wire
 from fusion_rt.client.channel import Channel, Operation
 from fusion_rt.core.errors import HorovodInternalError
-from fusion_rt.local import packets
 from fusion_rt.tracing.format import Flush, Kind
 
 _SUBMITTED, _DONE = int(Kind.SUBMITTED), int(Kind.DONE)  # see `channel.py`
@@ -158,7 +157,7 @@ class Messages:
         return self._unanswered > 0
 
     def _send(self, message: wire.SendTo | wire.ReceiveFrom) -> None:
-        self._channel.send(packets.Packet(wire.encode(message)))
+        self._channel.send(wire.encode(message))
 
 
 def placed(where: Where | None) -> wire.Place | wire.Address | None:

@@ -94,7 +94,7 @@ def test_a_bucket_costs_one_message_in_a_step() -> None:
     train(model, optimizer, range(2))
     channel = basics.runtime().client.channel
     sent: list[Any] = []
-    channel.send = lambda packet, send=channel.send: (sent.append(packet), send(packet))  # type: ignore[method-assign]
+    channel.send = lambda message, send=channel.send: (sent.append(message), send(message))  # type: ignore[method-assign]
     try:
         train(model, optimizer, range(2, 5))
     finally:

@@ -402,7 +402,7 @@ def test_training_goes_on_in_shared_memory_and_one_message_a_bucket() -> None:
     train(model, optimizer, range(2))
     channel = basics.runtime().client.channel
     sent: list[Any] = []
-    channel.send = lambda packet, send=channel.send: (sent.append(packet), send(packet))  # type: ignore[method-assign]
+    channel.send = lambda message, send=channel.send: (sent.append(message), send(message))  # type: ignore[method-assign]
     try:
         train(model, optimizer, range(2, 5))
         optimizer.synchronize()
