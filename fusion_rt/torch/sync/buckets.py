@@ -27,8 +27,9 @@ from fusion_rt.tracing.format import Flush, Kind
 
 # As plain integers: asking an enumeration for a member, and packing it, costs as much as recording a number.
 _FULL, _COPY_BEGIN, _COPY_END = int(Kind.FULL), int(Kind.COPY_BEGIN), int(Kind.COPY_END)
-_AT_STEP = Flush.STEP
 _APPLY_BEGIN, _APPLY_END = int(Kind.APPLY_BEGIN), int(Kind.APPLY_END)
+_AT_STEP = Flush.STEP
+_is_grad_enabled = torch.is_grad_enabled
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Bucket:
     def send(self) -> None:
         """Starts to submit this step's part; a parameter without value contributes zeros."""
         _ = self._here.client.channel  # asked for first, because a forked child has none
-        if torch.is_grad_enabled():  # it is not in hooks, and `no_grad` takes 20 us with cold caches
+        if _is_grad_enabled():  # it is not in hooks, and `no_grad` takes 20 us with cold caches
             with torch.no_grad():
                 self.send()
             return
@@ -189,25 +190,13 @@ class Bucket:
         remote: list[tuple[torch.Tensor, torch.Tensor]] = []
         for slot in self.slots:
             parameter, view = slot.parameter, slot.view
-            if slot.direct and (value := parameter.grad) is not None and not value.is_sparse:
-                if value is not view:  # as `outgoing` does; but a call for each of so many would take twice as long
-                    slot.sparse = 0
-                    parameter.grad = view
-                    views.append(view)  # type: ignore[arg-type]
-                    values.append(value)
-                continue
-            value = self.outgoing(slot)
-            assert view is not None
-            if value is None:
-                self._await_landed()
-                view.zero_()
-            elif value is view:
-                continue
-            elif slot.direct or device.layer.is_host(value):
-                views.append(view)
+            if not slot.direct or (value := parameter.grad) is None or value.is_sparse:
+                self._gather(slot, views, values, remote)
+            elif value is not view:  # as `outgoing` does; but a call for each of so many would take twice as long
+                slot.sparse = 0
+                parameter.grad = view
+                views.append(view)  # type: ignore[arg-type]
                 values.append(value)
-            else:
-                remote.append((view, value))
         if views:
             self._copy(views, values)
         if remote:
@@ -216,6 +205,27 @@ class Bucket:
             self.submit()
         else:
             self.announce()
+
+    def _gather(
+        self,
+        slot: Slot,
+        views: list[torch.Tensor],
+        values: list[torch.Tensor],
+        remote: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Adds a slot to those that are copied in this process or from elsewhere, or sets its place to zeros."""
+        value, view = self.outgoing(slot), slot.view
+        assert view is not None
+        if value is None:
+            self._await_landed()
+            view.zero_()
+        elif value is view:
+            return
+        elif slot.direct or device.layer.is_host(value):
+            views.append(view)
+            values.append(value)
+        else:
+            remote.append((view, value))
 
     def outgoing(self, slot: Slot) -> torch.Tensor | None:
         """Returns the value to copy into a slot's view; the view itself if it is there already, None for zeros."""

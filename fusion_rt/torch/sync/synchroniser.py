@@ -188,7 +188,8 @@ class Synchroniser:
                 else:
                     bucket.announce()
                     bucket.sent = True
-            self.post()
+            if self.copying:
+                self.post()
         except BaseException:
             self.end_step()
             raise
