@@ -1,0 +1,145 @@
+"""Compares training algorithms and codecs: the loss over seconds, and over the bytes that a host has sent.
+
+    for way in "allreduce dense" "allreduce topk(density=0.01)" "diloco(steps=20) dense" "adpsgd dense"; do
+        set -- $way
+        for seed in 0 1 2; do
+            fusionrun -np 4 -H host1:2,host2:2 --algorithm "$1" --compression "$2" \\
+                python examples/compare.py --seed $seed --out curves
+        done
+    done
+    python examples/compare.py --plot curves
+
+Each job trains the same small net on scikit-learn's digits for so many seconds, each rank at its own pace, and writes a
+file with the curve of rank 0's model, which needs no exchange; the last point is of the model that all ranks agree on
+(`hvd.consensus`). Ranks that take fewer steps are waited for at the end only (`hvd.join`), so that algorithms that wait
+for nobody are compared fairly. `--slow 0.05` makes the last rank wait so long in each step; `--plot` needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+
+import fusion_rt.torch as hvd
+from fusion_rt.settings import Settings
+
+TEST, BATCH = 360, 16
+POINTS = 40  # of a curve
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Compares training algorithms and codecs.")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for which each rank trains (%(default)s)")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds that the last rank waits in each step")
+    parser.add_argument("--out", type=Path, help="folder for the curve of this job")
+    parser.add_argument("--plot", type=Path, help="folder with curves: draws them, and trains nothing")
+    return parser
+
+
+def train(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Returns the points of the curve: step, seconds, bytes, loss and accuracy on images that nobody trains on."""
+    torch.manual_seed(options.seed)
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.data / 16, dtype=torch.float32)[order]
+    labels = torch.tensor(digits.target)[order]
+    mine = slice(TEST + hvd.rank(), None, hvd.size())
+    width = 256
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, width), torch.nn.ReLU(),
+        torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 10),
+    )  # fmt: skip
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), options.lr, momentum=0.9), model.named_parameters()
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    draw = torch.Generator().manual_seed(1000 * options.seed + hvd.rank())
+    curve: list[dict[str, float]] = []
+
+    def judge() -> None:
+        point = {"step": step, "seconds": time.perf_counter() - start, "bytes": hvd.network_stats()["sent"] - sent}
+        with torch.no_grad():
+            guess = model(images[:TEST])
+            loss = F.cross_entropy(guess, labels[:TEST]).item()
+            accuracy = (guess.argmax(1) == labels[:TEST]).float().mean().item()
+        curve.append({**point, "loss": loss, "accuracy": accuracy})
+
+    step = 0
+    hvd.barrier()
+    start, sent = time.perf_counter(), hvd.network_stats()["sent"]
+    while (seconds := time.perf_counter() - start) < options.seconds:
+        if hvd.rank() == 0 and seconds >= len(curve) * options.seconds / POINTS:
+            judge()
+        chosen = torch.randint(len(labels[mine]), (BATCH,), generator=draw)
+        optimizer.zero_grad()
+        if hvd.rank() == hvd.size() - 1:
+            time.sleep(options.slow)
+        F.cross_entropy(model(images[mine][chosen]), labels[mine][chosen]).backward()
+        optimizer.step()
+        step += 1
+    hvd.join()
+    hvd.consensus(optimizer, model=model)
+    judge()
+    return curve
+
+
+def plot(folder: Path) -> Path:
+    """Draws all curves, those of one way in one colour; returns the picture's file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves: dict[str, list[list[dict[str, float]]]] = defaultdict(list)
+    for file in sorted(folder.glob("*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        curves[found["way"]].append(found["curve"])
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for number, (way, its) in enumerate(curves.items()):
+        for place, curve in enumerate(its):
+            losses = [point["loss"] for point in curve]
+            for axis, name, scale in ((axes[0], "seconds", 1.0), (axes[1], "bytes", 1e-6)):
+                along = [point[name] * scale for point in curve]
+                axis.plot(along, losses, color=f"C{number}", alpha=0.7, label="" if place else way)
+    axes[0].set(xlabel="seconds", ylabel="loss on test images", yscale="log")
+    axes[1].set(xlabel="MB that host 0 has sent", xscale="symlog", xlim=(0, None))
+    axes[1].legend()
+    figure.tight_layout()
+    figure.savefig(folder / "curves.png", dpi=120)
+    return folder / "curves.png"
+
+
+def main() -> None:
+    options = make_parser().parse_args()
+    if options.plot:
+        print(plot(options.plot))
+        return
+    hvd.init()
+    torch.set_num_threads(1)
+    settings = Settings.from_env()
+    way = f"{settings.algorithm} {settings.compression}"
+    curve = train(options)
+    if hvd.rank() == 0:
+        last = curve[-1]
+        print(
+            f"{way}: {last['seconds']:.2f} s, {last['bytes'] / 1e6:.2f} MB, loss {last['loss']:.4f}, "
+            f"accuracy {last['accuracy']:.3f}"
+        )
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            name = f"{way}-{options.seed}.json".replace(" ", "-").replace("/", "_")
+            (options.out / name).write_text(json.dumps({"way": way, "curve": curve}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
