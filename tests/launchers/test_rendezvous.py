@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -244,9 +245,10 @@ def test_a_node_notices_when_somebody_else_speaks_for_it() -> None:
 
 @pytest.mark.multiprocess
 def test_ranks_meet_at_a_store_that_rank_0_serves() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    places = (("127.0.0.1", port), ("127.0.0.2", port))
+    with ExitStack() as held:  # several, since another process may take a port that is free now
+        free = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        ports = [server.getsockname()[1] for server in free]
+    places = tuple((host, port) for port in ports for host in ("127.0.0.1", "127.0.0.2"))
     meeting = Meeting("rank0", places, "scope", "n", "h", secret=b"secret")
 
     def run(rank: int) -> Assignment:
