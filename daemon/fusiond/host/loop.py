@@ -102,7 +102,8 @@ class EventLoop:
     def turn(self) -> None:
         """Waits for events, or the next timer, and handles them."""
         self._turns += 1
-        for fd, events in self._epoll.poll(self._seconds_to_wait()):
+        # In the order of descriptors, so standard input first: what the starter orders explains why workers die.
+        for fd, events in sorted(self._epoll.poll(self._seconds_to_wait())):
             reader = self._readers.get(fd)
             if reader is not None and events != select.EPOLLOUT:
                 reader()

@@ -63,6 +63,21 @@ def test_a_reader_hears_of_a_hang_up(loop: EventLoop, pair: Pair) -> None:
     assert got == [b""]
 
 
+def test_of_descriptors_that_are_ready_together_the_lowest_is_first(loop: EventLoop) -> None:
+    heard: list[int] = []
+    pipes = [os.pipe() for _ in range(8)]
+    for read, _ in pipes:
+        loop.add_reader(read, lambda fd=read: heard.append(fd))  # type: ignore[misc]
+    for _, write in reversed(pipes):
+        os.write(write, b"x")
+    loop.turn()
+    assert heard == sorted(read for read, _ in pipes), "standard input, which explains the others, is the lowest of all"
+    for read, write in pipes:
+        loop.remove(read)
+        os.close(read)
+        os.close(write)
+
+
 def test_a_reader_may_remove_another_that_is_due(loop: EventLoop) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     called = []
