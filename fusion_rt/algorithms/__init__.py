@@ -71,7 +71,7 @@ def parse(text: str) -> Algorithm:
     try:
         return spec_parser.parse(text, ALGORITHMS)
     except spec_parser.SpecError as error:
-        raise AlgorithmError(str(error)) from error
+        raise AlgorithmError(str(error)) from None
 
 
 def packages(algorithm: Algorithm, codec: Codec) -> tuple[str, ...]:

@@ -78,4 +78,4 @@ def parse(text: str) -> Codec:
     try:
         return spec_parser.parse(text, CODECS)
     except spec_parser.SpecError as error:
-        raise CodecError(str(error)) from error
+        raise CodecError(str(error)) from None

@@ -21,3 +21,16 @@ def quoted(text: str) -> str:
     if len(lines) > _FIRST + _LAST:
         lines[_FIRST:-_LAST] = [f"  ... ({len(lines) - _FIRST - _LAST} lines)"]
     return "\n".join([*lines[:1], *(MARGIN + line for line in lines[1:])])
+
+
+def in_short(message: str) -> str:
+    """A message that quotes a traceback, with its last exception alone: `rank 2 (host a) failed: ValueError: ...`."""
+    before, quotes, traceback = message.partition(TRACEBACK)
+    if not quotes:
+        return message
+    lines = [line for line in traceback.rpartition(TRACEBACK)[2].splitlines() if line]
+    indents = [len(line) - len(line.lstrip()) for line in lines]  # of frames more than of the exception below them
+    return (
+        before
+        + next((line for line, indent in zip(lines, indents, strict=True) if indent < indents[0]), lines[-1]).strip()
+    )

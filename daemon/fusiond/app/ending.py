@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fusion_rt import wire
+from fusion_rt.core.traceback_format import in_short
 from fusion_rt.host import bootstrap
 from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
@@ -189,7 +190,7 @@ class Ending:
         self.exit_code = 1
         self.losses.views.end()
         is_news = tell_peers and not self._is_ended  # an error is logged where it happened
-        _log.log(logging.ERROR if is_news else logging.INFO, "%s", error)
+        _log.log(logging.ERROR if is_news else logging.INFO, "%s", in_short(error))  # the worker has printed the rest
         self._engine().fail_job(error)
         self._loop.call_later(_FREED, _free_memory)
         self._engine().when_quiet(self.tell_workers)  # threads may still write into their memory

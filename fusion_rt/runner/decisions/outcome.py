@@ -80,6 +80,10 @@ class WorkerFailure:
         """The line that Horovod prints to its standard output when a worker fails, word for word."""
         return f"Process {self.rank} exit with status code {self.exit_code}."
 
+    def is_like(self, failure: Failure) -> bool:
+        """Tells whether a failure is a worker's with the same error."""
+        return isinstance(failure, WorkerFailure) and last_error(failure.stderr) == last_error(self.stderr)
+
     def tell(self) -> list[str]:
         who = f"rank {self.rank} on host {self.host}"
         if self.status < 0:
@@ -134,7 +138,9 @@ def tell(failures: Sequence[Failure]) -> list[str]:
     cause = first_cause(failures)
     if isinstance(cause, HostFailure):
         return [line for failure in failures if isinstance(failure, HostFailure) for line in failure.tell()]
-    return cause.tell()
+    lines = cause.tell()
+    alike = isinstance(cause, WorkerFailure) and sum(cause.is_like(failure) for failure in failures) > 1
+    return lines[-1:] if alike else lines  # of a mistake that all have made, all have just printed the traceback
 
 
 def in_short(failure: Failure) -> str:

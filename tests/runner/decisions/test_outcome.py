@@ -43,6 +43,11 @@ def test_the_exception_of_the_last_traceback_is_the_last_line() -> None:
     ]
 
 
+def test_an_error_that_several_have_printed_is_not_printed_again() -> None:
+    assert tell([worker(1), worker(0)]) == ["fusionrun: rank 1 on host b failed first: ValueError: boom"]
+    assert len(tell([worker(1), worker(0, stderr=ECHO)])) > 1, "of one it may be far above"
+
+
 def test_a_long_traceback_is_cut_in_the_middle() -> None:
     frames = "".join(f'  File "deep.py", line {n}, in f\n' for n in range(500))
     lines = tell([worker(0, stderr=f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n")])
