@@ -154,7 +154,7 @@ def show(document: dict[str, Any], console: Console) -> None:
     by = {(row["algorithm"], row["codec"], row["nodes"]): row for row in rows}
     for title, key, scale in (("ms a step", "seconds", 1e3), ("MB a node sends in a step", "sent", 1e-6)):
         size, compute = document["parameters"] / 1e6, document["compute"] * 1e3
-        table = Table(title=f"{title}: {size:.0f} M parameters, {compute:.0f} ms of computing, {document['rate']}")
+        table = Table(title=f"{title}: {size:.3g} M parameters, {compute:.0f} ms of computing, {document['rate']}")
         for column in ("algorithm", "codec", *map(str, nodes)):
             table.add_column(column, justify="left" if column in ("algorithm", "codec") else "right")
         for algorithm, codec in dict.fromkeys((row["algorithm"], row["codec"]) for row in rows):
