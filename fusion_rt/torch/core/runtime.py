@@ -154,7 +154,9 @@ before_join: list[Callable[[Runtime], object]] = []
 after_join: list[Callable[[int], object]] = []
 """Called when all ranks have joined, with the last one."""
 before_leaving: list[Callable[[], object]] = []
-"""Called when this worker is about to leave the job in good order."""
+"""Called when this worker is about to leave the job by `hvd.shutdown`."""
+at_the_end: list[Callable[[], object]] = []
+"""Called when this worker has done its work, by `hvd.shutdown` or the end of the script; they exchange nothing."""
 
 _runtime: Runtime | None = None
 _left: Runtime | None = None  # by `shutdown`, with its connection, over which `init` may come back
@@ -216,15 +218,23 @@ def leave(error: str = "") -> None:
     """Leaves the job for good, if this worker is or was in one; `error` is its unhandled exception, if that is why."""
     global _runtime, _left
     leaving = [runtime for runtime in (_runtime, _left) if runtime is not None]
+    if _runtime is not None and not error:
+        _end_work()
     _runtime = _left = None
     for one in leaving:
         one.close(error)
+
+
+def _end_work() -> None:
+    for told in at_the_end:
+        told()
 
 
 def step_out() -> None:
     """Leaves the job, if this worker is in one, so that `init` can come back."""
     global _runtime, _left
     if _runtime is not None:
+        _end_work()
         leaving, _runtime = _runtime, None
         if leaving.leave(""):
             _left = leaving

@@ -27,6 +27,7 @@ from fusion_rt import wire
 from fusion_rt.client import terms
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch import ops
+from fusion_rt.torch.core.own_models import OwnModel
 from fusion_rt.torch.core.runtime import runtime
 from fusion_rt.torch.sync import backward
 from fusion_rt.torch.sync.buckets import Bucket
@@ -325,6 +326,7 @@ class LocalSteps(AtStep):
         self._seen = 0  # samples in these steps
         self._sent: dict[int, tuple[int, int]] = {}  # of each fragment: both numbers, as of its last post
         self._agreed = False  # the last step ended with an exchange after which all ranks are alike
+        self._own = OwnModel.of(self._algorithm)
 
     def step(self, optimizer: Any, closure: Closure | None) -> Any:
         """Takes the script's optimizer's step, unless a `GradScaler` found that this rank's gradients are not finite,
@@ -346,6 +348,7 @@ class LocalSteps(AtStep):
         self._seen += 0 if overflowed else self.samples
         self._take_answers()
         due = algorithm.due(self._taken)
+        self._own.steps, self._own.shared = self._taken, self._own.shared or bool(due)
         self._agreed = bool(due) and algorithm.agrees
         if due and not algorithm.overlaps:
             exchanges.run([self], partial(self._exchange_now, True, due))
@@ -425,6 +428,7 @@ class LocalSteps(AtStep):
 
     def settled(self) -> None:
         self._anchor(anew=True)
+        self._own.shared = True
         super().settled()
 
     def own_state(self) -> dict[str, Any] | None:
