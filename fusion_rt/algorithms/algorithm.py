@@ -150,6 +150,15 @@ class Algorithm(ABC):
         return self.synchronous and self.pieces == 1 and not self.overlaps and not self.mixing
 
     @property
+    def apart(self) -> str:
+        """Says why there is no moment at which ranks have the same; empty if there is one."""
+        if self.synchronous:
+            return ""
+        if self.place is Place.REPLICA:
+            return "each rank mixes with its neighbours, and has parameters of its own at any time"
+        return "ranks do not wait for each other, and have different parameters at any time"
+
+    @property
     def lockstep(self) -> bool:
         """Says whether a home answers (nearly) all ranks at once, when (nearly) all of them have contributed."""
         return self.synchronous

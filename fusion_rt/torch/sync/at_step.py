@@ -431,6 +431,14 @@ class LocalSteps(AtStep):
         self._own.shared = True
         super().settled()
 
+    def alike(self) -> Mapping[str, torch.Tensor]:
+        """Returns the parameters after an exchange that makes them alike; or what outer steps have come to, which every
+        rank's next one begins with."""
+        if self._agreed:
+            return super().alike()
+        slots = self.sync.slots if self.sync.options.applied.outer and not self._algorithm.agrees else ()
+        return {slot.name: slot.start for slot in slots if slot.start is not None}
+
     def own_state(self) -> dict[str, Any] | None:
         """Returns the number of steps, and the outer optimizer, if there is one: of each parameter where it was after
         the last exchange, and its outer momentum, if it has one."""

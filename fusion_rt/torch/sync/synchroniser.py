@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_rt import codecs
 from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.settings import Settings
 from fusion_rt.torch import ops
@@ -108,7 +110,9 @@ class Synchroniser:
         self._waited = self._last_waited = 0.0
         self.when = when(self)
         self._digests = self._made_digests(settings.check_parameters)
-        self.after_step = None if self._digests is None else self._compare
+        self.after_step: Callable[[], None] | None = None
+        if self._digests is not None and not self.when.delays:
+            self.after_step = self.compare
         self._carriage = Carriage(options.posted, options.applied, options.compressor, self.when.terms)
         _all.add(self)
         self.watch()
@@ -237,9 +241,9 @@ class Synchroniser:
                     slot.context = None
         self.idle = True
 
-    def stepped(self) -> None:
-        """Counts a step whose results are not waited for here."""
-        self._steps += 1
+    def stepped(self, steps: int = 1) -> None:
+        """Counts a step whose results are not waited for here, or (-1) one that was counted and is not taken."""
+        self._steps += steps
 
     def note_waited(self, began: float, again: bool = False) -> None:
         """Adds the time since `began` (`time.perf_counter`, s) to the wait; `again`: not the first in this step."""
@@ -267,17 +271,26 @@ class Synchroniser:
             assert self.options.go_on is not None
             self.options.go_on(self.trained.optimizer(), text)
 
-    def _compare(self) -> None:
-        """Compares the parameters of all ranks after a step, if that is due."""
-        assert self._digests is not None
-        if self.idle and self.plan.made and self._slots:
-            parameters = {slot.name: slot.parameter for slot in self.slots}
-            self._digests.note(self._steps - self._steps_before, self.name, parameters)
+    def compare(self, ahead: int = 0) -> None:
+        """Compares what all ranks have alike now, if that is due. `ahead`: exchanges that have not been applied."""
+        if self._digests is not None and self.plan.made and self._slots:
+            self._digests.note(self._steps - self._steps_before - ahead, self.name, self.when.alike)
 
     def _made_digests(self, every: int) -> Digests | None:
-        """Returns the comparison of parameters that ranks have alike after each step; None where they have not."""
-        alike = self.options.algorithm.sums_gradients and not (self.when.local or self.when.delays)
-        return Digests(every, self.options.process_set) if every and alike else None
+        """Returns the comparison of what ranks have alike; None if it is not asked for, or they never have."""
+        if not every or not self.when.hears:
+            return None
+        algorithm, codec = self.options.algorithm, codecs.parse(self.options.reduction.codec)
+        why = algorithm.apart
+        if algorithm.at_homes and not (why or codec.lossless):
+            why = f"shards tell other hosts of changes by the codec {codec}, and their own host all of them"
+        if why:
+            if self.options.process_set.rank() == 0:
+                warnings.warn(f"FUSION_CHECK_PARAMETERS compares nothing with {algorithm}: {why}", stacklevel=2)
+            return None
+        what = "a step" if algorithm.period == 1 else "an exchange"
+        every = max(1, every * algorithm.pieces // algorithm.period)
+        return Digests(every, self.options.process_set, algorithm.at_homes, what)
 
     def statistics(self) -> OptimizerStatistics:
         """Returns the cost of communication so far."""

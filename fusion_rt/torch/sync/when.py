@@ -147,6 +147,10 @@ class When:
         """Sets how many backward passes make up a gradient, from the next step on."""
         self.passes = passes
 
+    def alike(self) -> Mapping[str, torch.Tensor]:
+        """Returns what is the same on all ranks now, by names that are, too: the parameters. Nothing if nothing is."""
+        return {slot.name: slot.parameter for slot in self.sync.slots} if self.sync.idle else {}
+
     # --- after a loss, where the ranks that are left go on; see `exchanges.py` ----------------------------------------
 
     def note_left_out(self) -> None:

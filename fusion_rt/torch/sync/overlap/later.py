@@ -17,7 +17,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,6 +105,7 @@ class Later(InBackward):
         sync = self.sync
         self.check_pass()
         self.finish()
+        self.sync.compare()
         began = time.perf_counter()
         exchange = exchanges.begin([self])
         if exchanges.is_left_out(exchange):
@@ -149,6 +150,7 @@ class Later(InBackward):
     def _hold(self, optimizer: Any) -> None:
         """Has the optimizer's step taken with the gradients that there are."""
         self.finish()
+        self.sync.compare(ahead=self.reduced)
         self.stepped = True
         update = Update(optimizer)
         parameters = [parameter for parameter in update.parameters() if parameter.grad is not None]
@@ -240,6 +242,8 @@ class Later(InBackward):
         except StepGivenUp as error:
             self._drop()
             self._has_ended()
+            if self.sync.plan.made:  # else it was counted in another membership
+                self.sync.stepped(-1)
             exchanges.note_given_up()
             warnings.warn(f"an update is left out, on all ranks: {error}", stacklevel=2)
             return True
@@ -263,6 +267,10 @@ class Later(InBackward):
             exchanges.last = self._under_way.parts
             exchanges.end(self._under_way)
             self._under_way = None
+
+    def alike(self) -> Mapping[str, torch.Tensor]:
+        """Returns the parameters, all of which have the last update."""
+        return {slot.name: slot.parameter for slot in self.sync.slots}
 
     def drop_under_way(self) -> None:
         self._drop()
