@@ -188,7 +188,7 @@ class Settings:
         "the next forward pass needs it) or stale (one step late).",
         flags=("--overlap",), variable="FUSION_OVERLAP", yaml="params.overlap", choices=("none", "forward", "stale"))
     check_parameters: int = _row(
-        0, FUSION, "Steps after which a DistributedOptimizer compares the ranks' parameters by digests, where they "
+        200, FUSION, "Steps after which a DistributedOptimizer compares the ranks' parameters by digests, where they "
         "should be the same, and warns of ranks that differ (0: never).",
         unit=COUNT, variable="FUSION_CHECK_PARAMETERS", least=0)
     mirror_shards: bool = _row(

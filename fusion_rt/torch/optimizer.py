@@ -166,7 +166,6 @@ def _may_step_locally(optimizer: torch.optim.Optimizer, options: Options, settin
         and options.compressor is None
         and not options.sparse_as_dense
         and (options.reduction.op, options.reduction.postscale) == ("average", 1.0)
-        and not settings.check_parameters
         and not runtime().client.is_elastic
         and not isinstance(optimizer, torch.optim.LBFGS)
         and not are_shards(optimizer)

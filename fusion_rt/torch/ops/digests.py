@@ -2,7 +2,7 @@
 
 A digest is the sum of a tensor's bits, read as integers, modulo 2^64: each change of one element changes it, and the
 order in which a device adds does not count. It takes one pass over the memory. The digests of all tensors are gathered
-from all ranks while the training goes on, and looked at when the next ones are due; or at once, where an operation that
+from all ranks while the training goes on, and looked at when they are there; or at once, where an operation that
 is under way would change the training: shards do not wait for a rank that waits for others.
 """
 
@@ -17,8 +17,9 @@ from fusion_rt.core.errors import HorovodInternalError
 from fusion_rt.torch.core.process_sets import ProcessSet
 from fusion_rt.torch.core.runtime import Runtime, runtime
 from fusion_rt.torch.ops.gather import allgather_async
-from fusion_rt.torch.ops.handles import synchronize
+from fusion_rt.torch.ops.handles import poll, synchronize
 
+_NAMED = 8  # ranks, at most
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -26,17 +27,17 @@ class Digests:
     """Digests of the parameters of one optimizer.
 
     Args:
-        every: after how many exchanges they are compared.
+        every: after how many exchanges they are compared; the first comparison is after the first exchange.
         process_set: the ranks that are to have the same.
-        waits: they are looked at at once.
+        waits: they are looked at at once; else in a later step, as soon as all ranks' digests are there.
         what: an exchange, for people, with its article.
     """
 
     def __init__(self, every: int, process_set: ProcessSet, waits: bool, what: str) -> None:
         self._every, self._process_set, self._waits, self._what = every, process_set, waits, what
         self._here: Runtime | None = None
-        self._compared = 0
-        self._asked: tuple[int, int, list[str]] | None = None  # a handle, the step, and names
+        self._due, self._last = 1, 0  # numbers of exchanges: of the next comparison, and the last
+        self._asked: tuple[int, str, list[str]] | None = None  # a handle, between which exchanges, and names
         self._differs = False
 
     def note(self, step: int, name: str, alike: Callable[[], Mapping[str, torch.Tensor]]) -> None:
@@ -47,36 +48,44 @@ class Digests:
             name: pairs the ranks' operations.
             alike: returns the tensors by names, the same on all ranks; none if it is not yet time to.
         """
+        if self._asked is None and step < self._due and runtime() is self._here:
+            return
         here = runtime()
         if here is not self._here:
-            self._here, self._asked, self._compared = here, None, 0
-        if step // self._every == self._compared or not (tensors := alike()):
-            return
-        self._compared = step // self._every
-        try:
+            self._here, self._asked, self._due, self._last = here, None, 1, 0
+        if self._asked is not None and (step >= self._due or poll(self._asked[0])):
             self._look()
-            mine = torch.stack([torch.tensor(here.rank), *(digest(tensor).cpu() for tensor in tensors.values())])
-            handle = allgather_async(mine.unsqueeze(0), f"{name}.digests", self._process_set)
-            self._asked = handle, step, list(tensors)
-            if self._waits:
-                self._look()
+        if step < self._due or not (tensors := alike()):
+            return
+        self._due = (step // self._every + 1) * self._every
+        if self._process_set.size() == 1:
+            return
+        made = [digest(tensor) for tensor in tensors.values()]  # all are queued, before the first is waited for
+        mine = torch.tensor([[here.rank, *(int(each) for each in made)]])
+        try:
+            handle = allgather_async(mine, f"{name}.digests", self._process_set)
         except HorovodInternalError:
-            self._asked = None
-            if here.client.channel.failure is None:
-                raise  # else the next exchange says so, and knows what to do
+            return  # as in `_look`
+        since, self._last = f"{self._what} between {self._last} and {step} of this membership", step
+        self._asked = handle, since, list(tensors)
+        if self._waits:
+            self._look()
 
     def _look(self) -> None:
         """Looks at what was gathered last."""
-        if self._asked is None:
+        assert self._asked is not None
+        (handle, since, names), self._asked = self._asked, None
+        try:
+            different = differences(synchronize(handle), names)
+        except (
+            HorovodInternalError
+        ):  # nothing depends on it; of a rank that is lost the next exchange says what is to do
             return
-        (handle, step, names), self._asked = self._asked, None
-        different = differences(synchronize(handle), names)
         if different and not self._differs:
-            since = f"{self._what} between {step - self._every} and {step} of this membership"
-            warnings.warn(f"the ranks' parameters differ since {since}: "
-                          f"{different} from most ranks; what ranks do to them beside the optimizer's steps has to be "
-                          "the same on all, and hvd.broadcast_parameters makes them equal at the beginning",
-                          stacklevel=5)  # fmt: skip
+            warnings.warn(f"the ranks' parameters differ since {since}: {different} from most ranks; what ranks do to "
+                          "them beside the optimizer's steps has to be the same on all, and hvd.broadcast_parameters "
+                          "makes them equal at the beginning; hosts with different processors may round differently "
+                          "(FUSION_CHECK_PARAMETERS=0 compares nothing)", stacklevel=5)  # fmt: skip
         self._differs = bool(different)
 
 
@@ -94,7 +103,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(digests: torch.Tensor, names: list[str]) -> str:
-    """Returns which ranks differ from most of them, and in which tensor first; empty if none does.
+    """Returns which ranks differ from most of them (the first few), and in which tensor first; empty if none does.
 
     Args:
         digests: int64 of shape (ranks, 1 + tensors): each row begins with the rank that it is of.
@@ -107,4 +116,4 @@ def differences(digests: torch.Tensor, names: list[str]) -> str:
         if row != usual:
             first = next(name for name, mine, other in zip(names, row, usual, strict=True) if mine != other)
             found.append(f"rank {rank} (in {first!r})")
-    return ", ".join(found)
+    return ", ".join(found[:_NAMED]) + (f" and {len(found) - _NAMED} more" if len(found) > _NAMED else "")

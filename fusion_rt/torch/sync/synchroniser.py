@@ -29,7 +29,7 @@ from fusion_rt.torch.sync.active_plan import ActivePlan
 from fusion_rt.torch.sync.buckets import Bucket, Carriage
 from fusion_rt.torch.sync.checkpoint import Checkpoint
 from fusion_rt.torch.sync.options import Options, Where
-from fusion_rt.torch.sync.parameters import Named, Trained
+from fusion_rt.torch.sync.parameters import Named, Trained, are_shards
 from fusion_rt.torch.sync.selections import Selections
 from fusion_rt.torch.sync.slots import Slot, in_order
 from fusion_rt.torch.sync.when import When
@@ -278,14 +278,17 @@ class Synchroniser:
 
     def _made_digests(self, every: int) -> Digests | None:
         """Returns the comparison of what ranks have alike; None if it is not asked for, or they never have."""
-        if not every or not self.when.hears:
+        optimizer, asked = self.trained.optimizer(), every != Settings().check_parameters
+        if not every or not self.when.hears or optimizer is None or are_shards(optimizer):
             return None
         algorithm, codec = self.options.algorithm, codecs.parse(self.options.reduction.codec)
+        if algorithm.at_homes and not asked:
+            return None  # it would take all ranks, where one may go on, or leave, without the others
         why = algorithm.apart
         if algorithm.at_homes and not (why or codec.lossless):
             why = f"shards tell other hosts of changes by the codec {codec}, and their own host all of them"
         if why:
-            if self.options.process_set.rank() == 0:
+            if asked and self.options.process_set.rank() == 0:
                 warnings.warn(f"FUSION_CHECK_PARAMETERS compares nothing with {algorithm}: {why}", stacklevel=2)
             return None
         what = "a step" if algorithm.period == 1 else "an exchange"

@@ -47,7 +47,7 @@ def test_a_rank_that_sets_a_parameter_by_itself_is_noticed_once() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSION_CHECK_PARAMETERS", "2")
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-    said: list[list[str]] = []
+    said: list[str] = []
     for step in range(10):
         if step == 4 and hvd.rank() == 1:
             with torch.no_grad():
@@ -57,10 +57,46 @@ def test_a_rank_that_sets_a_parameter_by_itself_is_noticed_once() -> None:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             optimizer.step()
-        said.append([str(warning.message) for warning in heard])
-    assert [len(words) for words in said] == [0] * 7 + [1, 0, 0]
-    assert "a step between 4 and 6" in said[7][0]
-    assert "(in '1.bias')" in said[7][0]
+        said += [str(warning.message) for warning in heard]
+    assert len(said) == 1
+    assert "a step between 4 and 6" in said[0]
+    assert "rank 1 (in '1.bias') from most ranks" in said[0]
+
+
+@on_ranks
+def test_models_that_begin_with_other_parameters_are_noticed_by_default() -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        _train(seed=1 if hvd.rank() == 1 else 0, steps=200)
+    (said,) = [str(warning.message) for warning in heard]
+    assert "between 0 and 1 of this membership: rank 1 (in 'weight') from most ranks" in said
+
+
+@on_ranks
+def test_ranks_that_have_joined_keep_nobody_from_comparing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _train(seed=0, steps=405 if hvd.rank() == 0 else 199)
+        hvd.join()
+
+
+def _train(seed: int, steps: int) -> None:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+@on_ranks
+def test_by_default_nothing_is_said_of_algorithms_whose_ranks_are_never_alike() -> None:
+    model = torch.nn.Linear(3, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hvd.DistributedOptimizer(plain, model.named_parameters(), algorithm="asp")
 
 
 ALIKE = [
