@@ -27,6 +27,7 @@ from fusiond.core.contribution import Contribution
 from fusiond.core.errors import RequestError
 from fusiond.core.participants import Members
 
+UNTUNED = wire.Tuning()
 Memory: TypeAlias = dict[tuple[int, str], State]
 """State of codecs that goes from one formation to the next, by process set and group."""
 
@@ -64,6 +65,16 @@ class PlanState:
     def at_homes(self) -> bool:
         """True if its buckets have homes, to which contributions go."""
         return self.spec.at_homes
+
+    @cached_property
+    def tuning(self) -> wire.Tuning:
+        """Its tuning, or one that leaves everything to the settings."""
+        return self.plan.tuning or UNTUNED
+
+    @cached_property
+    def by_name(self) -> dict[str, BucketState]:
+        """The buckets by their names in operation keys."""
+        return {bucket.name: bucket for bucket in self.buckets}
 
     @property
     def home_algorithm(self) -> HomeAlgorithm[Any]:
@@ -259,12 +270,12 @@ class Plans:
         """A worker has dropped that segment."""
         self._memory.pop((plan, rank), None)
 
-    def find(self, plan: int, bucket: str) -> tuple[PlanState, BucketState] | None:
-        """Returns a bucket by its name in operation keys; None when there is no such active plan, or no such bucket."""
-        state = self._plans.get(plan)
-        if state is None or not bucket.isdecimal() or int(bucket) >= len(state.buckets):
+    def find(self, key: wire.OpKey) -> tuple[PlanState, BucketState] | None:
+        """Returns the bucket that an operation is of; None when there is no such active plan, or no such bucket."""
+        state = self._plans.get(key.plan)
+        if state is None or state.plan.process_set != key.process_set or key.name not in state.by_name:
             return None
-        return state, state.buckets[int(bucket)]
+        return state, state.by_name[key.name]
 
     def part(self, rank: int, ready: wire.Ready) -> tuple[PlanState, BucketState, Contribution]:
         """Returns the plan and the bucket that a worker's `Ready` names, and the contribution that it describes.

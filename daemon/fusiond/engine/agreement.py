@@ -1,4 +1,4 @@
-"""Operations before they start: gathered on this node, then agreed upon by all nodes. No I/O."""
+"""Agreement of all nodes on operations outside a plan, and on those without ranks that have joined. No I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fusiond.buckets.recipes import Recipe, make_recipe
 from fusiond.control.coordination import Coordination
 from fusiond.control.negotiation import DIRECT_KINDS
 from fusiond.core.errors import RequestError
-from fusiond.core.participants import Members
 from fusiond.operations.context import Context
 from fusiond.operations.executor import Executor, Operation
 from fusiond.operations.outcomes import Outcomes
@@ -27,11 +26,12 @@ _MAX_VERDICTS = 256  # the latest that the coordinator of a new view is told
 
 
 class Agreement:
-    """The gathering of an engine's operations, and the agreement of all nodes on them.
+    """The agreement of all nodes on an engine's operations.
 
     Args:
         context, coordination, outcomes, homes, plans, executor: the engine's.
         disagree: told of an operation about which the ranks do not agree.
+        advance: lets an operation go on about which something has changed (`Exchanges.advance`).
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Agreement:
         plans: Plans,
         executor: Executor,
         disagree: Callable[[Operation], None],
+        advance: Callable[[Operation], None],
     ) -> None:
         self._context = context
         self._participants = context.participants
@@ -54,6 +55,7 @@ class Agreement:
         self._plans = plans
         self._executor = executor
         self._disagree = disagree
+        self._advance = advance
         self._approved: OrderedDict[tuple[int, int], wire.Signature] = OrderedDict()  # by process set and digest
         self._recipes: dict[wire.Signature, Recipe] = {}
         self._verdicts: OrderedDict[OpKey, wire.Verdict] = OrderedDict()  # those that say more than "approved"
@@ -75,30 +77,9 @@ class Agreement:
             recipe = self._recipes[signature] = make_recipe(signature, members)
         return recipe
 
-    def operation(self, key: OpKey, members: Members) -> Operation:
-        """Returns the operation under this key; a new one if there is none."""
-        operation = self._operations.get(key)
-        if operation is None:
-            operation = self._operations[key] = Operation(key, members, self._outside.clock())
-        return operation
-
-    def advance(self, operation: Operation) -> None:
-        """Something has changed about an operation that has not started: goes on if everything local is there."""
-        if operation.exchange is not None or operation.asked or operation.disputed:
-            return
-        if len(operation.parts) < len(operation.members.local) and not self._goes_on_without(operation):
-            return
-        if operation.kind == "join" and any(r.parts and r is not operation for r in self._global_operations()):
-            return  # a rank may join before its operations are done; everybody stays joined until they are
-        if operation.key.plan:
-            self._start_bucket(operation)
-        else:
-            assert operation.recipe is not None
-            self._agree(operation, operation.recipe)
-
-    def _goes_on_without(self, operation: Operation) -> bool:
+    def goes_on_without(self, operation: Operation) -> bool:
         """Returns whether an operation begins here although some local ranks have not submitted it: they have joined.
-        One that all of them have joined without is relayed."""
+        One that all of them have joined without is relayed: of chunks that peers send."""
         if not self._participants.joined or operation.kind == "join":
             return False
         refusal = self._refused_after_join(operation)
@@ -108,9 +89,13 @@ class Agreement:
         away = self._participants.away(operation.members)
         if any(rank not in operation.parts and rank not in away for rank in operation.members.local):
             return False
-        if not operation.parts:
-            self._relay(operation)
-        return bool(operation.parts)
+        if operation.parts:
+            return True
+        if operation.key.plan:
+            operation.planned = operation.planned or self._plans.find(operation.key)
+            return operation.planned is not None  # else it goes on when the plan has come
+        self._relay(operation)
+        return False
 
     def lose(self, new: Sequence[int]) -> None:
         """Ranks are lost, and the process sets know. What was under way and needs them fails on all ranks."""
@@ -129,7 +114,7 @@ class Agreement:
     def resume(self) -> None:
         """Lets operations go on that waited for ranks that are lost."""
         for operation in [r for r in self._global_operations() if r.kind == "join" and r.parts]:
-            self.advance(operation)
+            self._advance(operation)
 
     @property
     def approved(self) -> tuple[wire.Signature, ...]:
@@ -164,9 +149,9 @@ class Agreement:
 
     def one_less(self) -> None:
         """An operation is over, which a join may have waited for."""
-        for operation in self._global_operations() if self._participants.joined else ():
+        for operation in self._global_operations():
             if operation.kind == "join":
-                self.advance(operation)
+                self._advance(operation)
 
     def _global_operations(self) -> list[Operation]:
         return [operation for key, operation in self._operations.items() if key.process_set == GLOBAL_SET]
@@ -180,9 +165,11 @@ class Agreement:
         elsewhere = [rank for rank in operation.members.set.ranks if rank not in operation.members.local]
         return self._participants.why_not(kind, operation.members, {*operation.parts, *elsewhere})
 
-    def _agree(self, operation: Operation, recipe: Recipe) -> None:
+    def agree(self, operation: Operation, recipe: Recipe) -> None:
         """All local members have submitted the same: starts, or asks the coordinator."""
         kind = recipe.signature.kind
+        if kind == "join" and any(other.parts and other is not operation for other in self._global_operations()):
+            return  # a rank may join before its operations are done; everybody stays joined until they are
         if len(recipe.members.nodes) == 1:
             small = kind == "allreduce" and recipe.local_nbytes <= INLINE_WORK and recipe.reducer.op != "adasum"
             if small and self._executor.can_reduce_at_once(operation, recipe):
@@ -214,11 +201,7 @@ class Agreement:
             self._coordination.ask(_request(operation))
 
     def _relay(self, operation: Operation) -> None:
-        """Runs an operation that peers have begun, and all of whose local members have joined, as a relay of chunks."""
-        if operation.key.plan:
-            if self._plans.find(operation.key.plan, operation.key.name) is not None:
-                self._start_bucket(operation)
-            return  # else it goes on when the plan has come
+        """Runs an operation outside a plan that peers have begun, and all of whose local members have joined."""
         signature = self._approved.get((operation.key.process_set, operation.peers_digest))
         if signature is not None:  # else it goes on when the verdict has come
             operation.recipe = self.recipe(signature)
@@ -231,7 +214,7 @@ class Agreement:
         if verdict.signature is not None:  # the others' operation, while all ranks here have joined
             self.approve(verdict.key.process_set, wire.digest(verdict.signature), verdict.signature)
             for waiting in [r for r in self._operations.values() if r.peers_digest and not r.parts]:
-                self.advance(waiting)
+                self._advance(waiting)
             return
         if operation is None or not operation.asked:
             return
@@ -246,7 +229,7 @@ class Agreement:
             self._start(operation, verdict.rows, verdict.splits)
 
     def peer_has_begun(self, operation: Operation) -> None:
-        """Data of an operation has come that waits for the coordinator, or for its local parts."""
+        """Data of an operation has come that waits for the coordinator, or for ranks that may have joined."""
         if operation.asked and operation.exchange is None:
             assert operation.recipe is not None
             if operation.recipe.signature.kind in DIRECT_KINDS:  # approved, or nothing would come; the verdict is late
@@ -254,7 +237,7 @@ class Agreement:
                 self._context.trace.record(Kind.NEGOTIATE_END, operation.key.name, 0, operation.key.clock)
                 self._start(operation, (), ())
         elif self._participants.joined:
-            self.advance(operation)
+            self._advance(operation)
 
     def tell_who_joined(self, operation: Operation) -> None:
         """An operation has begun here; nodes whose ranks have all joined would not begin it without this message."""
@@ -275,40 +258,6 @@ class Agreement:
             self._executor.start_tensor(operation, operation.recipe, rows, splits)
         except RequestError as error:
             self._outcomes.everywhere(operation.key, f"{operation.what}: {error}")
-
-    def _start_bucket(self, operation: Operation) -> None:
-        found = self._plans.find(operation.key.plan, operation.key.name)
-        assert found is not None
-        passes = {rank: part.passes for rank, part in operation.parts.items()}
-        operation.digest = next(iter(passes.values()), operation.peers_digest)
-        for rank, number in passes.items():
-            if number != operation.digest:
-                describe = self._context.topology.describe
-                self._passes_differ(operation, describe([next(iter(passes))]), describe([rank]), number)
-                return
-        for node, chunk, _ in operation.early:
-            if chunk.digest != operation.digest:
-                self.disagree_about_passes(operation, node, chunk)
-                return
-        if self._participants.joined:
-            self.tell_who_joined(operation)
-        try:
-            self._executor.start_bucket(operation, *found)
-        except RequestError as error:
-            self._outcomes.everywhere(operation.key, f"{operation.what}: {error}")
-
-    def disagree_about_passes(self, operation: Operation, node: int, chunk: wire.Chunk) -> None:
-        """A peer has sent gradients of another backward pass of a step than this node's ranks have submitted."""
-        describe = self._context.topology.describe_node
-        self._passes_differ(operation, describe(self._context.node), describe(node), chunk.digest)
-
-    def _passes_differ(self, operation: Operation, here: str, there: str, number: int) -> None:
-        self._outcomes.everywhere(
-            operation.key,
-            f"{there} reduces the gradients of backward pass {number} of a step, and {here} those of pass "
-            f"{operation.digest}; between two calls of step() or zero_grad(), all ranks have to make as many "
-            "backward passes (add up losses for one of them, or set backward_passes_per_step)",
-        )
 
     def _take_effect(self, operation: Operation, signature: wire.Signature, rows: Sequence[int]) -> None:
         """Does on this node what an operation without data is for. All nodes do it before any of them completes it."""

@@ -23,7 +23,7 @@ from fusion_rt.settings import Settings
 from fusion_rt.tracing.format import Kind
 from fusion_rt.tracing.recorder import NULL, Instrument
 from fusion_rt.wire import OpKey
-from fusiond.buckets.plans import Memory, Plans, PlanState
+from fusiond.buckets.plans import Memory, Plans
 from fusiond.collectives.base import Array
 from fusiond.collectives.cost import CostModel
 from fusiond.control.coordination import Coordination
@@ -137,7 +137,7 @@ class Engine:
             self.homes,
             self._plans,
             self.snapshots,
-            self._agreement.advance,
+            self._exchanges.advance,
         )
         self._stalls = Stalls(
             context, self._outcomes, self._coordination, self._questions, self.homes, self._proposals.waits
@@ -225,11 +225,8 @@ class Engine:
         """A worker's part of a planned bucket is in the arena."""
         state, bucket, part = self._plans.part(rank, ready)
         self._trace.record(Kind.READY, f"bucket {ready.bucket}", part.values.nbytes, ready.clock, ready.plan, peer=rank)
-        self._route(state).post(rank, state, bucket, part)
-
-    def _route(self, state: PlanState) -> Route:
-        """Returns the side of the engine that the contributions to a plan's buckets go to."""
-        return self.homes if state.at_homes else self._exchanges
+        route: Route = self.homes if state.at_homes else self._exchanges
+        route.post(rank, state, bucket, part)
 
     def staleness(self, rank: int, handle: int) -> None:
         """A worker asks how stale contributions have been."""
@@ -435,7 +432,8 @@ class Engine:
 
     def _one_less(self) -> None:
         """An operation is over, which others may have waited for."""
-        self._agreement.one_less()
+        if self.participants.joined:
+            self._agreement.one_less()
         if self.homes.occupied.plans:
             self.homes.occupied.look_again()
 

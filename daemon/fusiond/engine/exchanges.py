@@ -21,6 +21,7 @@ from fusiond.control.waiting import describe
 from fusiond.core.contribution import Contribution
 from fusiond.core.dispatch import Handlers
 from fusiond.core.errors import RequestError
+from fusiond.core.participants import Members
 from fusiond.engine.agreement import Agreement
 from fusiond.engine.codec_service import CodecService
 from fusiond.operations.context import Context
@@ -123,7 +124,7 @@ class Exchanges:
             outcomes.operation_failed,
             context.trace,
         )
-        self.agreement = Agreement(context, coordination, outcomes, homes, plans, self.executor, disagree)
+        self.agreement = Agreement(context, coordination, outcomes, homes, plans, self.executor, disagree, self.advance)
 
     # --- from the local workers ---------------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class Exchanges:
             self._outcomes.here(key, f"{key.in_words}: {why}")
             self._outcomes.refuse(rank, submit.handle, f"{key.in_words}: {why}")
             return
-        operation = self.agreement.operation(key, recipe.members)
+        operation = self._operation(key, recipe.members)
         if rank in operation.parts:
             raise RequestError(f"rank {rank} submitted {key.in_words} twice under one clock")
         if operation.recipe is None:
@@ -184,7 +185,7 @@ class Exchanges:
         if operation.recipe is not recipe and operation.recipe.signature.common() != signature.common():
             self._disagree(operation)
         else:
-            self.agreement.advance(operation)
+            self.advance(operation)
         self._homes.occupied.look(rank)
 
     def _set_limit(self, operation: Operation, seconds: float) -> None:
@@ -209,12 +210,13 @@ class Exchanges:
         if (why := self._outcomes.why(key)) or part.gives_up:
             self._refuse(rank, key, part, why)
             return
-        operation = self.agreement.operation(key, state.members)
+        operation = self._operation(key, state.members)
         if rank in operation.parts:
             raise RequestError(f"rank {rank} is ready twice in bucket {bucket.name} of plan {state.plan.id}")
+        operation.planned = state, bucket
         self._progress.ready(rank, bucket.bucket.index, self._context.outside.clock() - operation.begun)
         operation.parts[rank] = part
-        self.agreement.advance(operation)
+        self.advance(operation)
         if self._homes.occupied.plans:
             self._homes.occupied.look(rank)
 
@@ -227,6 +229,60 @@ class Exchanges:
         elif part.selected is not None:
             part.selected.disown()
         self._outcomes.refuse(rank, part.handle, why)
+
+    # --- until it starts ----------------------------------------------------------------------------------------------
+
+    def _operation(self, key: OpKey, members: Members) -> Operation:
+        """Returns the operation under this key; a new one if there is none."""
+        operation = self._operations.get(key)
+        if operation is None:
+            operation = self._operations[key] = Operation(key, members, self._context.outside.clock())
+        return operation
+
+    def advance(self, operation: Operation) -> None:
+        """Something has changed about an operation that has not started: goes on if everything local is there."""
+        if operation.exchange is not None or operation.asked or operation.disputed:
+            return
+        if len(operation.parts) < len(operation.members.local) and not self.agreement.goes_on_without(operation):
+            return
+        if operation.recipe is not None:
+            self.agreement.agree(operation, operation.recipe)
+        else:
+            self._start_bucket(operation)
+
+    def _start_bucket(self, operation: Operation) -> None:
+        """Everything local is there of a planned bucket: it begins here, if all ranks mean the same backward pass."""
+        assert operation.planned is not None
+        passes = {rank: part.passes for rank, part in operation.parts.items()}
+        operation.digest = next(iter(passes.values()), operation.peers_digest)
+        for rank, number in passes.items():
+            if number != operation.digest:
+                describe = self._context.topology.describe
+                self._passes_differ(operation, describe([next(iter(passes))]), describe([rank]), number)
+                return
+        for node, chunk, _ in operation.early:
+            if chunk.digest != operation.digest:
+                self._peer_disagrees_about_passes(operation, node, chunk)
+                return
+        if self._participants.joined:
+            self.agreement.tell_who_joined(operation)
+        try:
+            self.executor.start_bucket(operation, *operation.planned)
+        except RequestError as error:
+            self._outcomes.everywhere(operation.key, f"{operation.what}: {error}")
+
+    def _peer_disagrees_about_passes(self, operation: Operation, node: int, chunk: wire.Chunk) -> None:
+        """A peer has sent gradients of another backward pass of a step than this node's ranks have submitted."""
+        describe = self._context.topology.describe_node
+        self._passes_differ(operation, describe(self._context.node), describe(node), chunk.digest)
+
+    def _passes_differ(self, operation: Operation, here: str, there: str, number: int) -> None:
+        self._outcomes.everywhere(
+            operation.key,
+            f"{there} reduces the gradients of backward pass {number} of a step, and {here} those of pass "
+            f"{operation.digest}; between two calls of step() or zero_grad(), all ranks have to make as many "
+            "backward passes (add up losses for one of them, or set backward_passes_per_step)",
+        )
 
     # --- from the peers -----------------------------------------------------------------------------------------------
 
@@ -245,7 +301,7 @@ class Exchanges:
             operation.peers_digest = message.digest
             if message.signature is not None and wire.digest(message.signature) == message.digest:
                 self.agreement.approve(message.key.process_set, message.digest, message.signature)
-            self.agreement.advance(operation)
+            self.advance(operation)
 
     def _chunk(self, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         if chunk.key.clock // wire.CLOCKS_OF_AN_EPOCH != self._clocks:
@@ -263,17 +319,22 @@ class Exchanges:
 
     def _take_early(self, operation: Operation, node: int, chunk: wire.Chunk, payload: memoryview) -> None:
         """A chunk waits until the workers here have come that far, unless it does not fit what they submitted."""
-        if operation.digest and not chunk.key.plan and chunk.digest != operation.digest:
-            if not operation.disputed:
-                self._disagree(operation)
-        elif chunk.key.plan and operation.exchange is not None and chunk.digest != operation.digest:
-            self.agreement.disagree_about_passes(operation, node, chunk)
-        else:
-            self._check_credit(operation, node, len(payload))
-            operation.early.append((node, chunk, payload))
-            operation.early_from[node] += 1
-            operation.peers_digest = chunk.digest
+        is_known = operation.exchange is not None if chunk.key.plan else operation.digest
+        if is_known and chunk.digest != operation.digest:
+            self._peer_disagrees(operation, node, chunk)
+            return
+        self._check_credit(operation, node, len(payload))
+        operation.early.append((node, chunk, payload))
+        operation.early_from[node] += 1
+        operation.peers_digest = chunk.digest
+        if operation.asked or self._participants.joined:
             self.agreement.peer_has_begun(operation)
+
+    def _peer_disagrees(self, operation: Operation, node: int, chunk: wire.Chunk) -> None:
+        if chunk.key.plan:
+            self._peer_disagrees_about_passes(operation, node, chunk)
+        elif not operation.disputed:
+            self._disagree(operation)
 
     def _look_back(self, node: int, chunk: wire.Chunk) -> None:
         """Data has come of an operation that is over here. In a group one that was something else for the sender may be
@@ -290,21 +351,27 @@ class Exchanges:
     def _begun(self, node: int, key: OpKey) -> Operation | None:
         """Returns the operation that a peer says something about; None if it is over here, or cannot be."""
         operation = self._operations.get(key)
-        if operation is None and self._may_begin(node, key):
-            operation = self.agreement.operation(key, self._participants.members(key.process_set))
+        if operation is not None or self._outcomes.is_over(key):
+            return operation
+        planned = self._plans.find(key)
+        if planned is None or len(self._operations) >= _MAX_EARLY:
+            return self._begun_early(node, key)
+        operation = self._operation(key, planned[0].members)
+        operation.planned = planned
         return operation
 
-    def _may_begin(self, node: int, key: OpKey) -> bool:
-        """Returns whether a peer may be the first to say anything about an operation here."""
-        if self._outcomes.is_over(key) or self._participants.is_over(key.process_set):
-            return False
+    def _begun_early(self, node: int, key: OpKey) -> Operation | None:
+        """Returns a new operation that is of no plan here, or one of very many, if a peer may be the first to say
+        anything about it."""
+        if self._participants.is_over(key.process_set):
+            return None
         if key.process_set in self._participants and not self._too_early():
-            return True
+            return self._operation(key, self._participants.members(key.process_set))
         self._outcomes.on_job_failed(
             f"node {node} (host {self._context.topology.hosts[node]}) sent data of {key.name!r}, which has no place "
             "here: it is in an unknown process set, or one of too many operations under way"
         )
-        return False
+        return None
 
     def _too_early(self) -> bool:
         """Returns whether peers are ahead of the workers here in as many operations as they may be."""
@@ -317,10 +384,8 @@ class Exchanges:
         Raises:
             CreditExceeded: it is more than the node may send.
         """
-        found = self._plans.find(operation.key.plan, operation.key.name)
-        if found is not None or not operation.key.plan:
-            tuning = None if found is None else found[0].plan.tuning
-            chunk_bytes, window_bytes = self.executor.limits(tuning or wire.Tuning())
+        if operation.planned is not None or not operation.key.plan:  # else what it is granted is not known here yet
+            chunk_bytes, window_bytes = self.executor.limits(operation.tuning)
             granted = window_chunks(window_bytes, chunk_bytes)
             if operation.early_from[node] >= granted:
                 raise CreditExceeded(
@@ -328,13 +393,17 @@ class Exchanges:
                 )
         self._early_bytes += nbytes
         if self._early_bytes > _MAX_EARLY_BYTES:
-            waiting = (len(payload) for other in self._operations.values() for _, _, payload in other.early)
-            self._early_bytes = nbytes + sum(waiting)
-            if self._early_bytes > _MAX_EARLY_BYTES:
-                raise CreditExceeded(
-                    f"{self._early_bytes} bytes of operations wait that the workers here have not reached, "
-                    f"and no more than {_MAX_EARLY_BYTES} are kept"
-                )
+            self._count_early(nbytes)
+
+    def _count_early(self, nbytes: int) -> None:
+        """Counts again what waits, and a chunk that has come. Raises `CreditExceeded` if that is too much."""
+        waiting = (len(payload) for other in self._operations.values() for _, _, payload in other.early)
+        self._early_bytes = nbytes + sum(waiting)
+        if self._early_bytes > _MAX_EARLY_BYTES:
+            raise CreditExceeded(
+                f"{self._early_bytes} bytes of operations wait that the workers here have not reached, "
+                f"and no more than {_MAX_EARLY_BYTES} are kept"
+            )
 
     # --- membership and results ---------------------------------------------------------------------------------------
 
@@ -349,7 +418,7 @@ class Exchanges:
             if operation.exchange is not None:
                 self.agreement.tell_who_joined(operation)
             elif operation.kind != "join":
-                self.agreement.advance(operation)
+                self.advance(operation)
 
     def end(self, error: str) -> None:
         """Fails everything under way with this sentence."""

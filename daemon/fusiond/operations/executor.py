@@ -19,7 +19,7 @@ from fusion_rt.wire import OpKey
 from fusiond import algorithms
 from fusiond.algorithms.exchange import Algorithm, Work
 from fusiond.buckets.codec_state import open_bucket
-from fusiond.buckets.plans import BucketState, PlanState
+from fusiond.buckets.plans import UNTUNED, BucketState, PlanState
 from fusiond.buckets.recipes import Recipe, collective_exchange, contributions_of, outputs_of
 from fusiond.buckets.traced_codecs import record_codec
 from fusiond.collectives.base import Array, Exchange, Job, Port, Reducer
@@ -43,6 +43,7 @@ class Operation:
         about: it, as records have it.
         parts: of the local members, by rank.
         recipe: of the first part that came; None for a planned bucket.
+        planned: the plan and the bucket that it is of, once the plan is active here; None for a tensor outside a plan.
         asked: the coordinator has been asked.
         digest: of the signature that goes into its chunks.
         peers_digest: the one that came from peers, when nothing has come from local members.
@@ -66,6 +67,7 @@ class Operation:
     about: About = field(init=False)
     parts: dict[int, Contribution] = field(default_factory=dict)
     recipe: Recipe | None = None
+    planned: tuple[PlanState, BucketState] | None = None
     asked: bool = False
     digest: int = 0
     peers_digest: int = 0
@@ -96,6 +98,11 @@ class Operation:
     def kind(self) -> str:
         """The collective; as far as it is known here."""
         return "allreduce" if self.recipe is None else self.recipe.signature.kind
+
+    @property
+    def tuning(self) -> wire.Tuning:
+        """The tuning of its plan, if it has one."""
+        return UNTUNED if self.planned is None else self.planned[0].tuning
 
     @property
     def urgency(self) -> int:

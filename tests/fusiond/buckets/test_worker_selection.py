@@ -25,7 +25,7 @@ class Job(SimulatedJob):
         super().__init__(ranks, fusion_threshold=1 << 20)
         self.planned = self.plan(PROPOSAL)
         self.memory = self.add_plan_memory(self.planned)
-        found = self.engine(0)._plans.find(self.planned.id, "0")
+        found = self.engine(0)._plans.find(wire.OpKey(0, self.planned.id, "0", 0))
         assert found is not None
         codec: Any = found[1].codec
         shape = codec.tray()
